@@ -1,0 +1,149 @@
+"""What every data set of OpenDiT looks like to the rest of the program, and how unreadable files are counted.
+
+A data set holds rows; a training step asks for a row with a ``Ticket`` that says where in the run the
+sample is used. Everything random about the sample is keyed by the ticket (see ``opendit.random``), so the
+same ticket gives the same numbers in any process, on any number of GPUs and after any resume.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from opendit.random import Stream, integers
+
+
+class Ticket(NamedTuple):
+    """Asks a data set for one sample of the run."""
+
+    sample: int  # row of the data set
+    step: int  # global optimizer step
+    index: int  # position in the global batch, counted across micro-batches and ranks
+
+
+class Item(NamedTuple):
+    """One sample: ``x`` float32 of the data set's ``sample_shape``, its class ``y``, and "path: reason" of every
+    unreadable file that stood before it and was replaced."""
+
+    x: Tensor
+    y: int
+    skipped: tuple[str, ...] = ()
+
+
+class BadSample(Exception):
+    """One file can't be read; the run goes on with another one."""
+
+    def __init__(self, path: str, reason: object):
+        super().__init__(f"{path}: {reason}")
+
+
+class DataError(RuntimeError):
+    """The data can't be used; the message tells the user why, no traceback needed."""
+
+
+class MediaDataset(Dataset):
+    """Base of all data sets. A subclass sets the attributes below and writes ``load`` and ``label``.
+
+    kind: "pixels" (x in [-1, 1]) or "latents" (x holds a VAE's means and standard deviations).
+    class_names: one name a class, in the order of the labels.
+    sample_shape: (C, H, W) of what one item holds.
+    random_flip: mirror half of the samples, keyed by Stream.FLIP.
+    seed: the run's seed. max_bad: largest share of unreadable files that is skipped rather than an error.
+    """
+
+    kind: str = "pixels"
+    class_names: list[str]
+    sample_shape: tuple[int, int, int]
+    random_flip: bool = False
+    seed: int = 0
+    max_bad: float = 0.05
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def load(self, row: int, flip: bool) -> Tensor:
+        """The sample of a row, mirrored left to right if ``flip``; raises BadSample if it can't be read."""
+        raise NotImplementedError
+
+    def label(self, row: int) -> int:
+        raise NotImplementedError
+
+    def identity(self) -> str:
+        """A hash of what the rows are (names and labels, or contents), to tell two data sets apart."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """One line for the log."""
+        raise NotImplementedError
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_names)
+
+    def __getitem__(self, ticket: Ticket) -> Item:
+        """The ticket's sample, or the next readable row's. Raises DataError when so many rows in turn are
+        unreadable that more than ``max_bad`` of the data set must be."""
+        flip = self.random_flip and bool(
+            integers(self.seed, ticket.step, torch.tensor([ticket.index]), Stream.FLIP, 2).item()
+        )
+        skipped: list[str] = []
+        # A gap of up to max_bad of the rows may lie in one place (one broken class folder): only a longer one is fatal.
+        for offset in range(min(len(self), max(100, int(self.max_bad * len(self))) + 1)):
+            row = (ticket.sample + offset) % len(self)
+            try:
+                return Item(self.load(row, flip), self.label(row), tuple(skipped))
+            except BadSample as bad:
+                skipped.append(str(bad))
+        raise DataError(f"{len(skipped)} files in turn can't be read: {name_few(skipped)}")
+
+
+class BadFileCounter:
+    """Counts the files read and the unreadable ones, reports each of these once, and stops at too many.
+
+    max_bad: largest share of unreadable files, judged once ``minimum`` files were read.
+    on_skip: called with "path: reason", once a file.
+    """
+
+    def __init__(self, max_bad: float, on_skip: Callable[[str], None] | None = None, minimum: int = 100):
+        self.max_bad, self.on_skip, self.minimum = max_bad, on_skip, minimum
+        self.read = 0  # files tried, the unreadable ones included
+        self.skipped = 0
+        self.files: dict[str, None] = {}  # the distinct ones, in order
+
+    def add(self, good: int, skipped: tuple[str, ...] | list[str]) -> None:
+        """Counts ``good`` readable files and the ``skipped`` ones; raises DataError past ``max_bad``."""
+        self.read += good + len(skipped)
+        self.skipped += len(skipped)
+        for file in skipped:
+            if file not in self.files:
+                self.files[file] = None
+                if self.on_skip is not None:
+                    self.on_skip(file)
+        if self.read >= self.minimum and self.skipped > self.max_bad * self.read:
+            raise DataError(
+                f"{self.skipped} of the {self.read} files read so far can't be read, more than {self.max_bad:.0%}: "
+                f"{name_few(list(self.files))}. Remove or repair them."
+            )
+
+
+def name_few(messages: list[str], count: int = 5) -> str:
+    """The first few of many messages, in one line."""
+    more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
+    return "; ".join(messages[:count]) + more
+
+
+def hash_parts(*parts: bytes | str) -> str:
+    """SHA-256 over the parts, each preceded by its length so that no two lists of parts collide."""
+    digest = hashlib.sha256()
+    for part in parts:
+        part = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def flip_note(dataset: MediaDataset) -> str:
+    return "randomly mirrored" if dataset.random_flip else "not mirrored"

@@ -1,0 +1,253 @@
+"""Encodes a data set once: what ``preprocess.py latents`` does.
+
+Every rank encodes the shards ``rank, rank + world_size, ...``; a shard's bytes depend on the settings alone, not
+on how many ranks there are or how often the job was stopped and started again.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm import tqdm
+
+from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
+from opendit.data.latents import INDEX, VERSION, read_index, read_shard_header, shard_name, write_index, write_shard
+from opendit.data.loader import make_torch_loader, readable_worker_errors
+from opendit.data.resolve import build_dataset
+from opendit.encoders.vae import VAECodec, load_codec
+
+
+class _RowReader(Dataset):
+    """Reads batches of rows, as they are and without replacements, in a worker process."""
+
+    def __init__(self, dataset: MediaDataset):
+        self.dataset = dataset
+
+    def __getitem__(self, job: tuple[int, range]) -> tuple[int, list[int], list[int], Tensor | None, list[str]]:
+        """(shard, rows) -> (shard, readable rows, their labels, pictures (B, C, H, W), skipped files)."""
+        shard, rows = job
+        good, pictures, skipped = [], [], []
+        for row in rows:
+            try:
+                pictures.append(self.dataset.load(row, flip=False))
+                good.append(row)
+            except BadSample as bad:
+                skipped.append(str(bad))
+        labels = [self.dataset.label(row) for row in good]
+        return shard, good, labels, torch.stack(pictures) if pictures else None, skipped
+
+
+def make_latents(
+    dataset: MediaDataset,
+    codec: VAECodec,
+    output: str | Path,
+    *,
+    image_size: int,
+    flips: bool,
+    batch_size: int = 64,
+    num_workers: int = 4,
+    shard_size: int = 4096,
+    rank: int = 0,
+    world_size: int = 1,
+    max_bad: float = 0.05,
+) -> dict | None:
+    """Writes the latents of ``dataset`` to ``output`` (format: ``opendit.data.latents``), keeping the shards there.
+
+    flips: also encode every picture's mirror image. With several ranks the default process group must exist.
+    Returns the index on rank 0, None elsewhere. Raises ValueError if ``output`` holds latents of other settings,
+    DataError if more than ``max_bad`` of the files can't be read or a latent doesn't fit float16.
+    """
+    output = Path(output)
+    shards = max(1, -(-len(dataset) // shard_size))
+    settings = {
+        "version": VERSION,
+        "data": dataset.identity(),
+        "pictures": len(dataset),
+        "image_size": image_size,
+        "vae": codec.fingerprint(),
+        "latent_shape": list(codec.latent_shape(image_size)),
+        "flips": flips,
+        "precision": str(codec.dtype).removeprefix("torch."),
+        "shard_size": shard_size,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    kept = _complete_shards(output, settings)
+    if rank == 0 and (output / INDEX).exists():
+        if read_index(output) is None:
+            raise ValueError(f"--output {output} holds an {INDEX} of something else: pass another folder")
+        (output / INDEX).unlink()  # so that nobody reads the folder while it changes
+    mine = range(rank, shards, world_size)
+    todo = [shard for shard in mine if shard_name(shard, shards) not in kept]
+    rows = {shard: range(shard * shard_size, min((shard + 1) * shard_size, len(dataset))) for shard in mine}
+
+    title = "encoding" if world_size == 1 else f"encoding (rank 0's part of {world_size})"
+    done = sum(len(rows[shard]) for shard in mine if shard not in todo)
+    total = sum(len(part) for part in rows.values())
+    with tqdm(total=total, initial=done, desc=title, unit=" pictures", smoothing=0.05, disable=rank > 0) as bar:
+        counter = BadFileCounter(max_bad, on_skip=lambda file: tqdm.write(f"skipped {file}"))
+        jobs = [
+            (shard, rows[shard][first : first + batch_size])
+            for shard in todo
+            for first in range(0, len(rows[shard]), batch_size)
+        ]
+        batches = _read(dataset, jobs, num_workers, counter, pin_memory=codec.device.type == "cuda")
+        with closing(batches):
+            for shard in todo:
+                parts, skipped = _encode_shard(batches, codec, len(range(0, len(rows[shard]), batch_size)), flips, bar)
+                tensors = _join(parts, (2 if flips else 1, 2 * codec.latent_channels, *settings["latent_shape"][1:]))
+                write_shard(output / shard_name(shard, shards), tensors, settings, skipped)
+
+    if world_size > 1:
+        dist.barrier()
+    return _finish(output, dataset, codec, settings, shards, max_bad) if rank == 0 else None
+
+
+def _complete_shards(output: Path, settings: dict) -> set[str]:
+    """Names of the whole shards in a folder; raises ValueError if one was made with other settings."""
+    kept = set()
+    for path in sorted(output.glob("latents-*.safetensors")):
+        header = read_shard_header(path)
+        if header is None:
+            continue  # a damaged one is made again
+        other = sorted(key for key in settings if settings.get(key) != header[1].get(key))
+        if other:
+            changes = (f"{key} {str(header[1].get(key))[:12]} there, {str(settings[key])[:12]} now" for key in other)
+            raise ValueError(
+                f"--output {output} holds latents of other settings ({'; '.join(changes)}): pass another folder or "
+                "empty this one"
+            )
+        kept.add(path.name)
+    return kept
+
+
+def _read(dataset, jobs, num_workers: int, counter: BadFileCounter, pin_memory: bool) -> Iterator[tuple]:
+    """(rows, labels, pictures, skipped files) of every job in turn, read ahead by worker processes."""
+    loader = make_torch_loader(_RowReader(dataset), jobs, num_workers=num_workers, pin_memory=pin_memory)
+    with readable_worker_errors():
+        for _, rows, labels, pictures, skipped in loader:
+            counter.add(len(rows), skipped)
+            yield rows, labels, pictures, skipped
+
+
+def _encode_shard(batches: Iterator[tuple], codec: VAECodec, count: int, flips: bool, bar: tqdm):
+    """The next ``count`` batches as [(moments (B, F, 2C, h, w) fp16, labels, rows)] and the files skipped there."""
+    parts, all_skipped = [], []
+    for _ in range(count):
+        rows, labels, pictures, skipped = next(batches)
+        all_skipped += skipped
+        if rows:
+            pictures = pictures.to(codec.device, non_blocking=True)
+            views = (pictures, pictures.flip(-1)) if flips else (pictures,)
+            moments = torch.stack([codec.moments(view) for view in views], dim=1).half()
+            if not moments.isfinite().all():
+                raise DataError(
+                    f"the latents of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision "
+                    "bf16 or fp32, and check the VAE's weights if that doesn't help"
+                )
+            parts.append((moments.cpu(), torch.tensor(labels), torch.tensor(rows)))
+        bar.update(len(rows) + len(skipped))
+    return parts, all_skipped
+
+
+def _join(parts: list[tuple[Tensor, Tensor, Tensor]], shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """One shard's tensors; ``shape``: of one picture's moments, for a shard without a single readable picture."""
+    if not parts:
+        parts = [(torch.empty(0, *shape, dtype=torch.half), torch.empty(0).long(), torch.empty(0).long())]
+    moments, labels, rows = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return {"moments": moments, "labels": labels.long(), "rows": rows.long()}
+
+
+def _finish(output: Path, dataset: MediaDataset, codec: VAECodec, settings: dict, shards: int, max_bad: float) -> dict:
+    """Writes the index once every shard is there; raises DataError if too many files were skipped."""
+    entries, all_skipped = [], []
+    for name in (shard_name(shard, shards) for shard in range(shards)):
+        header = read_shard_header(output / name)
+        if header is None:
+            raise DataError(f"{output / name} is missing or damaged; run the same command again")
+        entries.append({"file": name, "count": header[0], "bytes": (output / name).stat().st_size})
+        all_skipped += header[2]
+    BadFileCounter(max_bad, minimum=1).add(len(dataset) - len(all_skipped), all_skipped)
+    index = {
+        "count": sum(entry["count"] for entry in entries),
+        "class_names": list(dataset.class_names),
+        "image_size": settings["image_size"],
+        "vae": codec.name,
+        "scaling_factor": codec.scaling_factor,
+        "shift_factor": codec.shift_factor,
+        "latent_shape": settings["latent_shape"],
+        "flips": settings["flips"],
+        "settings": settings,
+        "skipped": all_skipped,
+        "shards": entries,
+    }
+    write_index(output, index)
+    return index
+
+
+def run(
+    data_path: str,
+    vae: str,
+    image_size: int,
+    output: str,
+    *,
+    batch_size: int = 64,
+    num_workers: int = 4,
+    no_flip: bool = False,
+    mixed_precision: str = "auto",
+    shard_size: int = 4096,
+) -> dict | None:
+    """``preprocess.py latents`` with its flags' values; one process a GPU if torchrun started several."""
+    if vae == "none":
+        raise ValueError("--vae none has no latents to cache: train on the pictures themselves")
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dtype = pick_dtype(mixed_precision, device)
+    dataset = build_dataset(data_path, image_size, seed=0, random_flip=False if no_flip else None)
+    if dataset.kind != "pixels":
+        raise ValueError(f"--data_path {data_path} holds latents already")
+    codec = load_codec(vae, channels=dataset.sample_shape[0], device=device, dtype=dtype)
+    codec.latent_shape(image_size)
+    if rank == 0:
+        print(f"{dataset.describe()}\nencoding with --vae {vae} on {device} in {str(codec.dtype)[6:]}", flush=True)
+    if world_size > 1:
+        # Only to wait for each other at the end, which may be long after the first rank is through.
+        dist.init_process_group("gloo", timeout=timedelta(days=30))
+    try:
+        index = make_latents(
+            dataset,
+            codec,
+            output,
+            image_size=image_size,
+            flips=dataset.random_flip,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            shard_size=shard_size,
+            rank=rank,
+            world_size=world_size,
+            max_bad=dataset.max_bad,
+        )
+    finally:
+        if world_size > 1:
+            dist.destroy_process_group()
+    if index is not None:
+        skipped = f", {len(index['skipped']):,} unreadable files left out" if index["skipped"] else ""
+        print(f"{index['count']:,} pictures in {len(index['shards'])} shards{skipped}: train with --data_path {output}")
+    return index
+
+
+def pick_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
+    """auto: fp16 on a GPU, whose ten bits of mantissa are what the latents are stored with, else fp32."""
+    if device.type != "cuda":
+        if mixed_precision in ("fp16", "bf16"):
+            raise ValueError(f"--mixed_precision {mixed_precision} needs a GPU; this machine has none: leave it out")
+        return torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(mixed_precision, torch.float16)

@@ -1,0 +1,143 @@
+"""The small picture data sets that torchvision downloads, recognised by their files on disk.
+
+CIFAR-10, CIFAR-100, STL-10 and SVHN are read by torchvision, which checks the files' MD5 sums first (CIFAR's
+are pickles, so an unchecked one is never opened); MNIST and Fashion-MNIST are plain arrays.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from opendit.data.base import MediaDataset, flip_note, hash_parts
+from opendit.data.images import center_crop, to_tensor
+
+_DIGITS = [str(digit) for digit in range(10)]
+_CLOTHES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
+
+# Pictures uint8 (N, H, W, 3) or (N, H, W), labels (N,), class names.
+Arrays = tuple[np.ndarray, np.ndarray, list[str]]
+
+
+def _cifar(kind: str) -> Callable[[Path, str], Arrays]:
+    def read(folder: Path, split: str) -> Arrays:
+        from torchvision import datasets
+
+        data = getattr(datasets, kind)(folder.parent, train=split == "train")
+        return data.data, np.array(data.targets), list(data.classes)
+
+    return read
+
+
+def _mnist(names: list[str]) -> Callable[[Path, str], Arrays]:
+    def read(folder: Path, split: str) -> Arrays:
+        from torchvision.datasets import mnist
+
+        stem = str(folder / ("train" if split == "train" else "t10k"))
+        images = mnist.read_image_file(f"{stem}-images-idx3-ubyte").numpy()
+        return images, mnist.read_label_file(f"{stem}-labels-idx1-ubyte").numpy(), names
+
+    return read
+
+
+def _stl10(folder: Path, split: str) -> Arrays:
+    from torchvision import datasets
+
+    data = datasets.STL10(folder.parent, split=split)
+    return data.data.transpose(0, 2, 3, 1), data.labels, list(data.classes)
+
+
+def _svhn(folder: Path, split: str) -> Arrays:
+    from torchvision import datasets
+
+    data = datasets.SVHN(folder, split=split)
+    return data.data.transpose(0, 2, 3, 1), data.labels, _DIGITS
+
+
+@dataclass(frozen=True)
+class KnownSet:
+    """A data set on disk. ``folder``: where its files lie below the root that torchvision is given; ``marker``: a file
+    in there that tells it; ``flip``: whether a mirrored picture is as likely as the picture."""
+
+    name: str
+    folder: str
+    marker: str
+    flip: bool
+    read: Callable[[Path, str], Arrays]
+
+
+KNOWN = (
+    KnownSet("CIFAR-10", "cifar-10-batches-py", "data_batch_1", True, _cifar("CIFAR10")),
+    KnownSet("CIFAR-100", "cifar-100-python", "train", True, _cifar("CIFAR100")),
+    KnownSet("MNIST", "MNIST/raw", "train-images-idx3-ubyte", False, _mnist(_DIGITS)),
+    KnownSet("Fashion-MNIST", "FashionMNIST/raw", "train-images-idx3-ubyte", False, _mnist(_CLOTHES)),
+    KnownSet("STL-10", "stl10_binary", "train_X.bin", True, _stl10),
+    KnownSet("SVHN", "", "train_32x32.mat", False, _svhn),
+)
+
+
+def find_known(path: Path) -> tuple[KnownSet, Path] | None:
+    """The torchvision data set whose root, or whose own folder, ``path`` is, and the folder of its files.
+
+    Raises ValueError if the root holds several, naming their folders."""
+    found = []
+    for known in KNOWN:
+        parts = Path(known.folder).parts
+        # The root itself, or any folder on the way down to the files; the names already walked must fit.
+        for walked in range(len(parts) + 1):
+            if path.resolve().parts[-walked:] == parts[:walked] or walked == 0:
+                folder = (path.resolve() if walked else path).joinpath(*parts[walked:])
+                if (folder / known.marker).is_file():
+                    found.append((known, folder))
+                    break
+    if len(found) > 1:
+        choices = " or ".join(f"--data_path {folder}" for _, folder in found)
+        raise ValueError(f"--data_path {path} holds several data sets: pass {choices}")
+    return found[0] if found else None
+
+
+class ArrayDataset(MediaDataset):
+    """A torchvision data set held in memory, cropped to ``image_size`` as folders are; grey ones keep one channel."""
+
+    def __init__(
+        self,
+        known: KnownSet,
+        folder: Path,
+        image_size: int,
+        *,
+        seed: int = 0,
+        random_flip: bool | None = None,
+        split: str = "train",
+    ):
+        if split not in ("train", "test"):
+            raise ValueError(f"{known.name} has the splits train and test, not {split!r}")
+        try:
+            images, labels, self.class_names = known.read(folder, split)
+        except Exception as error:  # torchvision's own message, which doesn't say which flag led there
+            raise ValueError(f"--data_path {folder}: {known.name} can't be read: {error}") from error
+        self.images, self.labels = np.ascontiguousarray(images), labels.astype(np.int64)
+        self.sample_shape = (1 if self.images.ndim == 3 else 3, image_size, image_size)
+        self.seed, self.random_flip = seed, known.flip if random_flip is None else random_flip
+        self.name, self.folder, self.split = known.name, folder, split
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def load(self, row: int, flip: bool) -> Tensor:
+        return to_tensor(center_crop(Image.fromarray(self.images[row]), self.sample_shape[1]), flip)
+
+    def label(self, row: int) -> int:
+        return int(self.labels[row])
+
+    def identity(self) -> str:
+        return hash_parts("\0".join(self.class_names), self.images.tobytes(), self.labels.tobytes())
+
+    def describe(self) -> str:
+        c, h, w = self.sample_shape
+        return (
+            f"{self.name} ({self.split}) in {self.folder}: {len(self):,} pictures of {self.num_classes:,} classes, "
+            f"{c}x{h}x{w}, {flip_note(self)}"
+        )

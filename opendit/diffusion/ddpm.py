@@ -1,0 +1,265 @@
+"""The discrete diffusion process of DDPM, with the learned variance and hybrid loss of Improved DDPM.
+
+    [H] Ho, Jain, Abbeel, "Denoising Diffusion Probabilistic Models", 2020
+    [N] Nichol, Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021
+
+This is the objective of the DiT paper: the network predicts the noise eps and, in C more channels, v, which
+interpolates the log variance of the reverse step between its two bounds. Below, a bar-alpha of the papers is
+``alphas_cumprod``. Tables are float64 on the CPU; what is looked up from them is float32. Arithmetic on tensors
+runs in float32 at least: bf16 and fp16 arguments are promoted by the float32 coefficients.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def linear_betas(T: int = 1000) -> Tensor:
+    """The linear schedule of [H], rescaled so that any ``T`` ends at about the same noise. (T,) float64.
+
+    Raises ValueError for a ``T`` of 20 or less: its last beta would be 1 or more.
+    """
+    scale = 1000 / T if T > 0 else math.inf
+    if 0.02 * scale >= 1:
+        raise ValueError(f"the linear schedule needs more than 20 steps, got {T}")
+    return torch.linspace(1e-4 * scale, 0.02 * scale, T, dtype=torch.float64, device="cpu")
+
+
+def space_timesteps(T: int, num_steps: int) -> list[int]:
+    """``num_steps`` of the timesteps 0..T-1, evenly spaced, ascending; both ends are among them.
+
+    The rounding is that of guided-diffusion (and of Meta's DiT): a running float sum, rounded half to even. One
+    step alone is timestep 0 there, and so it is here. Raises ValueError unless 1 <= num_steps <= T.
+    """
+    if not 1 <= num_steps <= T:
+        raise ValueError(f"the number of sampling steps must be from 1 to {T}, got {num_steps}")
+    stride = (T - 1) / (num_steps - 1) if num_steps > 1 else 1.0
+    steps, position = [], 0.0
+    for _ in range(num_steps):
+        steps.append(round(position))
+        position += stride
+    return steps
+
+
+@dataclass(frozen=True, eq=False)
+class DDPM:
+    """A schedule of n steps. Make one with ``DDPM.linear()`` and shorten it with ``respaced()``.
+
+    Timesteps ``t`` in the arguments of its methods are (B,) int64 in [0, n), the schedule's own; the network gets
+    ``model_timesteps(t)``. Methods take x of any rank, (B, C, H, W) or (B, C, T, H, W), and raise ValueError if
+    ``t`` is not one int64 for each sample.
+    """
+
+    betas: Tensor  # (n,) float64, like the next four
+    alphas_cumprod: Tensor
+    posterior_mean_x0: Tensor  # weight of x_0 in the mean of q(x_{t-1} | x_t, x_0), [H] eq. 7
+    posterior_mean_xt: Tensor  # weight of x_t in it
+    posterior_log_variance: Tensor  # log of [H] eq. 7's beta-tilde, clipped
+    timestep_map: Tensor  # (n,) int64: the timestep of the unshortened schedule, which the network was trained on
+    _on_device: dict = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def linear(cls, T: int = 1000) -> "DDPM":
+        """The schedule that DiT trains with. Raises ValueError as ``linear_betas`` does."""
+        return cls.from_betas(linear_betas(T))
+
+    @classmethod
+    def from_betas(cls, betas: Tensor, timestep_map: Tensor | None = None) -> "DDPM":
+        """``betas``: (n,); ``timestep_map``: (n,) int64, default 0..n-1.
+
+        Raises ValueError for a beta outside (0, 1), and if the two differ in length.
+        """
+        betas = betas.to("cpu", torch.float64)
+        if betas.ndim != 1 or len(betas) == 0 or not bool(((betas > 0) & (betas < 1)).all()):
+            raise ValueError("betas must be a non-empty row of numbers between 0 and 1, both excluded")
+        if timestep_map is None:
+            timestep_map = torch.arange(len(betas), device="cpu")
+        if timestep_map.shape != betas.shape:
+            raise ValueError(f"timestep_map must have {len(betas)} entries, got {tuple(timestep_map.shape)}")
+        alphas_cumprod = torch.cumprod(1 - betas, 0)
+        previous = torch.cat((torch.ones_like(betas[:1]), alphas_cumprod[:-1]))
+        variance = betas * (1 - previous) / (1 - alphas_cumprod)
+        # The variance at t = 0 is 0: its log is replaced by the next one ([N], their code). A schedule of one step
+        # has no next one, and takes its upper bound beta.
+        variance[0] = variance[1] if len(betas) > 1 else betas[0]
+        return cls(
+            betas=betas,
+            alphas_cumprod=alphas_cumprod,
+            posterior_mean_x0=betas * previous.sqrt() / (1 - alphas_cumprod),
+            posterior_mean_xt=(1 - previous) * (1 - betas).sqrt() / (1 - alphas_cumprod),
+            posterior_log_variance=variance.log(),
+            timestep_map=timestep_map.to("cpu", torch.int64),
+        )
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.betas)
+
+    def respaced(self, num_steps: int) -> "DDPM":
+        """The schedule over ``space_timesteps(n, num_steps)``: betas such that the noise levels at the steps kept
+        are unchanged ([N] eq. 19). Raises ValueError unless 1 <= num_steps <= n."""
+        keep = torch.tensor(space_timesteps(self.num_steps, num_steps), device="cpu")
+        kept = self.alphas_cumprod[keep]
+        previous = torch.cat((torch.ones_like(kept[:1]), kept[:-1]))
+        return DDPM.from_betas(1 - kept / previous, self.timestep_map[keep])
+
+    def _tables(self, device: torch.device) -> dict[str, Tensor]:
+        """What the methods look up, on ``device``. Copied there once, so that a training step never waits for it."""
+        if device not in self._on_device:
+            ac = self.alphas_cumprod
+            tables = {
+                "sqrt_ac": ac.sqrt(),
+                "sqrt_1m_ac": (1 - ac).sqrt(),
+                "sqrt_recip_ac": (1 / ac).sqrt(),
+                "sqrt_recip_ac_m1": (1 / ac - 1).sqrt(),
+                "mean_x0": self.posterior_mean_x0,
+                "mean_xt": self.posterior_mean_xt,
+                "min_log_var": self.posterior_log_variance,
+                "max_log_var": self.betas.log(),
+            }
+            # A table first used under inference_mode would otherwise be an inference tensor for good, and training
+            # could not save it for its backward pass.
+            with torch.inference_mode(False):
+                self._on_device[device] = {k: v.to(device, torch.float32) for k, v in tables.items()}
+                self._on_device[device]["timestep_map"] = self.timestep_map.to(device)
+        return self._on_device[device]
+
+    def _at(self, name: str, t: Tensor, x: Tensor) -> Tensor:
+        """Table ``name`` at ``t``, float32, (B, 1, ..., 1) with the rank of ``x``."""
+        if t.dtype != torch.int64 or t.shape != x.shape[:1]:
+            raise ValueError(f"t must be ({x.shape[0]},) int64, got {tuple(t.shape)} {t.dtype}")
+        return self._tables(x.device)[name][t].reshape(-1, *(1,) * (x.ndim - 1))
+
+    def model_timesteps(self, t: Tensor) -> Tensor:
+        """What the network is told for ``t``: the timesteps of the unshortened schedule. (B,) int64."""
+        return self._tables(t.device)["timestep_map"][t]
+
+    def q_sample(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """x_t of q(x_t | x_0), [H] eq. 4, from standard normal ``noise`` of x0's shape."""
+        return self._at("sqrt_ac", t, x0) * x0 + self._at("sqrt_1m_ac", t, x0) * noise
+
+    def predict_x0(self, xt: Tensor, t: Tensor, eps: Tensor) -> Tensor:
+        """x_0 from x_t and its noise: ``q_sample`` solved for x0."""
+        return self._at("sqrt_recip_ac", t, xt) * xt - self._at("sqrt_recip_ac_m1", t, xt) * eps
+
+    def predict_eps(self, xt: Tensor, t: Tensor, x0: Tensor) -> Tensor:
+        """The noise from x_t and x_0: ``q_sample`` solved for noise."""
+        return (self._at("sqrt_recip_ac", t, xt) * xt - x0) / self._at("sqrt_recip_ac_m1", t, xt)
+
+    def posterior(self, x0: Tensor, xt: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (shape of x) and clipped log variance (B, 1, ..., 1) of q(x_{t-1} | x_t, x_0), [H] eq. 6 and 7."""
+        mean = self._at("mean_x0", t, xt) * x0 + self._at("mean_xt", t, xt) * xt
+        return mean, self._at("min_log_var", t, xt)
+
+    def learned_log_variance(self, v: Tensor, t: Tensor) -> Tensor:
+        """[N] eq. 15: v = -1 is the log of beta-tilde, v = 1 that of beta. ``v`` and the result: shape of x."""
+        frac = (v + 1) / 2
+        return frac * self._at("max_log_var", t, v) + (1 - frac) * self._at("min_log_var", t, v)
+
+
+class DiffusionLoss(NamedTuple):
+    """One number a sample, each (B,), float32: ``loss = mse + vb``."""
+
+    loss: Tensor
+    mse: Tensor
+    vb: Tensor  # bits per dimension; zero for a model without learned variance
+
+
+def training_loss(
+    schedule: DDPM, model_output: Tensor, x0: Tensor, xt: Tensor, t: Tensor, noise: Tensor
+) -> DiffusionLoss:
+    """The loss of each sample, from a model output that was evaluated at ``xt = q_sample(x0, t, noise)``.
+
+    ``model_output``: (B, C, ...) for eps alone, which gives the simple loss, [H] eq. 14; or (B, 2C, ...) for eps and
+    v, which gives the hybrid loss, [N] eq. 16, where the term of the variational bound trains the variance only: its
+    mean is detached. As in Meta's DiT that term is in bits, averaged over dimensions, and has weight 1: the paper's
+    0.001 times the 1000 terms of the bound, of which one is drawn at random.
+    Computed in float32. Raises ValueError if the shapes don't fit each other.
+    """
+    if not x0.shape == xt.shape == noise.shape:
+        raise ValueError(f"x0, xt and noise differ in shape: {[tuple(a.shape) for a in (x0, xt, noise)]}")
+    model_output, x0, xt, noise = (at_least_float32(a) for a in (model_output, x0, xt, noise))
+    eps, v = split_output(model_output, x0)
+    mse = _mean_per_sample((noise - eps) ** 2)
+    if v is None:
+        return DiffusionLoss(mse, mse, torch.zeros_like(mse))
+    vb = _variational_bound(schedule, eps.detach(), v, x0, xt, t)
+    return DiffusionLoss(mse + vb, mse, vb)
+
+
+def ddpm_loss(
+    schedule: DDPM, model: Callable[..., Tensor], x0: Tensor, t: Tensor, noise: Tensor, **model_kwargs
+) -> DiffusionLoss:
+    """``training_loss`` of ``model(xt, timesteps, **model_kwargs)``; xt is float32, timesteps (B,) int64."""
+    xt = schedule.q_sample(x0, t, noise)
+    return training_loss(schedule, model(xt, schedule.model_timesteps(t), **model_kwargs), x0, xt, t, noise)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """bf16 and fp16 to float32; float32 and float64 as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def split_output(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A model's output for ``x`` (B, C, ...) into eps and v; v is None without learned variance.
+
+    Raises ValueError if the output's shape is neither x's nor x's with 2C channels.
+    """
+    channels = x.shape[1]
+    if output.shape == x.shape:
+        return output, None
+    if output.shape == (x.shape[0], 2 * channels, *x.shape[2:]):
+        return output[:, :channels], output[:, channels:]
+    raise ValueError(
+        f"for x {tuple(x.shape)} a model must return {channels} or {2 * channels} channels of its size, "
+        f"got {tuple(output.shape)}"
+    )
+
+
+def _variational_bound(schedule: DDPM, eps: Tensor, v: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
+    """The bound's term at t, [N] eq. 4 to 6, in bits per dimension: (B,). KL(q || p), or -log p(x_0 | x_1) at t = 0."""
+    true_mean, true_log_variance = schedule.posterior(x0, xt, t)
+    mean, _ = schedule.posterior(schedule.predict_x0(xt, t, eps), xt, t)
+    log_variance = schedule.learned_log_variance(v, t)
+    kl = _normal_kl(true_mean, true_log_variance, mean, log_variance)
+    nll = _discretized_nll(x0, mean, log_variance)
+    return torch.where(t == 0, _mean_per_sample(nll), _mean_per_sample(kl)) / math.log(2)
+
+
+def _normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance2: Tensor) -> Tensor:
+    """KL(N1 || N2) of each element, in nats."""
+    difference = log_variance2 - log_variance1
+    return 0.5 * (-1 + difference + torch.exp(-difference) + (mean1 - mean2) ** 2 * torch.exp(-log_variance2))
+
+
+def _discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
+    """-log of the normal's mass on the bin x +- 1/255, the outer bins reaching to infinity ([H] eq. 13), in nats.
+
+    The bins are those of 8-bit pixels in [-1, 1]; Meta's DiT keeps them for latents, and so do we.
+    """
+    centered = x - mean
+    first, last = x < -0.999, x > 0.999
+    # By symmetry the mass of any bin is that of one left of the mean, where the difference of the two distribution
+    # functions doesn't cancel: right of it, float32 would lose the mass beyond 5 sigma altogether.
+    left = torch.where(first, centered, torch.where(last, -centered, -centered.abs()))
+    inv_std = torch.exp(-0.5 * log_variance)
+    below = torch.where(first | last, 0.0, _normal_cdf(inv_std * (left - 1 / 255)))
+    return -torch.log((_normal_cdf(inv_std * (left + 1 / 255)) - below).clamp(min=1e-12))
+
+
+def _normal_cdf(z: Tensor) -> Tensor:
+    """guided-diffusion's approximation (error < 3.2e-4) rather than erf, so that losses compare with Meta's DiT.
+
+    Its (1 + tanh(u)) / 2 is written as sigmoid(2u), which keeps the lower tail. Beyond 20 sigma it is 0 or 1 in
+    float32; without the clamp the cube can overflow, and make the gradient of samples that don't use it NaN.
+    """
+    z = z.clamp(-20, 20)
+    return torch.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z**3))
+
+
+def _mean_per_sample(x: Tensor) -> Tensor:
+    return x.flatten(1).mean(1)

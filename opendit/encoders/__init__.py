@@ -1,0 +1,5 @@
+"""Pixels <-> latents."""
+
+from opendit.encoders.vae import ImageCodec, PixelCodec, VAECodec, codec_geometry, load_codec, sample_moments
+
+__all__ = ["ImageCodec", "PixelCodec", "VAECodec", "codec_geometry", "load_codec", "sample_moments"]

@@ -1,0 +1,242 @@
+"""Pixels <-> latents: Stable Diffusion's image VAE, or none at all.
+
+An encoder gives moments, the mean and standard deviation of every latent number; a latent is drawn from them
+with noise that the caller keys by the sample, mean + std * noise, then shifted and scaled to unit size. A codec
+is a plain object, not a module, so it never ends up in a model's state.
+"""
+
+import json
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from opendit.data.base import hash_parts
+
+HUB = {"ema": "stabilityai/sd-vae-ft-ema", "mse": "stabilityai/sd-vae-ft-mse"}
+FILES = ("config.json", "diffusion_pytorch_model.safetensors")
+# Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256,
+# whose largest activations take about 3 GiB in half precision.
+PIXELS_AT_ONCE = 32 * 256 * 256
+
+
+def sample_moments(moments: Tensor, noise: Tensor, scaling: float, shift: float) -> Tensor:
+    """Latents (B, C, h, w) fp32 from moments (B, 2C, h, w) = [mean, std] and standard normal noise (B, C, h, w)."""
+    mean, std = moments.float().chunk(2, dim=1)
+    return (mean + std * noise - shift) * scaling
+
+
+class ImageCodec(ABC):
+    """Pixels in [-1, 1] <-> latents of about unit variance.
+
+    latent_channels: C of the latents. downscale: pixels a latent's side. scaling_factor, shift_factor: as in
+    ``sample_moments``. name: what ``--vae`` said.
+    """
+
+    name: str
+    latent_channels: int
+    downscale: int
+    scaling_factor: float = 1.0
+    shift_factor: float = 0.0
+
+    def latent_shape(self, image_size: int) -> tuple[int, int, int]:
+        """(C, h, w) of a square picture's latent; raises ValueError if the size doesn't divide."""
+        if image_size < 1 or image_size % self.downscale:
+            raise ValueError(
+                f"--image_size {image_size} isn't a multiple of {self.downscale}, as --vae {self.name} needs"
+            )
+        side = image_size // self.downscale
+        return self.latent_channels, side, side
+
+    @abstractmethod
+    def moments(self, pixels: Tensor) -> Tensor:
+        """Pixels (B, 1 or 3, H, W) in [-1, 1] -> mean and standard deviation (B, 2C, h, w) fp32."""
+
+    def sample(self, moments: Tensor, noise: Tensor) -> Tensor:
+        """Moments (B, 2C, h, w) and standard normal noise (B, C, h, w) -> latents (B, C, h, w) fp32."""
+        return sample_moments(moments, noise, self.scaling_factor, self.shift_factor)
+
+    def encode(self, pixels: Tensor, noise: Tensor) -> Tensor:
+        """Pixels (B, 1 or 3, H, W) in [-1, 1] and noise (B, C, h, w) -> latents (B, C, h, w) fp32."""
+        return self.sample(self.moments(pixels), noise)
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> Tensor:
+        """Latents (B, C, h, w) -> pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
+
+
+class PixelCodec(ImageCodec):
+    """``--vae none``: the latents are the pixels, with a standard deviation of zero."""
+
+    name, downscale = "none", 1
+
+    def __init__(self, channels: int):
+        self.latent_channels = channels
+
+    def moments(self, pixels: Tensor) -> Tensor:
+        pixels = _with_channels(pixels, self.latent_channels).float()
+        return torch.cat((pixels, torch.zeros_like(pixels)), dim=1)
+
+    def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
+        return _with_channels(pixels, self.latent_channels).float()
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents.float().clamp(-1, 1)
+
+
+class VAECodec(ImageCodec):
+    """A diffusers ``AutoencoderKL``, frozen, run without gradients and a bounded number of pixels at a time.
+
+    device: where it runs; inputs are brought there and results stay there. dtype: of its weights and
+    activations on a GPU; a CPU always computes in fp32. chunk: pictures at once, by default PIXELS_AT_ONCE.
+    """
+
+    def __init__(
+        self,
+        vae: torch.nn.Module,
+        *,
+        name: str = "vae",
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        chunk: int | None = None,
+    ):
+        config = vae.config
+        self.name, self.chunk = name, chunk
+        self.device = torch.device(device)
+        self.dtype = dtype if self.device.type == "cuda" else torch.float32
+        self.latent_channels, self.downscale = _geometry(config)
+        self.scaling_factor, self.shift_factor = float(config["scaling_factor"]), float(config.get("shift_factor") or 0)
+        self.vae = vae.eval().requires_grad_(False).to(self.device, self.dtype)
+        if self.device.type == "cuda":
+            self.vae.to(memory_format=torch.channels_last)
+
+    @torch.no_grad()
+    def moments(self, pixels: Tensor) -> Tensor:
+        parts = []
+        for part in pixels.split(self._chunk(pixels.shape[-2] * pixels.shape[-1])):
+            part = _with_channels(part.to(self.device, self.dtype, non_blocking=True), 3)
+            # In fp32 from here: exp() of a half-precision logarithm would lose a decimal of the deviation.
+            mean, logvar = self.vae.encode(part).latent_dist.parameters.float().chunk(2, dim=1)
+            parts.append(torch.cat((mean, torch.exp(0.5 * logvar.clamp(-30, 20))), dim=1))
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        latents = latents.to(self.device, torch.float32) / self.scaling_factor + self.shift_factor
+        parts = latents.to(self.dtype).split(self._chunk(latents.shape[-2] * latents.shape[-1] * self.downscale**2))
+        return torch.cat([self.vae.decode(part).sample.float().clamp_(-1, 1) for part in parts])
+
+    def fingerprint(self) -> str:
+        """A hash of the weights and of the numbers that turn moments into latents."""
+        parts: list[bytes | str] = [f"{self.scaling_factor} {self.shift_factor}"]
+        for name, weight in sorted(self.vae.state_dict().items()):
+            parts += [name, weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()]
+        return hash_parts(*parts)
+
+    def _chunk(self, pixels: int) -> int:
+        return self.chunk or max(1, PIXELS_AT_ONCE // pixels)
+
+
+def _with_channels(pixels: Tensor, channels: int) -> Tensor:
+    """Grey pictures (B, 1, H, W) repeated to ``channels``; others must have them."""
+    if pixels.shape[1] == 1:
+        return pixels.expand(-1, channels, -1, -1)
+    if pixels.shape[1] != channels:
+        raise ValueError(f"pictures of {pixels.shape[1]} channels can't be encoded as {channels}")
+    return pixels
+
+
+def _geometry(config: dict) -> tuple[int, int]:
+    return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
+
+
+def codec_geometry(name: str, channels: int) -> tuple[int, int]:
+    """(latent channels, pixels a latent's side) of ``--vae name``, read without making or downloading weights.
+
+    channels: of the pixels, for ``none``. Raises FileNotFoundError or ValueError as ``load_codec`` does."""
+    if name == "none":
+        return channels, 1
+    if name in HUB:
+        return 4, 8
+    return _geometry(_read_config(name))
+
+
+def load_codec(
+    name: str,
+    *,
+    channels: int,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    chunk: int | None = None,
+) -> ImageCodec:
+    """The codec of ``--vae name``: "none" (latents = pixels of ``channels`` channels), "ema" or "mse" (Stable
+    Diffusion's fine-tuned VAEs, from the local cache or the hub) or a folder with a VAE in diffusers' format.
+
+    Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such VAE."""
+    if name == "none":
+        return PixelCodec(channels)
+    folder = _from_hub(name) if name in HUB else Path(name).expanduser()
+    _read_config(str(folder))
+    if not (folder / FILES[1]).is_file():
+        raise FileNotFoundError(f"--vae {name}: no {FILES[1]} in {folder}; {_needs()}")
+    from diffusers import AutoencoderKL  # seconds to import, so only where a VAE is really used
+
+    try:
+        vae = AutoencoderKL.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False
+        )
+    except Exception as error:
+        raise ValueError(f"--vae {name}: {folder} can't be loaded ({error}); {_needs()}") from error
+    return VAECodec(vae, name=name, device=device, dtype=dtype, chunk=chunk)
+
+
+def _needs() -> str:
+    return f"--vae PATH needs a folder with {' and '.join(FILES)}, and --vae none trains on pixels"
+
+
+def _read_config(name: str) -> dict:
+    path = Path(name).expanduser() / FILES[0]
+    try:
+        config = json.loads(path.read_text())
+        _geometry(config)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(f"--vae {name}: {path} doesn't exist; use ema, mse or a folder: {_needs()}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--vae {name}: {path} isn't the configuration of a VAE; {_needs()}") from error
+    if config.get("_class_name", "AutoencoderKL") != "AutoencoderKL":
+        raise ValueError(f"--vae {name} is a {config['_class_name']}, not an AutoencoderKL; {_needs()}")
+    return config
+
+
+def _from_hub(name: str) -> Path:
+    """The local folder of a VAE of the hub: from the cache, else downloaded. Fails within seconds if it can't."""
+    from huggingface_hub import constants, hf_hub_download
+
+    def fetch(local_files_only: bool) -> Path:
+        return [Path(hf_hub_download(HUB[name], file, local_files_only=local_files_only)) for file in FILES][0].parent
+
+    try:
+        return fetch(local_files_only=True)
+    except (OSError, ValueError):
+        pass
+    try:
+        # Its own download tries six times with growing pauses; one short question first tells whether that can help.
+        _probe_hub(constants.ENDPOINT)
+        return fetch(local_files_only=False)
+    except Exception as error:
+        raise FileNotFoundError(
+            f"--vae {name}: {HUB[name]} isn't in the local cache and couldn't be fetched from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Fetch it on a machine that "
+            f"can, then copy it: {_needs()}"
+        ) from error
+
+
+def _probe_hub(endpoint: str) -> None:
+    """Raises unless the hub answers, whatever it answers, within a few seconds."""
+    from huggingface_hub.utils import get_session
+
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    get_session().head(endpoint, timeout=5)

@@ -1,0 +1,132 @@
+"""Layers that the architectures share. Plain single-device PyTorch; strategies and kernels are injected."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """x * (1 + scale) + shift for x (B, N, D) and shift, scale (B, D): adaLN's affine part."""
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+    """Parameter-free LayerNorm over D, then :func:`modulate` (adaLN; Peebles & Xie 2023, sec. 3.2)."""
+    return modulate(F.layer_norm(x, x.shape[-1:], eps=eps), shift, scale)
+
+
+def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
+    """x + gate * branch for x, branch (B, N, D) and gate (B, D): adaLN-Zero's residual connection."""
+    return x + gate.unsqueeze(1) * branch
+
+
+@dataclass(frozen=True)
+class BlockOps:
+    """The memory-bound operations of a block; kernels take the place of these torch expressions."""
+
+    layernorm_modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = layernorm_modulate
+    gate_residual: Callable[[Tensor, Tensor, Tensor], Tensor] = gate_residual
+
+
+def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v for q, k, v (B, H, N, d), by torch's own choice of kernel."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with one qkv projection (parameter names of timm: qkv, proj).
+
+    ``attend`` maps q, k, v (B, H, N, d) to (B, H, N, d); a parallel strategy or a kernel replaces it.
+    """
+
+    def __init__(self, dim: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = local_attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, D = x.shape
+        q, k, v = self.qkv(x).view(B, N, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
+        return self.proj(self.attend(q, k, v).transpose(1, 2).reshape(B, N, D))
+
+
+class Mlp(nn.Module):
+    """Linear, GELU (tanh form), Linear (parameter names of timm: fc1, fc2)."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class PatchEmbed(nn.Module):
+    """(B, C, H, W) to tokens (B, H/p * W/p, D), rows first."""
+
+    def __init__(self, patch_size: int, in_channels: int, dim: int):
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, dim, patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x.to(self.proj.weight.dtype)).flatten(2).transpose(1, 2)
+
+
+def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
+    """Sinusoids of t (B,), integer or float, as (B, dim) float32: cosines, then sines (Vaswani et al. 2017)."""
+    half = dim // 2
+    freqs = torch.exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+    angles = t.float()[:, None] * freqs
+    return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
+
+
+class TimestepEmbedder(nn.Module):
+    """Timestep (B,) to (B, D): sinusoids in fp32, whatever the weights' precision, then a two-layer MLP."""
+
+    def __init__(self, dim: int, frequencies: int = TIME_FREQUENCIES):
+        super().__init__()
+        self.frequencies = frequencies
+        self.mlp = nn.Sequential(nn.Linear(frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
+
+    def forward(self, t: Tensor) -> Tensor:
+        return self.mlp(timestep_embedding(t, self.frequencies).to(self.mlp[0].weight.dtype))
+
+
+class LabelEmbedder(nn.Module):
+    """Class label (B,) int64 to (B, D). Row ``num_classes`` is the null class of classifier-free guidance."""
+
+    def __init__(self, num_classes: int, dim: int):
+        super().__init__()
+        self.num_classes = num_classes
+        self.embedding_table = nn.Embedding(num_classes + 1, dim)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.embedding_table(y)
+
+
+def sincos_position_table(dim: int, height: int, width: int) -> Tensor:
+    """2D sine-cosine positions, (height * width, dim) float32, rows first.
+
+    Meta's layout: the first half of the channels encodes the column, the second the row; each half is
+    sines, then cosines, of frequencies 10000^(-i / (dim/4)). Raises ValueError unless dim divides by 4.
+    """
+    if dim % 4:
+        raise ValueError(f"a 2D sine-cosine table needs a width divisible by 4, not {dim}")
+    omega = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim / 4.0))
+    row, column = torch.meshgrid(
+        torch.arange(height, dtype=torch.float64), torch.arange(width, dtype=torch.float64), indexing="ij"
+    )
+    halves = []
+    for position in (column, row):
+        angles = position.reshape(-1, 1) * omega
+        halves += [torch.sin(angles), torch.cos(angles)]
+    return torch.cat(halves, dim=1).float()

@@ -1,0 +1,1 @@
+"""Device mesh, the Colossal-AI engine and the parallel strategies."""

@@ -1,0 +1,412 @@
+"""The one file that imports Colossal-AI (0.5.0) and knows what it needs.
+
+It makes the package importable without its pinned companions, makes its plugins run on a CPU with gloo,
+corrects four things in them (each says why where it stands), and builds the Booster.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import math
+import shutil
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+_OPTIONAL = ("peft", "galore_torch", "bitsandbytes")
+
+
+class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Importable placeholders for packages that Colossal-AI imports at the top of files we never use."""
+
+    def __init__(self, names: list[str]):
+        self.names = names
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] in self.names:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = _placeholder
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+def _placeholder(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+def _import_colossalai() -> None:
+    missing = [n for n in _OPTIONAL if importlib.util.find_spec(n) is None]
+    if not hasattr(dist, "is_hccl_available"):  # gone from new torch, called by Colossal-AI's pipeline code
+        dist.is_hccl_available = lambda: False
+    finder = _StandIn(missing)
+    sys.meta_path.append(finder)
+    try:
+        import colossalai.booster.plugin  # noqa: F401
+        import colossalai.nn.optimizer  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"Colossal-AI could not be imported ({error}); run `bash install.sh`, "
+            "or `pip install --no-deps colossalai==0.5.0`"
+        ) from error
+    finally:
+        sys.meta_path.remove(finder)
+        # diffusers and transformers ask sys.modules whether peft is there: they must not see a placeholder.
+        for name in [m for m in sys.modules if m.partition(".")[0] in missing]:
+            del sys.modules[name]
+
+
+_import_colossalai()
+
+from colossalai.accelerator import get_accelerator, set_accelerator  # noqa: E402
+from colossalai.accelerator.cpu_accelerator import CpuAccelerator  # noqa: E402
+from colossalai.amp.naive_amp.mixed_precision_mixin import BF16MixedPrecisionMixin  # noqa: E402
+from colossalai.amp.naive_amp.mixed_precision_mixin.fp16 import OptimState  # noqa: E402
+from colossalai.booster import Booster  # noqa: E402
+from colossalai.booster.plugin import (  # noqa: E402
+    GeminiPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    low_level_zero_plugin,
+)
+from colossalai.nn.optimizer import HybridAdam  # noqa: E402
+from colossalai.zero import LowLevelZeroOptimizer  # noqa: E402
+from colossalai.zero.gemini import gemini_ddp, gemini_optimizer  # noqa: E402
+from colossalai.zero.gemini.chunk import chunk as gemini_chunk  # noqa: E402
+
+# ------------------------------------------------------------------------------------------ CPU
+
+
+class _Idle:
+    """A stream or event that has nothing to wait for."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+class _CpuAsCuda(CpuAccelerator):
+    """The CPU under the name "cuda", which Colossal-AI's ZeRO and Gemini insist on."""
+
+    def __init__(self):
+        super().__init__()
+        self._name = "cuda"
+
+    def synchronize(self, device=None):
+        return None
+
+    def empty_cache(self):
+        return None
+
+    def manual_seed(self, seed):
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def current_device(self):
+        return 0
+
+    def device_count(self):
+        return 1
+
+    def memory_allocated(self, device=None):
+        return 0
+
+    max_memory_allocated = memory_allocated
+
+    def _idle(self, *args, **kwargs):
+        return _Idle()
+
+    Stream = Event = current_stream = default_stream = stream = _idle
+
+    def set_stream(self, stream_):
+        return None
+
+
+def _keep_chunks_in_one_memory() -> None:
+    """Gemini tells a "cuda" shard from a "cpu" shard and moves it between the two; on a CPU both are the
+    same memory, so a shard stays what it was born as: a "cuda" shard."""
+    close, paired_move = gemini_chunk.Chunk.close_chunk, gemini_chunk.Chunk._Chunk__paired_shard_move
+
+    def close_chunk(self):
+        self.shard_device = torch.device("cuda")  # a name only: nothing is allocated there
+        close(self)
+
+    def shard_move(self, device, force_copy=False, non_blocking=False):
+        if not self.optim_sync_flag:
+            paired_move(self, non_blocking=non_blocking)
+            self.optim_sync_flag = True
+
+    gemini_chunk.Chunk.close_chunk = close_chunk
+    gemini_chunk.Chunk.shard_move = shard_move
+
+
+if not torch.cuda.is_available():
+    set_accelerator(_CpuAsCuda())
+    _keep_chunks_in_one_memory()
+
+# Gemini would cast every float input to half, timesteps too; our models cast what they want cast.
+gemini_ddp._cast_float = lambda value, dtype: value
+
+# ------------------------------------------------------------------------------------------ optimizers
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW on fp32 weights, with the ``div_scale`` that Gemini's optimizer passes.
+
+    Gradients may be bf16 or fp16. (Colossal-AI's own CPU Adam ignores ``div_scale`` for bf16 gradients,
+    so that gradient clipping would silently not happen.)
+    """
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, fused=True, **kwargs)
+
+    def init_state(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure=None, div_scale: float = -1):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            grads = [p.grad.to(p.dtype) for p in params]
+            if div_scale > 0:
+                grads = [g if g is not p.grad else g.clone() for g, p in zip(grads, params, strict=True)]
+                torch._foreach_mul_(grads, 1.0 / div_scale)
+            states = [self.init_state(p) for p in params]
+            adamw(
+                [p.data for p in params],
+                grads,
+                [s["exp_avg"] for s in states],
+                [s["exp_avg_sq"] for s in states],
+                [],
+                [s["step"] for s in states],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+gemini_optimizer._AVAIL_OPTIM_LIST.add(FusedAdamW)
+
+
+class ResumableHybridAdam(HybridAdam):
+    """Colossal-AI's HybridAdam; its state can be made before the first step, so that it can be loaded."""
+
+    def init_state(self, p: Tensor) -> dict:
+        state = self.state[p]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            self._post_state_init(p)
+        return state
+
+
+gemini_optimizer._AVAIL_OPTIM_LIST.add(ResumableHybridAdam)
+
+
+def build_optimizer(module: nn.Module, lr: float, weight_decay: float) -> tuple[torch.optim.Optimizer, str]:
+    """HybridAdam where its CUDA kernels can be built, else torch's fused AdamW; and one line that says why."""
+    settings = dict(lr=lr, weight_decay=weight_decay, betas=(0.9, 0.999), eps=1e-8)
+    params = [p for p in module.parameters() if p.requires_grad]
+    reason = ""
+    if not torch.cuda.is_available():
+        reason = "no GPU for HybridAdam"
+    elif shutil.which("nvcc") is None:
+        reason = "nvcc was not found, so HybridAdam's kernels can't be built"
+    else:
+        try:
+            return ResumableHybridAdam(params, **settings), "HybridAdam (Colossal-AI's fused kernels)"
+        except Exception as error:  # a failed JIT build raises whatever the compiler driver raises
+            reason = f"HybridAdam's kernels did not build: {str(error).strip().splitlines()[0]}"
+    return FusedAdamW(params, **settings), f"fused AdamW ({reason})"
+
+
+# ------------------------------------------------------------------------------------------ ZeRO
+
+
+class ZeroOptimizer(LowLevelZeroOptimizer):
+    """ZeRO-1/2 whose step reads the device once and never lets a non-finite gradient in.
+
+    The original takes the norm tensor by tensor in float64, checks for overflow in fp16 only, and copies
+    the gathered weights one more time. Gradients are those of this rank's shard of every parameter.
+    """
+
+    skipped = False  # what the last step did
+
+    def step(self, closure=None):
+        masters, grads = [], []
+        for group_id in range(self.num_param_groups):
+            for working, master in zip(
+                self._working_param_groups[group_id],
+                self._master_param_groups_of_current_rank[group_id],
+                strict=True,
+            ):
+                store = self.pid_to_grad_store[id(working)]
+                pieces = store.get_partitioned_gradients_by_param_id(group_id, id(working))
+                if pieces:
+                    grad = pieces[0 if self._partition_grads else store.local_rank]
+                    masters.append(master)
+                    grads.append(grad.to(master.dtype))
+        half = hasattr(self.mixed_precision_mixin, "grad_scaler")
+        scale = self.mixed_precision_mixin.loss_scale if half else 1.0
+        norm = self._global_norm(grads) / scale
+        self.skipped = not math.isfinite(norm)
+        self._current_grad_norm = norm
+        if half:
+            self.mixed_precision_mixin.grad_scaler.update(self.skipped)
+            self.mixed_precision_mixin.optim_state = OptimState.UNSCALED
+        if not self.skipped:
+            excess = (norm + 1e-6) / self._clip_grad_norm if self._clip_grad_norm > 0 else 0.0
+            torch._foreach_mul_(grads, 1.0 / (scale * max(1.0, excess)))
+            for master, grad in zip(masters, grads, strict=True):
+                master.grad = grad
+            self.optim.step()
+            for master in masters:
+                master.grad = None
+            self.gather_working_params()
+        self.zero_grad()
+
+    def _global_norm(self, grads: list[Tensor]) -> float:
+        """2-norm over all parameters and ranks; the squares are summed in float64, in rank order."""
+        group = next(iter(self.pg_to_param_list))
+        norms = torch.stack(torch._foreach_norm(grads)).double()
+        total = norms.square().sum()
+        dist.all_reduce(total, group=group)
+        value = total.item()
+        return math.sqrt(value) if math.isfinite(value) else math.inf
+
+    @torch.no_grad()
+    def gather_working_params(self, bucket_bytes: int = 256 << 20) -> None:
+        """Every rank's master shards, rounded to the working dtype, into the working weights of all ranks."""
+        (group,) = self.pg_to_param_list
+        world = dist.get_world_size(group)
+        shards = [
+            (self._working_param_to_padded_working_param[w], m)
+            for g in range(self.num_param_groups)
+            for w, m in zip(
+                self._working_param_groups[g], self._master_param_groups_of_current_rank[g], strict=True
+            )
+        ]
+        if world == 1:
+            torch._foreach_copy_([w for w, _ in shards], [m for _, m in shards])
+            return
+        limit = bucket_bytes // self._dtype.itemsize // world
+        bucket, size = [], 0
+        for i, (working, master) in enumerate(shards):
+            bucket.append((working.view(world, -1), master))
+            size += master.numel()
+            if size >= limit or i == len(shards) - 1:
+                flat = torch.cat([m for _, m in bucket]).to(self._dtype)
+                gathered = torch.empty(world * size, dtype=self._dtype, device=flat.device)
+                dist.all_gather_into_tensor(gathered, flat, group=group)
+                columns = gathered.view(world, size).split([m.numel() for _, m in bucket], dim=1)
+                torch._foreach_copy_([w for w, _ in bucket], list(columns))
+                bucket, size = [], 0
+
+
+low_level_zero_plugin.LowLevelZeroOptimizer = ZeroOptimizer
+
+# ------------------------------------------------------------------------------------------ Gemini
+
+
+class _FiniteBF16(BF16MixedPrecisionMixin):
+    """bf16 without loss scaling whose step is skipped, on all ranks alike, when a gradient is not finite.
+
+    Gemini counts non-finite gradient chunks in every precision but looks at the count in fp16 only.
+    """
+
+    def __init__(self, manager):
+        self.manager = manager
+
+    def should_skip_step(self) -> bool:
+        count = self.manager.overflow_counter.clone()
+        dist.all_reduce(count)
+        return count.item() > 0
+
+    def pre_zero_grad(self) -> None:
+        self.manager.overflow_counter.zero_()
+
+
+# ------------------------------------------------------------------------------------------ Booster
+
+
+def boost(
+    plugin: str,
+    precision: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    grad_clip: float,
+    accumulate: bool,
+    initial_scale: float = 2.0**16,
+):
+    """Wraps ``module`` and ``optimizer`` for ``plugin`` (zero2, ddp, gemini) and returns both.
+
+    The module's parameters become the plugin's working weights on this process's device. ``grad_clip`` 0
+    means none; ``ddp`` neither casts nor clips (the engine does).
+    """
+    on_gpu = torch.cuda.is_available()
+    if plugin == "zero2":
+        built = LowLevelZeroPlugin(
+            stage=2,
+            precision=precision,
+            max_norm=grad_clip,
+            initial_scale=initial_scale,
+            overlap_communication=on_gpu,
+            cast_inputs=False,
+        )
+    elif plugin == "gemini":
+        size = sum(p.numel() for p in module.parameters()) / 2**20
+        built = GeminiPlugin(
+            precision=precision,
+            # A clip bound no gradient reaches: Gemini computes the norm only when it clips.
+            max_norm=grad_clip or 1e30,
+            initial_scale=initial_scale,
+            enable_gradient_accumulation=accumulate,
+            # Chunks of 32 Mi elements would make a small model one chunk that is never sharded.
+            min_chunk_size_m=min(32.0, max(0.005, size / 16)),
+            search_range_m=32 if size > 64 else 1,
+            placement_policy="static",
+            pin_memory=on_gpu,
+            enable_async_reduce=on_gpu,
+        )
+    elif plugin == "ddp":
+        built = TorchDDPPlugin(broadcast_buffers=False, gradient_as_bucket_view=True)
+    else:
+        raise ValueError(f"--plugin {plugin}: choose zero2, ddp or gemini")
+    model, optimizer, *_ = Booster(plugin=built).boost(module, optimizer)
+    if plugin == "gemini" and precision == "bf16":
+        optimizer.mix_precision_mixin = _FiniteBF16(model.chunk_manager)
+    return model, optimizer
+
+
+def device() -> torch.device:
+    """The device Colossal-AI works on."""
+    return get_accelerator().get_current_device()

@@ -1,0 +1,49 @@
+"""Packaging of OpenDiT. Tested versions of everything below stand in constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="opendit",
+    version="0.1.0",
+    description="Fast, memory-lean training and sampling of Diffusion Transformers on Colossal-AI",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["opendit", "opendit.*"]),
+    python_requires=">=3.10",
+    install_requires=[
+        "torch>=2.11",
+        "torchvision",
+        "timm>=1.0",
+        "diffusers>=0.30",
+        "transformers>=4.51",
+        "decord2>=3.0",
+        "av>=14",
+        "einops",
+        "safetensors>=0.4",
+        "tensorboard",
+        "scikit-learn",
+        "scipy",  # SVHN's .mat files
+        "tqdm",
+        "numpy",
+        "pillow",
+        # colossalai 0.5.0 itself is installed with --no-deps by install.sh: its pins (torch<=2.5.1, ...)
+        # are not real for training. These are what its training path imports:
+        "packaging",
+        "psutil",
+        "rich",
+    ],
+    extras_require={
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
+        "dev": ["pre-commit", "pytest", "pytest-timeout", "hypothesis", "ruff"],
+        "kernels": ["ninja"],  # with nvcc: builds Colossal-AI's HybridAdam
+        "flash": ["flash-attn"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

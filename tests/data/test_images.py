@@ -1,0 +1,269 @@
+"""Pictures in folders: the crop, odd formats, unreadable files, the folder's layout."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from opendit.data import DataError, Ticket, build_dataset
+from opendit.data.images import FolderDataset, PathTable, center_crop, read_picture, to_tensor
+from opendit.random import Stream, integers
+
+
+def picture(path, size=(40, 30), color=(200, 100, 50), **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, color).save(path, **options)
+    return path
+
+
+def noise(width, height, seed=0):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def tree(root, classes=2, each=10):
+    for label in range(classes):
+        for i in range(each):
+            picture(root / f"class{label}" / f"{i:03d}.png", color=(label * 100, i * 5, 7))
+    return root
+
+
+# ---------------------------------------------------------------- the crop
+
+
+def adm_crop(image, size):
+    """guided-diffusion's center_crop_arr, as published."""
+    while min(*image.size) >= 2 * size:
+        image = image.resize(tuple(x // 2 for x in image.size), resample=Image.Resampling.BOX)
+    scale = size / min(*image.size)
+    image = image.resize(tuple(round(x * scale) for x in image.size), resample=Image.Resampling.BICUBIC)
+    array = np.array(image)
+    y, x = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
+    return array[y : y + size, x : x + size]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(32, 2100), st.integers(32, 2100), st.sampled_from([8, 32, 64, 256]))
+@example(2100, 32, 32)
+@example(32, 2100, 256)
+@example(511, 512, 256)
+@example(256, 256, 256)
+def test_crop_keeps_the_centre_and_the_scale(width, height, size):
+    """On a linear ramp, every output pixel must show the value at its place in the centred square."""
+    ramp_x = np.broadcast_to((np.arange(width) + 0.5) / width * 255, (height, width))
+    ramp_y = np.broadcast_to(((np.arange(height) + 0.5) / height * 255)[:, None], (height, width))
+    image = Image.fromarray(np.stack((ramp_x, ramp_y, ramp_x), -1).round().astype(np.uint8))
+    out = np.asarray(center_crop(image, size)).astype(float)
+    assert out.shape == (size, size, 3)
+    step = min(width, height) / size  # source pixels an output pixel
+    middle = slice(size // 4, size - size // 4)  # away from the border, where bicubic has no neighbours
+    for axis, length in ((0, width), (1, height)):
+        source = length / 2 + (np.arange(size) + 0.5 - size / 2) * step
+        got = out[..., axis].mean(axis=axis)  # average over the direction along which the ramp is constant
+        error = np.abs(got - source / length * 255)[middle]
+        # One output pixel: sizes are rounded and the crop starts at a whole pixel. Two grey levels: rounding.
+        assert error.max() <= step / length * 255 + 2
+
+
+@pytest.mark.parametrize("size", [(500, 375), (63, 64), (256, 1000), (1025, 513), (32, 32)])
+def test_crop_equals_adm(size):
+    image = noise(*size)
+    for target in (16, 32, 256):
+        assert np.array_equal(np.asarray(center_crop(image, target)), adm_crop(image, target))
+
+
+def test_crop_of_a_grey_picture_and_its_range():
+    grey = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16))
+    x = to_tensor(center_crop(grey, 16), flip=False)
+    assert x.shape == (1, 16, 16) and x.dtype == torch.float32
+    assert torch.equal(x.flatten(), (torch.arange(256) / 127.5 - 1))
+    assert torch.equal(to_tensor(grey, flip=True), x.flip(-1))
+
+
+# ---------------------------------------------------------------- formats
+
+
+def test_every_mode_becomes_upright_rgb(tmp_path):
+    array = np.random.default_rng(0).integers(0, 256, (12, 20, 3), dtype=np.uint8)
+    rgb = Image.fromarray(array)
+    grey = rgb.convert("L")
+    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
+    palette = rgb.quantize(16)
+    grey_rgb = np.asarray(grey.convert("RGB"))
+    cases = {
+        "rgb.png": (rgb, array, 0),
+        "grey.png": (grey, grey_rgb, 0),
+        "deep.png": (deep, grey_rgb, 0),
+        "deep.tif": (deep, grey_rgb, 0),
+        "int.tif": (Image.fromarray(np.asarray(grey).astype(np.int32) * 257), grey_rgb, 0),
+        "rgba.png": (rgb.convert("RGBA"), array, 0),
+        "la.png": (grey.convert("LA"), grey_rgb, 0),
+        "palette.png": (palette, np.asarray(palette.convert("RGB")), 0),
+        "bits.png": (grey.convert("1"), np.asarray(grey.convert("1").convert("RGB")), 0),
+        "lossless.webp": (rgb, array, 0),
+        "cmyk.tif": (rgb.convert("CMYK"), array, 3),
+    }
+    for name, (image, expected, tolerance) in cases.items():
+        image.save(tmp_path / name, **({"lossless": True} if name.endswith("webp") else {}))
+        found = read_picture(str(tmp_path / name))
+        assert found.mode == "RGB", name
+        assert np.abs(np.asarray(found).astype(int) - expected).max() <= tolerance, name
+
+
+def test_transparent_palette_and_animation(tmp_path, recwarn):
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([0, 0, 0, 250, 120, 60] + [0] * 750)
+    palette.save(tmp_path / "t.png", transparency=b"\x80\x80")
+    assert read_picture(str(tmp_path / "t.png")).getpixel((3, 3)) == (250, 120, 60)
+    frames = [Image.new("RGB", (8, 8), color) for color in ((255, 0, 0), (0, 255, 0))]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert read_picture(str(tmp_path / "a.gif")).getpixel((3, 3)) == (255, 0, 0)
+    assert not recwarn.list
+
+
+def test_exif_rotation(tmp_path):
+    image = noise(20, 12)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # "turn by 90 degrees clockwise to view"
+    image.save(tmp_path / "r.png", exif=exif)
+    found = read_picture(str(tmp_path / "r.png"))
+    assert np.array_equal(np.asarray(found), np.rot90(np.asarray(image), -1))
+
+
+# ---------------------------------------------------------------- unreadable files
+
+
+def break_file(path, how):
+    if how == "empty":
+        path.write_bytes(b"")
+    elif how == "text":
+        path.write_text("this is no picture")
+    elif how == "truncated":
+        noise(64, 64).save(path.with_suffix(".jpg"), quality=95)
+        data = path.with_suffix(".jpg").read_bytes()
+        path.with_suffix(".jpg").unlink()
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "float":
+        Image.fromarray(np.ones((8, 8), dtype=np.float32)).save(path.with_suffix(".tif"))
+        path.with_suffix(".tif").rename(path)
+
+
+@pytest.mark.parametrize("how", ["empty", "text", "truncated", "float"])
+def test_a_bad_file_is_replaced_by_the_next_row_and_named(tmp_path, how):
+    tree(tmp_path, each=20)
+    bad = tmp_path / "class0" / "019.png"  # the last of its class: the replacement's label must be its own
+    break_file(bad, how)
+    data = FolderDataset(str(tmp_path), 16, seed=1, random_flip=False)
+    item, following = data[Ticket(19, 0, 0)], data[Ticket(20, 0, 0)]
+    assert torch.equal(item.x, following.x) and (item.y, following.y) == (1, 1)
+    assert len(item.skipped) == 1 and item.skipped[0].startswith(f"{bad}: ") and following.skipped == ()
+    assert data[Ticket(18, 0, 0)].skipped == ()
+
+
+def test_the_last_row_is_replaced_by_the_first(tmp_path):
+    tree(tmp_path, each=20)
+    break_file(tmp_path / "class1" / "019.png", "empty")
+    data = FolderDataset(str(tmp_path), 16, random_flip=False)
+    item = data[Ticket(39, 0, 0)]
+    assert item.y == 0 and torch.equal(item.x, data[Ticket(0, 0, 0)].x)
+
+
+def test_headers_are_checked_at_the_start(tmp_path):
+    tree(tmp_path, each=20)
+    for i in (3, 4):
+        break_file(tmp_path / "class0" / f"{i:03d}.png", "empty")
+    FolderDataset(str(tmp_path), 16)  # 2 of 40 are 5 %
+    break_file(tmp_path / "class1" / "007.png", "text")
+    with pytest.raises(ValueError, match=r"--data_path .*of 40 .*3 can't be read, more than 5%.*class0/003\.png"):
+        build_dataset(str(tmp_path), 16, seed=0)
+    build_dataset(str(tmp_path), 16, seed=0, max_bad=0.1)
+    for path in tmp_path.rglob("*.png"):
+        break_file(path, "empty")
+    with pytest.raises(ValueError, match="none can be read"):
+        build_dataset(str(tmp_path), 16, seed=0)
+
+
+def test_all_rows_unreadable_later_ends_the_search(tmp_path):
+    data = FolderDataset(str(tree(tmp_path)), 16)
+    for path in tmp_path.rglob("*.png"):
+        break_file(path, "truncated")
+    with pytest.raises(DataError, match="20 files in turn can't be read"):
+        data[Ticket(5, 0, 0)]
+
+
+# ---------------------------------------------------------------- layout
+
+
+def test_classes_are_sorted_subfolders_searched_to_any_depth(tmp_path):
+    picture(tmp_path / "b" / "deep" / "er" / "x.JPEG")
+    picture(tmp_path / "a" / "y.png")
+    picture(tmp_path / "a" / ".hidden.png")
+    picture(tmp_path / ".cache" / "z.png")
+    picture(tmp_path / "loose.png")
+    (tmp_path / "a" / "notes.txt").write_text("-")
+    data = FolderDataset(str(tmp_path), 8)
+    assert data.class_names == ["a", "b"] and len(data) == 2 and data.num_classes == 2
+    assert [data.label(row) for row in range(2)] == [0, 1]
+    assert data.sample_shape == (3, 8, 8) == tuple(data[Ticket(0, 0, 0)].x.shape)
+    assert "2 pictures of 2 classes" in data.describe() and "\n" not in data.describe()
+
+
+def test_a_flat_folder_is_one_class(tmp_path):
+    picture(tmp_path / "flowers" / "1.png")
+    picture(tmp_path / "flowers" / "2.jpg")
+    (tmp_path / "flowers" / "nothing").mkdir()
+    data = FolderDataset(str(tmp_path / "flowers"), 8)
+    assert data.class_names == ["flowers"] and len(data) == 2 and data.label(1) == 0
+
+
+def test_layout_errors_name_the_flag_and_the_fix(tmp_path):
+    with pytest.raises(FileNotFoundError, match="--data_path .* is empty"):
+        build_dataset(str(tmp_path), 8, seed=0)
+    (tmp_path / "readme.txt").write_text("-")
+    with pytest.raises(FileNotFoundError, match="holds no pictures.*subfolder"):
+        build_dataset(str(tmp_path), 8, seed=0)
+    picture(tmp_path / "cats" / "1.png")
+    (tmp_path / "dogs").mkdir()
+    with pytest.raises(ValueError, match="no pictures in the class folders dogs"):
+        build_dataset(str(tmp_path), 8, seed=0)
+
+
+def test_a_folder_of_splits_is_not_taken_for_classes(tmp_path):
+    tree(tmp_path / "train")
+    tree(tmp_path / "val")
+    with pytest.raises(ValueError, match=r"holds splits.*--data_path .*/train"):
+        build_dataset(str(tmp_path), 8, seed=0)
+    assert build_dataset(str(tmp_path / "train"), 8, seed=0).num_classes == 2
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))
+def test_path_table_is_a_list(paths):
+    table = PathTable(paths)
+    assert list(table) == paths and len(table) == len(paths)
+    if paths:
+        assert table[-1] == paths[-1]
+
+
+# ---------------------------------------------------------------- mirroring
+
+
+def test_flips_are_keyed_by_seed_step_and_index_only(tmp_path):
+    for i in range(3):
+        (tmp_path / "c").mkdir(exist_ok=True)
+        noise(16, 16, seed=i).save(tmp_path / "c" / f"{i}.png")
+    data = build_dataset(str(tmp_path), 16, seed=7)
+    plain = build_dataset(str(tmp_path), 16, seed=7, random_flip=False)
+    assert data.random_flip and not plain.random_flip
+    seen = set()
+    for step in range(4):
+        wanted = integers(7, step, torch.arange(16), Stream.FLIP, 2)
+        for index in range(16):
+            for row in range(3):
+                x = plain[Ticket(row, step, index)].x
+                expected = x.flip(-1) if wanted[index] else x
+                assert torch.equal(data[Ticket(row, step, index)].x, expected)
+            seen.add(int(wanted[index]))
+    assert seen == {0, 1}
+    other = build_dataset(str(tmp_path), 16, seed=8)
+    assert any(not torch.equal(data[Ticket(0, 0, i)].x, other[Ticket(0, 0, i)].x) for i in range(16))

@@ -1,0 +1,389 @@
+"""The schedule and the hybrid loss, against derivations of their own in float64."""
+
+import hashlib
+import math
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDPMScheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from opendit.diffusion import DDPM, ddpm_loss, linear_betas, space_timesteps, training_loss
+from opendit.diffusion.ddpm import _discretized_nll
+
+SCHEDULE = DDPM.linear()
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def bayes_posterior(betas: np.ndarray, t: int, x0, xt):
+    """Mean and variance of q(x_{t-1} | x_t, x_0) by multiplying the two Gaussians it comes from (not [H] eq. 7)."""
+    previous = np.prod(1 - betas[:t])
+    precision = (1 - betas[t]) / betas[t] + 1 / (1 - previous)
+    mean = (np.sqrt(1 - betas[t]) / betas[t] * xt + np.sqrt(previous) / (1 - previous) * x0) / precision
+    return mean, 1 / precision
+
+
+# Schedule
+
+
+def test_linear_betas():
+    betas = linear_betas()
+    assert betas.dtype == torch.float64 and betas.shape == (1000,)
+    np.testing.assert_allclose(betas.numpy(), np.linspace(1e-4, 0.02, 1000), rtol=1e-14)
+    # Any T ends at about the same noise.
+    ends = [float(torch.log(1 - linear_betas(T)).sum()) for T in (250, 1000, 4000)]
+    np.testing.assert_allclose(ends, ends[1], rtol=0.03)
+
+
+@pytest.mark.parametrize("T", [0, -5, 1, 20])
+def test_linear_betas_refuses_a_T_whose_last_beta_is_1(T):
+    with pytest.raises(ValueError, match="more than 20"):
+        linear_betas(T)
+
+
+def test_from_betas_refuses_what_is_no_schedule():
+    for betas in ([], [0.0, 0.1], [0.1, 1.0], [0.1, math.nan], [[0.1]]):
+        with pytest.raises(ValueError, match="betas"):
+            DDPM.from_betas(torch.tensor(betas))
+    with pytest.raises(ValueError, match="timestep_map"):
+        DDPM.from_betas(torch.tensor([0.1, 0.2]), torch.arange(3))
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULE, SCHEDULE.respaced(37)], ids=["linear", "respaced"])
+def test_posterior_is_bayes_rule(schedule):
+    betas = schedule.betas.numpy()
+    x0, xt = randn(7, 2, 3, 3, seed=1), randn(7, 2, 3, 3, seed=2)
+    t = torch.tensor([1, 2, 5, 11, 20, 35, 36])
+    mean, log_variance = schedule.posterior(x0, xt, t)
+    assert log_variance.shape == (7, 1, 1, 1) and log_variance.dtype == torch.float32
+    for i, ti in enumerate(t.tolist()):
+        expected, variance = bayes_posterior(betas, ti, x0[i].numpy(), xt[i].numpy())
+        np.testing.assert_allclose(mean[i], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(log_variance[i].item(), np.log(variance), rtol=1e-6)
+
+
+def test_posterior_at_0_is_x0_with_the_next_variance():
+    x0, xt = randn(1, 1, 4, 4, seed=1), randn(1, 1, 4, 4, seed=2)
+    mean, log_variance = SCHEDULE.posterior(x0, xt, torch.tensor([0]))
+    np.testing.assert_allclose(mean, x0, rtol=1e-6)
+    assert log_variance.item() == SCHEDULE.posterior(x0, xt, torch.tensor([1]))[1].item()
+
+
+def test_posterior_and_q_sample_match_diffusers():
+    reference = DDPMScheduler(beta_start=1e-4, beta_end=0.02, variance_type="fixed_small", clip_sample=False)
+    reference.alphas_cumprod = torch.from_numpy(np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)))  # it keeps float32
+    reference.one = torch.tensor(1.0, dtype=torch.float64)
+    for t in (1, 2, 100, 500, 999):
+        x0, noise, tt = randn(2, 3, 4, 4, seed=t), randn(2, 3, 4, 4, seed=t + 1), torch.tensor([t, t])
+        xt = SCHEDULE.q_sample(x0, tt, noise)
+        torch.testing.assert_close(xt, reference.add_noise(x0, noise, tt), rtol=1e-6, atol=1e-7)
+        variance = reference._get_variance(t)
+        assert SCHEDULE.posterior(x0, xt, tt)[1][0].item() == pytest.approx(math.log(variance), rel=1e-6)
+        low, high = (SCHEDULE.learned_log_variance(torch.full_like(x0, v), tt)[0, 0, 0, 0].item() for v in (-1, 1))
+        assert low == pytest.approx(math.log(variance), rel=1e-6)
+        assert high == pytest.approx(math.log(float(SCHEDULE.betas[t])), rel=1e-6)
+
+
+def test_q_sample_moments():
+    t = torch.tensor([0, 300, 999])
+    x0 = torch.tensor([-2.0, 0.5, 3.0])[:, None].expand(3, 200_000)
+    xt = SCHEDULE.q_sample(x0, t, randn(3, 200_000, dtype=torch.float32)).double()
+    ac = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))[t.numpy()]
+    std = np.sqrt(1 - ac)
+    np.testing.assert_array_less(np.abs(xt.mean(1) - np.sqrt(ac) * x0[:, 0].numpy()), 4 * std / math.sqrt(200_000))
+    np.testing.assert_allclose(xt.std(1), std, rtol=4 / math.sqrt(2 * 200_000))
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 8, 8), (3, 4, 2, 8, 8), (3, 5)])
+def test_any_rank_and_inverses(shape):
+    x0, noise, t = randn(*shape, seed=3), randn(*shape, seed=4), torch.tensor([0, 17, 999])
+    xt = SCHEDULE.q_sample(x0, t, noise)
+    for b in range(3):  # each sample by its own t
+        torch.testing.assert_close(SCHEDULE.q_sample(x0[b : b + 1], t[b : b + 1], noise[b : b + 1])[0], xt[b])
+    torch.testing.assert_close(SCHEDULE.predict_x0(xt, t, noise), x0, rtol=0, atol=1e-4)
+    torch.testing.assert_close(SCHEDULE.predict_eps(xt, t, x0), noise, rtol=0, atol=1e-4)
+
+
+def test_low_precision_is_promoted():
+    x0, noise, t = (
+        randn(2, 4, 4, 4, dtype=torch.bfloat16),
+        randn(2, 4, 4, 4, dtype=torch.bfloat16),
+        torch.tensor([3, 4]),
+    )
+    xt = SCHEDULE.q_sample(x0, t, noise)
+    assert xt.dtype == torch.float32
+    torch.testing.assert_close(xt, SCHEDULE.q_sample(x0.float(), t, noise.float()), rtol=0, atol=0)
+
+
+def test_a_wrong_t_is_refused():
+    x = randn(4, 2, 3, 3)
+    for t in (torch.tensor([1]), torch.tensor(1), torch.ones(4), torch.ones(4, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="int64"):
+            SCHEDULE.q_sample(x, t, x)
+
+
+def test_tables_are_moved_once_and_survive_inference_mode():
+    schedule, x, t = DDPM.linear(), randn(2, 1, 2, 2, dtype=torch.float32), torch.tensor([1, 2])
+    with torch.inference_mode():
+        schedule.q_sample(x, t, x)
+    tables = schedule._tables(x.device)
+    assert schedule._tables(torch.device("cpu")) is tables
+    assert not any(v.is_inference() for v in tables.values())
+    x.requires_grad_()
+    schedule.q_sample(x, t, x).sum().backward()
+
+
+def test_compiles_to_one_graph():
+    schedule, x0, noise = DDPM.linear(), randn(2, 2, 4, 4, dtype=torch.float32), randn(2, 2, 4, 4, dtype=torch.float32)
+    output, t = randn(2, 4, 4, 4, seed=5, dtype=torch.float32), torch.tensor([0, 9])
+
+    def loss(output, x0, t, noise):
+        return training_loss(schedule, output, x0, schedule.q_sample(x0, t, noise), t, noise).loss
+
+    expected = loss(output, x0, t, noise)  # also moves the tables, as the first step does
+    torch.testing.assert_close(torch.compile(loss, backend="eager", fullgraph=True)(output, x0, t, noise), expected)
+
+
+# Respacing
+
+
+def test_space_timesteps_rounds_as_guided_diffusion():
+    assert space_timesteps(1000, 8) == [0, 143, 285, 428, 571, 714, 856, 999]
+    assert space_timesteps(1000, 1) == [0]
+    # Every n at once. The digest is of what guided-diffusion's space_timesteps(1000, [n]) returns, sorted; 142.7 and
+    # the like are safe, but at ties its running float sum decides, e.g. for n = 21.
+    steps = [space_timesteps(1000, n) for n in range(1, 1001)]
+    digest = hashlib.sha256(repr(steps).encode()).hexdigest()
+    assert digest == "c6f7236b85606b3d65b8629cb3e34cd96d02669cc0e0a09a4eba87e76a6e56a9"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data(), T=st.integers(21, 1500))
+def test_respaced_properties(data, T):
+    n = data.draw(st.integers(1, T))
+    full = DDPM.linear(T)
+    short = full.respaced(n)
+    steps = short.timestep_map
+    assert short.num_steps == n == len(steps) and steps.dtype == torch.int64
+    assert steps[0] == 0 and (n == 1 or steps[-1] == T - 1)
+    assert bool((steps.diff() > 0).all())
+    assert steps.diff().numel() == 0 or int(steps.diff().max() - steps.diff().min()) <= 1  # evenly
+    torch.testing.assert_close(short.alphas_cumprod, full.alphas_cumprod[steps], rtol=1e-10, atol=0)
+    t = torch.arange(n)
+    assert torch.equal(short.model_timesteps(t), steps)
+    assert bool(torch.isfinite(short.posterior_log_variance).all())
+    # The same x_t as the full schedule at the mapped step.
+    x = torch.linspace(-1, 1, n)[:, None]
+    torch.testing.assert_close(
+        short.q_sample(x, t, x.flip(0)), full.q_sample(x, steps, x.flip(0)), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_respacing_twice_keeps_the_original_timesteps():
+    once = SCHEDULE.respaced(100)
+    twice = once.respaced(10)
+    assert twice.timestep_map.tolist() == [once.timestep_map[i] for i in space_timesteps(100, 10)]
+    torch.testing.assert_close(twice.alphas_cumprod, SCHEDULE.alphas_cumprod[twice.timestep_map], rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1001])
+def test_respaced_refuses(n):
+    with pytest.raises(ValueError, match="from 1 to 1000"):
+        SCHEDULE.respaced(n)
+
+
+# Loss
+
+
+def tanh_cdf(z):
+    return 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+
+
+def reference_vb(schedule, eps, v, x0, xt, t, cdf):
+    """One sample's term of the bound, in float64 numpy: bits per dimension."""
+    betas = schedule.betas.numpy()
+    ac = np.prod(1 - betas[: t + 1])
+    x0_hat = (xt - np.sqrt(1 - ac) * eps) / np.sqrt(ac)
+    _, variance_1 = bayes_posterior(betas, 1, 0.0, 0.0)
+    if t == 0:
+        mean = x0_hat
+        log_variance = (v + 1) / 2 * np.log(betas[0]) + (1 - v) / 2 * np.log(variance_1)
+        std = np.exp(log_variance / 2)
+        upper = np.where(x0 > 0.999, 1.0, cdf((x0 + 1 / 255 - mean) / std))
+        lower = np.where(x0 < -0.999, 0.0, cdf((x0 - 1 / 255 - mean) / std))
+        return -np.log(np.maximum(upper - lower, 1e-12)).mean() / np.log(2)
+    true_mean, true_variance = bayes_posterior(betas, t, x0, xt)
+    mean, _ = bayes_posterior(betas, t, x0_hat, xt)
+    variance = np.exp((v + 1) / 2 * np.log(betas[t]) + (1 - v) / 2 * np.log(true_variance))
+    kl = 0.5 * (np.log(variance / true_variance) + (true_variance + (true_mean - mean) ** 2) / variance - 1)
+    return kl.mean() / np.log(2)
+
+
+def loss_inputs(t, channels=2, dtype=torch.float32, eps_error=0.3):
+    """A batch with a plausible model: eps near the noise, v inside its range, some pixels at the ends of theirs."""
+    shape = (len(t), channels, 4, 4)
+    x0 = randn(*shape, seed=10).clamp(-1, 1).to(dtype)
+    noise = randn(*shape, seed=11).to(dtype)
+    output = torch.cat((noise.double() + eps_error * randn(*shape, seed=12), randn(*shape, seed=13).tanh()), 1)
+    xt = SCHEDULE.q_sample(x0, t, noise)
+    return output.to(dtype), x0, xt, t, noise
+
+
+def test_hybrid_loss_matches_float64():
+    t = torch.tensor([0, 0, 1, 2, 10, 250, 600, 999])
+    output, x0, xt, t, noise = loss_inputs(t)
+    assert bool((x0 == 1).any()) and bool((x0 == -1).any())  # the outer bins are used
+    got = training_loss(SCHEDULE, output, x0, xt, t, noise)
+    assert all(a.shape == (8,) and a.dtype == torch.float32 for a in got)
+    torch.testing.assert_close(got.loss, got.mse + got.vb, rtol=0, atol=0)
+    eps, v, x0, xt, noise = (a.double().numpy() for a in (*output.chunk(2, 1), x0, xt, noise))
+    for i, ti in enumerate(t.tolist()):
+        assert got.mse[i].item() == pytest.approx(((noise[i] - eps[i]) ** 2).mean(), rel=1e-5)
+        expected = reference_vb(SCHEDULE, eps[i], v[i], x0[i], xt[i], ti, tanh_cdf)
+        # t = 1: the difference of two nearly equal float32 means, over a standard deviation of 0.007
+        assert got.vb[i].item() == pytest.approx(expected, rel=2e-4, abs=1e-6), f"t = {ti}"
+        exact = reference_vb(SCHEDULE, eps[i], v[i], x0[i], xt[i], ti, stats.norm.cdf)
+        assert got.vb[i].item() == pytest.approx(exact, rel=2e-3, abs=1e-6), f"t = {ti}, the exact cdf"
+
+
+def test_hybrid_loss_on_a_respaced_schedule_and_a_video():
+    schedule = SCHEDULE.respaced(13)
+    x0, noise, t = randn(2, 1, 3, 2, 2, seed=1).clamp(-1, 1), randn(2, 1, 3, 2, 2, seed=2), torch.tensor([0, 7])
+    output = torch.cat((noise * 0.8, randn(2, 1, 3, 2, 2, seed=3).tanh()), 1)
+    xt = schedule.q_sample(x0, t, noise)
+    got = training_loss(schedule, output, x0, xt, t, noise)
+    for i, ti in enumerate(t.tolist()):
+        args = (a[i].numpy() for a in (*output.chunk(2, 1), x0, xt))
+        assert got.vb[i].item() == pytest.approx(reference_vb(schedule, *args, ti, tanh_cdf), rel=1e-4)
+
+
+def test_the_masses_of_the_256_bins_sum_to_1():
+    pixels = torch.linspace(-1, 1, 256)[:, None].expand(256, 40)
+    mean, log_variance = torch.linspace(-1.3, 1.3, 40), torch.linspace(-9, 2, 40)
+    mass = torch.exp(-_discretized_nll(pixels, mean.expand(256, 40), log_variance.expand(256, 40)))
+    torch.testing.assert_close(mass.sum(0), torch.ones(40), rtol=0, atol=1e-5)
+
+
+def test_the_mass_far_from_the_mean_is_symmetric_and_not_lost():
+    """6 sigma away a bin holds 1e-9: as a difference of numbers near 1 that is 0 in float32."""
+    x, log_variance = torch.tensor([0.06, -0.06]), torch.full((2,), 2 * math.log(0.01))
+    nll = _discretized_nll(x, torch.zeros(2), log_variance)
+    assert nll[0] == nll[1]
+    z = np.array([(0.06 - 1 / 255) / 0.01, (0.06 + 1 / 255) / 0.01])
+    assert nll[0].item() == pytest.approx(-np.log(tanh_cdf(-z[0]) - tanh_cdf(-z[1])), rel=1e-4)
+
+
+def test_a_perfect_model_has_no_loss():
+    """eps = noise and v = -1 make p the posterior itself."""
+    x0, noise, t = randn(3, 2, 4, 4, seed=1), randn(3, 2, 4, 4, seed=2), torch.tensor([1, 400, 999])
+    got = training_loss(
+        SCHEDULE, torch.cat((noise, -torch.ones_like(noise)), 1), x0, SCHEDULE.q_sample(x0, t, noise), t, noise
+    )
+    assert got.mse.max() == 0
+    torch.testing.assert_close(got.vb, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-7)
+
+
+def test_gradient_of_eps_is_that_of_the_mse_alone_and_v_learns():
+    t = torch.tensor([0, 0, 3, 20])
+    output, x0, xt, t, noise = loss_inputs(t, dtype=torch.float64)
+    output.requires_grad_()
+    got = training_loss(SCHEDULE, output, x0, xt, t, noise)
+    (gradient,) = torch.autograd.grad(got.loss.sum(), output, retain_graph=True)
+    eps, v = output.detach().chunk(2, 1)
+    torch.testing.assert_close(gradient[:, :2], 2 * (eps - noise) / eps[0].numel(), rtol=1e-12, atol=0)
+    (vb_only,) = torch.autograd.grad(got.vb.sum(), output)
+    assert vb_only[:, :2].abs().max() == 0
+    # v's gradient where it is largest, against central differences of the float64 derivation above.
+    h = 1e-4
+    for i in range(4):
+        at = np.unravel_index(int(vb_only[i, 2:].abs().argmax()), v[i].shape)
+        ends = []
+        for sign in (1, -1):
+            moved = v[i].clone()
+            moved[at] += sign * h
+            args = (a.numpy() for a in (eps[i], moved, x0[i], xt[i]))
+            ends.append(reference_vb(SCHEDULE, *args, int(t[i]), tanh_cdf))
+        slope = (ends[0] - ends[1]) / (2 * h)
+        assert abs(slope) > 1e-4
+        assert vb_only[i, 2:][at].item() == pytest.approx(slope, rel=1e-3)
+
+
+def test_the_best_v_is_the_one_that_explains_the_error():
+    """The bound is least, in closed form, at variance = true variance + squared error of the mean."""
+    t = torch.tensor([1, 2, 5])
+    output, x0, xt, t, noise = loss_inputs(t, dtype=torch.float64)
+    eps = output[:, :2]
+    true_mean, low = SCHEDULE.posterior(x0, xt, t)
+    mean, _ = SCHEDULE.posterior(SCHEDULE.predict_x0(xt, t, eps), xt, t)
+    high = SCHEDULE.betas[t].log().reshape(-1, 1, 1, 1)
+    v = (2 * (torch.log(low.double().exp() + (mean - true_mean) ** 2) - low) / (high - low) - 1).requires_grad_()
+    best = training_loss(SCHEDULE, torch.cat((eps, v), 1), x0, xt, t, noise).vb
+    (gradient,) = torch.autograd.grad(best.sum(), v)
+    torch.testing.assert_close(gradient, torch.zeros_like(v), rtol=0, atol=1e-6)
+    for step in (-0.3, 0.3):
+        worse = training_loss(SCHEDULE, torch.cat((eps, v + step), 1), x0, xt, t, noise).vb
+        assert bool((worse > best + 1e-5).all())
+
+
+def test_without_learned_variance_the_loss_is_the_mse():
+    output, x0, xt, t, noise = loss_inputs(torch.tensor([0, 500]))
+    eps = output[:, :2]
+    got = training_loss(SCHEDULE, eps, x0, xt, t, noise)
+    torch.testing.assert_close(got.loss, ((eps - noise) ** 2).mean((1, 2, 3)))
+    assert got.vb.abs().max() == 0 and got.vb.shape == (2,) and torch.equal(got.loss, got.mse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_low_precision_output_gives_a_float32_loss(dtype):
+    output, x0, xt, t, noise = loss_inputs(torch.tensor([0, 1, 500]))
+    output = output.to(dtype)
+    got = training_loss(SCHEDULE, output, x0, xt, t, noise)
+    assert all(a.dtype == torch.float32 for a in got)
+    for a, b in zip(got, training_loss(SCHEDULE, output.float(), x0, xt, t, noise), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_wild_model_gives_finite_gradients():
+    """Both forms of the bound are evaluated for each sample: the one not used must not spoil the gradient."""
+    x0, noise, t = (
+        randn(4, 1, 2, 2, dtype=torch.float32),
+        randn(4, 1, 2, 2, dtype=torch.float32),
+        torch.tensor([0, 1, 500, 999]),
+    )
+    output = torch.cat((torch.full_like(noise, 1e10), 30 * noise), 1).requires_grad_()
+    got = training_loss(SCHEDULE, output, x0, SCHEDULE.q_sample(x0, t, noise), t, noise)
+    got.loss.sum().backward()
+    assert bool(torch.isfinite(got.loss).all()) and bool(torch.isfinite(output.grad).all())
+
+
+def test_ddpm_loss_evaluates_the_model_at_xt_and_the_original_timesteps():
+    schedule = SCHEDULE.respaced(10)
+    x0, noise, t, y = randn(3, 2, 4, 4), randn(3, 2, 4, 4, seed=1), torch.tensor([0, 5, 9]), torch.tensor([7, 8, 9])
+    seen = {}
+
+    def model(x, timesteps, y, flag):
+        seen.update(x=x, timesteps=timesteps, y=y, flag=flag)
+        return torch.cat((x, x.tanh()), 1)
+
+    got = ddpm_loss(schedule, model, x0, t, noise, y=y, flag=True)
+    xt = schedule.q_sample(x0, t, noise)
+    assert torch.equal(seen["x"], xt) and seen["timesteps"].tolist() == [0, 555, 999]
+    assert seen["y"] is y and seen["flag"] is True
+    expected = training_loss(schedule, torch.cat((xt, xt.tanh()), 1), x0, xt, t, noise)
+    assert torch.equal(got.loss, expected.loss)
+
+
+def test_wrong_shapes_are_refused():
+    output, x0, xt, t, noise = loss_inputs(torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="2 or 4 channels"):
+        training_loss(SCHEDULE, output[:, :3], x0, xt, t, noise)
+    with pytest.raises(ValueError, match="2 or 4 channels"):
+        training_loss(SCHEDULE, output[:1], x0, xt, t, noise)
+    with pytest.raises(ValueError, match="differ in shape"):
+        training_loss(SCHEDULE, output, x0, xt, t, noise[:1])

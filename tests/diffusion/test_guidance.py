@@ -1,0 +1,126 @@
+"""Classifier-free guidance."""
+
+import pytest
+import torch
+
+from opendit.diffusion import DDPM, SAMPLERS, cfg_model, initial_noise, keyed_noise
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class CountingModel:
+    """eps and v that tell the condition, the position in the batch and the timestep apart; records its calls."""
+
+    def __init__(self, dtype=torch.float32):
+        self.calls, self.dtype = [], dtype
+
+    def __call__(self, x, t, y):
+        self.calls.append((x, t, y))
+        level = y.double().reshape(len(y), -1).mean(1).reshape(-1, 1, 1, 1).float()
+        return torch.cat((x * 0.5 + level, x + 10 * level + t.reshape(-1, 1, 1, 1)), 1).to(self.dtype)
+
+
+X = randn(3, 4, 2, 2)
+T = torch.tensor([5, 6, 7])
+Y = torch.tensor([1, 2, 3])
+NULL = torch.tensor([1000, 1000, 1000])
+
+
+def test_scale_1_is_the_conditional_model_without_a_second_half():
+    model = CountingModel()
+    got = cfg_model(model, Y, NULL, 1.0)(X, T)
+    assert torch.equal(got, CountingModel()(X, T, Y))
+    assert [len(x) for x, _, _ in model.calls] == [3]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.5, 4.0])
+def test_guidance_formula(scale):
+    model = CountingModel()
+    got = cfg_model(model, Y, NULL, scale)(X, T)
+    ((x, t, y),) = model.calls  # one call: the conditional half, then the unconditional one
+    for both, halves in ((x, (X, X)), (t, (T, T)), (y, (Y, NULL))):
+        assert torch.equal(both, torch.cat(halves))
+    cond, uncond = CountingModel()(X, T, Y), CountingModel()(X, T, NULL)
+    torch.testing.assert_close(got[:, :4], uncond[:, :4] + scale * (cond - uncond)[:, :4])
+    assert torch.equal(got[:, 4:], cond[:, 4:])  # v untouched
+
+
+def test_guided_channels_as_meta_samples():
+    cond, uncond = CountingModel()(X, T, Y), CountingModel()(X, T, NULL)
+    got = cfg_model(CountingModel(), Y, NULL, 4.0, guided_channels=3)(X, T)
+    torch.testing.assert_close(got[:, :3], uncond[:, :3] + 4 * (cond - uncond)[:, :3])
+    assert torch.equal(got[:, 3:], cond[:, 3:])
+
+
+def test_guidance_without_learned_variance():
+    def model(x, t, y):
+        return CountingModel()(x, t, y)[:, :4]
+
+    cond, uncond = model(X, T, Y), model(X, T, NULL)
+    torch.testing.assert_close(cfg_model(model, Y, NULL, 2.0)(X, T), uncond + 2 * (cond - uncond))
+
+
+def test_guidance_is_independent_of_the_batch():
+    whole = cfg_model(CountingModel(), Y, NULL, 3.0)(X, T)
+    for i in range(3):
+        alone = cfg_model(CountingModel(), Y[i : i + 1], NULL[i : i + 1], 3.0)(X[i : i + 1], T[i : i + 1])
+        assert torch.equal(alone[0], whole[i])
+
+
+def test_any_condition_and_an_expandable_null():
+    text, empty = randn(3, 7, 5), randn(7, 5, seed=1)
+    model = CountingModel()
+    got = cfg_model(model, text, empty, 2.0)(X, T)
+    assert torch.equal(model.calls[0][2], torch.cat((text, empty.expand(3, 7, 5))))
+    torch.testing.assert_close(got, cfg_model(CountingModel(), text, empty.expand(3, 7, 5), 2.0)(X, T))
+    one_label = cfg_model(CountingModel(), Y, torch.tensor(1000), 2.0)(X, T)
+    assert torch.equal(one_label, cfg_model(CountingModel(), Y, NULL, 2.0)(X, T))
+
+
+def test_guidance_arithmetic_is_float32():
+    for scale in (1.0, 7.5):
+        got = cfg_model(CountingModel(torch.bfloat16), Y, NULL, scale)(X, T)
+        assert got.dtype == torch.float32
+    cond, uncond = (CountingModel(torch.bfloat16)(X, T, y).float() for y in (Y, NULL))
+    torch.testing.assert_close(got[:, :4], (uncond + 7.5 * (cond - uncond))[:, :4], rtol=1e-6, atol=1e-6)
+
+
+def test_guidance_refuses():
+    with pytest.raises(ValueError, match="expand"):
+        cfg_model(CountingModel(), Y, torch.tensor([1, 2]), 2.0)
+    for channels in (0, 5):
+        with pytest.raises(ValueError, match="guided_channels"):
+            cfg_model(CountingModel(), Y, NULL, 2.0, guided_channels=channels)(X, T)
+    with pytest.raises(ValueError, match="3 conditions for 2"):
+        cfg_model(CountingModel(), Y, NULL, 2.0)(X[:2], T[:2])
+    with pytest.raises(ValueError, match="channels"):
+        cfg_model(lambda x, t, y: x[:, :3], Y, NULL, 2.0)(X, T)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_guided_sampling_of_gaussians_lands_where_it_must(name):
+    """Data N(y, 0.3^2) under condition y: eps is affine in y, so guidance is the exact eps of the extrapolated mean."""
+    schedule = DDPM.linear()
+
+    def model(x, t, y):
+        ac = schedule.alphas_cumprod[t].reshape(-1, 1)
+        return (1 - ac).sqrt() * (x - ac.sqrt() * y[:, None]) / (ac * 0.3**2 + 1 - ac)
+
+    y, null, index = torch.tensor([1.0, -0.5, 0.0]), torch.tensor(0.2), torch.arange(3)
+    mean = schedule.alphas_cumprod[-1].sqrt() * (null + 4 * (y - null))  # of x_T
+    got = SAMPLERS[name](
+        cfg_model(model, y, null, 4.0),
+        mean[:, None].expand(3, 2),
+        schedule.respaced(50),
+        noise_fn=lambda k: torch.zeros(3, 2),
+    )
+    torch.testing.assert_close(got, (null + 4 * (y - null))[:, None].expand(3, 2), rtol=1e-4, atol=1e-4)
+    drawn = SAMPLERS[name](
+        cfg_model(model, y, null, 4.0),
+        initial_noise(0, index, (2000,)),
+        schedule.respaced(50),
+        noise_fn=keyed_noise(0, index, (2000,)),
+    )
+    torch.testing.assert_close(drawn.mean(1), null + 4 * (y - null), rtol=0.01, atol=4 * 0.3 / 2000**0.5)

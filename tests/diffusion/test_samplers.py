@@ -1,0 +1,295 @@
+"""The samplers, against diffusers step by step and against Gaussian data, whose exact denoiser is known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler
+
+from opendit.diffusion import DDPM, SAMPLERS, initial_noise, keyed_noise, sample_ddim, sample_ddpm
+from opendit.random import Stream, normal
+
+SCHEDULE = DDPM.linear()
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def smooth_model(learned: bool):
+    """A deterministic stand-in for a network: eps (and v) that depend on x and on the timestep it is told."""
+
+    def model(x, t):
+        assert t.dtype == torch.int64 and t.shape == x.shape[:1]
+        time = t.reshape(-1, *(1,) * (x.ndim - 1)) / 1000
+        eps = x * time + 0.3 * torch.sin(2 * x + 5 * time)
+        return torch.cat((eps, torch.cos(3 * x + time)), 1) if learned else eps
+
+    return model
+
+
+def recorded_noise(shape, dtype=torch.float64):
+    """A generator for diffusers and a noise_fn that repeats its numbers, step by step."""
+    ours = torch.Generator().manual_seed(7)
+    return torch.Generator().manual_seed(7), lambda k: torch.randn(shape, generator=ours, dtype=dtype)
+
+
+def in_float64(scheduler):
+    """diffusers keeps its schedule in float32, where 1 - beta has lost three digits of a beta of 1e-4."""
+    scheduler.alphas_cumprod = torch.from_numpy(np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)))
+    scheduler.one = scheduler.final_alpha_cumprod = torch.tensor(1.0, dtype=torch.float64)
+    return scheduler
+
+
+# Against diffusers
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("num_steps", [1000, 250, 10, 2])
+@pytest.mark.parametrize("variance_type", ["fixed_small", "learned_range"])
+def test_ddpm_matches_diffusers(variance_type, num_steps, clip):
+    schedule = SCHEDULE.respaced(num_steps)
+    reference = in_float64(DDPMScheduler(beta_start=1e-4, beta_end=0.02, variance_type=variance_type, clip_sample=clip))
+    reference.set_timesteps(timesteps=schedule.timestep_map.flip(0).tolist())
+    model, x = smooth_model(variance_type == "learned_range"), randn(2, 3, 4, 4)
+    generator, noise_fn = recorded_noise(x.shape)
+    states = []
+    got = sample_ddpm(
+        model, x, schedule, noise_fn=noise_fn, clip_denoised=clip, callback=lambda s: states.append(s["x"])
+    )
+    for k, t in enumerate(reference.timesteps):
+        # step by step from the same state, so that errors can't add up
+        expected = reference.step(model(states[k], t.expand(2)), t, states[k], generator).prev_sample
+        after = states[k + 1] if k + 1 < num_steps else got
+        torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5, msg=lambda m, t=t: f"t = {t}: {m}")
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("eta", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("num_steps, stride", [(1000, 1), (28, 37), (38, 27)])
+def test_ddim_matches_diffusers(num_steps, stride, eta, clip):
+    """diffusers takes the previous timestep to be ``stride`` earlier: these spacings are the ones where it is."""
+    schedule = SCHEDULE.respaced(num_steps)
+    assert schedule.timestep_map.diff().unique().tolist() == [stride]
+    reference = in_float64(
+        DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=clip, set_alpha_to_one=True, steps_offset=0)
+    )
+    reference.num_inference_steps = 1000 // stride
+    model, x = smooth_model(False), randn(2, 3, 4, 4)
+    noises = [randn(2, 3, 4, 4, seed=k) for k in range(num_steps)]
+    states = []
+    got = sample_ddim(
+        smooth_model(True),  # the v channels change nothing
+        x,
+        schedule,
+        eta=eta,
+        noise_fn=noises.__getitem__,
+        clip_denoised=clip,
+        callback=lambda s: states.append(s["x"]),
+    )
+    for k, t in enumerate(schedule.timestep_map.flip(0).tolist()):
+        expected = reference.step(
+            model(states[k], torch.tensor([t, t])),
+            t,
+            states[k],
+            eta=eta,
+            use_clipped_model_output=clip,
+            variance_noise=noises[k],
+        ).prev_sample
+        after = states[k + 1] if k + 1 < num_steps else got
+        torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5, msg=lambda m, t=t: f"t = {t}: {m}")
+
+
+# Against Gaussian data N(MU, STD^2): the exact eps is affine in x, so a sampler is affine in its noises, and the mean
+# and variance of what it returns follow exactly from a few probes, without any sampling error.
+
+MU, STD = 1.5, 0.4
+
+
+def gaussian_model(schedule: DDPM, learned: bool):
+    full = SCHEDULE.alphas_cumprod
+    index_of = {int(t): i for i, t in enumerate(schedule.timestep_map)}
+
+    def model(x, t):
+        ac = full[t].reshape(-1, 1)
+        total = ac * STD**2 + 1 - ac  # variance of x_t
+        eps = (1 - ac).sqrt() * (x - ac.sqrt() * MU) / total
+        if not learned:
+            return eps
+        # The exact reverse step: posterior variance, plus what is uncertain about x_0 through its mean.
+        i = index_of[int(t[0])]
+        weight = schedule.posterior_mean_x0[i]
+        variance = schedule.posterior_log_variance[i].exp() + weight**2 * STD**2 * (1 - ac) / total
+        low, high = schedule.posterior_log_variance[i], schedule.betas[i].log()
+        return torch.cat((eps, (2 * (variance.log() - low) / (high - low) - 1).expand_as(x)), 1)
+
+    return model
+
+
+def result_moments(sampler, schedule, learned, **options):
+    """Mean and standard deviation of the sampler's result, from x_T ~ q(x_T), the exact marginal."""
+    n, ac = schedule.num_steps, float(schedule.alphas_cumprod[-1])
+    start_mean, start_std = math.sqrt(ac) * MU, math.sqrt(ac * STD**2 + 1 - ac)
+    # Row 0: no noise at all. Row 1: one standard deviation of x_T. Row 2 + k: one of step k's noise.
+    x = torch.full((n + 2, 1), start_mean, dtype=torch.float64)
+    x[1] += start_std
+
+    def noise_fn(k):
+        noise = torch.zeros_like(x)
+        noise[2 + k] = 1
+        return noise
+
+    out = sampler(gaussian_model(schedule, learned), x, schedule, noise_fn=noise_fn, **options)[:, 0]
+    return float(out[0]), float((out[1:] - out[0]).square().sum().sqrt())
+
+
+@pytest.mark.parametrize("num_steps", [2, 10, 100, 1000])
+def test_ddpm_with_the_exact_variance_is_exact_in_any_number_of_steps(num_steps):
+    schedule = SCHEDULE.respaced(num_steps)
+    mean, std = result_moments(sample_ddpm, schedule, learned=True)
+    # The last step returns the mean of x_0 given x at t = 0: it loses that one conditional variance, 1e-4.
+    ac = 1 - 1e-4
+    lost = STD**2 * (1 - ac) / (ac * STD**2 + 1 - ac)
+    assert mean == pytest.approx(MU, rel=1e-4)
+    assert std == pytest.approx(math.sqrt(STD**2 - lost), rel=1e-4)
+
+
+def test_ddpm_with_the_fixed_variance_converges():
+    errors = []
+    for num_steps in (10, 100, 1000):
+        mean, std = result_moments(sample_ddpm, SCHEDULE.respaced(num_steps), learned=False)
+        assert mean == pytest.approx(MU, rel=1e-4)  # eps being exact, so is the mean
+        errors.append(abs(std / STD - 1))
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.01
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
+def test_ddim_converges(eta):
+    errors = []
+    for num_steps in (10, 100, 1000):
+        mean, std = result_moments(sample_ddim, SCHEDULE.respaced(num_steps), learned=False, eta=eta)
+        assert mean == pytest.approx(MU, rel=1e-4)
+        errors.append(abs(std / STD - 1))
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 0.01
+
+
+def test_from_standard_normal_noise_the_data_come_out():
+    """The whole path with real noise: 4,096 samples' mean and deviation, within 4 standard errors and 1 %."""
+    schedule, index = SCHEDULE.respaced(100), torch.arange(4096)
+    for name, sampler in SAMPLERS.items():
+        x = sampler(
+            gaussian_model(schedule, learned=True),
+            initial_noise(3, index, (1,)),
+            schedule,
+            noise_fn=keyed_noise(3, index, (1,)),
+        )
+        assert x.mean().item() == pytest.approx(MU, abs=4 * STD / 64 + 0.01 * MU), name
+        assert x.std().item() == pytest.approx(STD, rel=4 / math.sqrt(2 * 4096) + 0.01), name
+
+
+# Conventions
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 8), (4, 3, 8, 8)], ids=["image", "video"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_shapes_dtypes_and_timesteps(name, shape):
+    index, seen = torch.arange(2), []
+
+    def model(x, t):
+        assert x.dtype == torch.float32
+        seen.append(t.tolist())
+        return smooth_model(True)(x, t).bfloat16()
+
+    x = initial_noise(0, index, shape)
+    got = SAMPLERS[name](model, x, SCHEDULE.respaced(5), noise_fn=keyed_noise(0, index, shape))
+    assert got.shape == (2, *shape) and got.dtype == torch.float32
+    assert seen == [[t, t] for t in (999, 749, 500, 250, 0)]
+    # Arithmetic is float32 however the model computes, and whatever x came in.
+    lower = SAMPLERS[name](model, x.bfloat16(), SCHEDULE.respaced(5), noise_fn=keyed_noise(0, index, shape))
+    assert lower.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_progress_callback_and_no_grad(name):
+    index, schedule, reports, lengths = torch.arange(2), SCHEDULE.respaced(4), [], []
+    weight = torch.ones((), requires_grad=True)
+
+    def progress(steps):
+        lengths.append(len(steps))
+        return iter(steps)
+
+    got = SAMPLERS[name](
+        lambda x, t: weight * x,
+        initial_noise(0, index, (1, 2, 2)),
+        schedule,
+        noise_fn=keyed_noise(0, index, (1, 2, 2)),
+        progress=progress,
+        callback=reports.append,
+    )
+    assert lengths == [4] and not got.requires_grad
+    assert [(r["step"], r["timestep"]) for r in reports] == [(0, 999), (1, 666), (2, 333), (3, 0)]
+    assert torch.equal(got, reports[-1]["denoised"]) or name == "ddpm"
+    torch.testing.assert_close(got, reports[-1]["denoised"])
+
+
+def test_noise_is_asked_for_at_every_step_but_the_last():
+    asked = []
+
+    def noise_fn(k):
+        asked.append(k)
+        return torch.zeros(1, 1)
+
+    x, schedule, model = torch.ones(1, 1), SCHEDULE.respaced(4), smooth_model(False)
+    sample_ddpm(model, x, schedule, noise_fn=noise_fn)
+    assert asked == [0, 1, 2]
+    sample_ddim(model, x, schedule, eta=0.5, noise_fn=noise_fn)
+    assert asked == [0, 1, 2] * 2
+    sample_ddim(model, x, schedule, noise_fn=noise_fn)
+    assert asked == [0, 1, 2] * 2
+
+
+def test_mistakes_are_refused():
+    x, schedule, model = torch.ones(1, 2, 3, 3), SCHEDULE.respaced(2), smooth_model(False)
+    for eta in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="eta"):
+            sample_ddim(model, x, schedule, eta=eta, noise_fn=lambda k: x)
+    with pytest.raises(ValueError, match="noise_fn"):
+        sample_ddim(model, x, schedule, eta=0.5)
+    for sampler in SAMPLERS.values():
+        with pytest.raises(ValueError, match="2 or 4 channels"):
+            sampler(lambda x, t: x[:, :1], x, schedule, noise_fn=lambda k: x)
+
+
+@pytest.mark.parametrize("name, options", [("ddpm", {}), ("ddim", {}), ("ddim", {"eta": 1.0})])
+def test_a_sample_comes_out_the_same_in_any_batch(name, options):
+    schedule, shape, whole = SCHEDULE.respaced(6), (2, 3, 5), torch.arange(20, 27)
+
+    def draw(index):
+        return SAMPLERS[name](
+            smooth_model(True),
+            initial_noise(9, index, shape),
+            schedule,
+            noise_fn=keyed_noise(9, index, shape),
+            **options,
+        )
+
+    expected = draw(whole)
+    torch.testing.assert_close(torch.cat((draw(whole[:2]), draw(whole[2:]))), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(draw(whole.flip(0)), expected.flip(0), rtol=1e-5, atol=1e-6)
+    assert (expected[0] - expected[1]).abs().max() > 0.01
+
+
+def test_noise_is_keyed_by_the_sample():
+    shape, whole = (4, 3, 5), torch.arange(10)
+    for k in (0, 1, 249):
+        noise = keyed_noise(5, whole, shape)(k)
+        assert noise.shape == (10, *shape) and noise.dtype == torch.float32
+        assert torch.equal(noise, normal(5, k, whole, Stream.SAMPLE_STEP, shape))
+        for i in (0, 3, 9):  # bit for bit, alone or in another company
+            assert torch.equal(keyed_noise(5, torch.tensor([i]), shape)(k)[0], noise[i])
+            assert torch.equal(keyed_noise(5, torch.tensor([77, i]), shape)(k)[1], noise[i])
+            assert torch.equal(initial_noise(5, torch.tensor([77, i]), shape)[1], initial_noise(5, whole, shape)[i])
+    first = keyed_noise(5, whole, shape)
+    draws = torch.stack((first(0), first(1), keyed_noise(6, whole, shape)(0), initial_noise(5, whole, shape)))
+    assert torch.unique(draws).numel() > 0.999 * draws.numel()  # no stream, step or seed repeats another
