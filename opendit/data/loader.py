@@ -8,6 +8,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 
 import numpy as np
 import torch
@@ -119,49 +120,90 @@ class _BatchReader(Dataset):
         )
 
 
-def start_worker(worker: int) -> None:
+class ReadAhead:
+    """Hands every request of a sequence to ``reader`` in worker processes and yields the results in order.
+
+    The workers are started once, here, and live until the requests or ``close()`` end; 0 workers read in this process.
+    """
+
+    def __init__(self, reader: Dataset, requests, *, num_workers: int, pin_memory: bool):
+        with warnings.catch_warnings():
+            # More workers than cores is right where reading waits for a disk.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader = DataLoader(
+                reader,
+                batch_size=None,  # a request is a whole batch
+                sampler=requests,
+                num_workers=num_workers,
+                collate_fn=_unchanged,
+                pin_memory=pin_memory,
+                worker_init_fn=_start_worker,
+            )
+        handler = signal.getsignal(signal.SIGCHLD)
+        self._results = iter(loader)
+        # torch now raises at whatever line the program is when a worker dies: in the middle of saving, or where Python
+        # swallows it. Without its handler the next result asked for raises, within five seconds.
+        if signal.getsignal(signal.SIGCHLD) is not handler:
+            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+
+    def __iter__(self) -> "ReadAhead":
+        return self
+
+    def __next__(self):
+        """Raises DataError if a worker process died."""
+        if self._results is None:
+            raise StopIteration
+        try:
+            return next(self._results)
+        except (RuntimeError, OSError, EOFError) as error:
+            exits = self._exit_codes()
+            if not exits:
+                raise
+            raise DataError(
+                f"a process that reads the data died, exit code {', '.join(map(str, exits))}. Usual causes: out of memory "
+                "(-9: lower --num_workers), too small a /dev/shm in a container (-7: raise its size), a damaged file that "
+                "crashes its decoder (-11: --num_workers 0 shows where)."
+            ) from error
+
+    def _exit_codes(self) -> list[int]:
+        """Of the workers that died. A result can outlive its worker and fail to arrive a moment before the death
+        shows, so this waits a second for one."""
+        workers = getattr(self._results, "_workers", [])
+        ending = wait([worker.sentinel for worker in workers], timeout=1)
+        for worker in workers:
+            if worker.sentinel in ending:  # its files are closed; its exit code follows within moments
+                worker.join(timeout=5)
+        return sorted({worker.exitcode for worker in workers} - {None, 0})
+
+    def close(self) -> None:
+        """Ends the worker processes; may be called twice."""
+        results, self._results = self._results, None
+        if hasattr(results, "_shutdown_workers"):  # else its last reference, dropped here, does it
+            results._shutdown_workers()
+
+
+def _start_worker(worker: int) -> None:
     """First act of a worker process; torch itself has set it to one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle: it may save first
     warnings.filterwarnings("ignore", module="PIL")  # of large or odd pictures; unusable ones are named anyway
 
 
-def make_torch_loader(reader: Dataset, requests, *, num_workers: int, pin_memory: bool) -> DataLoader:
-    """A DataLoader that hands each of ``requests`` to ``reader`` in one of ``num_workers`` processes, in order."""
-    with warnings.catch_warnings():
-        # More workers than cores is right where reading waits for a disk.
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return DataLoader(
-            reader,
-            batch_size=None,  # a request is a whole batch
-            sampler=requests,
-            num_workers=num_workers,
-            collate_fn=_unchanged,
-            pin_memory=pin_memory,
-            worker_init_fn=start_worker,
-            persistent_workers=num_workers > 0,
-        )
-
-
-def _unchanged(batch):
-    return batch
+def _unchanged(result):
+    return result
 
 
 class BatchIterator:
     """Yields ``Batch`` after ``Batch``. ``read``: files tried so far; ``skipped``: how many were unreadable."""
 
-    def __init__(self, loader: DataLoader, counter: BadFileCounter):
-        self._loader, self._counter = loader, counter
-        self._batches = iter(loader)  # starts the workers, the only time
+    def __init__(self, batches: ReadAhead, counter: BadFileCounter):
+        self._batches, self._counter = batches, counter
 
     def __iter__(self) -> "BatchIterator":
         return self
 
     def __next__(self) -> Batch:
         """Raises DataError if too many files are unreadable or a worker process died."""
-        if self._batches is None:
-            raise StopIteration
-        with readable_worker_errors():
-            batch = next(self._batches)
+        batch = next(self._batches)
         self._counter.add(len(batch.y), batch.skipped)
         return batch
 
@@ -175,24 +217,7 @@ class BatchIterator:
 
     def close(self) -> None:
         """Ends the worker processes; may be called twice."""
-        batches, self._batches, self._loader = self._batches, None, None
-        if hasattr(batches, "_shutdown_workers"):  # else its last reference, dropped here, does it
-            batches._shutdown_workers()
-
-
-class readable_worker_errors:
-    """Context that tells a died worker process from an error of the program, and says what usually killed it."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
-            raise DataError(
-                f"a process that reads the data died ({str(error).rstrip('. ')}). Usual causes: out of memory (lower "
-                "--num_workers), too small a /dev/shm in a container (raise its size), a damaged file that crashes its "
-                "decoder (--num_workers 0 shows where)."
-            ) from error
+        self._batches.close()
 
 
 def build_loader(
@@ -224,7 +249,6 @@ def build_loader(
     if schedule.dataset_size != len(dataset):
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
     requests = _Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
-    loader = make_torch_loader(
-        _BatchReader(dataset), requests, num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available()
-    )
-    return BatchIterator(loader, BadFileCounter(max_bad, on_skip))
+    pin_memory = pin_memory and torch.cuda.is_available()
+    batches = ReadAhead(_BatchReader(dataset), requests, num_workers=num_workers, pin_memory=pin_memory)
+    return BatchIterator(batches, BadFileCounter(max_bad, on_skip))

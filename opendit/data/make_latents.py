@@ -5,9 +5,10 @@ on how many ranks there are or how often the job was stopped and started again.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import closing
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
 from opendit.data.latents import INDEX, VERSION, read_index, read_shard_header, shard_name, write_index, write_shard
-from opendit.data.loader import make_torch_loader, readable_worker_errors
+from opendit.data.loader import ReadAhead
 from opendit.data.resolve import build_dataset
 from opendit.encoders.vae import VAECodec, load_codec
 
@@ -29,9 +30,8 @@ class _RowReader(Dataset):
     def __init__(self, dataset: MediaDataset):
         self.dataset = dataset
 
-    def __getitem__(self, job: tuple[int, range]) -> tuple[int, list[int], list[int], Tensor | None, list[str]]:
-        """(shard, rows) -> (shard, readable rows, their labels, pictures (B, C, H, W), skipped files)."""
-        shard, rows = job
+    def __getitem__(self, rows: range) -> tuple[list[int], list[int], Tensor | None, list[str]]:
+        """Readable rows, their labels, their pictures (B, C, H, W) or None, skipped files."""
         good, pictures, skipped = [], [], []
         for row in rows:
             try:
@@ -40,7 +40,7 @@ class _RowReader(Dataset):
             except BadSample as bad:
                 skipped.append(str(bad))
         labels = [self.dataset.label(row) for row in good]
-        return shard, good, labels, torch.stack(pictures) if pictures else None, skipped
+        return good, labels, torch.stack(pictures) if pictures else None, skipped
 
 
 def make_latents(
@@ -92,14 +92,15 @@ def make_latents(
     with tqdm(total=total, initial=done, desc=title, unit=" pictures", smoothing=0.05, disable=rank > 0) as bar:
         counter = BadFileCounter(max_bad, on_skip=lambda file: tqdm.write(f"skipped {file}"))
         jobs = [
-            (shard, rows[shard][first : first + batch_size])
+            rows[shard][first : first + batch_size]
             for shard in todo
             for first in range(0, len(rows[shard]), batch_size)
         ]
-        batches = _read(dataset, jobs, num_workers, counter, pin_memory=codec.device.type == "cuda")
-        with closing(batches):
+        pin_memory = codec.device.type == "cuda"
+        with closing(ReadAhead(_RowReader(dataset), jobs, num_workers=num_workers, pin_memory=pin_memory)) as batches:
             for shard in todo:
-                parts, skipped = _encode_shard(batches, codec, len(range(0, len(rows[shard]), batch_size)), flips, bar)
+                part = islice(batches, len(range(0, len(rows[shard]), batch_size)))
+                parts, skipped = _encode_shard(part, codec, flips, counter, bar)
                 tensors = _join(parts, (2 if flips else 1, 2 * codec.latent_channels, *settings["latent_shape"][1:]))
                 write_shard(output / shard_name(shard, shards), tensors, settings, skipped)
 
@@ -126,20 +127,13 @@ def _complete_shards(output: Path, settings: dict) -> set[str]:
     return kept
 
 
-def _read(dataset, jobs, num_workers: int, counter: BadFileCounter, pin_memory: bool) -> Iterator[tuple]:
-    """(rows, labels, pictures, skipped files) of every job in turn, read ahead by worker processes."""
-    loader = make_torch_loader(_RowReader(dataset), jobs, num_workers=num_workers, pin_memory=pin_memory)
-    with readable_worker_errors():
-        for _, rows, labels, pictures, skipped in loader:
-            counter.add(len(rows), skipped)
-            yield rows, labels, pictures, skipped
-
-
-def _encode_shard(batches: Iterator[tuple], codec: VAECodec, count: int, flips: bool, bar: tqdm):
-    """The next ``count`` batches as [(moments (B, F, 2C, h, w) fp16, labels, rows)] and the files skipped there."""
+def _encode_shard(
+    batches: Iterable[tuple], codec: VAECodec, flips: bool, counter: BadFileCounter, bar: tqdm
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[str]]:
+    """A shard's batches as [(moments (B, F, 2C, h, w) fp16, labels, rows)], and the files skipped in it."""
     parts, all_skipped = [], []
-    for _ in range(count):
-        rows, labels, pictures, skipped = next(batches)
+    for rows, labels, pictures, skipped in batches:
+        counter.add(len(rows), skipped)
         all_skipped += skipped
         if rows:
             pictures = pictures.to(codec.device, non_blocking=True)

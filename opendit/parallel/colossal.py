@@ -11,6 +11,7 @@ import math
 import shutil
 import sys
 import types
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -53,8 +54,10 @@ def _import_colossalai() -> None:
     finder = _StandIn(missing)
     sys.meta_path.append(finder)
     try:
-        import colossalai.booster.plugin  # noqa: F401
-        import colossalai.nn.optimizer  # noqa: F401
+        with warnings.catch_warnings():  # about optional packages that nobody asked for
+            warnings.simplefilter("ignore")
+            import colossalai.booster.plugin
+            import colossalai.nn.optimizer  # noqa: F401
     except ImportError as error:
         raise ImportError(
             f"Colossal-AI could not be imported ({error}); run `bash install.sh`, "

@@ -41,8 +41,11 @@ def loss_of(forward, step: int, index: Tensor) -> Tensor:
     return (forward(x, t, y).float() - target).square().mean()
 
 
-def plain_run() -> tuple[list[float], dict[str, Tensor]]:
-    """The reference: one process, fp32, torch's AdamW and clip_grad_norm_."""
+def plain_run() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """The reference: one process, fp32, torch's AdamW and clip_grad_norm_.
+
+    Returns losses, weights and first moments (a mean of clipped gradients: a wrong scale shows there,
+    where the weights that Adam makes of it would hide it)."""
     model = build_model()
     adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     losses, norms = [], []
@@ -54,7 +57,11 @@ def plain_run() -> tuple[list[float], dict[str, Tensor]]:
         adam.zero_grad()
         losses.append(loss.item())
     assert min(norms) > CLIP  # the clipping is at work in every step
-    return losses, {n: p.detach() for n, p in model.named_parameters()}
+    return (
+        losses,
+        {n: p.detach() for n, p in model.named_parameters()},
+        {n: adam.state[p]["exp_avg"] for n, p in model.named_parameters()},
+    )
 
 
 def engine_run(mesh, plugin: str, precision: str, accumulation: int, checkpointed: bool = False, steps=STEPS):
@@ -84,11 +91,17 @@ def engine_run(mesh, plugin: str, precision: str, accumulation: int, checkpointe
         assert not result.skipped and result.grad_norm > CLIP
         losses.append((mesh.sum(total) / accumulation / mesh.world_size).item())
     masters = {name: engine.gather(name, engine.master(name)).clone() for name in engine.shapes}
-    return losses, masters
+    moments = {name: engine.gather(name, engine.moments(name)["exp_avg"]).clone() for name in engine.shapes}
+    return losses, masters, moments
 
 
 def worst(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def used_rows(name: str) -> slice:
+    """Softmax ignores the keys' bias: its gradient is rounding noise, which Adam blows up to full steps."""
+    return slice(0, CONFIG.hidden_size) if name.endswith("qkv.bias") else slice(None)
 
 
 def many_runs(mesh, runs: list[tuple]) -> list:
@@ -97,7 +110,7 @@ def many_runs(mesh, runs: list[tuple]) -> list:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_plugin_gives_the_single_process_curve(world):
-    losses, weights = plain_run()
+    losses, weights, moments = plain_run()
     accumulation = 8 // world // 2 if world < 4 else 2
     results = run_ranks(
         world,
@@ -115,16 +128,19 @@ def test_every_plugin_gives_the_single_process_curve(world):
         ],
     )
     for rank in results:
-        for curve, masters in rank[:4]:
+        for curve, masters, first_moments in rank[:4]:
             assert worst(curve, losses) < 1e-5
             for name, weight in weights.items():
-                assert torch.allclose(masters[name], weight, rtol=1e-4, atol=2e-5), name
-        zero2, gemini, gemini_accumulated, zero2_accumulated, ddp = (curve for curve, _ in rank[4:])
+                used = used_rows(name)
+                assert torch.allclose(masters[name][used], weight[used], rtol=1e-4, atol=2e-5), name
+                error = (first_moments[name] - moments[name])[used].norm() / moments[name][used].norm()
+                assert error < 1e-4, name
+        zero2, gemini, gemini_accumulated, zero2_accumulated, ddp = (curve for curve, *_ in rank[4:])
         # bf16 weights and activations: 2^-9 relative rounding each; the curves differ by less than that.
-        assert worst(gemini, zero2) < 2e-3
-        assert worst(gemini_accumulated, zero2_accumulated) < 4e-3
+        assert worst(gemini, zero2) < 1e-3
+        assert worst(gemini_accumulated, zero2_accumulated) < 1e-3
         for curve in (zero2, gemini, ddp):
-            assert worst(curve, losses) < 2e-2
+            assert worst(curve, losses) < 2e-3
     # all ranks agree
     assert all(torch.equal(results[0][0][1][n], other[0][1][n]) for other in results for n in weights)
 

@@ -1,0 +1,247 @@
+"""Every flag once: name, type, default, one-line help; and the checks across flags.
+
+A configuration is a dataclass; :func:`parse` turns it into an argument parser. Flags are written with
+underscores (``--batch_size``); dashes are accepted. A boolean flag ``--x`` also has ``--no_x``.
+"""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from opendit.models.zoo import NAMES, patch_size
+
+T = TypeVar("T")
+GROUPS = ("Model", "Data", "Training", "Sampling", "Speed", "Run", "Output")  # their order in --help
+
+
+def flag(default: Any, help: str, *, group: str, choices: Sequence[str] | None = None) -> Any:
+    """A configuration field that is also a command-line flag."""
+    metadata = dict(help=help, group=group, choices=choices)
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class SpeedFlags:
+    """The speed-ups that training and sampling share."""
+
+    enable_modulate_kernel: bool = flag(
+        False, "fused Triton kernels for adaLN's modulation and gated residuals", group="Speed"
+    )
+    enable_layernorm_kernel: bool = flag(
+        False, "fused LayerNorm; with --enable_modulate_kernel one kernel does both", group="Speed"
+    )
+    enable_flashattn: bool = flag(
+        False, "never materialise the N x N attention matrix; the fastest kernel for the card", group="Speed"
+    )
+
+
+@dataclass
+class TrainConfig(SpeedFlags):
+    """Trains a Diffusion Transformer. Run it with torchrun for several processes."""
+
+    model: str = flag("DiT-XL/2", f"one of {', '.join(NAMES)}", group="Model")
+    num_classes: int | None = flag(None, "classes of the model (from the data when left out)", group="Model")
+    pretrained: str | None = flag(None, "start from these weights (our .safetensors or Meta's .pt)", group="Model")
+
+    data_path: str = flag("digits", "digits, a picture FOLDER, a torchvision data set's folder, or LATENTS", group="Data")
+    image_size: int = flag(256, "side of the training pictures in pixels", group="Data")
+    vae: str = flag("ema", "ema, mse, a folder with an AutoencoderKL, or none to train on pixels", group="Data")
+    random_flip: bool | None = flag(None, "mirror pictures at random (default: as suits the data set)", group="Data")
+    label_drop: float = flag(0.1, "share of labels replaced by the null class, for guidance", group="Data")
+    num_workers: int = flag(4, "loader processes per rank; 0 loads in the training process", group="Data")
+    max_bad: float = flag(0.05, "share of unreadable files at which the run stops", group="Data")
+
+    batch_size: int = flag(32, "samples per data-parallel rank and micro-batch", group="Training")
+    grad_accumulation: int = flag(1, "micro-batches per step", group="Training")
+    epochs: int = flag(1400, "passes over the data", group="Training")
+    max_steps: int | None = flag(None, "stop after this many steps, whatever --epochs says", group="Training")
+    lr: float = flag(1e-4, "peak learning rate", group="Training")
+    lr_schedule: str = flag("constant", "after the warm-up", group="Training", choices=("constant", "cosine"))
+    warmup_steps: int = flag(0, "steps of linear warm-up", group="Training")
+    weight_decay: float = flag(0.0, "AdamW's decoupled weight decay", group="Training")
+    grad_clip: float = flag(1.0, "bound of the global gradient norm; 0: none", group="Training")
+    ema_decay: float = flag(0.9999, "decay of the weights' moving average", group="Training")
+    global_seed: int = flag(42, "seed of everything random", group="Training")
+    max_bad_steps: int = flag(100, "stop after this many skipped (non-finite) steps in a row", group="Training")
+
+    plugin: str = flag("zero2", "Colossal-AI plugin", group="Speed", choices=("zero2", "ddp", "gemini"))
+    mixed_precision: str = flag("fp16", "precision of weights at work", group="Speed", choices=("fp16", "bf16", "fp32"))
+    grad_checkpoint: bool = flag(False, "recompute blocks in the backward pass: less memory, slower", group="Speed")
+    sequence_parallel_size: int = flag(1, "ranks that share one sample's sequence", group="Speed")
+
+    outputs: str = flag("./outputs", "folder of the run folders", group="Run")
+    load: str | None = flag(None, "resume: latest, a run folder or a checkpoint folder", group="Run")
+    log_every: int = flag(10, "steps between log lines", group="Run")
+    ckpt_every: int = flag(1000, "steps between checkpoints (one is always written at the end); 0: only then", group="Run")
+    sample_every: int | None = flag(None, "steps between sample grids (default: as --ckpt_every)", group="Run")
+    sample_steps: int = flag(50, "DDIM steps of those grids", group="Run")
+    sample_cfg_scale: float = flag(4.0, "guidance of those grids", group="Run")
+
+    given: frozenset[str] = frozenset()  # the flags that stood on the command line
+
+    def check(self, world_size: int, has_gpu: bool) -> list[str]:
+        """Settles values that depend on the hardware; returns the notes to print.
+
+        Raises:
+            ValueError: a combination that can't work; the message names the flag and the fix.
+        """
+        notes = []
+        patch_size(self.model)
+        self.mixed_precision, note = settle_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
+        notes += note
+        if self.plugin == "gemini" and self.mixed_precision == "fp32":
+            raise ValueError(
+                "--plugin gemini works in bf16 and fp16 only: use --mixed_precision bf16, or --plugin zero2 for fp32"
+            )
+        positive(self, "image_size", "batch_size", "grad_accumulation", "epochs", "log_every", "sample_steps")
+        positive(self, "sequence_parallel_size", "lr", "max_bad_steps")
+        at_least_zero(self, "num_workers", "warmup_steps", "weight_decay", "grad_clip", "ckpt_every", "sample_cfg_scale")
+        if self.max_steps is not None:
+            positive(self, "max_steps")
+        for name in ("label_drop", "ema_decay", "max_bad"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)}: must be at least 0 and below 1")
+        if world_size % self.sequence_parallel_size:
+            raise ValueError(
+                f"--sequence_parallel_size {self.sequence_parallel_size} does not divide the {world_size} processes; "
+                "change it or torchrun's --nproc_per_node"
+            )
+        if self.sequence_parallel_size > 1:
+            raise ValueError("--sequence_parallel_size above 1 is not available for image models in this version; use 1")
+        check_writable(self.outputs, "--outputs")
+        return notes
+
+
+@dataclass
+class SampleConfig(SpeedFlags):
+    """Draws pictures from a checkpoint. Several processes (torchrun) share the work."""
+
+    ckpt: str = flag("latest", "checkpoint file or folder, run folder, or latest", group="Model")
+    model: str | None = flag(None, "needed only when the checkpoint does not say (Meta's .pt)", group="Model")
+    image_size: int | None = flag(None, "pixels; from the checkpoint when left out", group="Model")
+    vae: str | None = flag(None, "ema, mse, PATH or none; from the checkpoint when left out", group="Model")
+    weights: str = flag("ema", "which weights of a run's checkpoint", group="Model", choices=("ema", "model"))
+
+    class_labels: list[int] = flag([], "labels to draw, repeated up to --num_samples", group="Sampling")
+    num_samples: int | None = flag(None, "pictures (default: one a label, or two of every class up to 16)", group="Sampling")
+    num_sampling_steps: int = flag(250, "denoising steps", group="Sampling")
+    sampler: str = flag("ddpm", "sampler", group="Sampling", choices=("ddpm", "ddim"))
+    cfg_scale: float = flag(4.0, "classifier-free guidance; 1: off", group="Sampling")
+    cfg_channels: int | None = flag(None, "guide only these first channels (Meta's released figures: 3)", group="Sampling")
+    seed: int = flag(0, "seed of the noise", group="Sampling")
+    batch_size: int = flag(32, "pictures at a time per process", group="Sampling")
+    mixed_precision: str = flag("bf16", "precision of the model", group="Speed", choices=("fp16", "bf16", "fp32"))
+
+    outputs: str = flag("./outputs", "where --ckpt latest looks for runs", group="Output")
+    output: str = flag("./samples", "folder for the grid and the single pictures", group="Output")
+    save_png: bool = flag(True, "write single pictures too", group="Output")
+    npz: str | None = flag(None, "also write arr_0 (uint8 N,H,W,3) and arr_1 (labels) for FID tools", group="Output")
+
+    given: frozenset[str] = frozenset()
+
+    def check(self, has_gpu: bool) -> list[str]:
+        """As :meth:`TrainConfig.check`."""
+        self.mixed_precision, notes = settle_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
+        positive(self, "num_sampling_steps", "batch_size")
+        at_least_zero(self, "cfg_scale")
+        if self.num_samples is not None:
+            positive(self, "num_samples")
+        if self.num_sampling_steps > 1000:
+            raise ValueError(f"--num_sampling_steps {self.num_sampling_steps}: the models have 1000 steps at most")
+        if self.model is not None:
+            patch_size(self.model)
+        check_writable(self.output, "--output")
+        return notes
+
+
+def settle_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[str, list[str]]:
+    """Half precision needs a GPU: an error when it was asked for, a printed fallback when it was the default.
+
+    (bf16 works on CPUs, slowly, and is allowed when asked for.)
+    """
+    if has_gpu or precision == "fp32" or (precision == "bf16" and asked_for):
+        return precision, []
+    if asked_for:
+        raise ValueError(f"--mixed_precision {precision} needs a GPU, and there is none: use --mixed_precision fp32")
+    return "fp32", [f"precision: fp32, because there is no GPU (the default {precision} needs one)"]
+
+
+def positive(config, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) <= 0:
+            raise ValueError(f"--{name} {getattr(config, name)}: must be above 0")
+
+
+def at_least_zero(config, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 0:
+            raise ValueError(f"--{name} {getattr(config, name)}: must not be negative")
+
+
+def check_writable(folder: str, flag_name: str) -> None:
+    """Makes the folder and writes a file into it. Raises ValueError when that fails."""
+    try:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".write_test"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag_name} {folder}: can't write there ({error.strerror}); name another folder") from error
+
+
+def _scalar_type(annotation) -> type:
+    """int for ``int | None``, str for ``str``, ..."""
+    if isinstance(annotation, types.UnionType):
+        return next(a for a in typing.get_args(annotation) if a is not type(None))
+    return annotation
+
+
+def build_parser(cls: type) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=cls.__doc__.split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    flags = [item for item in dataclasses.fields(cls) if "group" in item.metadata]
+    names = sorted({item.metadata["group"] for item in flags}, key=GROUPS.index)
+    groups = {name: parser.add_argument_group(name) for name in names}
+    for item in flags:
+        group = groups[item.metadata["group"]]
+        default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
+        shown = "" if default is None or default == [] else f" [{default}]"
+        options = dict(help=item.metadata["help"].replace("%", "%%") + shown, default=argparse.SUPPRESS)
+        kind = _scalar_type(item.type)
+        if kind is bool:
+            group.add_argument(f"--{item.name}", action="store_const", const=True, **options)
+            group.add_argument(
+                f"--no_{item.name}", dest=item.name, action="store_const", const=False,
+                default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+            )  # fmt: skip
+        elif typing.get_origin(kind) is list:
+            group.add_argument(f"--{item.name}", type=typing.get_args(kind)[0], nargs="+", **options)
+        else:
+            group.add_argument(f"--{item.name}", type=kind, choices=item.metadata["choices"], **options)
+    return parser
+
+
+def parse(cls: type[T], argv: Sequence[str]) -> T:
+    """The configuration that a command line asks for; ``given`` holds the flags that stood on it."""
+    underscored = []
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            word = "--" + name[2:].replace("-", "_") + equals + value
+        underscored.append(word)
+    values = vars(build_parser(cls).parse_args(underscored))
+    return cls(**values, given=frozenset(values))
+
+
+def to_dict(config) -> dict:
+    """What config.json holds."""
+    return {k: v for k, v in dataclasses.asdict(config).items() if k != "given"}

@@ -1,0 +1,371 @@
+"""What the fused operations share: availability, launch shapes, tiles of a row, per-sample sums, registration.
+
+How the kernels cut their work. A program takes a *chunk* of consecutive rows (tokens) and walks over it in tiles of a
+few rows. In the (B, N, D) form a chunk never crosses a sample. In the packed form, x (rows, D) with
+``sample_of_row`` (rows,) non-decreasing, program p takes rows [p * chunk, (p + 1) * chunk) and walks over the
+samples inside it one by one.
+
+How the gradients of shift, scale and gate are summed. Each (program, sample) pair adds up its rows in registers, in
+row order, and writes one fp32 partial sum to a slot of its own; ``finish_sums`` adds a sample's slots, in slot order.
+No atomics: two runs give the same bits. The slot is p in the (B, N, D) form and p + sample in the packed one: from one
+pair to the next, p or sample grows, so no two pairs share a slot and rows / chunk + B slots are enough.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU-only or macOS torch: the references still work, kernels_available says why kernels don't
+
+    class _MissingTriton:
+        constexpr = object
+
+        @staticmethod
+        def jit(function):
+            return function
+
+    triton = tl = _MissingTriton()
+    TRITON = False
+else:
+    TRITON = True
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MIN_WIDTH, MAX_WIDTH = 64, 8192
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter (decided when triton was first imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether the Triton kernels of this package can run on ``device`` with activations of ``dtype``, and why (not)."""
+    device = torch.device(device)
+    if not TRITON:
+        return False, "triton is not installed"
+    if dtype not in DTYPES:
+        return False, f"kernels take bf16, fp16 and fp32, not {str(dtype).removeprefix('torch.')}"
+    if interpreting():
+        return True, "Triton's interpreter (TRITON_INTERPRET=1), slow"
+    if device.type != "cuda":
+        return False, f"kernels need a CUDA GPU, not {device.type}"
+    if not torch.cuda.is_available():
+        return False, "torch sees no CUDA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return False, f"kernels need compute capability 8.0 (Ampere) or newer, this GPU has {major}.{minor}"
+    return True, f"Triton {triton.__version__}, compute capability {major}.{minor}"
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def split_width(width: int) -> tuple[int, int]:
+    """Widths of the main and the tail block that cover a row: powers of two, tail 0 when one block does.
+
+    Triton's blocks are powers of two. 1152 in one block would be 2048, with 44 % of the lanes and registers idle;
+    1024 + 128 fits exactly. The tail is at least 8 wide (one 16-byte access in half precision) and masked if longer
+    than what is left.
+    """
+    whole = next_power_of_2(width)
+    main = whole // 2
+    tail = max(next_power_of_2(width - main), 8)
+    return (whole, 0) if main + tail >= whole else (main, tail)
+
+
+# ---------------------------------------------------------------------------------------------------- launch shapes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel cuts its rows: ``rows`` a tile, ``tiles`` a program (powers of two), warps and pipeline stages."""
+
+    rows: int
+    tiles: int
+    warps: int
+    stages: int = 1
+
+    @property
+    def chunk(self) -> int:
+        return self.rows * self.tiles
+
+
+_forced: dict[str, Launch] = {}
+
+
+@contextlib.contextmanager
+def forced_launch(**launches: Launch) -> Iterator[None]:
+    """Overrides the launch shape of the named kernels (tests and sweeps only)."""
+    before = dict(_forced)
+    _forced.update(launches)
+    try:
+        yield
+    finally:
+        _forced.clear()
+        _forced.update(before)
+
+
+def choose_launch(kernel: str, default: Launch, rows: int, longest: int) -> Launch:
+    """``default``, with fewer rows a program where ``rows`` in all would not fill the GPU or a sample is shorter.
+
+    2,048 programs are about 16 for each of an H100's or H200's 132 multiprocessors. Shapes alone decide, so the order
+    of every sum is the same in each run.
+    """
+    if kernel in _forced:
+        return _forced[kernel]
+    tiles = default.tiles
+    while tiles > 1 and (rows < tiles * default.rows * 2048 or default.rows * tiles >= 2 * longest):
+        tiles //= 2
+    return Launch(default.rows, tiles, default.warps, default.stages)
+
+
+# ------------------------------------------------------------------------------------- tiles, in the kernels (Triton)
+
+
+@triton.jit
+def load_vector(ptr, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Columns START .. START + WIDTH of one row of modulation, fp32; zero beyond D."""
+    cols = START + tl.arange(0, WIDTH)
+    if START + WIDTH > D:
+        value = tl.load(ptr + cols, mask=cols < D, other=0.0)
+    else:
+        value = tl.load(ptr + cols)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def store_vector(ptr, value, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """The converse of load_vector; rounds to the pointer's dtype."""
+    cols = START + tl.arange(0, WIDTH)
+    tl.store(ptr + cols, value.to(ptr.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def load_tile(ptr, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """Rows row .. row + ROWS, columns START .. START + WIDTH of a contiguous (rows, D) tensor, fp32; zero beyond."""
+    cols = START + tl.arange(0, WIDTH)
+    offsets = tl.arange(0, ROWS)[:, None] * D + cols[None, :]
+    mask = live[:, None]
+    if START + WIDTH > D:
+        mask = mask & (cols < D)[None, :]
+    return tl.load(ptr + row * D + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(ptr, value, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """The converse of load_tile; rounds to the pointer's dtype."""
+    cols = START + tl.arange(0, WIDTH)
+    offsets = tl.arange(0, ROWS)[:, None] * D + cols[None, :]
+    mask = live[:, None]
+    if START + WIDTH > D:
+        mask = mask & (cols < D)[None, :]
+    tl.store(ptr + row * D + offsets, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def chunk_of_program(rows, length, chunks_per_sample, CHUNK: tl.constexpr, PACKED: tl.constexpr):
+    """(sample, first row, row after the last) of this program; in the packed form, sample means nothing yet."""
+    program = tl.program_id(0)
+    sample = 0
+    if PACKED:
+        first = program * CHUNK
+        stop = tl.minimum(first + CHUNK, rows)
+    else:
+        sample = program // chunks_per_sample
+        first = sample * length + (program % chunks_per_sample) * CHUNK
+        stop = tl.minimum(first + CHUNK, (sample + 1) * length)
+    return sample, first, stop
+
+
+@triton.jit
+def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
+    """(sample of ``row``, row after its last one before ``stop``); a sample's rows are contiguous, so counting does."""
+    sample = tl.load(sample_ptr + row).to(tl.int32)
+    rows = row + tl.arange(0, CHUNK)
+    same = tl.load(sample_ptr + rows, mask=rows < stop, other=-1).to(tl.int32) == sample
+    return sample, row + tl.sum(same.to(tl.int32), axis=0)
+
+
+# --------------------------------------------------------------------------------------------------- per-sample sums
+
+
+@triton.jit
+def _finish_kernel(
+    partial_ptr, out0_ptr, out1_ptr, out2_ptr, offsets_ptr, slots, slots_per_sample,
+    CHUNK: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """out[k][sample] = sum over the sample's slots of partial[k], in slot order, in fp32."""
+    sample = tl.program_id(0)
+    which = tl.program_id(2)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    if PACKED:
+        first_row = tl.load(offsets_ptr + sample).to(tl.int32)
+        stop_row = tl.load(offsets_ptr + sample + 1).to(tl.int32)
+        first = first_row // CHUNK + sample
+        stop = tl.where(stop_row > first_row, (stop_row - 1) // CHUNK + sample + 1, first)
+    else:
+        first = sample * slots_per_sample
+        stop = first + slots_per_sample
+    total = tl.zeros((BLOCK_P, BLOCK_D), dtype=tl.float32)
+    base = partial_ptr + which.to(tl.int64) * slots * D
+    for slot in range(first, stop, BLOCK_P):
+        lines = slot + tl.arange(0, BLOCK_P)
+        mask = (lines < stop)[:, None] & (cols < D)[None, :]
+        total += tl.load(base + lines.to(tl.int64)[:, None] * D + cols[None, :], mask=mask, other=0.0)
+    value = tl.sum(total, axis=0)
+    offset = sample.to(tl.int64) * D + cols
+    if which == 0:
+        tl.store(out0_ptr + offset, value.to(out0_ptr.dtype.element_ty), mask=cols < D)
+    if COUNT > 1:
+        if which == 1:
+            tl.store(out1_ptr + offset, value.to(out1_ptr.dtype.element_ty), mask=cols < D)
+    if COUNT > 2:
+        if which == 2:
+            tl.store(out2_ptr + offset, value.to(out2_ptr.dtype.element_ty), mask=cols < D)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one call and how a kernel cuts them, for either form."""
+
+    x: Tensor  # (rows, D), contiguous
+    samples: int
+    length: int  # rows of a sample; in the packed form, of all
+    sample_of_row: Tensor | None
+    launch: Launch
+
+    @property
+    def packed(self) -> bool:
+        return self.sample_of_row is not None
+
+    @property
+    def chunks_per_sample(self) -> int:
+        return -(-self.length // self.launch.chunk)
+
+    @property
+    def programs(self) -> int:
+        return self.chunks_per_sample if self.packed else self.samples * self.chunks_per_sample
+
+    @property
+    def shape_arguments(self) -> tuple:
+        """The kernels' arguments from sample_ptr to chunks_per_sample."""
+        pointer = self.sample_of_row if self.packed else self.x  # never read when not packed
+        return pointer, self.x.shape[0], self.length, self.chunks_per_sample
+
+    def new_sums(self, like: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+        """(outputs (B, D) in the dtypes of ``like``, where the kernel writes its sums: fp32 slots, or the outputs).
+
+        Where one program sees all of a sample's rows, its sums are the result and no second stage is needed.
+        """
+        width = self.x.shape[1]
+        outputs = [torch.empty(self.samples, width, dtype=t.dtype, device=t.device) for t in like]
+        if not self.packed and self.chunks_per_sample == 1:
+            return outputs, outputs
+        slots = self.programs + (self.samples if self.packed else 0)
+        partial = torch.empty(len(like), slots, width, dtype=torch.float32, device=self.x.device)
+        return outputs, list(partial.unbind(0))
+
+    def finish_sums(self, outputs: list[Tensor], partial: list[Tensor]) -> None:
+        """The second stage: sums each sample's slots into ``outputs``."""
+        if partial is outputs:
+            return
+        width, count = self.x.shape[1], len(outputs)
+        slots_per_sample = self.chunks_per_sample
+        offsets = self.x
+        if self.packed:
+            samples = torch.arange(self.samples + 1, dtype=self.sample_of_row.dtype, device=self.x.device)
+            offsets = torch.searchsorted(self.sample_of_row, samples)
+            slots_per_sample = -(-slots_per_sample // self.samples)  # on average: only shapes the tile
+        # 4,096 numbers a program. Many slots: tall narrow tiles, so that few samples still make enough programs.
+        block_p = min(next_power_of_2(slots_per_sample), 128)
+        block_d = min(max(4096 // block_p, 32), 512, next_power_of_2(width))
+        grid = (self.samples, -(-width // block_d), count)
+        out = [outputs[min(i, count - 1)] for i in range(3)]
+        _finish_kernel[grid](
+            partial[0], *out, offsets, partial[0].shape[0], slots_per_sample, CHUNK=self.launch.chunk, D=width,
+            BLOCK_P=block_p, BLOCK_D=block_d, PACKED=self.packed, COUNT=count, num_warps=4,
+        )  # fmt: skip
+
+
+def cut_rows(kernel: str, default: Launch, x: Tensor, samples: int, sample_of_row: Tensor | None) -> Rows:
+    """The rows of x, (B, N, D) or packed (rows, D), cut for the named kernel."""
+    length = x.shape[-2]
+    rows = x.contiguous().view(-1, x.shape[-1])
+    if sample_of_row is not None:
+        sample_of_row = sample_of_row.contiguous()
+    launch = choose_launch(kernel, default, rows.shape[0], length)
+    return Rows(rows, samples, length, sample_of_row, launch)
+
+
+def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
+    """Modulation vectors (B, D) with unit column stride; chunks of a (B, 6 D) tensor pass without a copy."""
+    return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in vectors)
+
+
+# ------------------------------------------------------------------------------------------- checks and registration
+
+
+def check_inputs(x: Tensor, sample_of_row: Tensor | None, same_shape: dict[str, Tensor], **vectors: Tensor) -> None:
+    """Raises ValueError unless x is (B, N, D), or (rows, D) with sample_of_row (rows,), and vectors are (B, D)."""
+    if sample_of_row is None:
+        if x.dim() != 3:
+            raise ValueError(f"x must be (B, N, D), or (rows, D) with sample_of_row; it is {tuple(x.shape)}")
+    elif x.dim() != 2 or sample_of_row.shape != x.shape[:1] or sample_of_row.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"the packed form takes x (rows, D) and sample_of_row (rows,) int32 or int64, not {tuple(x.shape)} and "
+            f"{tuple(sample_of_row.shape)} {sample_of_row.dtype}"
+        )
+    width = x.shape[-1]
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        raise ValueError(f"the width D must be {MIN_WIDTH} to {MAX_WIDTH}, not {width}")
+    for name, other in same_shape.items():
+        if other.shape != x.shape:
+            raise ValueError(f"{name} must have x's shape {tuple(x.shape)}, not {tuple(other.shape)}")
+    first = next(iter(vectors.values()))
+    for name, vector in vectors.items():
+        expected = (first.shape[0] if sample_of_row is not None else x.shape[0], width)
+        if vector.shape != expected:
+            raise ValueError(f"{name} must be (B, D) = {expected}, not {tuple(vector.shape)}")
+    for name, tensor in {"x": x, **same_shape, **vectors}.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} must be bf16, fp16 or fp32, not {tensor.dtype}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}")
+
+
+def rows_of_samples(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
+    """Modulation (B, D) so that it broadcasts against x: (B, 1, D), or (rows, D) in the packed form."""
+    return vector.unsqueeze(1) if sample_of_row is None else vector[sample_of_row]
+
+
+_library = torch.library.Library("opendit", "FRAGMENT")
+
+
+def register(
+    schema: str, implementation: Callable, fake: Callable, backward: Callable | None = None,
+    setup_context: Callable | None = None,
+) -> None:  # fmt: skip
+    """Makes ``torch.ops.opendit.NAME`` for eager, torch.compile (opaque, shapes from ``fake``) and autograd.
+
+    ``Library.define`` rather than ``torch.library.custom_op``: the same guarantees with less work on the CPU a call.
+    """
+    name = schema.partition("(")[0]
+
+    def on_device(x: Tensor, *args):
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            return implementation(x, *args)
+
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, on_device, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"opendit::{name}", fake, lib=_library)
+    if backward is not None:
+        torch.library.register_autograd(f"opendit::{name}", backward, setup_context=setup_context, lib=_library)

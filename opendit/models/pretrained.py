@@ -1,0 +1,144 @@
+"""Weights in: our safetensors (the configuration is inside) and Meta's .pt files."""
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from opendit.models.dit import DiT, DiTConfig
+from opendit.models.zoo import SIZES, model_config
+
+METADATA_KEY = "opendit"
+
+
+@dataclass
+class Weights:
+    """A state dict in the canonical layout, and what its file says about it."""
+
+    state: dict[str, Tensor]
+    path: Path
+    info: dict = field(default_factory=dict)  # of our files: model, config, class_names, vae, image_size, step
+
+    @property
+    def config(self) -> DiTConfig | None:
+        return DiTConfig.from_dict(self.info["config"]) if "config" in self.info else None
+
+
+def find_weights(path: str | Path, which: str = "ema") -> Path:
+    """The weights file of a path: a file, a checkpoint folder, or a run folder (its newest checkpoint).
+
+    Raises:
+        FileNotFoundError: nothing of the kind is there; the message says what was looked for.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    for folder in (path, path / "checkpoints" / "latest"):
+        if (folder / f"{which}.safetensors").is_file():
+            return folder / f"{which}.safetensors"
+    raise FileNotFoundError(
+        f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors, "
+        "or a run folder with checkpoints/latest"
+    )
+
+
+def read_info(path: Path) -> dict:
+    """What one of our safetensors files says of itself, without reading its weights; {} for other files."""
+    if path.suffix != ".safetensors":
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads((file.metadata() or {}).get(METADATA_KEY, "{}"))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error}); take another checkpoint") from error
+
+
+def read_weights(path: Path) -> Weights:
+    """Reads a weights file into CPU memory. Pickles are read with ``weights_only``: they run no code.
+
+    Meta's training checkpoints hold ``model``, ``ema``, ``opt`` and ``args``; ``ema`` is taken.
+
+    Raises:
+        ValueError: the file can't be read, or holds no state dict.
+    """
+    if path.suffix == ".safetensors":
+        info = read_info(path)
+        with safe_open(path, framework="pt") as file:
+            return Weights({name: file.get_tensor(name) for name in file.keys()}, path, info)
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the `args` of Meta's training checkpoints
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} can't be read as a weights-only .pt file ({str(error).splitlines()[0]}). "
+            "Files that would run code when loaded are refused"
+        ) from error
+    if isinstance(content, dict) and "ema" in content and "model" in content:
+        content = content["ema"]
+    if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
+        raise ValueError(f"{path} holds no state dict of a model")
+    return Weights({name.removeprefix("module."): tensor for name, tensor in content.items()}, path)
+
+
+def infer_config(state: dict[str, Tensor], name: str, path: Path) -> DiTConfig:
+    """The configuration of a named model from its weights' shapes (square inputs).
+
+    Raises:
+        ValueError: the weights are another model's; the message names the model they fit, if any.
+    """
+    try:
+        hidden, channels, patch, _ = state["x_embedder.proj.weight"].shape
+        side = int(state["pos_embed"].shape[1] ** 0.5) * patch
+        config = model_config(
+            name,
+            input_size=(side, side),
+            in_channels=channels,
+            num_classes=state["y_embedder.embedding_table.weight"].shape[0] - 1,
+        )
+        depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks."))
+    except (KeyError, ValueError) as error:
+        if isinstance(error, KeyError):
+            raise ValueError(f"{path} does not hold a DiT: it has no {error}") from error
+        raise
+    if (config.hidden_size, config.depth, config.patch_size) != (hidden, depth, patch):
+        fits = [f"DiT-{k}/{patch}" for k, v in SIZES.items() if v[:2] == (hidden, depth)]
+        raise ValueError(
+            f"--model {name} does not fit {path}: it holds {depth} blocks of width {hidden}, patch {patch}"
+            + (f"; use --model {fits[0]}" if fits else "")
+        )
+    return config
+
+
+def load_state(model: DiT, weights: Weights) -> None:
+    """Strictly loads weights into a model. Raises ValueError naming the first differences."""
+    own = model.state_dict()
+    missing, unexpected = sorted(own.keys() - weights.state.keys()), sorted(weights.state.keys() - own.keys())
+    shapes = [k for k in own.keys() & weights.state.keys() if own[k].shape != weights.state[k].shape]
+    if missing or unexpected or shapes:
+        problems = [f"{len(v)} {what} (first: {v[0]})" for what, v in
+                    (("missing", missing), ("unexpected", unexpected), ("of another shape", sorted(shapes))) if v]  # fmt: skip
+        raise ValueError(f"{weights.path} is a checkpoint of another model: parameters {', '.join(problems)}")
+    model.load_state_dict(weights.state)
+
+
+def load_pretrained(path: str | Path, name: str | None = None, which: str = "ema") -> tuple[DiT, Weights]:
+    """A model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, unreadable, or another model.
+    """
+    weights = read_weights(find_weights(path, which))
+    config = weights.config
+    if config is None:
+        if name is None:
+            raise ValueError(f"{weights.path} does not say which model it is: name it with --model, e.g. DiT-XL/2")
+        config = infer_config(weights.state, name, weights.path)
+    elif name is not None and weights.info["model"] != name:
+        raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of --model {name}")
+    model = DiT(config)
+    load_state(model, weights)
+    return model, weights

@@ -1,0 +1,150 @@
+"""What a run shows: progress bar, log.jsonl, TensorBoard, throughput, MFU, memory."""
+
+import json
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from opendit.parallel.mesh import Mesh
+
+# Dense bf16/fp16 tensor-core peaks by the vendors' data sheets, FLOP/s; a GPU that is not here has no MFU.
+PEAK_FLOPS = {
+    "H200": 989.5e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.5e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165.2e12,
+    "B200": 2250e12,
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Peak of one device, or None when it is unknown (CPUs, fp32, other GPUs)."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if all(word in name for word in key.split())), None)
+
+
+class Monitor:
+    """Logs a run. Ranks other than 0 only take part in the sums.
+
+    Args:
+        folder: the run's folder.
+        flops_per_sample: of a training step (forward and backward).
+        samples_per_step: the global batch.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        *,
+        first_step: int,
+        last_step: int,
+        samples_per_step: int,
+        flops_per_sample: float,
+        precision: str,
+    ):
+        self.mesh, self.samples_per_step, self.flops_per_sample = mesh, samples_per_step, flops_per_sample
+        self.peak = peak_flops(mesh.device, precision)
+        self.data_wait = 0.0
+        self._loss, self._steps, self._since = torch.zeros((), device=mesh.device), 0, time.perf_counter()
+        self.last: dict = {}
+        if mesh.is_main:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._file = open(folder / "log.jsonl", "a", buffering=1)
+            self._board = SummaryWriter(str(folder / "tensorboard"))
+            self._bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
+
+    def loader_wait(self, seconds: float) -> None:
+        """Adds time that the step stood waiting for its batch."""
+        self.data_wait += seconds
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Adds one step's mean loss on this rank (a scalar on the device; nothing waits for it)."""
+        self._loss += loss
+        self._steps += 1
+        if self.mesh.is_main:
+            self._bar.update()
+
+    def pause(self) -> float:
+        """A moment to hand to :meth:`resume`: what lies between is not training time."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def resume(self, paused_at: float) -> None:
+        self._since += time.perf_counter() - paused_at
+
+    def log(self, step: int, epoch: int, lr: float, grad_norm: float, **more) -> dict:
+        """Writes one line; the loss is the mean over all ranks and all steps since the last line."""
+        loss = (self.mesh.sum(self._loss) / self.mesh.world_size / max(1, self._steps)).item()
+        now = time.perf_counter()
+        rate = self._steps * self.samples_per_step / (now - self._since)
+        flops = rate * self.flops_per_sample / self.mesh.world_size
+        cuda = self.mesh.device.type == "cuda"
+        self.last = {
+            "step": step,
+            "epoch": epoch,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "samples_per_s": rate,
+            "tflops": flops / 1e12,
+            "mfu": flops / self.peak if self.peak else None,
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else _resident_gib(),
+            "data_wait_s": self.data_wait,
+            **more,
+        }
+        if self.mesh.is_main:
+            self._file.write(json.dumps(self.last) + "\n")
+            for key, value in self.last.items():
+                if isinstance(value, int | float) and key not in ("step", "epoch"):
+                    self._board.add_scalar(key, value, step)
+            shown = {"loss": f"{loss:.4f}", "img/s": f"{rate:.1f}", "TFLOP/s": f"{flops / 1e12:.1f}"}
+            if self.peak:
+                shown["MFU"] = f"{self.last['mfu']:.1%}"
+            self._bar.set_postfix(shown, refresh=False)
+        self._loss.zero_()
+        self._steps, self._since, self.data_wait = 0, now, 0.0
+        return self.last
+
+    def say(self, text: str) -> None:
+        """A line for people, above the progress bar."""
+        if self.mesh.is_main:
+            self._bar.write(text)
+
+    def picture(self, path: Path, step: int) -> None:
+        """Shows a PNG file in TensorBoard."""
+        from PIL import Image
+        from torchvision.transforms.functional import pil_to_tensor
+
+        self._board.add_image("samples", pil_to_tensor(Image.open(path)), step)
+
+    def close(self) -> None:
+        if self.mesh.is_main:
+            self._bar.close()
+            self._file.close()
+            self._board.close()
+
+
+def _resident_gib() -> float:
+    """Peak resident memory of this process (CPU runs)."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def print_block(title: str, rows: dict[str, str]) -> None:
+    """Prints aligned `name  value` rows under a title."""
+    print(title)
+    width = max(len(name) for name in rows)
+    for name, value in rows.items():
+        print(f"  {name:<{width}}  {value}")
+    print(flush=True)

@@ -1,0 +1,227 @@
+"""The schedule of batches and the worker processes."""
+
+import os
+import pickle
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opendit.data import BadSample, BatchSchedule, DataError, MediaDataset, build_dataset, build_loader
+
+
+class Numbers(MediaDataset):
+    """Row r is a 1x1 picture of value r, class r % 7; ``bad`` rows can't be read; ``deadly`` ones kill the process."""
+
+    sample_shape, class_names = (1, 1, 1), [str(i) for i in range(7)]
+
+    def __init__(self, size, bad=(), deadly=()):
+        self.size, self.bad, self.deadly = size, frozenset(bad), frozenset(deadly)
+
+    def __len__(self):
+        return self.size
+
+    def load(self, row, flip):
+        if row in self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if row in self.bad:
+            raise BadSample(f"file{row}", "broken")
+        return torch.full((1, 1, 1), float(row))
+
+    def label(self, row):
+        return row % 7
+
+
+def collect(dataset, schedule, **options):
+    iterator = build_loader(dataset, schedule, **options)
+    batches = list(iterator)
+    iterator.close()
+    return batches
+
+
+# ---------------------------------------------------------------- the schedule
+
+
+@given(st.integers(1, 300), st.data(), st.integers(0, 2**63), st.integers(0, 1000))
+def test_an_epoch_repeats_nothing_and_drops_the_remainder(size, data, seed, epoch):
+    batch = data.draw(st.integers(1, size))
+    schedule = BatchSchedule(size, batch, seed)
+    assert schedule.steps_per_epoch == size // batch
+    steps = range(epoch * schedule.steps_per_epoch, (epoch + 1) * schedule.steps_per_epoch)
+    rows = [row for step in steps for row in schedule.rows(step)]
+    assert all(schedule.epoch(step) == epoch for step in steps)
+    assert len(rows) == len(set(rows)) == batch * schedule.steps_per_epoch
+    assert set(rows) <= set(range(size))
+    fresh = BatchSchedule(size, batch, seed)  # one that starts there
+    assert fresh.rows(steps[-1]) == rows[-batch:]
+
+
+def test_epochs_and_seeds_differ_and_every_row_comes_first_equally_often():
+    first = [BatchSchedule(10, 10, seed).rows(epoch)[0] for seed in range(50) for epoch in range(40)]
+    counts = np.bincount(first, minlength=10)
+    assert abs(counts - 200).max() < 60  # 4.5 standard deviations
+    schedule = BatchSchedule(100, 100, 0)
+    assert schedule.rows(0) != schedule.rows(1) != BatchSchedule(100, 100, 1).rows(1)
+    assert schedule.rows(0) != list(range(100))
+
+
+def test_the_order_never_changes():
+    """A checkpoint of an older version must go on with the pictures that it would have seen."""
+    assert BatchSchedule(12, 12, 42).rows(3) == [1, 6, 3, 4, 5, 9, 2, 8, 0, 7, 11, 10]
+
+
+def test_too_small_a_data_set():
+    with pytest.raises(ValueError, match=r"10 samples.*global batch of 16 = batch_size x ranks x grad_accumulation.*"):
+        BatchSchedule(10, 16, 0)
+    with pytest.raises(ValueError):
+        BatchSchedule(10, 0, 0)
+
+
+# ---------------------------------------------------------------- cutting the global batch into parts
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ranks=st.integers(1, 4),
+    micro=st.integers(1, 3),
+    batch=st.integers(1, 4),
+    spare=st.integers(0, 20),
+    start=st.integers(0, 9),
+    seed=st.integers(0, 99),
+)
+def test_ranks_and_micro_batches_make_up_the_global_batch(ranks, micro, batch, spare, start, seed):
+    total = ranks * micro * batch
+    data, schedule = Numbers(total + spare), BatchSchedule(total + spare, total, seed)
+    parts = [
+        collect(
+            data,
+            BatchSchedule(total + spare, total, seed),
+            dp_rank=rank,
+            dp_size=ranks,
+            batch_size=batch,
+            micro_batches=micro,
+            start_step=start,
+            end_step=start + 3,
+            num_workers=0,
+        )
+        for rank in range(ranks)
+    ]
+    assert all(len(part) == 3 * micro for part in parts)
+    for step in range(start, start + 3):
+        mine = [b for part in parts for b in part if b.step == step]
+        index, x = torch.cat([b.index for b in mine]), torch.cat([b.x for b in mine]).flatten()
+        assert index.sort().values.tolist() == list(range(total))
+        assert x[index.argsort()].tolist() == schedule.rows(step)  # the same global batch however it is cut
+        assert torch.equal(torch.cat([b.y for b in mine]), x.long() % 7)
+        assert {b.epoch for b in mine} == {schedule.epoch(step)}
+    for rank, part in enumerate(parts):
+        for b in part:
+            assert b.index.tolist() == [(b.micro * ranks + rank) * batch + i for i in range(batch)]
+        assert [(b.step, b.micro) for b in part] == [(s, m) for s in range(start, start + 3) for m in range(micro)]
+    assert part[0].x.dtype == torch.float32 and part[0].y.dtype == part[0].index.dtype == torch.int64
+
+
+def test_the_parts_must_fit_the_schedule():
+    data = Numbers(20)
+    with pytest.raises(ValueError, match="global batch of 8"):
+        build_loader(data, BatchSchedule(20, 8, 0), dp_rank=0, dp_size=2, batch_size=2)
+    with pytest.raises(ValueError, match="20"):
+        build_loader(data, BatchSchedule(21, 8, 0), dp_rank=0, dp_size=2, batch_size=4)
+
+
+# ---------------------------------------------------------------- worker processes
+
+
+def test_workers_give_what_this_process_gives_across_epochs_and_from_any_start():
+    data = build_dataset("digits", 8, seed=5, random_flip=True)
+    schedule = BatchSchedule(len(data), 600, 5)  # two steps an epoch
+    options = dict(dp_rank=1, dp_size=2, batch_size=150, micro_batches=2, end_step=6)
+    plain = collect(data, schedule, num_workers=0, **options)
+    assert [b.epoch for b in plain] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]
+    worked = collect(data, schedule, num_workers=2, **options)
+    resumed = collect(data, schedule, num_workers=1, start_step=3, **options)
+    for a, b in [*zip(plain, worked, strict=True), *zip(plain[6:], resumed, strict=True)]:
+        assert torch.equal(a.x, b.x) and torch.equal(a.y, b.y) and torch.equal(a.index, b.index)
+        assert (a.step, a.micro, a.epoch) == (b.step, b.micro, b.epoch)
+
+
+class ProcessIds(Numbers):
+    def load(self, row, flip):
+        return torch.tensor([[[float(os.getpid())]], [[float(torch.get_num_threads())]]])
+
+
+def test_workers_live_through_the_epochs_with_one_thread_each_and_end_on_close():
+    iterator = build_loader(
+        ProcessIds(4), BatchSchedule(4, 2, 0), dp_rank=0, dp_size=1, batch_size=2, num_workers=2
+    )
+    batches = [next(iterator) for _ in range(12)]
+    pids = {int(pid) for b in batches for pid in b.x[:, 0].flatten()}
+    assert len(pids) == 2 and os.getpid() not in pids
+    assert {int(n) for b in batches for n in b.x[:, 1].flatten()} == {1}
+    iterator.close()
+    iterator.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert list(iterator) == []
+
+
+def test_a_worker_that_dies_is_reported():
+    data = Numbers(100, deadly=[BatchSchedule(100, 1, 0).rows(20)[0]])
+    iterator = build_loader(data, BatchSchedule(100, 1, 0), dp_rank=0, dp_size=1, batch_size=1, num_workers=1)
+    with pytest.raises(DataError, match="process that reads the data died, exit code -9.*--num_workers"):
+        for _ in range(30):
+            next(iterator)
+            time.sleep(0.01)  # may die now: the error must wait for the next batch
+    iterator.close()
+
+
+def test_data_sets_travel_to_processes_that_are_not_forked():
+    data = build_dataset("digits", 8, seed=1)
+    assert torch.equal(pickle.loads(pickle.dumps(data)).images, data.images)
+
+
+# ---------------------------------------------------------------- unreadable files
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_files_are_replaced_counted_and_told_once(workers):
+    told = []
+    data = Numbers(100, bad=[10, 50, 51])
+    iterator = build_loader(
+        data,
+        BatchSchedule(100, 100, 0),
+        dp_rank=0,
+        dp_size=1,
+        batch_size=100,
+        end_step=3,
+        num_workers=workers,
+        on_skip=told.append,
+    )
+    first = next(iterator)
+    assert (iterator.read, iterator.skipped) == (104, 4)  # row 50 goes on to 51 and then 52
+    rows = first.x.flatten().tolist()
+    wanted = [{10: 11, 50: 52, 51: 52}.get(row, row) for row in BatchSchedule(100, 100, 0).rows(0)]
+    assert rows == wanted and first.y.tolist() == [row % 7 for row in wanted]
+    list(iterator)
+    assert (iterator.read, iterator.skipped) == (312, 12)
+    assert sorted(told) == ["file10: broken", "file50: broken", "file51: broken"]
+
+
+def test_too_many_bad_files_stop_the_run_after_a_hundred():
+    data = Numbers(1000, bad=range(0, 1000, 10))
+    iterator = build_loader(
+        data, BatchSchedule(1000, 10, 0), dp_rank=0, dp_size=1, batch_size=10, num_workers=0
+    )
+    with pytest.raises(DataError, match=r"files read so far can't be read, more than 5%: file\d+0: broken; .*"):
+        for _ in range(100):
+            next(iterator)
+    assert 100 <= iterator.read < 112
+    patient = build_loader(
+        data, BatchSchedule(1000, 10, 0), dp_rank=0, dp_size=1, batch_size=10, num_workers=0, max_bad=0.2, end_step=100
+    )
+    assert len(list(patient)) == 100
