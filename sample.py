@@ -9,6 +9,7 @@ Several processes split the samples; the noise of a sample depends on --seed and
 
 import sys
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,7 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
     channels, downscale = codec_geometry(vae, config.in_channels)
     size = config.input_size[0] * downscale
     if channels != config.in_channels:
-        raise ValueError(f"--vae {vae} has {channels} channels, the model {config.in_channels}; name the model's own VAE")
+        raise ValueError(f"--vae {vae} has {channels} channels, the model {config.in_channels}; name the model's VAE")
     if flags.image_size not in (None, size):
         raise ValueError(f"--image_size {flags.image_size}: {weights.path} draws {size} x {size}; leave the flag out")
     dtype = PRECISIONS[flags.mixed_precision]
@@ -147,14 +148,9 @@ def collect(job: Job, output: Path) -> None:
     """Rank 0: the grid and the .npz from all ranks' parts."""
     flags, count, world = job.flags, len(job.labels), job.mesh.world_size
     sizes = [len(part) for part in torch.arange(count).tensor_split(world)]
-    parts = [
-        np.load(output / f".part-{rank:04d}.npy", mmap_mode="r")[:size] for rank, size in enumerate(sizes) if size
-    ]
-    shown = np.concatenate([part[:GRID_PICTURES] for part in parts])[:GRID_PICTURES]
-    shown_labels = job.labels[: len(shown)].tolist()
-    if len(parts) > 1 and len(shown) < count:
-        shown = np.concatenate(parts)[:GRID_PICTURES] if sizes[0] < GRID_PICTURES else parts[0][:GRID_PICTURES]
-    save_grid(output / "grid.png", np.asarray(shown), [job.names[label] for label in shown_labels])
+    parts = [np.load(output / f".part-{rank:04d}.npy", mmap_mode="r")[:size] for rank, size in enumerate(sizes) if size]
+    shown = np.stack(list(islice(chain.from_iterable(parts), GRID_PICTURES)))
+    save_grid(output / "grid.png", shown, [job.names[label] for label in job.labels[: len(shown)].tolist()])
     rows = {"grid": str(output / "grid.png")}
     if flags.save_png:
         rows["pictures"] = f"{count} in {output}"

@@ -50,7 +50,7 @@ class TrainConfig(SpeedFlags):
     num_classes: int | None = flag(None, "classes of the model (from the data when left out)", group="Model")
     pretrained: str | None = flag(None, "start from these weights (our .safetensors or Meta's .pt)", group="Model")
 
-    data_path: str = flag("digits", "digits, a picture FOLDER, a torchvision data set's folder, or LATENTS", group="Data")
+    data_path: str = flag("digits", "digits, a FOLDER of pictures or of a torchvision set, or LATENTS", group="Data")
     image_size: int = flag(256, "side of the training pictures in pixels", group="Data")
     vae: str = flag("ema", "ema, mse, a folder with an AutoencoderKL, or none to train on pixels", group="Data")
     random_flip: bool | None = flag(None, "mirror pictures at random (default: as suits the data set)", group="Data")
@@ -79,7 +79,7 @@ class TrainConfig(SpeedFlags):
     outputs: str = flag("./outputs", "folder of the run folders", group="Run")
     load: str | None = flag(None, "resume: latest, a run folder or a checkpoint folder", group="Run")
     log_every: int = flag(10, "steps between log lines", group="Run")
-    ckpt_every: int = flag(1000, "steps between checkpoints (one is always written at the end); 0: only then", group="Run")
+    ckpt_every: int = flag(1000, "steps between checkpoints; 0: only the one at the end", group="Run")
     sample_every: int | None = flag(None, "steps between sample grids (default: as --ckpt_every)", group="Run")
     sample_steps: int = flag(50, "DDIM steps of those grids", group="Run")
     sample_cfg_scale: float = flag(4.0, "guidance of those grids", group="Run")
@@ -102,7 +102,8 @@ class TrainConfig(SpeedFlags):
             )
         positive(self, "image_size", "batch_size", "grad_accumulation", "epochs", "log_every", "sample_steps")
         positive(self, "sequence_parallel_size", "lr", "max_bad_steps")
-        at_least_zero(self, "num_workers", "warmup_steps", "weight_decay", "grad_clip", "ckpt_every", "sample_cfg_scale")
+        at_least_zero(self, "num_workers", "warmup_steps", "weight_decay", "grad_clip", "ckpt_every")
+        at_least_zero(self, "sample_cfg_scale")
         if self.max_steps is not None:
             positive(self, "max_steps")
         for name in ("label_drop", "ema_decay", "max_bad"):
@@ -114,7 +115,7 @@ class TrainConfig(SpeedFlags):
                 "change it or torchrun's --nproc_per_node"
             )
         if self.sequence_parallel_size > 1:
-            raise ValueError("--sequence_parallel_size above 1 is not available for image models in this version; use 1")
+            raise ValueError("--sequence_parallel_size above 1 is not available in this version; use 1")
         check_writable(self.outputs, "--outputs")
         return notes
 
@@ -130,11 +131,11 @@ class SampleConfig(SpeedFlags):
     weights: str = flag("ema", "which weights of a run's checkpoint", group="Model", choices=("ema", "model"))
 
     class_labels: list[int] = flag([], "labels to draw, repeated up to --num_samples", group="Sampling")
-    num_samples: int | None = flag(None, "pictures (default: one a label, or two of every class up to 16)", group="Sampling")
+    num_samples: int | None = flag(None, "pictures (default: one a label, or up to 16)", group="Sampling")
     num_sampling_steps: int = flag(250, "denoising steps", group="Sampling")
     sampler: str = flag("ddpm", "sampler", group="Sampling", choices=("ddpm", "ddim"))
     cfg_scale: float = flag(4.0, "classifier-free guidance; 1: off", group="Sampling")
-    cfg_channels: int | None = flag(None, "guide only these first channels (Meta's released figures: 3)", group="Sampling")
+    cfg_channels: int | None = flag(None, "guide only the first channels (Meta's figures: 3)", group="Sampling")
     seed: int = flag(0, "seed of the noise", group="Sampling")
     batch_size: int = flag(32, "pictures at a time per process", group="Sampling")
     mixed_precision: str = flag("bf16", "precision of the model", group="Speed", choices=("fp16", "bf16", "fp32"))

@@ -86,12 +86,10 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     num_classes = flags.num_classes or dataset.num_classes
     if num_classes < dataset.num_classes:
         raise ValueError(
-            f"--num_classes {num_classes}: --data_path {flags.data_path} has {dataset.num_classes} classes, labels 0 to "
-            f"{dataset.num_classes - 1}; leave the flag out or raise it"
+            f"--num_classes {num_classes}: --data_path {flags.data_path} has {dataset.num_classes} classes, "
+            f"labels 0 to {dataset.num_classes - 1}; leave the flag out or raise it"
         )
-    schedule = BatchSchedule(
-        len(dataset), flags.batch_size * mesh.dp_size * flags.grad_accumulation, flags.global_seed
-    )
+    schedule = BatchSchedule(len(dataset), flags.batch_size * mesh.dp_size * flags.grad_accumulation, flags.global_seed)
     vae, channels, size = _latent_geometry(flags, dataset)
     config = model_config(flags.model, input_size=size, in_channels=channels, num_classes=num_classes)
     resume = find_checkpoint(flags.load, flags.outputs, flags.model) if flags.load else None
@@ -106,8 +104,21 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     folder = Path(mesh.broadcast_object(str(folder)))
     last_step = min(flags.epochs * schedule.steps_per_epoch, flags.max_steps or flags.epochs * len(dataset))
     return Job(
-        flags, mesh, dataset, schedule, config, codec, vae, kernels, folder, resume, first_step, last_step, initial, notes
-    )  # fmt: skip
+        flags=flags,
+        mesh=mesh,
+        dataset=dataset,
+        schedule=schedule,
+        model_config=config,
+        codec=codec,
+        vae=vae,
+        kernels=kernels,
+        folder=folder,
+        resume=resume,
+        first_step=first_step,
+        last_step=last_step,
+        initial=initial,
+        notes=notes,
+    )
 
 
 def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int]]:

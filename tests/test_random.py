@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+import opendit.random
 from opendit.random import Stream, integers, normal, philox4x32, random_bits, uniform
 
 SEED = 0x0123456789ABCDEF  # more than 32 bits, so that both words of the key are in use
@@ -65,11 +66,24 @@ def test_uniform_distribution():
     assert abs(x.var() - 1 / 12) < 4 * math.sqrt(1 / 180 / x.size)
 
 
-def test_uniform_stays_inside_the_open_interval_at_both_ends():
-    # The map from bits to numbers, at the two bits that could touch an end; log(0) would be an infinite normal.
-    for bits in (0, 2**32 - 1):
-        assert 0 < (bits + 0.5) * 2.0**-32 < 1
+@pytest.mark.parametrize("bits", [0, 2**32 - 1])
+def test_the_extreme_bits_stay_inside_the_open_interval(monkeypatch, bits):
+    monkeypatch.setattr(opendit.random, "random_bits", lambda *args: torch.full((1, 2), bits))
+    u = uniform(SEED, 0, torch.arange(1), Stream.NOISE, (2,))
+    assert 0 < u.min() and u.max() < 1
+    assert bool(torch.isfinite(normal(SEED, 0, torch.arange(1), Stream.NOISE, (2,))).all())
+
+
+def test_one_number_a_sample():
     assert uniform(SEED, 0, torch.arange(5), Stream.FLIP).shape == (5,)
+
+
+def test_normal_is_box_and_muller_of_the_uniforms():
+    index = torch.arange(3)
+    u = uniform(SEED, 2, index, Stream.NOISE, (6,)).numpy()
+    radius, angle = np.sqrt(-2 * np.log(u[:, 0::2])), 2 * np.pi * u[:, 1::2]
+    expected = np.stack((radius * np.cos(angle), radius * np.sin(angle)), -1).reshape(3, 6)[:, :5]
+    np.testing.assert_allclose(normal(SEED, 2, index, Stream.NOISE, (5,)), expected, rtol=1e-6)
 
 
 def test_normal_distribution():

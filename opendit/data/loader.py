@@ -160,9 +160,9 @@ class ReadAhead:
             if not exits:
                 raise
             raise DataError(
-                f"a process that reads the data died, exit code {', '.join(map(str, exits))}. Usual causes: out of memory "
-                "(-9: lower --num_workers), too small a /dev/shm in a container (-7: raise its size), a damaged file that "
-                "crashes its decoder (-11: --num_workers 0 shows where)."
+                f"a process that reads the data died, exit code {', '.join(map(str, exits))}. Usual causes: out of "
+                "memory (-9: lower --num_workers), too small a /dev/shm in a container (-7: raise its size), a damaged "
+                "file that crashes its decoder (-11: --num_workers 0 shows where)."
             ) from error
 
     def _exit_codes(self) -> list[int]:

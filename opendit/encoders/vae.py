@@ -108,7 +108,8 @@ class VAECodec(ImageCodec):
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
         self.latent_channels, self.downscale = _geometry(config)
         self.scaling_factor, self.shift_factor = float(config["scaling_factor"]), float(config.get("shift_factor") or 0)
-        self.vae = vae.eval().requires_grad_(False).to(self.device, self.dtype)
+        # Module.to itself: diffusers' own warns that casting may harm layers kept in fp32, which this VAE has none of.
+        self.vae = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
         if self.device.type == "cuda":
             self.vae.to(memory_format=torch.channels_last)
 

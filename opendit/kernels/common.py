@@ -14,7 +14,7 @@ pair to the next, p or sample grows, so no two pairs share a slot and rows / chu
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -86,16 +86,29 @@ def split_width(width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel cuts its rows: ``rows`` a tile, ``tiles`` a program (powers of two), warps and pipeline stages."""
+    """How a kernel cuts its rows and what it asks of the compiler. ``rows`` and ``tiles`` are powers of two."""
 
-    rows: int
-    tiles: int
+    rows: int  # rows a tile
+    tiles: int  # tiles a program
     warps: int
-    stages: int = 1
+    stages: int = 1  # tiles in flight: above 1 they are copied to shared memory ahead of use
+    hold: bool = True  # modulation stays in registers; otherwise each tile takes it from the L1 cache again
+    registers: int | None = None  # most registers a thread; None leaves it to the assembler
 
     @property
     def chunk(self) -> int:
         return self.rows * self.tiles
+
+    def options(self) -> dict:
+        """The keyword arguments of a kernel call that follow from this shape."""
+        options = {
+            "ROWS": self.rows,
+            "CHUNK": self.chunk,
+            "STAGES": self.stages,
+            "HOLD": self.hold,
+            "num_warps": self.warps,
+        }
+        return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
 _forced: dict[str, Launch] = {}
@@ -113,85 +126,18 @@ def forced_launch(**launches: Launch) -> Iterator[None]:
         _forced.update(before)
 
 
-def choose_launch(kernel: str, default: Launch, rows: int, longest: int) -> Launch:
+def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns: int = 1) -> Launch:
     """``default``, with fewer rows a program where ``rows`` in all would not fill the GPU or a sample is shorter.
 
-    2,048 programs are about 16 for each of an H100's or H200's 132 multiprocessors. Shapes alone decide, so the order
+    ``columns`` is the number of programs side by side in a row. 2,048 programs are about 16 for each of an H100's or H200's 132 multiprocessors. Shapes alone decide, so the order
     of every sum is the same in each run.
     """
     if kernel in _forced:
         return _forced[kernel]
     tiles = default.tiles
-    while tiles > 1 and (rows < tiles * default.rows * 2048 or default.rows * tiles >= 2 * longest):
+    while tiles > 1 and (rows * columns < tiles * default.rows * 2048 or default.rows * tiles >= 2 * longest):
         tiles //= 2
-    return Launch(default.rows, tiles, default.warps, default.stages)
-
-
-# ------------------------------------------------------------------------------------- tiles, in the kernels (Triton)
-
-
-@triton.jit
-def load_vector(ptr, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Columns START .. START + WIDTH of one row of modulation, fp32; zero beyond D."""
-    cols = START + tl.arange(0, WIDTH)
-    if START + WIDTH > D:
-        value = tl.load(ptr + cols, mask=cols < D, other=0.0)
-    else:
-        value = tl.load(ptr + cols)
-    return value.to(tl.float32)
-
-
-@triton.jit
-def store_vector(ptr, value, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """The converse of load_vector; rounds to the pointer's dtype."""
-    cols = START + tl.arange(0, WIDTH)
-    tl.store(ptr + cols, value.to(ptr.dtype.element_ty), mask=cols < D)
-
-
-@triton.jit
-def load_tile(ptr, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Rows row .. row + ROWS, columns START .. START + WIDTH of a contiguous (rows, D) tensor, fp32; zero beyond."""
-    cols = START + tl.arange(0, WIDTH)
-    offsets = tl.arange(0, ROWS)[:, None] * D + cols[None, :]
-    mask = live[:, None]
-    if START + WIDTH > D:
-        mask = mask & (cols < D)[None, :]
-    return tl.load(ptr + row * D + offsets, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_tile(ptr, value, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """The converse of load_tile; rounds to the pointer's dtype."""
-    cols = START + tl.arange(0, WIDTH)
-    offsets = tl.arange(0, ROWS)[:, None] * D + cols[None, :]
-    mask = live[:, None]
-    if START + WIDTH > D:
-        mask = mask & (cols < D)[None, :]
-    tl.store(ptr + row * D + offsets, value.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def chunk_of_program(rows, length, chunks_per_sample, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """(sample, first row, row after the last) of this program; in the packed form, sample means nothing yet."""
-    program = tl.program_id(0)
-    sample = 0
-    if PACKED:
-        first = program * CHUNK
-        stop = tl.minimum(first + CHUNK, rows)
-    else:
-        sample = program // chunks_per_sample
-        first = sample * length + (program % chunks_per_sample) * CHUNK
-        stop = tl.minimum(first + CHUNK, (sample + 1) * length)
-    return sample, first, stop
-
-
-@triton.jit
-def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
-    """(sample of ``row``, row after its last one before ``stop``); a sample's rows are contiguous, so counting does."""
-    sample = tl.load(sample_ptr + row).to(tl.int32)
-    rows = row + tl.arange(0, CHUNK)
-    same = tl.load(sample_ptr + rows, mask=rows < stop, other=-1).to(tl.int32) == sample
-    return sample, row + tl.sum(same.to(tl.int32), axis=0)
+    return replace(default, tiles=tiles)
 
 
 # --------------------------------------------------------------------------------------------------- per-sample sums
@@ -296,13 +242,15 @@ class Rows:
         )  # fmt: skip
 
 
-def cut_rows(kernel: str, default: Launch, x: Tensor, samples: int, sample_of_row: Tensor | None) -> Rows:
+def cut_rows(
+    kernel: str, default: Launch, x: Tensor, samples: int, sample_of_row: Tensor | None, columns: int = 1
+) -> Rows:
     """The rows of x, (B, N, D) or packed (rows, D), cut for the named kernel."""
     length = x.shape[-2]
     rows = x.contiguous().view(-1, x.shape[-1])
     if sample_of_row is not None:
         sample_of_row = sample_of_row.contiguous()
-    launch = choose_launch(kernel, default, rows.shape[0], length)
+    launch = choose_launch(kernel, default, rows.shape[0], length, columns)
     return Rows(rows, samples, length, sample_of_row, launch)
 
 

@@ -14,20 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.common import (
-    Launch,
+from opendit.kernels.common import Launch, register, rows_of_samples, split_width, tl, triton, unit_columns
+from opendit.kernels.tiles import (
     chunk_of_program,
-    load_tile,
-    load_vector,
+    layernorm_backward,
+    load_rows,
+    load_tiles,
+    load_vectors,
     next_segment,
-    register,
-    rows_of_samples,
-    split_width,
-    store_tile,
-    store_vector,
-    tl,
-    triton,
-    unit_columns,
+    of_sample,
+    row_statistics,
+    store_rows,
+    store_tiles,
+    store_vectors,
+    zero_vectors,
 )
 
 # ---------------------------------------------------------------------------------------------------------- reference
@@ -64,54 +64,31 @@ def backward_launch(width: int) -> Launch:
 
 
 @triton.jit
-def row_statistics(x, xt, live, eps, MAIN: tl.constexpr, TAIL: tl.constexpr, D: tl.constexpr):
-    """(x - mean, tail - mean, mean, rstd) of fp32 tiles (rows, MAIN), (rows, TAIL); two passes over registers."""
-    total = tl.sum(x, axis=1)
-    if TAIL > 0:
-        total += tl.sum(xt, axis=1)
-    mean = total / D
-    x = x - mean[:, None]
-    if MAIN > D:
-        x = tl.where((tl.arange(0, MAIN) < D)[None, :], x, 0.0)
-    square = tl.sum(x * x, axis=1)
-    if TAIL > 0:
-        xt = xt - mean[:, None]
-        if MAIN + TAIL > D:
-            xt = tl.where((MAIN + tl.arange(0, TAIL) < D)[None, :], xt, 0.0)
-        square += tl.sum(xt * xt, axis=1)
-    return x, xt, mean, 1.0 / tl.sqrt(square / D + eps)
-
-
-@triton.jit
-def _forward_segment(
+def _forward_rows(
     x_ptr, shift_ptr, scale_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    HOLD: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. stop of one sample, whose shift and 1 + scale stay in registers."""
-    shift = load_vector(shift_ptr, 0, MAIN, D)[None, :]
-    gain = 1.0 + load_vector(scale_ptr, 0, MAIN, D)[None, :]
-    if TAIL > 0:
-        shift_t = load_vector(shift_ptr, MAIN, TAIL, D)[None, :]
-        gain_t = 1.0 + load_vector(scale_ptr, MAIN, TAIL, D)[None, :]
-    for row in tl.range(first, stop, ROWS, num_stages=STAGES):
-        rows = row + tl.arange(0, ROWS)
-        live = rows < stop
-        row = tl.cast(row, tl.int64)
-        x = load_tile(x_ptr, row, live, 0, MAIN, D, ROWS)
-        xt = x
-        if TAIL > 0:
-            xt = load_tile(x_ptr, row, live, MAIN, TAIL, D, ROWS)
+    """Rows first .. stop, all of one sample."""
+    if HOLD:
+        shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
+        scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
+    for start in tl.range(first, stop, ROWS, num_stages=STAGES):
+        live = start + tl.arange(0, ROWS) < stop
+        row = tl.cast(start, tl.int64)
+        x, xt = load_tiles(x_ptr, row, live, D, MAIN, TAIL, ROWS)
+        if not HOLD:
+            shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
+            scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
         if NORMALIZE:
-            x, xt, mean, rstd = row_statistics(x, xt, live, eps, MAIN, TAIL, D)
-            tl.store(mean_ptr + rows, mean, mask=live)
-            tl.store(rstd_ptr + rows, rstd, mask=live)
-            x = x * rstd[:, None]
-            if TAIL > 0:
-                xt = xt * rstd[:, None]
-        store_tile(y_ptr, x * gain + shift, row, live, 0, MAIN, D, ROWS)
-        if TAIL > 0:
-            store_tile(y_ptr, xt * gain_t + shift_t, row, live, MAIN, TAIL, D, ROWS)
+            x, xt, mean, rstd = row_statistics(x, xt, eps, D, MAIN, TAIL, ROWS)
+            store_rows(mean_ptr, mean, row, live, ROWS)
+            store_rows(rstd_ptr, rstd, row, live, ROWS)
+            x = x * rstd
+            xt = xt * rstd
+        y = x * (1.0 + scale) + shift
+        yt = xt * (1.0 + scale_t) + shift_t
+        store_tiles(y_ptr, y, yt, row, live, D, MAIN, TAIL, ROWS)
 
 
 @triton.jit
@@ -119,95 +96,59 @@ def _forward_kernel(
     x_ptr, shift_ptr, scale_ptr, y_ptr, mean_ptr, rstd_ptr, sample_ptr, rows, length, chunks_per_sample,
     shift_stride, scale_stride, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    sample, first, stop = chunk_of_program(rows, length, chunks_per_sample, CHUNK, PACKED)
+    sample, first, stop = chunk_of_program(tl.program_id(0), rows, length, chunks_per_sample, CHUNK, PACKED)
     if PACKED:
         while first < stop:
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
-            _forward_segment(
-                x_ptr, shift_ptr + sample.to(tl.int64) * shift_stride, scale_ptr + sample.to(tl.int64) * scale_stride,
-                y_ptr, mean_ptr, rstd_ptr, first, end, eps, D, MAIN, TAIL, ROWS, STAGES, NORMALIZE,
+            _forward_rows(
+                x_ptr, of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride), y_ptr,
+                mean_ptr, rstd_ptr, first, end, eps, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE,
             )  # fmt: skip
             first = end
     else:
-        _forward_segment(
-            x_ptr, shift_ptr + sample.to(tl.int64) * shift_stride, scale_ptr + sample.to(tl.int64) * scale_stride,
-            y_ptr, mean_ptr, rstd_ptr, first, stop, eps, D, MAIN, TAIL, ROWS, STAGES, NORMALIZE,
+        _forward_rows(
+            x_ptr, of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride), y_ptr,
+            mean_ptr, rstd_ptr, first, stop, eps, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE,
         )  # fmt: skip
 
 
 @triton.jit
-def layernorm_backward_tile(
-    dy, dyt, xhat, xhat_t, gain, gain_t, rstd, TAIL: tl.constexpr, D: tl.constexpr
-):  # fmt: skip
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gain, for tiles of main and tail columns."""
-    g = dy * gain
-    sum_g = tl.sum(g, axis=1)
-    sum_gx = tl.sum(g * xhat, axis=1)
-    gt = g
-    if TAIL > 0:
-        gt = dyt * gain_t
-        sum_g += tl.sum(gt, axis=1)
-        sum_gx += tl.sum(gt * xhat_t, axis=1)
-    a = (sum_gx / D)[:, None]
-    b = (sum_g / D)[:, None]
-    r = rstd[:, None]
-    dx = (g - b - xhat * a) * r
-    dxt = dx
-    if TAIL > 0:
-        dxt = (gt - b - xhat_t * a) * r
-    return dx, dxt
-
-
-@triton.jit
-def _backward_segment(
+def _backward_rows(
     dy_ptr, x_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, first, stop,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    NORMALIZE: tl.constexpr,
+    HOLD: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. stop of one sample: writes their dx and, to one slot, their sums for shift and scale."""
-    gain = 1.0 + load_vector(scale_ptr, 0, MAIN, D)[None, :]
-    dshift = tl.zeros((MAIN,), dtype=tl.float32)
-    dscale = tl.zeros((MAIN,), dtype=tl.float32)
-    gain_t = gain
-    if TAIL > 0:
-        gain_t = 1.0 + load_vector(scale_ptr, MAIN, TAIL, D)[None, :]
-        dshift_t = tl.zeros((TAIL,), dtype=tl.float32)
-        dscale_t = tl.zeros((TAIL,), dtype=tl.float32)
-    for row in tl.range(first, stop, ROWS, num_stages=STAGES):
-        rows = row + tl.arange(0, ROWS)
-        live = rows < stop
-        row = tl.cast(row, tl.int64)
-        x = load_tile(x_ptr, row, live, 0, MAIN, D, ROWS)
-        dy = load_tile(dy_ptr, row, live, 0, MAIN, D, ROWS)
-        xt = x
-        dyt = dy
-        if TAIL > 0:
-            xt = load_tile(x_ptr, row, live, MAIN, TAIL, D, ROWS)
-            dyt = load_tile(dy_ptr, row, live, MAIN, TAIL, D, ROWS)
+    """Rows first .. stop, all of one sample: their dx and, to one slot, their sums for shift and scale."""
+    if HOLD:
+        scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
+    dshift, dshift_t = zero_vectors(MAIN, TAIL)
+    dscale, dscale_t = zero_vectors(MAIN, TAIL)
+    for start in tl.range(first, stop, ROWS, num_stages=STAGES):
+        live = start + tl.arange(0, ROWS) < stop
+        row = tl.cast(start, tl.int64)
+        x, xt = load_tiles(x_ptr, row, live, D, MAIN, TAIL, ROWS)
+        dy, dyt = load_tiles(dy_ptr, row, live, D, MAIN, TAIL, ROWS)
+        if not HOLD:
+            scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
         if NORMALIZE:
-            mean = tl.load(mean_ptr + rows, mask=live, other=0.0)
-            rstd = tl.load(rstd_ptr + rows, mask=live, other=0.0)
-            x = (x - mean[:, None]) * rstd[:, None]
-            if TAIL > 0:
-                xt = (xt - mean[:, None]) * rstd[:, None]
-            dx, dxt = layernorm_backward_tile(dy, dyt, x, xt, gain, gain_t, rstd, TAIL, D)
+            mean = load_rows(mean_ptr, row, live, ROWS)
+            rstd = load_rows(rstd_ptr, row, live, ROWS)
+            x = (x - mean) * rstd
+            xt = (xt - mean) * rstd
+            dx, dxt = layernorm_backward(dy, dyt, x, xt, 1.0 + scale, 1.0 + scale_t, rstd, D, TAIL, ROWS)
         else:
-            dx = dy * gain
-            dxt = dyt * gain_t
-        store_tile(dx_ptr, dx, row, live, 0, MAIN, D, ROWS)
+            dx = dy * (1.0 + scale)
+            dxt = dyt * (1.0 + scale_t)
+        store_tiles(dx_ptr, dx, dxt, row, live, D, MAIN, TAIL, ROWS)
         dshift += tl.sum(dy, axis=0)
         dscale += tl.sum(dy * x, axis=0)
         if TAIL > 0:
-            store_tile(dx_ptr, dxt, row, live, MAIN, TAIL, D, ROWS)
             dshift_t += tl.sum(dyt, axis=0)
             dscale_t += tl.sum(dyt * xt, axis=0)
-    store_vector(dshift_ptr, dshift, 0, MAIN, D)
-    store_vector(dscale_ptr, dscale, 0, MAIN, D)
-    if TAIL > 0:
-        store_vector(dshift_ptr, dshift_t, MAIN, TAIL, D)
-        store_vector(dscale_ptr, dscale_t, MAIN, TAIL, D)
+    store_vectors(dshift_ptr, dshift, dshift_t, D, MAIN, TAIL)
+    store_vectors(dscale_ptr, dscale, dscale_t, D, MAIN, TAIL)
 
 
 @triton.jit
@@ -215,23 +156,24 @@ def _backward_kernel(
     dy_ptr, x_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, sample_ptr, rows, length,
     chunks_per_sample, scale_stride,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    sample, first, stop = chunk_of_program(rows, length, chunks_per_sample, CHUNK, PACKED)
-    slot = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
+    sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
     if PACKED:
         while first < stop:
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
-            _backward_segment(
-                dy_ptr, x_ptr, scale_ptr + sample.to(tl.int64) * scale_stride, mean_ptr, rstd_ptr, dx_ptr,
-                dshift_ptr + (slot + sample) * D, dscale_ptr + (slot + sample) * D, first, end,
-                D, MAIN, TAIL, ROWS, STAGES, NORMALIZE,
+            _backward_rows(
+                dy_ptr, x_ptr, of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr,
+                of_sample(dshift_ptr, program + sample, D), of_sample(dscale_ptr, program + sample, D), first, end,
+                D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE,
             )  # fmt: skip
             first = end
     else:
-        _backward_segment(
-            dy_ptr, x_ptr, scale_ptr + sample.to(tl.int64) * scale_stride, mean_ptr, rstd_ptr, dx_ptr,
-            dshift_ptr + slot * D, dscale_ptr + slot * D, first, stop, D, MAIN, TAIL, ROWS, STAGES, NORMALIZE,
+        _backward_rows(
+            dy_ptr, x_ptr, of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr,
+            of_sample(dshift_ptr, program, D), of_sample(dscale_ptr, program, D), first, stop,
+            D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE,
         )  # fmt: skip
 
 
@@ -247,8 +189,7 @@ def _forward(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | No
     main, tail = split_width(x.shape[-1])
     _forward_kernel[(cut.programs,)](
         cut.x, shift, scale, y, mean, rstd, *cut.shape_arguments, shift.stride(0), scale.stride(0), eps,
-        D=x.shape[-1], MAIN=main, TAIL=tail, ROWS=cut.launch.rows, CHUNK=cut.launch.chunk, STAGES=cut.launch.stages,
-        PACKED=cut.packed, NORMALIZE=normalize, num_warps=cut.launch.warps,
+        D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, **cut.launch.options(),
     )  # fmt: skip
     return y, mean, rstd
 
@@ -271,8 +212,7 @@ def _backward(
     main, tail = split_width(x.shape[-1])
     _backward_kernel[(cut.programs,)](
         dy.contiguous(), cut.x, scale, mean, rstd, dx, *sums, *cut.shape_arguments, scale.stride(0),
-        D=x.shape[-1], MAIN=main, TAIL=tail, ROWS=cut.launch.rows, CHUNK=cut.launch.chunk, STAGES=cut.launch.stages,
-        PACKED=cut.packed, NORMALIZE=normalize, num_warps=cut.launch.warps,
+        D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, **cut.launch.options(),
     )  # fmt: skip
     cut.finish_sums(outputs, sums)
     return dx, *outputs

@@ -70,7 +70,7 @@ class DiTConfig:
         """Number of trainable weights, without building the model."""
         d, hidden, patch = self.hidden_size, int(self.hidden_size * self.mlp_ratio), self.patch_size**2
         block = 4 * d * d + 4 * d + 2 * d * hidden + hidden + d + 6 * d * d + 6 * d
-        embed = (patch * self.in_channels + 1) * d + (TIME_FREQUENCIES + 1) * d + (d + 1) * d + (self.num_classes + 1) * d
+        embed = (patch * self.in_channels + 1) * d + (self.num_classes + 1) * d + (TIME_FREQUENCIES + 1 + d + 1) * d
         final = 2 * d * d + 2 * d + (d + 1) * patch * self.out_channels
         return self.depth * block + embed + final
 

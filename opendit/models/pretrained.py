@@ -118,9 +118,9 @@ def load_state(model: DiT, weights: Weights) -> None:
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - weights.state.keys()), sorted(weights.state.keys() - own.keys())
     shapes = [k for k in own.keys() & weights.state.keys() if own[k].shape != weights.state[k].shape]
-    if missing or unexpected or shapes:
-        problems = [f"{len(v)} {what} (first: {v[0]})" for what, v in
-                    (("missing", missing), ("unexpected", unexpected), ("of another shape", sorted(shapes))) if v]  # fmt: skip
+    differences = {"missing": missing, "unexpected": unexpected, "of another shape": sorted(shapes)}
+    problems = [f"{len(names)} {what} (first: {names[0]})" for what, names in differences.items() if names]
+    if problems:
         raise ValueError(f"{weights.path} is a checkpoint of another model: parameters {', '.join(problems)}")
     model.load_state_dict(weights.state)
 

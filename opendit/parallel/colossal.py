@@ -313,9 +313,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         shards = [
             (self._working_param_to_padded_working_param[w], m)
             for g in range(self.num_param_groups)
-            for w, m in zip(
-                self._working_param_groups[g], self._master_param_groups_of_current_rank[g], strict=True
-            )
+            for w, m in zip(self._working_param_groups[g], self._master_param_groups_of_current_rank[g], strict=True)
         ]
         if world == 1:
             torch._foreach_copy_([w for w, _ in shards], [m for _, m in shards])

@@ -101,7 +101,8 @@ class Engine(ABC):
         """Takes this rank's piece out of the full tensor (call on every rank, then finish_loading)."""
 
     def finish_loading(self) -> None:
-        """Makes the working weights those of the masters."""
+        """Makes the working weights those of the masters (nothing to do where they are the same)."""
+        return None
 
     def span(self, name: str) -> Span:
         return self.spans[name][self.mesh.rank]

@@ -155,9 +155,7 @@ class ProcessIds(Numbers):
 
 
 def test_workers_live_through_the_epochs_with_one_thread_each_and_end_on_close():
-    iterator = build_loader(
-        ProcessIds(4), BatchSchedule(4, 2, 0), dp_rank=0, dp_size=1, batch_size=2, num_workers=2
-    )
+    iterator = build_loader(ProcessIds(4), BatchSchedule(4, 2, 0), dp_rank=0, dp_size=1, batch_size=2, num_workers=2)
     batches = [next(iterator) for _ in range(12)]
     pids = {int(pid) for b in batches for pid in b.x[:, 0].flatten()}
     assert len(pids) == 2 and os.getpid() not in pids
@@ -178,6 +176,18 @@ def test_a_worker_that_dies_is_reported():
             next(iterator)
             time.sleep(0.01)  # may die now: the error must wait for the next batch
     iterator.close()
+
+
+def test_a_dead_worker_does_not_interrupt_the_program_anywhere(monkeypatch):
+    """torch's signal handler would raise at whatever line runs when a worker dies."""
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", False)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        data, schedule = Numbers(4), BatchSchedule(4, 1, 0)
+        build_loader(data, schedule, dp_rank=0, dp_size=1, batch_size=1, num_workers=1).close()
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_data_sets_travel_to_processes_that_are_not_forked():
@@ -214,9 +224,7 @@ def test_bad_files_are_replaced_counted_and_told_once(workers):
 
 def test_too_many_bad_files_stop_the_run_after_a_hundred():
     data = Numbers(1000, bad=range(0, 1000, 10))
-    iterator = build_loader(
-        data, BatchSchedule(1000, 10, 0), dp_rank=0, dp_size=1, batch_size=10, num_workers=0
-    )
+    iterator = build_loader(data, BatchSchedule(1000, 10, 0), dp_rank=0, dp_size=1, batch_size=10, num_workers=0)
     with pytest.raises(DataError, match=r"files read so far can't be read, more than 5%: file\d+0: broken; .*"):
         for _ in range(100):
             next(iterator)

@@ -140,6 +140,7 @@ def test_tables_are_moved_once_and_survive_inference_mode():
 
 
 def test_compiles_to_one_graph():
+    """So nothing in the loss reads a value back from the device, which would break the graph."""
     schedule, x0, noise = DDPM.linear(), randn(2, 2, 4, 4, dtype=torch.float32), randn(2, 2, 4, 4, dtype=torch.float32)
     output, t = randn(2, 4, 4, 4, seed=5, dtype=torch.float32), torch.tensor([0, 9])
 

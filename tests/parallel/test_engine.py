@@ -13,9 +13,7 @@ from tests.ranks import run_ranks
 SEED, GLOBAL_BATCH, STEPS = 3, 8, 20
 LR, CLIP = 2e-3, 0.2
 # hidden 36 and odd depths: no parameter count divides by 4 ranks throughout.
-CONFIG = DiTConfig(
-    input_size=(4, 6), patch_size=2, in_channels=3, hidden_size=36, depth=3, num_heads=3, num_classes=5
-)
+CONFIG = DiTConfig(input_size=(4, 6), patch_size=2, in_channels=3, hidden_size=36, depth=3, num_heads=3, num_classes=5)
 
 
 def build_model(checkpointed: bool = False) -> DiT:

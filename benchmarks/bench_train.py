@@ -1,0 +1,187 @@
+"""Whole training steps of DiT, by plugin and precision, against a plain DiT in autocast bf16.
+
+    python benchmarks/bench_train.py --batch_size 128 [--results FILE]
+    torchrun --standalone --nproc_per_node=2 benchmarks/bench_train.py --no_plain
+
+A step is what train.py does on cached latents: keyed noise, forward, backward, clipping, optimizer, EMA. The
+variants take turns for --rounds rounds in one process; the median step of all rounds counts.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+
+import torch
+
+from benchmarks.plain_dit import PlainDiT
+from benchmarks.results import append
+from opendit.config import SpeedFlags
+from opendit.diffusion import DDPM, ddpm_loss
+from opendit.ema import EMA
+from opendit.kernels.select import select_kernels
+from opendit.models import DiT, model_config
+from opendit.parallel.engine import PRECISIONS, build_engine
+from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.random import Stream, integers, normal
+
+SEED = 1
+
+
+class Latents:
+    """The loss of a step on random latents with the randomness of train.py."""
+
+    def __init__(self, config, batch_size: int, mesh: Mesh):
+        self.config, self.diffusion = config, DDPM.linear()
+        self.index = torch.arange(batch_size, device=mesh.device) + mesh.rank * batch_size
+        generator = torch.Generator(mesh.device).manual_seed(mesh.rank)
+        shape = (batch_size, config.in_channels, *config.input_size)
+        self.x = torch.randn(shape, device=mesh.device, generator=generator)
+        self.y = self.index % config.num_classes
+
+    def loss(self, forward, step: int):
+        t = integers(SEED, step, self.index, Stream.TIMESTEP, 1000)
+        noise = normal(SEED, step, self.index, Stream.NOISE, tuple(self.x.shape[1:]))
+        return ddpm_loss(self.diffusion, forward, self.x, t, noise, y=self.y).loss.mean()
+
+
+def plain_step(args, config, mesh, data):
+    """Meta's recipe with today's switches: fp32 weights, autocast bf16, fused AdamW, EMA over all weights."""
+    with mesh.device:
+        model = PlainDiT(
+            config.input_size, config.patch_size, config.in_channels, config.hidden_size, config.depth,
+            config.num_heads, config.num_classes,
+        )  # fmt: skip
+    params = [p for p in model.parameters() if p.requires_grad]
+    average = [p.detach().clone() for p in params]
+    adam = torch.optim.AdamW(params, lr=1e-4, weight_decay=0, fused=mesh.device.type == "cuda")
+
+    def forward(x, t, y):
+        with torch.autocast(mesh.device.type, torch.bfloat16):
+            return model(x, t, y)
+
+    def step(number: int) -> None:
+        data.loss(forward, number).backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        adam.step()
+        adam.zero_grad()
+        with torch.no_grad():
+            torch._foreach_lerp_(average, params, 1e-4)
+
+    return step
+
+
+def engine_step(args, config, mesh, data, plugin: str, precision: str, speed: SpeedFlags):
+    with mesh.device:
+        model = DiT(config)
+    kernels = select_kernels(
+        speed, mesh.device, PRECISIONS[precision], config.hidden_size // config.num_heads, config.tokens
+    )
+    model.use(ops=kernels.ops, attend=kernels.attend).grad_checkpoint = args.grad_checkpoint
+    engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision)
+    ema = EMA(engine, 0.9999)
+
+    def step(number: int) -> None:
+        with engine.micro_batch(last=True):
+            engine.backward(data.loss(engine.forward, number))
+        if not engine.step().skipped:
+            ema.update()
+
+    return step
+
+
+def measure(build, steps: int, warmup: int, mesh: Mesh) -> tuple[list[float], float]:
+    """Seconds of every timed step, and the peak memory in GiB, of a freshly built variant."""
+    cuda = mesh.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    step, times = build(), []
+    for number in range(warmup + steps):
+        mesh.barrier()
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step(number)
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    del step
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+    return times[warmup:], peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default="DiT-XL/2")
+    parser.add_argument("--image_size", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--plugins", nargs="+", default=["zero2", "ddp", "gemini"])
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "fp16"])
+    parser.add_argument("--no_plain", action="store_true", help="leave the plain baseline out")
+    parser.add_argument("--kernels", action="store_true", help="also each variant with all kernels on")
+    parser.add_argument("--grad_checkpoint", action="store_true")
+    parser.add_argument("--results", help="append to this CSV")
+    args = parser.parse_args()
+    mesh = init_mesh()
+    torch.set_float32_matmul_precision("high")
+    side = args.image_size // 8
+    config = model_config(args.model, input_size=(side, side), in_channels=4, num_classes=1000)
+    data = Latents(config, args.batch_size, mesh)
+    variants = {}
+    if not args.no_plain:
+        variants["plain autocast bf16"] = lambda: plain_step(args, config, mesh, data)
+    speeds = {"": SpeedFlags()}
+    if args.kernels:
+        speeds[" kernels"] = SpeedFlags(True, True, True)
+    for plugin in args.plugins:
+        for precision in args.precisions:
+            for suffix, speed in speeds.items():
+                variants[f"{plugin} {precision}{suffix}"] = lambda plugin=plugin, precision=precision, speed=speed: (
+                    engine_step(args, config, mesh, data, plugin, precision, speed)
+                )
+    times, peaks = {name: [] for name in variants}, {}
+    for turn in range(args.rounds):
+        for name, build in variants.items():
+            started = time.perf_counter()
+            seconds, peaks[name] = measure(build, args.steps, args.warmup, mesh)
+            times[name] += seconds
+            if mesh.is_main:
+                took = time.perf_counter() - started
+                print(f"round {turn}: {name}: {statistics.median(seconds) * 1e3:.1f} ms ({took:.0f} s)", flush=True)
+    if mesh.is_main:
+        report(args, config, mesh, times, peaks)
+    close_mesh()
+
+
+def report(args, config, mesh: Mesh, times: dict, peaks: dict) -> None:
+    batch, rows = args.batch_size * mesh.world_size, []
+    rates = {name: batch / statistics.median(seconds) for name, seconds in times.items()}
+    plain = next((name for name in rates if name.startswith("plain")), None)
+    print(f"\n{args.model} {args.image_size}px, batch {args.batch_size} x {mesh.world_size}, {torch.__version__}")
+    print(f"{'variant':28s} {'img/s':>8s} {'TFLOP/s':>8s} {'ms min':>8s} {'median':>8s} {'max':>8s} {'GiB':>6s}")
+    for name, seconds in times.items():
+        tflops = rates[name] * 3 * config.forward_flops() / 1e12 / mesh.world_size
+        low, mid, high = (f(seconds) * 1e3 for f in (min, statistics.median, max))
+        print(f"{name:28s} {rates[name]:8.1f} {tflops:8.1f} {low:8.1f} {mid:8.1f} {high:8.1f} {peaks[name]:6.1f}")
+        case = f"{args.model} {name} {args.image_size}px batch {args.batch_size}"
+        common = {"bench": "train", "case": case + (" grad_checkpoint" if args.grad_checkpoint else "")}
+        rows.append({**common, "metric": "img/s", "value": f"{rates[name]:.1f}"})
+        if plain and name != plain:
+            rows[-1].update(baseline=plain, baseline_value=f"{rates[plain]:.1f}")
+        rows.append({**common, "metric": "peak GiB", "value": f"{peaks[name]:.1f}"})
+    if args.results:
+        append(rows, args.results, gpus=mesh.world_size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""A plain DiT as everybody writes it: timm's layers, torch operations, no kernels and no strategy.
+
+It is the baseline of the benchmarks and the independent reference of the tests: written from the paper with
+timm's attention, MLP and patch embedding and its own position table, it has the parameter names of Meta's
+release and shares no code with opendit/models.
+"""
+
+import math
+
+import numpy as np
+import torch
+from timm.layers import Mlp, PatchEmbed
+from timm.models.vision_transformer import Attention
+from torch import nn
+
+
+def modulate(x, shift, scale):
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+class TimestepEmbedder(nn.Module):
+    def __init__(self, hidden_size, frequency_embedding_size=256):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+        )
+        self.size = frequency_embedding_size
+
+    def forward(self, t):
+        half = self.size // 2
+        freqs = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+        args = t[:, None].float() * freqs[None]
+        return self.mlp(torch.cat([torch.cos(args), torch.sin(args)], dim=-1).to(self.mlp[0].weight.dtype))
+
+
+class LabelEmbedder(nn.Module):
+    def __init__(self, num_classes, hidden_size):
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + 1, hidden_size)
+
+    def forward(self, labels):
+        return self.embedding_table(labels)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden_size, num_heads, mlp_ratio=4.0):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.attn = Attention(hidden_size, num_heads=num_heads, qkv_bias=True)
+        self.norm2 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=lambda: nn.GELU(approximate="tanh"))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+
+    def forward(self, x, c):
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
+        return x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+
+
+class FinalLayer(nn.Module):
+    def __init__(self, hidden_size, patch_size, out_channels):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.linear = nn.Linear(hidden_size, patch_size * patch_size * out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
+
+    def forward(self, x, c):
+        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
+        return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+def position_table(dim, height, width):
+    """MAE's 2D sine-cosine table, (height * width, dim), in float64."""
+
+    def one_axis(positions):
+        omega = 1.0 / 10000 ** (np.arange(dim // 4, dtype=np.float64) / (dim / 4.0))
+        angles = np.einsum("m,d->md", positions.reshape(-1), omega)
+        return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+    across, down = np.meshgrid(np.arange(width, dtype=np.float64), np.arange(height, dtype=np.float64))
+    return np.concatenate([one_axis(across), one_axis(down)], axis=1)
+
+
+class PlainDiT(nn.Module):
+    """forward(x (B, C, H, W), t (B,), y (B,)) -> (B, 2C, H, W)."""
+
+    def __init__(self, input_size, patch_size, in_channels, hidden_size, depth, num_heads, num_classes):
+        super().__init__()
+        self.grid = (input_size[0] // patch_size, input_size[1] // patch_size)
+        self.patch_size, self.out_channels = patch_size, in_channels * 2
+        self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size, bias=True)
+        self.t_embedder = TimestepEmbedder(hidden_size)
+        self.y_embedder = LabelEmbedder(num_classes, hidden_size)
+        table = torch.from_numpy(position_table(hidden_size, *self.grid)).float().unsqueeze(0)
+        self.pos_embed = nn.Parameter(table, requires_grad=False)
+        self.blocks = nn.ModuleList([Block(hidden_size, num_heads) for _ in range(depth)])
+        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
+
+    def forward(self, x, t, y):
+        x = self.x_embedder(x) + self.pos_embed
+        c = self.t_embedder(t) + self.y_embedder(y)
+        for block in self.blocks:
+            x = block(x, c)
+        x = self.final_layer(x, c)
+        (h, w), p, c = self.grid, self.patch_size, self.out_channels
+        x = x.reshape(x.shape[0], h, w, p, p, c)
+        return torch.einsum("nhwpqc->nchpwq", x).reshape(x.shape[0], c, h * p, w * p)

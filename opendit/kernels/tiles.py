@@ -1,0 +1,216 @@
+"""Device functions that the row kernels share: tiles of rows in and out, sums over rows, LayerNorm on a tile.
+
+A row of D columns is held as two blocks, main and tail (common.split_width). Where there is no tail, its place in an
+argument list or a returned pair holds the main block and goes unused. Numbers are fp32 from load to store.
+"""
+
+from opendit.kernels.common import tl, triton
+
+# ----------------------------------------------------------------------------------------------- loading and storing
+
+
+@triton.jit
+def _load_vector(ptr, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    cols = START + tl.arange(0, WIDTH)
+    if START + WIDTH > D:
+        value = tl.load(ptr + cols, mask=cols < D, other=0.0)
+    else:
+        value = tl.load(ptr + cols)
+    return value.to(tl.float32)[None, :]
+
+
+@triton.jit
+def load_vectors(ptr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
+    """One row of modulation as fp32 (1, MAIN) and (1, TAIL); zero beyond D."""
+    main = _load_vector(ptr, 0, MAIN, D)
+    tail = main
+    if TAIL > 0:
+        tail = _load_vector(ptr, MAIN, TAIL, D)
+    return main, tail
+
+
+@triton.jit
+def zero_vectors(MAIN: tl.constexpr, TAIL: tl.constexpr):
+    """Two fp32 sums, (MAIN,) and (TAIL,)."""
+    main = tl.zeros((MAIN,), dtype=tl.float32)
+    tail = main
+    if TAIL > 0:
+        tail = tl.zeros((TAIL,), dtype=tl.float32)
+    return main, tail
+
+
+@triton.jit
+def store_vectors(ptr, main, tail, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
+    """Stores (MAIN,) and (TAIL,), rounded to the pointer's dtype."""
+    cols = tl.arange(0, MAIN)
+    tl.store(ptr + cols, main.to(ptr.dtype.element_ty), mask=cols < D)
+    if TAIL > 0:
+        cols = MAIN + tl.arange(0, TAIL)
+        tl.store(ptr + cols, tail.to(ptr.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """(offsets, mask) of rows row .. row + ROWS, columns START .. START + WIDTH; ``row`` is 64-bit, the rest isn't."""
+    cols = START + tl.arange(0, WIDTH)
+    mask = live[:, None]
+    if START + WIDTH > D:
+        mask = mask & (cols < D)[None, :]
+    return tl.arange(0, ROWS)[:, None] * D + cols[None, :], mask
+
+
+@triton.jit
+def load_tile(ptr, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """A tile of a contiguous (rows, D) tensor as fp32, zero beyond it. Read once, so first to leave the L1 cache."""
+    offsets, mask = _tile(row, live, START, WIDTH, D, ROWS)
+    return tl.load(ptr + row * D + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def store_tile(ptr, value, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """The converse of load_tile; rounds to the pointer's dtype."""
+    offsets, mask = _tile(row, live, START, WIDTH, D, ROWS)
+    tl.store(ptr + row * D + offsets, value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_tiles(ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr):
+    """Whole rows, as fp32 (ROWS, MAIN) and (ROWS, TAIL)."""
+    main = load_tile(ptr, row, live, 0, MAIN, D, ROWS)
+    tail = main
+    if TAIL > 0:
+        tail = load_tile(ptr, row, live, MAIN, TAIL, D, ROWS)
+    return main, tail
+
+
+@triton.jit
+def store_tiles(
+    ptr, main, tail, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """The converse of load_tiles."""
+    store_tile(ptr, main, row, live, 0, MAIN, D, ROWS)
+    if TAIL > 0:
+        store_tile(ptr, tail, row, live, MAIN, TAIL, D, ROWS)
+
+
+# ----------------------------------------------------------------------------------------------- sums and statistics
+
+
+@triton.jit
+def row_sums(x, ROWS: tl.constexpr):
+    """Sums of the rows of a tile, (ROWS, 1); a scalar for a tile of one row.
+
+    Scalars spare Triton the moves that line up the (1,) sums of the main and of the tail block, whose layouts differ:
+    with them, a forward row took 84 warp shuffles instead of 20.
+    """
+    if ROWS == 1:
+        total = tl.sum(tl.sum(x, axis=1), axis=0)
+    else:
+        total = tl.sum(x, axis=1)[:, None]
+    return total
+
+
+@triton.jit
+def row_sums_of_two(a, b, ROWS: tl.constexpr):
+    """row_sums of two tiles at the price of one set of barriers."""
+    pair = tl.sum(tl.join(a, b), axis=1)
+    if ROWS == 1:
+        pair = tl.sum(pair, axis=0)
+        first, second = tl.split(pair)
+    else:
+        first, second = tl.split(pair)
+        first = first[:, None]
+        second = second[:, None]
+    return first, second
+
+
+@triton.jit
+def load_rows(ptr, row, live, ROWS: tl.constexpr):
+    """One number for each row of a tile, in the form of row_sums."""
+    if ROWS == 1:
+        value = tl.load(ptr + row)
+    else:
+        value = tl.load(ptr + row + tl.arange(0, ROWS), mask=live, other=0.0)[:, None]
+    return value
+
+
+@triton.jit
+def store_rows(ptr, value, row, live, ROWS: tl.constexpr):
+    """The converse of load_rows."""
+    if ROWS == 1:
+        tl.store(ptr + row, value)
+    else:
+        tl.store((ptr + row + tl.arange(0, ROWS))[:, None], value, mask=live[:, None])
+
+
+@triton.jit
+def row_statistics(x, xt, eps, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr):
+    """(x - mean, tail - mean, mean, rstd) of rows; mean, then variance: two passes over registers."""
+    total = row_sums(x, ROWS)
+    if TAIL > 0:
+        total += row_sums(xt, ROWS)
+    mean = total / D
+    x = x - mean
+    if MAIN > D:
+        x = tl.where((tl.arange(0, MAIN) < D)[None, :], x, 0.0)
+    square = row_sums(x * x, ROWS)
+    if TAIL > 0:
+        xt = xt - mean
+        if MAIN + TAIL > D:
+            xt = tl.where((MAIN + tl.arange(0, TAIL) < D)[None, :], xt, 0.0)
+        square += row_sums(xt * xt, ROWS)
+    return x, xt, mean, 1.0 / tl.sqrt(square / D + eps)
+
+
+@triton.jit
+def layernorm_backward(
+    dy, dyt, xhat, xhat_t, gain, gain_t, rstd, D: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gain, for rows."""
+    g = dy * gain
+    gt = g
+    sum_g, sum_gx = row_sums_of_two(g, g * xhat, ROWS)
+    if TAIL > 0:
+        gt = dyt * gain_t
+        sum_gt, sum_gxt = row_sums_of_two(gt, gt * xhat_t, ROWS)
+        sum_g += sum_gt
+        sum_gx += sum_gxt
+    mean_g = sum_g / D
+    mean_gx = sum_gx / D
+    dx = (g - mean_g - xhat * mean_gx) * rstd
+    dxt = dx
+    if TAIL > 0:
+        dxt = (gt - mean_g - xhat_t * mean_gx) * rstd
+    return dx, dxt
+
+
+# -------------------------------------------------------------------------------------------- which rows, which sample
+
+
+@triton.jit
+def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constexpr, PACKED: tl.constexpr):
+    """(sample, first row, row after the last) of a program; in the packed form, the sample is not known yet."""
+    sample = 0
+    if PACKED:
+        first = program * CHUNK
+        stop = tl.minimum(first + CHUNK, rows)
+    else:
+        sample = program // chunks_per_sample
+        first = sample * length + (program % chunks_per_sample) * CHUNK
+        stop = tl.minimum(first + CHUNK, (sample + 1) * length)
+    return sample, first, stop
+
+
+@triton.jit
+def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
+    """(sample of ``row``, row after its last one before ``stop``); a sample's rows are contiguous, so counting does."""
+    sample = tl.load(sample_ptr + row).to(tl.int32)
+    rows = row + tl.arange(0, CHUNK)
+    same = tl.load(sample_ptr + rows, mask=rows < stop, other=-1).to(tl.int32) == sample
+    return sample, row + tl.sum(same.to(tl.int32), axis=0)
+
+
+@triton.jit
+def of_sample(ptr, sample, stride):
+    """Pointer to a sample's row of modulation; 64-bit, as the row may lie in a wide (B, 6 D) tensor."""
+    return ptr + tl.cast(sample, tl.int64) * stride

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The tests' one command: sets up what is missing, lints, runs the suite. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+. scripts/env.sh test
+export OMP_NUM_THREADS=1
+ruff check .
+ruff format --check .
+exec python -m pytest -q --durations=10 "$@"

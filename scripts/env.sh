@@ -1,0 +1,14 @@
+# Sourced by the shell scripts: sets OpenDiT up if needed, activates its environment, counts GPUs.
+#   GPUS   number of GPUs        NPROC   processes to start: a process a GPU, 2 on a CPU (set NPROC to change it)
+bash install.sh "$@"
+if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
+  . .venv/bin/activate
+fi
+GPUS=$(python -c 'import torch; print(torch.cuda.device_count())')
+if [ "$GPUS" -gt 0 ]; then
+  NPROC=${NPROC:-$GPUS}
+else
+  NPROC=${NPROC:-2}
+  cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / NPROC > 0 ? cores / NPROC : 1))}
+fi

@@ -1,0 +1,143 @@
+"""preprocess.py as its users run it: in processes of its own, several at once, killed and started again."""
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import preprocess
+from opendit.data import Ticket, build_dataset
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def start(log, *flags, **environment):
+    """Runs preprocess.py with its output in the file ``log``, in a forked process, which needs no seconds to start."""
+
+    def child():
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+        with open(log, "w") as file, redirect_stdout(file), redirect_stderr(file):
+            code = preprocess.main([str(flag) for flag in flags])
+        os._exit(code)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    return process
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu():
+    """A GPU in use here couldn't be used by the forked processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """The flags of a job over 60 pictures, without --output, and the folder that it makes."""
+    from diffusers import AutoencoderKL
+
+    root = tmp_path_factory.mktemp("job")
+    torch.manual_seed(0)
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    AutoencoderKL(block_out_channels=(32, 64), norm_num_groups=8, **kinds).save_pretrained(root / "vae")
+    random = np.random.default_rng(0)
+    for i in range(60):
+        path = root / "pictures" / "ab"[i % 2] / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (40, 33, 3), dtype=np.uint8)).save(path)
+    path.write_bytes(path.read_bytes()[:700])
+    flags = ["latents", "--data_path", root / "pictures", "--vae", root / "vae", "--image_size", 32]
+    flags = list(map(str, [*flags, "--batch_size", 4, "--num_workers", 0, "--shard_size", 6]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # another number of threads may round the last bit in another way
+    assert preprocess.main([*flags, "--output", str(root / "latents")]) == 0
+    yield flags, root / "latents"
+    torch.set_num_threads(threads)
+
+
+def test_alone_it_prints_its_usage():
+    alone = subprocess.run([sys.executable, str(ROOT / "preprocess.py")], capture_output=True, text=True)
+    assert alone.returncode == 0 and alone.stderr == ""
+    assert "usage: preprocess.py" in alone.stdout and "latents" in alone.stdout and "torchrun" in alone.stdout
+
+
+def test_the_job_makes_a_data_set(job):
+    data = build_dataset(str(job[1]), 32, seed=0)
+    assert len(data) == 59 and data.num_classes == 2 and data[Ticket(0, 0, 0)].x.shape == (8, 16, 16)
+    assert len(data.index["skipped"]) == 1 and data.random_flip
+
+
+def test_killed_midway_it_goes_on_to_the_same_bytes(job, tmp_path):
+    """kill -9 after the first shard; the same command again keeps that shard and ends with the same files."""
+    flags, reference = job
+    output = tmp_path / "latents"
+    process = start(tmp_path / "log", *flags, "--output", output)
+    while not list(output.glob("*.safetensors")):
+        assert process.is_alive(), (tmp_path / "log").read_text()
+        time.sleep(0.001)
+    process.kill()
+    process.join()
+    finished = list(output.glob("*.safetensors"))
+    assert 0 < len(finished) < 10 and not (output / "index.json").exists()
+    (output / "latents-00009-of-00010.safetensors.partial").write_bytes(b"half a shard")  # as a worse moment leaves
+    kept = {path: path.stat().st_mtime_ns for path in finished}
+    assert preprocess.main([*flags, "--output", str(output)]) == 0
+    assert contents(output) == contents(reference)
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
+
+
+def test_two_processes_make_what_one_makes(job, tmp_path):
+    flags, reference = job
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    output, logs = tmp_path / "latents", [tmp_path / "log0", tmp_path / "log1"]
+    processes = [start(log, *flags, "--output", output, RANK=str(rank), **common) for rank, log in enumerate(logs)]
+    for process in processes:
+        process.join(timeout=60)
+    texts = [log.read_text() for log in logs]
+    assert [process.exitcode for process in processes] == [0, 0], texts
+    assert contents(output) == contents(reference)
+    assert sorted("skipped" in text for text in texts) == [False, True]  # each picture went to one of them
+    assert "59 pictures in 10 shards, 1 unreadable files left out" in texts[0] and "59 pictures" not in texts[1]
+
+
+def test_mistakes_are_told_in_one_line(job, tmp_path, capsys):
+    flags, _ = job
+    for change, message in [
+        (["--data_path", "/no/such"], "--data_path /no/such doesn't exist"),
+        (["--vae", "none"], "--vae none has no latents to cache"),
+        (["--vae", str(tmp_path)], "--vae PATH"),
+        (["--image-size=33"], "--image_size 33 isn't a multiple of 2"),
+        (["--mixed_precision", "fp16"], "needs a GPU"),
+        (["--data_path", str(job[1])], "holds latents already"),
+    ]:
+        assert preprocess.main([*flags, "--output", str(tmp_path / "out"), *change]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("preprocess.py latents: error: ") and message in error, error
+    with pytest.raises(SystemExit) as stopped:
+        preprocess.main([*flags, "--output", "x", "--batch_size", "0"])
+    assert stopped.value.code == 2
+
+
+def test_dashes_are_accepted():
+    assert preprocess.underscores("--data-path=a-b") == "--data_path=a-b"
+    assert preprocess.underscores("--no-flip") == "--no_flip"
+    assert preprocess.underscores("some-folder") == "some-folder" and preprocess.underscores("-h") == "-h"
