@@ -51,11 +51,15 @@ class Latents:
 
 def plain_step(args, config, mesh, data):
     """Meta's recipe with today's switches: fp32 weights, autocast bf16, fused AdamW, EMA over all weights."""
-    with mesh.device:
-        model = PlainDiT(
-            config.input_size, config.patch_size, config.in_channels, config.hidden_size, config.depth,
-            config.num_heads, config.num_classes,
-        )  # fmt: skip
+    model = PlainDiT(
+        config.input_size,
+        config.patch_size,
+        config.in_channels,
+        config.hidden_size,
+        config.depth,
+        config.num_heads,
+        config.num_classes,
+    ).to(mesh.device)
     params = [p for p in model.parameters() if p.requires_grad]
     average = [p.detach().clone() for p in params]
     adam = torch.optim.AdamW(params, lr=1e-4, weight_decay=0, fused=mesh.device.type == "cuda")

@@ -45,7 +45,8 @@ class DataError(RuntimeError):
 
 
 class MediaDataset(Dataset):
-    """Base of all data sets. A subclass sets the attributes below and writes ``load`` and ``label``.
+    """Base of all data sets. A subclass sets the attributes below and writes the methods that raise
+    NotImplementedError; tickets, flips and replacements of unreadable rows are done here, for all alike.
 
     kind: "pixels" (x in [-1, 1]) or "latents" (x holds a VAE's means and standard deviations).
     class_names: one name a class, in the order of the labels.
@@ -86,13 +87,21 @@ class MediaDataset(Dataset):
     def __getitem__(self, ticket: Ticket) -> Item:
         """The ticket's sample, or the next readable row's. Raises DataError when so many rows in turn are
         unreadable that more than ``max_bad`` of the data set must be."""
-        flip = self.random_flip and bool(
-            integers(self.seed, ticket.step, torch.tensor([ticket.index]), Stream.FLIP, 2).item()
-        )
+        return self.__getitems__([ticket])[0]
+
+    def __getitems__(self, tickets: list[Ticket]) -> list[Item]:
+        """Several samples of one step: the same items, but their flips are drawn at once, 0.3 ms in all."""
+        flips = [False] * len(tickets)
+        if self.random_flip:
+            index = torch.tensor([ticket.index for ticket in tickets])
+            flips = integers(self.seed, tickets[0].step, index, Stream.FLIP, 2).bool().tolist()
+        return [self._item(ticket.sample, flip) for ticket, flip in zip(tickets, flips, strict=True)]
+
+    def _item(self, first: int, flip: bool) -> Item:
         skipped: list[str] = []
         # A gap of up to max_bad of the rows may lie in one place (one broken class folder): only a longer one is fatal.
         for offset in range(min(len(self), max(100, int(self.max_bad * len(self))) + 1)):
-            row = (ticket.sample + offset) % len(self)
+            row = (first + offset) % len(self)
             try:
                 return Item(self.load(row, flip), self.label(row), tuple(skipped))
             except BadSample as bad:

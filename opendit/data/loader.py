@@ -108,7 +108,7 @@ class _BatchReader(Dataset):
         self.dataset = dataset
 
     def __getitem__(self, request: _Request) -> Batch:
-        items = [self.dataset[ticket] for ticket in request.tickets]
+        items = self.dataset.__getitems__(request.tickets)
         return Batch(
             x=torch.stack([item.x for item in items]),
             y=torch.tensor([item.y for item in items], dtype=torch.int64),

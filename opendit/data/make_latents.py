@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from contextlib import closing
 from datetime import timedelta
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
 from opendit.data.latents import INDEX, VERSION, read_index, read_shard_header, shard_name, write_index, write_shard
 from opendit.data.loader import ReadAhead
 from opendit.data.resolve import build_dataset
-from opendit.encoders.vae import VAECodec, load_codec
+from opendit.encoders.vae import HUB, VAECodec, load_codec
 
 
 class _RowReader(Dataset):
@@ -82,27 +82,29 @@ def make_latents(
         if read_index(output) is None:
             raise ValueError(f"--output {output} holds an {INDEX} of something else: pass another folder")
         (output / INDEX).unlink()  # so that nobody reads the folder while it changes
-    mine = range(rank, shards, world_size)
-    todo = [shard for shard in mine if shard_name(shard, shards) not in kept]
-    rows = {shard: range(shard * shard_size, min((shard + 1) * shard_size, len(dataset))) for shard in mine}
+    rows = range(len(dataset))
+    mine = {shard: rows[shard * shard_size :][:shard_size] for shard in range(rank, shards, world_size)}
+    todo = {
+        shard: [part[first : first + batch_size] for first in range(0, len(part), batch_size)]
+        for shard, part in mine.items()
+        if shard_name(shard, shards) not in kept
+    }
 
     title = "encoding" if world_size == 1 else f"encoding (rank 0's part of {world_size})"
-    done = sum(len(rows[shard]) for shard in mine if shard not in todo)
-    total = sum(len(part) for part in rows.values())
-    with tqdm(total=total, initial=done, desc=title, unit=" pictures", smoothing=0.05, disable=rank > 0) as bar:
-        counter = BadFileCounter(max_bad, on_skip=lambda file: tqdm.write(f"skipped {file}"))
-        jobs = [
-            rows[shard][first : first + batch_size]
-            for shard in todo
-            for first in range(0, len(rows[shard]), batch_size)
-        ]
-        pin_memory = codec.device.type == "cuda"
-        with closing(ReadAhead(_RowReader(dataset), jobs, num_workers=num_workers, pin_memory=pin_memory)) as batches:
-            for shard in todo:
-                part = islice(batches, len(range(0, len(rows[shard]), batch_size)))
-                parts, skipped = _encode_shard(part, codec, flips, counter, bar)
-                tensors = _join(parts, (2 if flips else 1, 2 * codec.latent_channels, *settings["latent_shape"][1:]))
-                write_shard(output / shard_name(shard, shards), tensors, settings, skipped)
+    done = sum(len(part) for shard, part in mine.items() if shard not in todo)
+    total = sum(map(len, mine.values()))
+    counter = BadFileCounter(max_bad, on_skip=lambda file: tqdm.write(f"skipped {file}"))
+    reader, pin_memory = _RowReader(dataset), codec.device.type == "cuda"
+    with (
+        tqdm(total=total, initial=done, desc=title, unit=" pictures", smoothing=0.05, disable=rank > 0) as bar,
+        closing(
+            ReadAhead(reader, list(chain(*todo.values())), num_workers=num_workers, pin_memory=pin_memory)
+        ) as batches,
+    ):
+        for shard, jobs in todo.items():
+            parts, skipped = _encode_shard(islice(batches, len(jobs)), codec, flips, counter, bar)
+            tensors = _join(parts, (2 if flips else 1, 2 * codec.latent_channels, *settings["latent_shape"][1:]))
+            write_shard(output / shard_name(shard, shards), tensors, settings, skipped)
 
     if world_size > 1:
         dist.barrier()
@@ -199,6 +201,8 @@ def run(
     """``preprocess.py latents`` with its flags' values; one process a GPU if torchrun started several."""
     if vae == "none":
         raise ValueError("--vae none has no latents to cache: train on the pictures themselves")
+    if vae not in HUB:
+        vae = str(Path(vae).expanduser().resolve())  # the index keeps it for runs that start in other folders
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():

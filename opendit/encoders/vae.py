@@ -17,8 +17,8 @@ from opendit.data.base import hash_parts
 
 HUB = {"ema": "stabilityai/sd-vae-ft-ema", "mse": "stabilityai/sd-vae-ft-mse"}
 FILES = ("config.json", "diffusion_pytorch_model.safetensors")
-# Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256,
-# whose largest activations take about 3 GiB in half precision.
+# Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256, which took
+# 3.7 GiB to encode and 4.7 GiB to decode in half precision; 64 were no faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
 
 
@@ -108,10 +108,10 @@ class VAECodec(ImageCodec):
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
         self.latent_channels, self.downscale = _geometry(config)
         self.scaling_factor, self.shift_factor = float(config["scaling_factor"]), float(config.get("shift_factor") or 0)
-        # Module.to itself: diffusers' own warns that casting may harm layers kept in fp32, which this VAE has none of.
+        # Memory stays contiguous: channels_last encoded 555 instead of 728 pictures of 256x256 a second and decoded 284
+        # instead of 315 (SD's VAE in fp16 on an H200). Module.to itself, because diffusers' own warns that a cast may
+        # harm layers kept in fp32, of which this VAE has none.
         self.vae = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
-        if self.device.type == "cuda":
-            self.vae.to(memory_format=torch.channels_last)
 
     @torch.no_grad()
     def moments(self, pixels: Tensor) -> Tensor:

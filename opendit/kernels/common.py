@@ -28,8 +28,8 @@ except ImportError:  # CPU-only or macOS torch: the references still work, kerne
         constexpr = object
 
         @staticmethod
-        def jit(function):
-            return function
+        def jit(function=None, **options):
+            return function or (lambda f: f)
 
     triton = tl = _MissingTriton()
     TRITON = False
@@ -111,6 +111,9 @@ class Launch:
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
+# Kernel arguments that change with the batch: a compilation of their own for 1 or multiples of 16 would gain nothing.
+SIZES = ("rows", "length", "chunks_per_sample")
+
 _forced: dict[str, Launch] = {}
 
 
@@ -129,8 +132,8 @@ def forced_launch(**launches: Launch) -> Iterator[None]:
 def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns: int = 1) -> Launch:
     """``default``, with fewer rows a program where ``rows`` in all would not fill the GPU or a sample is shorter.
 
-    ``columns`` is the number of programs side by side in a row. 2,048 programs are about 16 for each of an H100's or H200's 132 multiprocessors. Shapes alone decide, so the order
-    of every sum is the same in each run.
+    ``columns`` is the number of programs side by side in a row. 2,048 programs are about 16 for each of an H100's or
+    H200's 132 multiprocessors. Shapes alone decide, so the order of every sum is the same in each run.
     """
     if kernel in _forced:
         return _forced[kernel]
@@ -143,7 +146,7 @@ def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns
 # --------------------------------------------------------------------------------------------------- per-sample sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("slots", "slots_per_sample"))
 def _finish_kernel(
     partial_ptr, out0_ptr, out1_ptr, out2_ptr, offsets_ptr, slots, slots_per_sample,
     CHUNK: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
@@ -283,6 +286,8 @@ def check_inputs(x: Tensor, sample_of_row: Tensor | None, same_shape: dict[str, 
         expected = (first.shape[0] if sample_of_row is not None else x.shape[0], width)
         if vector.shape != expected:
             raise ValueError(f"{name} must be (B, D) = {expected}, not {tuple(vector.shape)}")
+    if "shift" in vectors and vectors["shift"].dtype != vectors["scale"].dtype:
+        raise ValueError(f"shift and scale differ in dtype: {vectors['shift'].dtype}, {vectors['scale'].dtype}")
     for name, tensor in {"x": x, **same_shape, **vectors}.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} must be bf16, fp16 or fp32, not {tensor.dtype}")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.common import Launch, register, rows_of_samples, split_width, tl, triton, unit_columns
+from opendit.kernels.common import SIZES, Launch, register, rows_of_samples, split_width, tl, triton, unit_columns
 from opendit.kernels.tiles import (
     chunk_of_program,
     layernorm_backward,
@@ -91,7 +91,7 @@ def _forward_rows(
         store_tiles(y_ptr, y, yt, row, live, D, MAIN, TAIL, ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
     x_ptr, shift_ptr, scale_ptr, y_ptr, mean_ptr, rstd_ptr, sample_ptr, rows, length, chunks_per_sample,
     shift_stride, scale_stride, eps,
@@ -151,7 +151,7 @@ def _backward_rows(
     store_vectors(dscale_ptr, dscale, dscale_t, D, MAIN, TAIL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _backward_kernel(
     dy_ptr, x_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, sample_ptr, rows, length,
     chunks_per_sample, scale_stride,
@@ -182,9 +182,7 @@ def _backward_kernel(
 
 def _forward(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float, normalize: bool):
     shift, scale = unit_columns(shift, scale)
-    cut = common.cut_rows(
-        "layernorm_modulate_forward", forward_launch(x.shape[-1]), x, shift.shape[0], sample_of_row
-    )
+    cut = common.cut_rows("layernorm_modulate_forward", forward_launch(x.shape[-1]), x, shift.shape[0], sample_of_row)
     y, mean, rstd = _forward_fake(x, shift, scale, sample_of_row, eps, normalize)
     main, tail = split_width(x.shape[-1])
     _forward_kernel[(cut.programs,)](
@@ -204,9 +202,7 @@ def _backward(
     dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None, normalize: bool
 ):
     (scale,) = unit_columns(scale)
-    cut = common.cut_rows(
-        "layernorm_modulate_backward", backward_launch(x.shape[-1]), x, scale.shape[0], sample_of_row
-    )
+    cut = common.cut_rows("layernorm_modulate_backward", backward_launch(x.shape[-1]), x, scale.shape[0], sample_of_row)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     outputs, sums = cut.new_sums((scale, scale))
     main, tail = split_width(x.shape[-1])

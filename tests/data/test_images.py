@@ -264,6 +264,9 @@ def test_flips_are_keyed_by_seed_step_and_index_only(tmp_path):
                 expected = x.flip(-1) if wanted[index] else x
                 assert torch.equal(data[Ticket(row, step, index)].x, expected)
             seen.add(int(wanted[index]))
+        tickets = [Ticket(index % 3, step, index) for index in range(16)]
+        for ticket, item in zip(tickets, data.__getitems__(tickets), strict=True):
+            assert torch.equal(item.x, data[ticket].x)
     assert seen == {0, 1}
     other = build_dataset(str(tmp_path), 16, seed=8)
     assert any(not torch.equal(data[Ticket(0, 0, i)].x, other[Ticket(0, 0, i)].x) for i in range(16))

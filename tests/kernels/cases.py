@@ -1,0 +1,176 @@
+"""What the kernels are tested on: inputs, the float64 reference, bounds, a pairwise subset of shapes.
+
+Used by the interpreter tests here, by tests/gpu and by benchmarks/bench_kernels.py.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opendit.kernels.gate_residual import gate_residual, gate_residual_reference
+from opendit.kernels.gate_residual_layernorm_modulate import (
+    gate_residual_layernorm_modulate,
+    gate_residual_layernorm_modulate_reference,
+)
+from opendit.kernels.layernorm_modulate import (
+    layernorm_modulate,
+    layernorm_modulate_reference,
+    modulate,
+    modulate_reference,
+)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A fused operation: its arguments by name, activations (B, N, D) or modulation (B, D), and its results."""
+
+    function: Callable
+    reference: Callable
+    arguments: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+
+ACTIVATIONS = ("x", "branch")
+OPERATORS = {
+    op.name: op
+    for op in (
+        Operator(layernorm_modulate, layernorm_modulate_reference, ("x", "shift", "scale"), ("y",)),
+        Operator(modulate, modulate_reference, ("x", "shift", "scale"), ("y",)),
+        Operator(gate_residual, gate_residual_reference, ("x", "gate", "branch"), ("out",)),
+        Operator(
+            gate_residual_layernorm_modulate,
+            gate_residual_layernorm_modulate_reference,
+            ("x", "gate", "branch", "shift", "scale"),
+            ("h", "y"),
+        ),
+    )
+}
+
+BATCHES = tuple(range(1, 10))
+LENGTHS = (1, 7, 255, 256, 257)
+WIDTHS = (64, 72, 384, 1000, 1152, 3072)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# ||result - reference|| / ||reference|| in float64, inputs taken as rounded. Half precision is bounded by the rounding
+# of the result (unit roundoff 2^-9 and 2^-12 on a GPU, root mean square below that; the interpreter truncates bf16,
+# twice as much), and the joined operation's y by that of h, too.
+BOUNDS = {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 2e-6}
+# The same for the largest single error over the largest reference: a wrong element must not drown in the norm.
+LARGEST = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+def pairwise(*factors: tuple, allowed: Callable[..., bool] = lambda *row: True) -> list[tuple]:
+    """Rows that hold every allowed pair of values of any two factors at least once (greedy, deterministic)."""
+    rows = [row for row in itertools.product(*factors) if allowed(*row)]
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in rows}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs[row] & missing))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
+def make_inputs(
+    op: Operator,
+    batch: int,
+    length: int,
+    width: int,
+    dtype: torch.dtype,
+    device="cpu",
+    lengths: tuple | None = None,
+    modulation_dtype: torch.dtype | None = None,
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """({argument: leaf tensor}, sample_of_row); modulation is chunks of one (B, 6 D) tensor under the name "six".
+
+    ``lengths`` asks for the packed form, with these rows a sample. Every sample has its own modulation.
+    """
+    generator = torch.Generator().manual_seed(batch * 1_000_003 + length * 1009 + width)
+    sample_of_row = None
+    shape = (batch, length, width)
+    if lengths is not None:
+        batch = len(lengths)
+        sample_of_row = torch.repeat_interleave(torch.arange(batch), torch.tensor(lengths)).to(device, torch.int32)
+        shape = (sum(lengths), width)
+    leaves = {"six": torch.randn(batch, 6 * width, generator=generator).to(device, modulation_dtype or dtype)}
+    for name in op.arguments:
+        if name in ACTIVATIONS:
+            # off centre, so that a mean left out shows
+            leaves[name] = (torch.randn(shape, generator=generator) * 1.5 + 0.5).to(device, dtype)
+    return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, sample_of_row
+
+
+def arguments_of(op: Operator, leaves: dict[str, Tensor]) -> list[Tensor]:
+    """The operator's arguments, modulation as strided views."""
+    views = dict(zip(("shift", "scale", "gate"), leaves["six"].chunk(6, dim=1)[1:4], strict=True))
+    return [leaves[name] if name in leaves else views[name] for name in op.arguments]
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is full of NaN: whatever a kernel forgets to write shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def run(op: Operator, function: Callable, leaves: dict[str, Tensor], sample_of_row: Tensor | None, weights) -> dict:
+    """Outputs and the gradients of sum_k <output_k, weight_k> with respect to every leaf, by name."""
+    extra = {} if sample_of_row is None else {"sample_of_row": sample_of_row}
+    outputs = function(*arguments_of(op, leaves), **extra)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    weights = [weight.to(output.dtype) for weight, output in zip(weights, outputs, strict=True)]
+    grads = torch.autograd.grad(outputs, list(leaves.values()), weights)
+    named = dict(zip(op.outputs, outputs, strict=True))
+    named |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {name: value.detach() for name, value in named.items()}
+
+
+def output_gradients(op: Operator, leaves: dict[str, Tensor]) -> list[Tensor]:
+    """Random gradients of the outputs, representable in the activations' dtype."""
+    x = leaves["x"]
+    generator = torch.Generator().manual_seed(x.numel())
+    return [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for _ in op.outputs]
+
+
+def errors(op: Operator, leaves: dict[str, Tensor], sample_of_row: Tensor | None) -> dict[str, tuple[float, float]]:
+    """{output or gradient: (relative error in norm, largest error over largest reference)} against float64."""
+    weights = output_gradients(op, leaves)
+    with poisoned_memory():
+        got = run(op, op.function, leaves, sample_of_row, weights)
+    exact = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
+    index = None if sample_of_row is None else sample_of_row.long()
+    want = run(op, op.reference, exact, index, weights)
+    result = {}
+    for name, reference in want.items():
+        dtype = leaves["six" if name == "dsix" else "x"].dtype
+        assert got[name].dtype == dtype and got[name].shape == reference.shape, name
+        difference = got[name].double() - reference
+        result[name] = (
+            (difference.norm() / reference.norm()).item(),
+            (difference.abs().max() / reference.abs().max()).item(),
+        )
+    return result
+
+
+def check(op: Operator, leaves: dict[str, Tensor], sample_of_row: Tensor | None = None) -> None:
+    """Asserts the bounds for the forward result and every gradient; NaN fails."""
+    for name, (norm, largest) in errors(op, leaves, sample_of_row).items():
+        dtype = leaves["six" if name == "dsix" else "x"].dtype
+        # h and hhat are rounded in the activations' precision even where the modulation is wider
+        dtype = max(dtype, leaves["x"].dtype, key=BOUNDS.get)
+        assert norm <= BOUNDS[dtype] and largest <= LARGEST[dtype], f"{name}: {norm:.2e} in norm, largest {largest:.2e}"

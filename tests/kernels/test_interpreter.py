@@ -1,0 +1,22 @@
+"""Runs test_operators.py where Triton interprets kernels on the CPU. To see its cases one by one:
+``TRITON_INTERPRET=1 python -m pytest tests/kernels/test_operators.py``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opendit.kernels.common import TRITON, interpreting
+
+
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@pytest.mark.skipif(interpreting(), reason="already in the interpreter")
+def test_operators_in_the_interpreter():
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_operators.py"]
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout, result.stdout[-2000:]

@@ -1,0 +1,181 @@
+"""The fused operations in Triton's interpreter: forward and every gradient against float64, over odd shapes."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from opendit.kernels import common
+from opendit.kernels.common import Launch, forced_launch
+from tests.kernels.cases import (
+    DTYPES,
+    LENGTHS,
+    OPERATORS,
+    WIDTHS,
+    arguments_of,
+    check,
+    make_inputs,
+    output_gradients,
+    pairwise,
+    run,
+)
+
+operators = pytest.mark.parametrize("op", OPERATORS.values(), ids=OPERATORS)
+KERNELS = [f"{name}_{direction}" for name in OPERATORS if name != "modulate" for direction in ("forward", "backward")]
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+def every_kernel(launch: Launch):
+    return forced_launch(**dict.fromkeys(KERNELS, launch))
+
+
+# A single row a tile, as on the GPU at D >= 1024, would take the interpreter minutes for 257 rows. Tiles of 64 rows and
+# chunks of 128 leave one to three chunks a sample, the last one ragged.
+TALL = Launch(rows=64, tiles=2, warps=1)
+CASES = pairwise((1, 2, 3, 5, 9), LENGTHS, WIDTHS, DTYPES, allowed=lambda b, n, d, dtype: b * n * d <= 900_000)
+
+
+@pytest.mark.parametrize(
+    ("op", "batch", "length", "width", "dtype"),
+    # a third of them for modulate, whose kernels are layernorm_modulate's
+    [(op, *case) for op in OPERATORS.values() for case in CASES[:: 3 if op.name == "modulate" else 1]],
+    ids=lambda value: str(getattr(value, "name", value)).removeprefix("torch."),
+)
+def test_forward_and_gradients(op, batch, length, width, dtype):
+    with every_kernel(TALL):
+        check(op, *make_inputs(op, batch, length, width, dtype))
+
+
+@operators
+@pytest.mark.parametrize("width", (64, 1000, 1152, 2304, 8192))
+def test_launch_shapes_used_on_the_gpu(op, width):
+    check(op, *make_inputs(op, 2, 3, width, FLOAT32))
+
+
+@operators
+@pytest.mark.parametrize("launch", (Launch(1, 4, 1, 2), Launch(1, 4, 1, hold=False), Launch(2, 2, 2, 1, False, 64)))
+def test_other_launch_shapes(op, launch):
+    with every_kernel(launch):
+        check(op, *make_inputs(op, 3, 10, 72, FLOAT32))
+
+
+@operators
+@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64))
+@pytest.mark.parametrize("lengths", ((5, 1, 37, 0, 8, 16), (64,), (1,) * 9, (0, 15, 17, 0)))
+def test_packed(op, lengths, index_dtype):
+    leaves, sample_of_row = make_inputs(op, 0, 0, 72, FLOAT32, lengths=lengths)
+    with every_kernel(Launch(rows=4, tiles=4, warps=1)):
+        check(op, leaves, sample_of_row.to(index_dtype))
+
+
+@operators
+def test_packed_equals_batched(op):
+    leaves, _ = make_inputs(op, 3, 8, 72, BFLOAT16)
+    weights = output_gradients(op, leaves)
+    packed = {name: leaf.detach() if name == "six" else leaf.detach().view(24, 72) for name, leaf in leaves.items()}
+    packed = {name: leaf.clone().requires_grad_() for name, leaf in packed.items()}
+    with every_kernel(Launch(rows=2, tiles=4, warps=1)):
+        batched = run(op, op.function, leaves, None, weights)
+        rows = run(op, op.function, packed, torch.arange(24) // 8, [w.view(24, 72) for w in weights])
+    for name, value in batched.items():
+        assert torch.equal(value.flatten(), rows[name].flatten()), name
+
+
+@operators
+def test_bf16_modulation_of_fp32_activations(op):
+    """As autocast makes it: the modulation comes from a linear layer, the residual stream stays in fp32."""
+    check(op, *make_inputs(op, 2, 7, 72, FLOAT32, modulation_dtype=BFLOAT16))
+
+
+@operators
+def test_two_runs_give_the_same_bits(op):
+    leaves, sample_of_row = make_inputs(op, 0, 0, 384, BFLOAT16, lengths=(33, 7, 90))
+    weights = output_gradients(op, leaves)
+    first, second = (run(op, op.function, leaves, sample_of_row, weights) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@operators
+def test_gradients_that_are_not_contiguous(op):
+    leaves, _ = make_inputs(op, 2, 3, 64, FLOAT32)
+    outputs = op.function(*arguments_of(op, leaves))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum(o.sum() for o in outputs).backward()  # an expanded one
+    exact = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
+    want = op.reference(*arguments_of(op, exact))
+    sum(o.sum() for o in (want if isinstance(want, tuple) else (want,))).backward()
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(leaf.grad, exact[name].grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("used", (0, 1))
+def test_joined_operation_with_one_output_used(used):
+    op = OPERATORS["gate_residual_layernorm_modulate"]
+    leaves, _ = make_inputs(op, 2, 7, 72, FLOAT32)
+    weight = output_gradients(op, leaves)[used]
+    got = torch.autograd.grad(op.function(*arguments_of(op, leaves))[used], leaves.values(), weight)
+    want = torch.autograd.grad(op.reference(*arguments_of(op, leaves))[used], leaves.values(), weight)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@operators
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_under_compile(op, backend):
+    leaves, _ = make_inputs(op, 2, 5, 64, FLOAT32)
+    weights = output_gradients(op, leaves)
+
+    def between(*args):  # something for the compiler on both sides, as in a block
+        outputs = op.function(*(a * 1.5 for a in args))
+        return tuple(o * 0.5 for o in (outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    want = run(op, between, leaves, None, weights)
+    got = run(op, torch.compile(between, backend=backend, fullgraph=True), leaves, None, weights)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-6, atol=1e-6)
+
+
+@operators
+def test_under_checkpoint(op):
+    leaves, _ = make_inputs(op, 2, 5, 64, FLOAT32)
+    weights = output_gradients(op, leaves)
+    want = run(op, op.function, leaves, None, weights)
+    got = run(op, lambda *args: checkpoint(op.function, *args, use_reentrant=False), leaves, None, weights)
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@operators
+def test_registered_as_torch_wants_it(op):
+    leaves, sample_of_row = make_inputs(op, 0, 0, 64, FLOAT32, lengths=(2, 1))
+    arguments = [*arguments_of(op, leaves), sample_of_row]
+    name, extra = {
+        "layernorm_modulate": ("layernorm_modulate", (1e-6, True)),
+        "modulate": ("layernorm_modulate", (0.0, False)),
+        "gate_residual": ("gate_residual", ()),
+        "gate_residual_layernorm_modulate": ("gate_residual_layernorm_modulate", (1e-6,)),
+    }[op.name]
+    overload = getattr(torch.ops.opendit, name).default
+    torch.library.opcheck(overload, (*arguments, *extra))
+
+
+@operators
+def test_modulation_chunks_are_not_copied(op):
+    leaves, _ = make_inputs(op, 2, 3, 64, FLOAT32)
+    chunk = leaves["six"].chunk(6, dim=1)[1]
+    assert not chunk.is_contiguous()
+    assert common.unit_columns(chunk)[0] is chunk
+
+
+@operators
+def test_wrong_inputs_are_refused(op):
+    leaves, _ = make_inputs(op, 2, 3, 64, FLOAT32)
+    good = dict(zip(op.arguments, arguments_of(op, leaves), strict=True))
+    modulation = "gate" if "gate" in good else "shift"
+    for name, wrong in (
+        ("x", good["x"][0]), ("x", good["x"][..., :63]), ("x", good["x"].double()), (modulation, good[modulation][:1])
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            op.function(**{**good, name: wrong})
+    with pytest.raises(ValueError):
+        op.function(**good, sample_of_row=torch.zeros(6, dtype=torch.int32))

@@ -1,0 +1,98 @@
+"""Flags: what the documentation promises is there, and mistakes are answered with the flag and the fix."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opendit.config import SampleConfig, TrainConfig, parse, to_dict
+
+DOCUMENTED_TRAIN = """
+    model plugin mixed_precision grad_checkpoint enable_modulate_kernel enable_layernorm_kernel enable_flashattn
+    sequence_parallel_size data_path image_size vae num_classes batch_size epochs max_steps lr lr_schedule
+    warmup_steps weight_decay grad_accumulation ema_decay grad_clip global_seed num_workers log_every ckpt_every
+    sample_every outputs load
+""".split()
+DEFAULTS = dict(
+    model="DiT-XL/2", plugin="zero2", mixed_precision="fp16", image_size=256, data_path="digits", lr=1e-4,
+    weight_decay=0.0, ema_decay=0.9999, grad_clip=1.0, global_seed=42, num_workers=4, log_every=10, ckpt_every=1000,
+    outputs="./outputs", enable_flashattn=False, grad_checkpoint=False, grad_accumulation=1,
+)  # fmt: skip
+DOCUMENTED_SAMPLE = """
+    model ckpt image_size num_sampling_steps sampler cfg_scale class_labels num_samples seed batch_size vae
+    mixed_precision enable_flashattn enable_layernorm_kernel enable_modulate_kernel output npz
+""".split()
+
+
+def test_documented_flags_and_defaults():
+    assert {f.name for f in dataclasses.fields(TrainConfig)} >= set(DOCUMENTED_TRAIN)
+    assert {f.name for f in dataclasses.fields(SampleConfig)} >= set(DOCUMENTED_SAMPLE)
+    flags = parse(TrainConfig, [])
+    assert {name: getattr(flags, name) for name in DEFAULTS} == DEFAULTS
+    assert parse(SampleConfig, []).num_sampling_steps == 250 and parse(SampleConfig, []).cfg_scale == 4.0
+
+
+@given(
+    st.integers(1, 10**6),
+    st.floats(1e-8, 1.0, allow_nan=False),
+    st.booleans(),
+    st.sampled_from(["zero2", "ddp", "gemini"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_spelling_gives_the_value(batch, lr, on, plugin, dashes, equals):
+    words = {"batch_size": str(batch), "lr": repr(lr), "plugin": plugin}
+    argv = []
+    for name, value in words.items():
+        name = "--" + (name.replace("_", "-") if dashes else name)
+        argv += [f"{name}={value}"] if equals else [name, value]
+    argv.append(("--" if on else "--no_") + "grad_checkpoint")
+    flags = parse(TrainConfig, argv)
+    assert (flags.batch_size, flags.lr, flags.plugin, flags.grad_checkpoint) == (batch, lr, plugin, on)
+    assert flags.given == {"batch_size", "lr", "plugin", "grad_checkpoint"}
+    assert "given" not in to_dict(flags)
+
+
+def test_values_with_dashes_are_left_alone():
+    flags = parse(TrainConfig, ["--data-path", "my-pictures/a-b", "--outputs=./out-dir"])
+    assert flags.data_path == "my-pictures/a-b" and flags.outputs == "./out-dir"
+
+
+def test_unknown_flags_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse(TrainConfig, ["--bacth_size", "4"])
+    assert "--bacth_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        (["--model", "DiT-XL/3"], "did you mean DiT-XL/"),
+        (["--mixed_precision", "fp16"], "--mixed_precision fp16 needs a GPU"),
+        (["--plugin", "gemini", "--mixed_precision", "fp32"], "use --mixed_precision bf16"),
+        (["--plugin", "gemini"], "--plugin gemini works in bf16"),  # the CPU fallback is fp32
+        (["--batch_size", "0"], "--batch_size 0"),
+        (["--lr", "-1"], "--lr"),
+        (["--label_drop", "1"], "--label_drop"),
+        (["--sequence_parallel_size", "3"], "does not divide the 4 processes"),
+        (["--grad_clip", "-1"], "--grad_clip"),
+    ],
+)
+def test_mistakes_name_the_flag(argv, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).check(world_size=4, has_gpu=False)
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--outputs .*name another folder"):
+        parse(TrainConfig, ["--outputs", str(tmp_path / "file" / "below")]).check(1, False)
+
+
+def test_default_precision_falls_back_with_a_note(tmp_path):
+    flags = parse(TrainConfig, ["--outputs", str(tmp_path)])
+    notes = flags.check(world_size=1, has_gpu=False)
+    assert flags.mixed_precision == "fp32" and "no GPU" in notes[0]
+    flags = parse(TrainConfig, ["--outputs", str(tmp_path)])
+    assert flags.check(world_size=1, has_gpu=True) == [] and flags.mixed_precision == "fp16"
