@@ -28,10 +28,10 @@ def every_kernel(launch: Launch):
     return forced_launch(**dict.fromkeys(KERNELS, launch))
 
 
-# A single row a tile, as on the GPU at D >= 1024, would take the interpreter minutes for 257 rows. Tiles of 64 rows and
-# chunks of 128 leave one to three chunks a sample, the last one ragged.
-TALL = Launch(rows=64, tiles=2, warps=1)
-CASES = pairwise((1, 2, 3, 5, 9), LENGTHS, WIDTHS, DTYPES, allowed=lambda b, n, d, dtype: b * n * d <= 900_000)
+# A single row a tile, as on the GPU at D >= 1024, would take the interpreter minutes for 257 rows. With two tiles of 128
+# rows a program, 255 and 256 rows are one program a sample (no second stage) and 257 are two, the last of one row.
+TALL = Launch(rows=128, tiles=2, warps=1)
+CASES = pairwise((1, 2, 9), LENGTHS, WIDTHS, DTYPES, allowed=lambda b, n, d, dtype: b * n * d <= 900_000)
 
 
 @pytest.mark.parametrize(
@@ -55,27 +55,26 @@ def test_launch_shapes_used_on_the_gpu(op, width):
 @pytest.mark.parametrize("launch", (Launch(1, 4, 1, 2), Launch(1, 4, 1, hold=False), Launch(2, 2, 2, 1, False, 64)))
 def test_other_launch_shapes(op, launch):
     with every_kernel(launch):
-        check(op, *make_inputs(op, 3, 10, 72, FLOAT32))
+        check(op, *make_inputs(op, 2, 6, 72, FLOAT32))
 
 
 @operators
-@pytest.mark.parametrize("index_dtype", (torch.int32, torch.int64))
-@pytest.mark.parametrize("lengths", ((5, 1, 37, 0, 8, 16), (64,), (1,) * 9, (0, 15, 17, 0)))
-def test_packed(op, lengths, index_dtype):
+@pytest.mark.parametrize("lengths", ((5, 1, 37, 0, 8, 16), (40,), (1,) * 9, (0, 15, 17, 0)), ids=str)
+def test_packed(op, lengths):
     leaves, sample_of_row = make_inputs(op, 0, 0, 72, FLOAT32, lengths=lengths)
     with every_kernel(Launch(rows=4, tiles=4, warps=1)):
-        check(op, leaves, sample_of_row.to(index_dtype))
+        check(op, leaves, sample_of_row if len(lengths) > 1 else sample_of_row.long())
 
 
 @operators
 def test_packed_equals_batched(op):
-    leaves, _ = make_inputs(op, 3, 8, 72, BFLOAT16)
+    leaves, _ = make_inputs(op, 2, 12, 72, BFLOAT16)
     weights = output_gradients(op, leaves)
     packed = {name: leaf.detach() if name == "six" else leaf.detach().view(24, 72) for name, leaf in leaves.items()}
     packed = {name: leaf.clone().requires_grad_() for name, leaf in packed.items()}
     with every_kernel(Launch(rows=2, tiles=4, warps=1)):
         batched = run(op, op.function, leaves, None, weights)
-        rows = run(op, op.function, packed, torch.arange(24) // 8, [w.view(24, 72) for w in weights])
+        rows = run(op, op.function, packed, torch.arange(24) // 12, [w.view(24, 72) for w in weights])
     for name, value in batched.items():
         assert torch.equal(value.flatten(), rows[name].flatten()), name
 
@@ -88,9 +87,10 @@ def test_bf16_modulation_of_fp32_activations(op):
 
 @operators
 def test_two_runs_give_the_same_bits(op):
-    leaves, sample_of_row = make_inputs(op, 0, 0, 384, BFLOAT16, lengths=(33, 7, 90))
+    leaves, sample_of_row = make_inputs(op, 0, 0, 384, BFLOAT16, lengths=(21, 7, 30))
     weights = output_gradients(op, leaves)
-    first, second = (run(op, op.function, leaves, sample_of_row, weights) for _ in range(2))
+    with every_kernel(Launch(rows=2, tiles=4, warps=1)):
+        first, second = (run(op, op.function, leaves, sample_of_row, weights) for _ in range(2))
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
 
