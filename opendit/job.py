@@ -164,7 +164,8 @@ def _check_pretrained(flags: TrainConfig, config: DiTConfig) -> Weights:
 
 
 def _load_codec(flags, dataset, vae: str, mesh: Mesh, notes: list[str]) -> ImageCodec | None:
-    dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    # fp16 keeps Stable Diffusion's VAE within 0.14 % of fp32, bf16 within 1.2 % (docs/log.md).
+    dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
     try:
         return load_codec(vae, channels=dataset.sample_shape[0], device=mesh.device, dtype=dtype)
     except (ValueError, OSError) as error:

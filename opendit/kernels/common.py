@@ -117,6 +117,14 @@ SIZES = ("rows", "length", "chunks_per_sample")
 _forced: dict[str, Launch] = {}
 
 
+def pipeline_stages(width: int, tensors: int, element_size: int) -> int:
+    """Up to three rows of so many tensors in flight, as long as those ahead of use fit into 24 KiB of shared memory.
+
+    Copies ahead of use hide the memory's latency at no cost in registers, which the per-sample sums need.
+    """
+    return 1 + min(2, 24 * 1024 // (width * tensors * element_size))
+
+
 @contextlib.contextmanager
 def forced_launch(**launches: Launch) -> Iterator[None]:
     """Overrides the launch shape of the named kernels (tests and sweeps only)."""

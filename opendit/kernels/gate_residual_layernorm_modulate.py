@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common, gate_residual, layernorm_modulate
-from opendit.kernels.common import SIZES, Launch, register, split_width, tl, triton, unit_columns
+from opendit.kernels.common import SIZES, Launch, pipeline_stages, register, split_width, tl, triton, unit_columns
 from opendit.kernels.tiles import (
     chunk_of_program,
     layernorm_backward,
@@ -48,15 +48,20 @@ def gate_residual_layernorm_modulate_reference(
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
-def forward_launch(width: int) -> Launch:
+def forward_launch(width: int, element_size: int) -> Launch:
+    """Two warps for 1024 + 128 columns: gate, shift and scale stay in registers beside two rows."""
     main = split_width(width)[0]
-    return Launch(rows=max(1, 1024 // main), tiles=8, warps=max(1, main // 512), hold=False)
+    rows = max(1, 1024 // main)
+    stages = pipeline_stages(rows * width, 2, element_size)
+    return Launch(rows=rows, tiles=8, warps=max(1, main // 512), stages=stages)
 
 
-def backward_launch(width: int) -> Launch:
-    """Three sums of fp32 a column stay in registers: two warps for 1024 + 128 columns."""
+def backward_launch(width: int, element_size: int) -> Launch:
+    """Four warps for 1024 + 128 columns: three sums of fp32 a column and four rows; two warps need 215 registers."""
     main = split_width(width)[0]
-    return Launch(rows=max(1, 1024 // main), tiles=64, warps=max(1, main // 512), hold=False)
+    rows = max(1, 1024 // main)
+    stages = pipeline_stages(rows * width, 4, element_size)
+    return Launch(rows=rows, tiles=64, warps=max(1, main // 256), stages=stages)
 
 
 @triton.jit
@@ -201,7 +206,11 @@ def _forward(
     gate, shift, scale = unit_columns(gate, shift, scale)
     width = x.shape[-1]
     cut = common.cut_rows(
-        "gate_residual_layernorm_modulate_forward", forward_launch(width), x, gate.shape[0], sample_of_row
+        "gate_residual_layernorm_modulate_forward",
+        forward_launch(width, x.element_size()),
+        x,
+        gate.shape[0],
+        sample_of_row,
     )
     outputs = _forward_fake(x, gate, branch, shift, scale, sample_of_row, eps)
     main, tail = split_width(width)
@@ -229,7 +238,11 @@ def _backward(
     gate, scale = unit_columns(gate, scale)
     width = h.shape[-1]
     cut = common.cut_rows(
-        "gate_residual_layernorm_modulate_backward", backward_launch(width), h, gate.shape[0], sample_of_row
+        "gate_residual_layernorm_modulate_backward",
+        backward_launch(width, h.element_size()),
+        h,
+        gate.shape[0],
+        sample_of_row,
     )
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     dbranch = torch.empty(branch.shape, dtype=branch.dtype, device=branch.device)

@@ -1,4 +1,4 @@
-"""Which kernels a run uses, and why."""
+"""Which kernels a run uses, and why: flags and hardware in, operations for the model and one line each out."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,12 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opendit.models.layers import BlockOps, local_attention
+from opendit.config import SpeedFlags
+from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.common import kernels_available
+from opendit.models.layers import BlockOps, layer_norm, modulate
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What to hand to ``model.use`` and one line each that says why."""
+    """What to hand to ``model.use``, and one line each that says why."""
 
     ops: BlockOps
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -19,5 +22,65 @@ class KernelChoice:
     attention_note: str
 
 
-def select_kernels(flags, device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int) -> KernelChoice:
-    return KernelChoice(BlockOps(), local_attention, "torch", "torch's own choice")
+def select_kernels(
+    flags: SpeedFlags, device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int
+) -> KernelChoice:
+    """The operations for activations of ``dtype`` on ``device``, heads of ``head_dim``, ``tokens`` tokens a sample.
+
+    A kernel that was asked for and can't be used is replaced by its torch reference; the note says why.
+    """
+    ops, ops_note = _block_ops(flags, device, dtype)
+    attend, attention_note = _attention(flags, device, dtype, head_dim, tokens)
+    return KernelChoice(ops, attend, ops_note, attention_note)
+
+
+def _attention(flags, device, dtype, head_dim, tokens):
+    if not flags.enable_flashattn:
+        return LocalAttention(), "torch's own choice (--enable_flashattn is off)"
+    try:
+        backend, why = resolve_attention("auto", device, dtype, head_dim, tokens, tiled=True)
+    except ValueError as error:
+        return LocalAttention(), f"torch's own choice: {error}"
+    return LocalAttention(backend), f"{backend}: {why}"
+
+
+def _block_ops(flags, device, dtype) -> tuple[BlockOps, str]:
+    if not (flags.enable_modulate_kernel or flags.enable_layernorm_kernel):
+        return BlockOps(), "off (--enable_modulate_kernel and --enable_layernorm_kernel are)"
+    norm, norm_note = (_apex_layer_norm() if flags.enable_layernorm_kernel else None), "torch's LayerNorm"
+    if norm is not None:
+        norm_note = "apex's FusedLayerNorm"
+    elif flags.enable_layernorm_kernel:
+        norm_note = "torch's LayerNorm, one kernel already (apex is not installed)"
+    usable, why = kernels_available(device, dtype)
+    if not flags.enable_modulate_kernel or not usable:
+        reason = f"; no modulate kernel: {why}" if flags.enable_modulate_kernel else ""
+        ops = BlockOps() if norm is None else BlockOps(layernorm_modulate=_after(norm, modulate))
+        return ops, norm_note + reason
+    from opendit.kernels import gate_residual as gate
+    from opendit.kernels import gate_residual_layernorm_modulate as joined
+    from opendit.kernels import layernorm_modulate as adaln
+
+    if flags.enable_layernorm_kernel:
+        return BlockOps(
+            layernorm_modulate=adaln.layernorm_modulate,
+            gate_residual=gate.gate_residual,
+            gate_residual_layernorm_modulate=joined.gate_residual_layernorm_modulate,
+        ), f"LayerNorm + modulate + gated residual fused ({why})"
+    return BlockOps(
+        layernorm_modulate=_after(norm or layer_norm, adaln.modulate), gate_residual=gate.gate_residual
+    ), f"modulate and gated residual fused, {norm_note} ({why})"
+
+
+def _after(norm, modulation):
+    """adaLN from a separate LayerNorm and modulation."""
+    return lambda x, shift, scale: modulation(norm(x), shift, scale)
+
+
+def _apex_layer_norm():
+    """apex's LayerNorm without weights over the last dimension, or None when apex is not installed."""
+    try:
+        from apex.normalization.fused_layer_norm import fused_layer_norm
+    except ImportError:
+        return None
+    return lambda x: fused_layer_norm(x, x.shape[-1:], 1e-6)

@@ -87,8 +87,9 @@ class DiTBlock(nn.Module):
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
-        x = self.ops.gate_residual(x, gate_a, self.attn(self.ops.layernorm_modulate(x, shift_a, scale_a)))
-        return self.ops.gate_residual(x, gate_m, self.mlp(self.ops.layernorm_modulate(x, shift_m, scale_m)))
+        branch = self.attn(self.ops.layernorm_modulate(x, shift_a, scale_a))
+        x, y = self.ops.residual_then_norm(x, gate_a, branch, shift_m, scale_m)
+        return self.ops.gate_residual(x, gate_m, self.mlp(y))
 
 
 class FinalLayer(nn.Module):

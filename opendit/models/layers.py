@@ -16,9 +16,14 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
-def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
-    """Parameter-free LayerNorm over D, then :func:`modulate` (adaLN; Peebles & Xie 2023, sec. 3.2)."""
-    return modulate(F.layer_norm(x, x.shape[-1:], eps=eps), shift, scale)
+def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """LayerNorm over the last dimension without weights."""
+    return F.layer_norm(x, x.shape[-1:], eps=eps)
+
+
+def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """:func:`layer_norm`, then :func:`modulate` (adaLN; Peebles & Xie 2023, sec. 3.2)."""
+    return modulate(layer_norm(x), shift, scale)
 
 
 def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
@@ -28,10 +33,23 @@ def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockOps:
-    """The memory-bound operations of a block; kernels take the place of these torch expressions."""
+    """The memory-bound operations of a block; kernels take the place of these torch expressions.
+
+    ``gate_residual_layernorm_modulate(x, gate, branch, shift, scale)``, when given, is the two others in one
+    pass: it returns (h, y) with h = x + gate * branch and y = LN(h) * (1 + scale) + shift.
+    """
 
     layernorm_modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = layernorm_modulate
     gate_residual: Callable[[Tensor, Tensor, Tensor], Tensor] = gate_residual
+    gate_residual_layernorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+    def residual_then_norm(
+        self, x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.gate_residual_layernorm_modulate is not None:
+            return self.gate_residual_layernorm_modulate(x, gate, branch, shift, scale)
+        h = self.gate_residual(x, gate, branch)
+        return h, self.layernorm_modulate(h, shift, scale)
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,16 +1,12 @@
-"""The one file that imports Colossal-AI (0.5.0) and knows what it needs.
+"""Colossal-AI's side of training: its optimizers, ZeRO and Gemini with what had to be corrected, the Booster.
 
-It makes the package importable without its pinned companions, makes its plugins run on a CPU with gloo,
-corrects four things in them (each says why where it stands), and builds the Booster.
+This file and colossal_compat.py (which makes the package importable) are the only ones that know Colossal-AI.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import contextlib
+import io
 import math
 import shutil
-import sys
-import types
 import warnings
 
 import torch
@@ -18,154 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-_OPTIONAL = ("peft", "galore_torch", "bitsandbytes")
+import opendit.parallel.colossal_compat  # noqa: F401  (first: it makes the imports below work)
 
-
-class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Importable placeholders for packages that Colossal-AI imports at the top of files we never use."""
-
-    def __init__(self, names: list[str]):
-        self.names = names
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] in self.names:
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        return None
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = _placeholder
-        return module
-
-    def exec_module(self, module):
-        pass
-
-
-def _placeholder(name: str) -> type:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return type(name, (), {})
-
-
-def _import_colossalai() -> None:
-    missing = [n for n in _OPTIONAL if importlib.util.find_spec(n) is None]
-    if not hasattr(dist, "is_hccl_available"):  # gone from new torch, called by Colossal-AI's pipeline code
-        dist.is_hccl_available = lambda: False
-    finder = _StandIn(missing)
-    sys.meta_path.append(finder)
-    try:
-        with warnings.catch_warnings():  # about optional packages that nobody asked for
-            warnings.simplefilter("ignore")
-            import colossalai.booster.plugin
-            import colossalai.nn.optimizer  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"Colossal-AI could not be imported ({error}); run `bash install.sh`, "
-            "or `pip install --no-deps colossalai==0.5.0`"
-        ) from error
-    finally:
-        sys.meta_path.remove(finder)
-        # diffusers and transformers ask sys.modules whether peft is there: they must not see a placeholder.
-        for name in [m for m in sys.modules if m.partition(".")[0] in missing]:
-            del sys.modules[name]
-
-
-_import_colossalai()
-
-from colossalai.accelerator import get_accelerator, set_accelerator  # noqa: E402
-from colossalai.accelerator.cpu_accelerator import CpuAccelerator  # noqa: E402
-from colossalai.amp.naive_amp.mixed_precision_mixin import BF16MixedPrecisionMixin  # noqa: E402
-from colossalai.amp.naive_amp.mixed_precision_mixin.fp16 import OptimState  # noqa: E402
-from colossalai.booster import Booster  # noqa: E402
-from colossalai.booster.plugin import (  # noqa: E402
+# isort: split
+from colossalai.amp.naive_amp.mixed_precision_mixin import BF16MixedPrecisionMixin
+from colossalai.amp.naive_amp.mixed_precision_mixin.fp16 import OptimState
+from colossalai.booster import Booster
+from colossalai.booster.plugin import (
     GeminiPlugin,
     LowLevelZeroPlugin,
     TorchDDPPlugin,
     low_level_zero_plugin,
 )
-from colossalai.nn.optimizer import HybridAdam  # noqa: E402
-from colossalai.zero import LowLevelZeroOptimizer  # noqa: E402
-from colossalai.zero.gemini import gemini_ddp, gemini_optimizer  # noqa: E402
-from colossalai.zero.gemini.chunk import chunk as gemini_chunk  # noqa: E402
-
-# ------------------------------------------------------------------------------------------ CPU
-
-
-class _Idle:
-    """A stream or event that has nothing to wait for."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
-
-
-class _CpuAsCuda(CpuAccelerator):
-    """The CPU under the name "cuda", which Colossal-AI's ZeRO and Gemini insist on."""
-
-    def __init__(self):
-        super().__init__()
-        self._name = "cuda"
-
-    def synchronize(self, device=None):
-        return None
-
-    def empty_cache(self):
-        return None
-
-    def manual_seed(self, seed):
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def current_device(self):
-        return 0
-
-    def device_count(self):
-        return 1
-
-    def memory_allocated(self, device=None):
-        return 0
-
-    max_memory_allocated = memory_allocated
-
-    def _idle(self, *args, **kwargs):
-        return _Idle()
-
-    Stream = Event = current_stream = default_stream = stream = _idle
-
-    def set_stream(self, stream_):
-        return None
-
-
-def _keep_chunks_in_one_memory() -> None:
-    """Gemini tells a "cuda" shard from a "cpu" shard and moves it between the two; on a CPU both are the
-    same memory, so a shard stays what it was born as: a "cuda" shard."""
-    close, paired_move = gemini_chunk.Chunk.close_chunk, gemini_chunk.Chunk._Chunk__paired_shard_move
-
-    def close_chunk(self):
-        self.shard_device = torch.device("cuda")  # a name only: nothing is allocated there
-        close(self)
-
-    def shard_move(self, device, force_copy=False, non_blocking=False):
-        if not self.optim_sync_flag:
-            paired_move(self, non_blocking=non_blocking)
-            self.optim_sync_flag = True
-
-    gemini_chunk.Chunk.close_chunk = close_chunk
-    gemini_chunk.Chunk.shard_move = shard_move
-
-
-if not torch.cuda.is_available():
-    set_accelerator(_CpuAsCuda())
-    _keep_chunks_in_one_memory()
-
-# Gemini would cast every float input to half, timesteps too; our models cast what they want cast.
-gemini_ddp._cast_float = lambda value, dtype: value
+from colossalai.nn.optimizer import HybridAdam
+from colossalai.zero import LowLevelZeroOptimizer
+from colossalai.zero.gemini import gemini_optimizer
 
 # ------------------------------------------------------------------------------------------ optimizers
 
@@ -245,7 +108,8 @@ def build_optimizer(module: nn.Module, lr: float, weight_decay: float) -> tuple[
         reason = "nvcc was not found, so HybridAdam's kernels can't be built"
     else:
         try:
-            return ResumableHybridAdam(params, **settings), "HybridAdam (Colossal-AI's fused kernels)"
+            with contextlib.redirect_stdout(io.StringIO()):  # the builder's progress, from every rank
+                return ResumableHybridAdam(params, **settings), "HybridAdam (Colossal-AI's fused kernels)"
         except Exception as error:  # a failed JIT build raises whatever the compiler driver raises
             reason = f"HybridAdam's kernels did not build: {str(error).strip().splitlines()[0]}"
     return FusedAdamW(params, **settings), f"fused AdamW ({reason})"
@@ -402,12 +266,9 @@ def boost(
         built = TorchDDPPlugin(broadcast_buffers=False, gradient_as_bucket_view=True)
     else:
         raise ValueError(f"--plugin {plugin}: choose zero2, ddp or gemini")
-    model, optimizer, *_ = Booster(plugin=built).boost(module, optimizer)
+    with warnings.catch_warnings():  # torch's advice on DDP arguments that the plugin passes
+        warnings.simplefilter("ignore")
+        model, optimizer, *_ = Booster(plugin=built).boost(module, optimizer)
     if plugin == "gemini" and precision == "bf16":
         optimizer.mix_precision_mixin = _FiniteBF16(model.chunk_manager)
     return model, optimizer
-
-
-def device() -> torch.device:
-    """The device Colossal-AI works on."""
-    return get_accelerator().get_current_device()

@@ -78,9 +78,9 @@ def engine_run(mesh, plugin: str, precision: str, accumulation: int, checkpointe
     micro = GLOBAL_BATCH // mesh.world_size // accumulation
     losses = []
     for step in range(steps):
-        total = torch.zeros(())
+        total = torch.zeros((), device=mesh.device)
         for m in range(accumulation):
-            index = (m * mesh.world_size + mesh.rank) * micro + torch.arange(micro)
+            index = (m * mesh.world_size + mesh.rank) * micro + torch.arange(micro, device=mesh.device)
             with engine.micro_batch(last=m == accumulation - 1):
                 loss = loss_of(engine.forward, step, index)
                 engine.backward(loss / accumulation)

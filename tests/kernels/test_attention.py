@@ -1,0 +1,88 @@
+"""The attention resolver: its choice, its reasons, its errors; and LocalAttention under torch.compile."""
+
+import pytest
+import torch
+
+from opendit.kernels import attention
+from opendit.kernels.attention import LocalAttention, resolve_attention
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Pretends that there is a GPU of this capability on which these backends run."""
+
+    def pretend(capability: tuple[int, int], *backends: str) -> None:
+        monkeypatch.setattr(attention, "capability", lambda device: capability)
+        monkeypatch.setattr(attention, "usable", lambda backend, *shape: backend in (*backends, "math"))
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "runs", "expected"),
+    [
+        ((9, 0), BFLOAT16, ("cudnn", "flash", "efficient"), "cudnn"),
+        ((10, 0), torch.float16, ("cudnn", "flash", "efficient"), "cudnn"),
+        ((9, 0), BFLOAT16, ("flash", "efficient"), "flash"),
+        ((8, 0), BFLOAT16, ("cudnn", "flash", "efficient"), "flash"),
+        ((8, 0), BFLOAT16, ("efficient",), "efficient"),
+        ((9, 0), FLOAT32, ("cudnn", "flash", "efficient"), "efficient"),
+        ((9, 0), torch.float64, (), "math"),
+    ],
+)
+def test_picks_the_fastest_that_runs(card, capability, dtype, runs, expected):
+    card(capability, *runs)
+    backend, reason = resolve_attention("auto", "cuda", dtype, 72, 256)
+    assert backend == expected
+    assert "head size 72, 256 tokens" in reason
+
+
+def test_never_math_where_only_tiles_are_allowed(card):
+    card((9, 0))
+    with pytest.raises(ValueError, match="N x N"):
+        resolve_attention("auto", "cuda", BFLOAT16, 72, 256, tiled=True)
+    with pytest.raises(ValueError, match="N x N"):
+        resolve_attention("math", "cuda", BFLOAT16, 72, 256, tiled=True)
+    card((9, 0), "flash")
+    assert resolve_attention("auto", "cuda", BFLOAT16, 72, 256, tiled=True)[0] == "flash"
+
+
+def test_a_backend_asked_for_is_used_or_refused(card):
+    card((9, 0), "flash")
+    assert resolve_attention("flash", "cuda", BFLOAT16, 72, 256) == ("flash", "asked for")
+    with pytest.raises(ValueError, match="'cudnn' was asked for"):
+        resolve_attention("cudnn", "cuda", BFLOAT16, 72, 256)
+    with pytest.raises(ValueError, match="CUDA GPU"):
+        resolve_attention("flash", "cpu", BFLOAT16, 72, 256)
+    with pytest.raises(ValueError, match="one of auto"):
+        resolve_attention("fast", "cpu", BFLOAT16, 72, 256)
+
+
+def test_cpu_leaves_it_to_torch():
+    assert resolve_attention("auto", "cpu", FLOAT32, 72, 256, tiled=True) == ("auto", "torch's own choice on cpu")
+    assert resolve_attention("math", "cpu", FLOAT32, 72, 256)[0] == "math"
+
+
+def expected(q, k, v):
+    return torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, dim=-1) @ v
+
+
+@pytest.mark.parametrize("compiler", (None, "eager", "aot_eager"))
+@pytest.mark.parametrize("backend", ("auto", "flash", "math"))
+def test_result_and_gradients(backend, compiler):
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 9, 3, 4, 24, requires_grad=True)  # as a block's projection leaves them: (B, N, 3, H, d)
+    attend = LocalAttention(backend)
+
+    def block(qkv, attend):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return attend(q * 1.5, k, v) * 0.5
+
+    run = block if compiler is None else torch.compile(block, backend=compiler, fullgraph=True)
+    got, want = run(qkv, attend), block(qkv, expected)
+    torch.testing.assert_close(got, want)
+    weight = torch.randn_like(got)
+    for a, b in zip(torch.autograd.grad(got, qkv, weight), torch.autograd.grad(want, qkv, weight), strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,25 @@
+"""The choice of kernels and its reasons, where there is no GPU."""
+
+import torch
+
+from opendit.config import SpeedFlags
+from opendit.kernels.attention import LocalAttention
+from opendit.kernels.select import select_kernels
+from opendit.models.layers import BlockOps
+
+CPU = torch.device("cpu")
+
+
+def test_off_is_plain_torch():
+    choice = select_kernels(SpeedFlags(), CPU, torch.float32, 32, 16)
+    assert choice.ops == BlockOps() and isinstance(choice.attend, LocalAttention)
+    assert "off" in choice.ops_note and "--enable_flashattn is off" in choice.attention_note
+
+
+def test_what_was_asked_for_and_is_not_there_is_said(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "apex", None)  # as if not installed
+    choice = select_kernels(SpeedFlags(True, True, True), CPU, torch.bfloat16, 32, 16)
+    assert choice.ops == BlockOps()
+    assert "apex is not installed" in choice.ops_note and "no modulate kernel" in choice.ops_note
+    assert "need" in choice.ops_note  # kernels_available's own words on what is missing
+    assert choice.attend.backend == "auto" and "cpu" in choice.attention_note
