@@ -10,6 +10,7 @@ import time
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from opendit import monitor as monitoring
 from opendit.checkpoint import load_checkpoint, save_checkpoint
@@ -70,7 +71,7 @@ def train(job: Job) -> None:
         num_workers=flags.num_workers,
         pin_memory=True,
         max_bad=flags.max_bad,
-        on_skip=lambda file: monitor.say(f"skipped {file}"),
+        on_skip=lambda file: tqdm.write(f"rank {mesh.rank}: skipped {file}"),
     )
     diffusion = DDPM.linear()
     skipped_in_a_row, saved_step = 0, job.first_step
@@ -95,11 +96,13 @@ def train(job: Job) -> None:
                 f"{skipped_in_a_row} steps in a row had non-finite gradients (weights and checkpoints are as before "
                 f"them); try a lower --lr, --mixed_precision bf16, or --load an earlier checkpoint"
             )
-        monitor.add(step_loss)
+        monitor.add(None if result.skipped else step_loss)
         done, last = step + 1, step + 1 == job.last_step
         if done % flags.log_every == 0 or last:
             grad_norm = result.grad_norm if math.isfinite(result.grad_norm) else None
-            monitor.log(done, batch.epoch, lr, grad_norm, loss_scale=result.loss_scale, skipped=skipped_in_all)
+            bad_files = int(mesh.sum(torch.tensor(loader.skipped, device=mesh.device)))
+            counts = {"loss_scale": result.loss_scale, "skipped": skipped_in_all, "bad_files": bad_files}
+            monitor.log(done, batch.epoch, lr, grad_norm, **counts)
         paused = monitor.pause() if due(done, flags.ckpt_every, last) or due(done, sample_every(flags), last) else None
         if due(done, flags.ckpt_every, last):
             state = {"step": done, "epoch": batch.epoch, "skipped": skipped_in_all, "world_size": mesh.world_size}
@@ -241,7 +244,7 @@ def summarise(job: Job, monitor: Monitor, saved_step: int) -> None:
         "curves": f"tensorboard --logdir {folder / 'tensorboard'}",
         "next": f"python sample.py --ckpt {folder}",
     }
-    loss = f", last logged loss {monitor.last['loss']:.4f}" if monitor.last else ""
+    loss = f", last logged loss {monitor.last['loss']:.4f}" if monitor.last.get("loss") is not None else ""
     print()
     monitoring.print_block(f"Done: step {job.last_step}{loss}", rows)
 

@@ -1,6 +1,6 @@
 """Are the generated digits digits? Scores samples of a digits checkpoint against scikit-learn's real ones.
 
-    python benchmarks/digits_check.py --ckpt outputs/000-DiT-Ti-2 [--cfg_scale 1.5] [--record]
+    python benchmarks/digits_check.py --ckpt outputs/000-DiT-Ti-2 [--cfg_scale 1.5]
 
 An SVM trained on the real training images names the digit in 500 samples, 50 a class. Two more figures show
 that they are neither one picture per class nor copies: the pixel variance within a class, as a ratio to the
@@ -68,9 +68,9 @@ def main() -> None:
     parser.add_argument("--ckpt", required=True)
     parser.add_argument("--per_class", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num_sampling_steps", type=int, default=50)
-    parser.add_argument("--sampler", default="ddim")
-    parser.add_argument("--cfg_scale", type=float, default=1.5)
+    parser.add_argument("--num_sampling_steps", type=int, default=100)
+    parser.add_argument("--sampler", default="ddpm")
+    parser.add_argument("--cfg_scale", type=float, default=1.0)
     parser.add_argument("--json", help="also write the figures there")
     args = parser.parse_args()
     samples, labels = draw(args.ckpt, args.per_class, args.seed, args.num_sampling_steps, args.sampler, args.cfg_scale)

@@ -103,6 +103,8 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     folder = resume.parent.parent if resume else run_folder(flags.outputs, flags.model) if mesh.is_main else None
     folder = Path(mesh.broadcast_object(str(folder)))
     last_step = min(flags.epochs * schedule.steps_per_epoch, flags.max_steps or flags.epochs * len(dataset))
+    if first_step >= last_step:
+        notes.append(f"{resume} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on")
     return Job(
         flags=flags,
         mesh=mesh,

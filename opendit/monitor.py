@@ -53,7 +53,8 @@ class Monitor:
         self.mesh, self.samples_per_step, self.flops_per_sample = mesh, samples_per_step, flops_per_sample
         self.peak = peak_flops(mesh.device, precision)
         self.data_wait = 0.0
-        self._loss, self._steps, self._since = torch.zeros((), device=mesh.device), 0, time.perf_counter()
+        self._loss, self._losses = torch.zeros((), device=mesh.device), 0
+        self._steps, self._since = 0, time.perf_counter()
         self.last: dict = {}
         if mesh.is_main:
             from torch.utils.tensorboard import SummaryWriter
@@ -66,9 +67,12 @@ class Monitor:
         """Adds time that the step stood waiting for its batch."""
         self.data_wait += seconds
 
-    def add(self, loss: torch.Tensor) -> None:
-        """Adds one step's mean loss on this rank (a scalar on the device; nothing waits for it)."""
-        self._loss += loss
+    def add(self, loss: torch.Tensor | None) -> None:
+        """Adds one step's mean loss on this rank (a scalar on the device; nothing waits for it), None for a
+        skipped step."""
+        if loss is not None:
+            self._loss += loss
+            self._losses += 1
         self._steps += 1
         if self.mesh.is_main:
             self._bar.update()
@@ -83,8 +87,9 @@ class Monitor:
         self._since += time.perf_counter() - paused_at
 
     def log(self, step: int, epoch: int, lr: float, grad_norm: float, **more) -> dict:
-        """Writes one line; the loss is the mean over all ranks and all steps since the last line."""
-        loss = (self.mesh.sum(self._loss) / self.mesh.world_size / max(1, self._steps)).item()
+        """Writes one line; the loss is the mean over all ranks and all steps since the last line that were not
+        skipped, null if all were."""
+        loss = (self.mesh.sum(self._loss) / self.mesh.world_size).item() / self._losses if self._losses else None
         now = time.perf_counter()
         rate = self._steps * self.samples_per_step / (now - self._since)
         flops = rate * self.flops_per_sample / self.mesh.world_size
@@ -107,12 +112,16 @@ class Monitor:
             for key, value in self.last.items():
                 if isinstance(value, int | float) and key not in ("step", "epoch"):
                     self._board.add_scalar(key, value, step)
-            shown = {"loss": f"{loss:.4f}", "img/s": f"{rate:.1f}", "TFLOP/s": f"{flops / 1e12:.1f}"}
+            shown = {
+                "loss": "-" if loss is None else f"{loss:.4f}",
+                "img/s": f"{rate:.1f}",
+                "TFLOP/s": f"{flops / 1e12:.1f}",
+            }
             if self.peak:
                 shown["MFU"] = f"{self.last['mfu']:.1%}"
             self._bar.set_postfix(shown, refresh=False)
         self._loss.zero_()
-        self._steps, self._since, self.data_wait = 0, now, 0.0
+        self._losses, self._steps, self._since, self.data_wait = 0, 0, now, 0.0
         return self.last
 
     def say(self, text: str) -> None:

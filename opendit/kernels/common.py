@@ -114,6 +114,10 @@ class Launch:
 # Kernel arguments that change with the batch: a compilation of their own for 1 or multiples of 16 would gain nothing.
 SIZES = ("rows", "length", "chunks_per_sample")
 
+# About 8 programs for each of an H100's or H200's 132 multiprocessors: with fewer, some would idle; with more, backward
+# would write and read more partial sums.
+PROGRAMS = 1024
+
 _forced: dict[str, Launch] = {}
 
 
@@ -140,13 +144,13 @@ def forced_launch(**launches: Launch) -> Iterator[None]:
 def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns: int = 1) -> Launch:
     """``default``, with fewer rows a program where ``rows`` in all would not fill the GPU or a sample is shorter.
 
-    ``columns`` is the number of programs side by side in a row. 2,048 programs are about 16 for each of an H100's or
-    H200's 132 multiprocessors. Shapes alone decide, so the order of every sum is the same in each run.
+    ``columns`` is the number of programs side by side in a row. Shapes alone decide, so the order of every sum is the
+    same in each run.
     """
     if kernel in _forced:
         return _forced[kernel]
     tiles = default.tiles
-    while tiles > 1 and (rows * columns < tiles * default.rows * 2048 or default.rows * tiles >= 2 * longest):
+    while tiles > 1 and (rows * columns < tiles * default.rows * PROGRAMS or default.rows * tiles >= 2 * longest):
         tiles //= 2
     return replace(default, tiles=tiles)
 

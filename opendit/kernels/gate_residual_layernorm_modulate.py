@@ -51,7 +51,7 @@ def gate_residual_layernorm_modulate_reference(
 def forward_launch(width: int, element_size: int) -> Launch:
     """Two warps for 1024 + 128 columns: gate, shift and scale stay in registers beside two rows."""
     main = split_width(width)[0]
-    rows = max(1, 1024 // main)
+    rows = max(1, 512 // main)
     stages = pipeline_stages(rows * width, 2, element_size)
     return Launch(rows=rows, tiles=8, warps=max(1, main // 512), stages=stages)
 
@@ -59,9 +59,9 @@ def forward_launch(width: int, element_size: int) -> Launch:
 def backward_launch(width: int, element_size: int) -> Launch:
     """Four warps for 1024 + 128 columns: three sums of fp32 a column and four rows; two warps need 215 registers."""
     main = split_width(width)[0]
-    rows = max(1, 1024 // main)
+    rows = max(1, 512 // main)
     stages = pipeline_stages(rows * width, 4, element_size)
-    return Launch(rows=rows, tiles=64, warps=max(1, main // 256), stages=stages)
+    return Launch(rows=rows, tiles=64, warps=min(max(1, main // 256), 16), stages=stages)
 
 
 @triton.jit

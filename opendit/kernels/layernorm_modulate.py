@@ -74,7 +74,7 @@ def backward_launch(width: int, element_size: int) -> Launch:
     More warps were slower (measured: eight, by 3 to 4 times): the row's own sums then wait for them all.
     """
     main = split_width(width)[0]
-    rows = max(1, 1024 // main)
+    rows = max(1, 512 // main)
     stages = pipeline_stages(rows * width, 2, element_size)
     return Launch(rows=rows, tiles=64, warps=max(1, main // 512), stages=stages)
 

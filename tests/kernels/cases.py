@@ -4,6 +4,7 @@ Used by the interpreter tests here, by tests/gpu and by benchmarks/bench_kernels
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,18 +95,19 @@ def make_inputs(
 
     ``lengths`` asks for the packed form, with these rows a sample. Every sample has its own modulation.
     """
-    generator = torch.Generator().manual_seed(batch * 1_000_003 + length * 1009 + width)
+    generator = torch.Generator(device).manual_seed(batch * 1_000_003 + length * 1009 + width)
     sample_of_row = None
     shape = (batch, length, width)
     if lengths is not None:
         batch = len(lengths)
         sample_of_row = torch.repeat_interleave(torch.arange(batch), torch.tensor(lengths)).to(device, torch.int32)
         shape = (sum(lengths), width)
-    leaves = {"six": torch.randn(batch, 6 * width, generator=generator).to(device, modulation_dtype or dtype)}
+    random = functools.partial(torch.randn, generator=generator, device=device)
+    leaves = {"six": random(batch, 6 * width).to(modulation_dtype or dtype)}
     for name in op.arguments:
         if name in ACTIVATIONS:
             # off centre, so that a mean left out shows
-            leaves[name] = (torch.randn(shape, generator=generator) * 1.5 + 0.5).to(device, dtype)
+            leaves[name] = (random(shape) * 1.5 + 0.5).to(dtype)
     return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, sample_of_row
 
 
@@ -143,8 +145,8 @@ def run(op: Operator, function: Callable, leaves: dict[str, Tensor], sample_of_r
 def output_gradients(op: Operator, leaves: dict[str, Tensor]) -> list[Tensor]:
     """Random gradients of the outputs, representable in the activations' dtype."""
     x = leaves["x"]
-    generator = torch.Generator().manual_seed(x.numel())
-    return [torch.randn(x.shape, generator=generator).to(x.device, x.dtype) for _ in op.outputs]
+    generator = torch.Generator(x.device).manual_seed(x.numel())
+    return [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for _ in op.outputs]
 
 
 def errors(op: Operator, leaves: dict[str, Tensor], sample_of_row: Tensor | None) -> dict[str, tuple[float, float]]:

@@ -33,8 +33,8 @@ def test_launch_shrinks_for_few_rows_and_short_samples():
     default = Launch(rows=1, tiles=64, warps=2)
     assert choose_launch("k", default, rows=131_072, longest=256) == default
     assert choose_launch("k", default, rows=131_072, longest=7).chunk == 8
-    assert choose_launch("k", default, rows=2048, longest=256).chunk == 1
-    assert choose_launch("k", default, rows=2048, longest=256, columns=8).chunk == 8
+    assert choose_launch("k", default, rows=2048, longest=256).chunk == 2
+    assert choose_launch("k", default, rows=2048, longest=256, columns=8).chunk == 16
     with forced_launch(k=Launch(2, 2, 1)):
         assert choose_launch("k", default, rows=1, longest=1).chunk == 4
     assert choose_launch("k", default, rows=131_072, longest=256) == default

@@ -1,0 +1,239 @@
+"""The fused adaLN kernels against a copy, torch eager and torch.compile, all measured in this run, on a GPU.
+
+    python benchmarks/bench_kernels.py [--batch 512 --length 256 --width 1152 --dtype bf16] [--record]
+    python benchmarks/bench_kernels.py --sweep        # launch shapes instead: rows, tiles, warps, stages, ...
+
+A share of copy bandwidth is the bytes an operation has to move (each activation once; modulation, statistics and sums
+are extra) over its median time, against the same for a copy of one tensor of activations.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch
+
+from benchmarks.results import append
+from opendit.kernels.common import Launch, forced_launch, interpreting, kernels_available
+from tests.kernels.cases import OPERATORS, Operator, arguments_of, make_inputs, output_gradients
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Tensors of activations that forward and backward have to read or write.
+TENSORS = {
+    "layernorm_modulate": (2, 3),
+    "modulate": (2, 3),
+    "gate_residual": (3, 3),
+    "gate_residual_layernorm_modulate": (4, 6),
+}
+CACHE = 60e6  # bytes of L2 on an H200, and a little
+
+
+def median_ms(function: Callable[[], object], milliseconds: int) -> float:
+    from triton.testing import do_bench  # clears the L2 cache before each call
+
+    return do_bench(function, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
+
+
+@dataclass
+class Inputs:
+    """Leaves and output gradients of one operator, in as many sets as it takes to exceed the cache."""
+
+    op: Operator
+    sets: list[tuple[dict[str, Tensor], list[Tensor]]]
+
+    @classmethod
+    def make(cls, op: Operator, args) -> "Inputs":
+        size = args.batch * args.length * args.width * DTYPES[args.dtype].itemsize
+        count = max(1, min(16, int(2 * CACHE // size)))
+        sets = []
+        for _ in range(count):
+            leaves, _ = make_inputs(op, args.batch, args.length, args.width, DTYPES[args.dtype], "cuda")
+            sets.append((leaves, output_gradients(op, leaves)))
+        return cls(op, sets)
+
+    def forward(self, function: Callable) -> Callable[[], object]:
+        turn = itertools.cycle([arguments_of(self.op, leaves) for leaves, _ in self.sets])
+
+        def call():
+            with torch.no_grad():
+                return function(*next(turn))
+
+        return call
+
+    def backward(self, function: Callable) -> Callable[[], object]:
+        graphs = []
+        for leaves, weights in self.sets:
+            # modulation as leaves of its own: the gradient of chunk() is not the kernels' work
+            arguments = [
+                a if a.is_leaf else a.detach().requires_grad_() for a in arguments_of(self.op, leaves)
+            ]  # detach keeps the strides
+            outputs = function(*arguments)
+            graphs.append((outputs if isinstance(outputs, tuple) else (outputs,), arguments, weights))
+        turn = itertools.cycle(graphs)
+
+        def call():
+            outputs, arguments, weights = next(turn)
+            return torch.autograd.grad(outputs, arguments, weights, retain_graph=True)
+
+        return call
+
+
+def copy_ms(args) -> float:
+    """A copy of one tensor of activations: what this card's memory can do."""
+    shape = (args.batch, args.length, args.width)
+    size = args.batch * args.length * args.width * DTYPES[args.dtype].itemsize
+    count = max(1, min(16, int(2 * CACHE // size)))
+    turn = itertools.cycle(
+        [[torch.randn(shape, device="cuda").to(DTYPES[args.dtype]) for _ in range(2)] for _ in range(count)]
+    )
+
+    def call():
+        source, target = next(turn)
+        target.copy_(source)
+
+    return median_ms(call, args.milliseconds)
+
+
+def compare(args) -> None:
+    gigabytes = 2 * args.batch * args.length * args.width * DTYPES[args.dtype].itemsize / 1e9
+    copies = [copy_ms(args)]
+    lines, rows = [], []
+    for name in args.operators:
+        op = OPERATORS[name]
+        inputs = Inputs.make(op, args)
+        functions = {"ours": op.function, "compile": torch.compile(op.reference, dynamic=False), "eager": op.reference}
+        for direction, tensors in zip(("forward", "backward"), TENSORS[name], strict=True):
+            calls = {variant: getattr(inputs, direction)(function) for variant, function in functions.items()}
+            rounds = {variant: [] for variant in calls}
+            for _ in range(args.rounds):  # they take turns, so that a drift of the clocks meets them all
+                for variant, call in calls.items():
+                    rounds[variant].append(median_ms(call, args.milliseconds))
+                copies.append(copy_ms(args))
+            times = {variant: statistics.median(values) for variant, values in rounds.items()}
+            lines.append((name, direction, tensors, times))
+            print(f"{name} {direction}: " + ", ".join(f"{k} {v:.4f} ms" for k, v in times.items()), flush=True)
+            del calls
+        del inputs
+        torch.cuda.empty_cache()
+    copy = statistics.median(copies)
+    tokens = args.batch * args.length
+    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, {tokens} x {args.width} {args.dtype}")
+    print(f"copy {copy:.4f} ms = {gigabytes / copy:.2f} TB/s (spread {min(copies):.4f} to {max(copies):.4f})")
+    print(
+        f"{'share of copy bandwidth':46s} {'ours':>6s} {'compile':>8s} {'eager':>6s}  {'x compile':>9s} {'x eager':>8s}"
+    )
+    for name, direction, tensors, times in lines:
+        share = {variant: tensors / 2 * copy / ms for variant, ms in times.items()}
+        numbers = (*share.values(), times["compile"] / times["ours"], times["eager"] / times["ours"])
+        print(f"{name + ' ' + direction:50s}" + "".join(f"{number:10.2f}" for number in numbers))
+        case = f"{name} {direction} {tokens}x{args.width} {args.dtype}"
+        for baseline in ("compile", "eager"):
+            rows.append({
+                "bench": "kernels", "case": case, "metric": "share of copy bandwidth", "value": f"{share['ours']:.3f}",
+                "baseline": f"torch {baseline}", "baseline_value": f"{share[baseline]:.3f}",
+            })  # fmt: skip
+    if args.record:
+        append(rows)
+
+
+# ------------------------------------------------------------------------------------------------------------- sweep
+
+
+def row_shapes(tiles: tuple[int, ...], shapes: tuple[tuple[int, int, int, bool], ...]) -> list[Launch]:
+    """Launch shapes from tiles a program times (rows a tile, warps, stages, hold)."""
+    return [Launch(r, t, w, s, h) for t in tiles for r, w, s, h in shapes]
+
+
+SWEEP = {
+    "layernorm_modulate_forward": row_shapes(
+        (4, 8, 16, 32), ((1, 1, 1, False), (1, 1, 1, True), (1, 1, 2, True), (1, 2, 1, False), (1, 2, 3, True))
+    ),
+    "layernorm_modulate_backward": row_shapes(
+        (32, 64, 128, 256),
+        (
+            (1, 1, 1, True), (1, 1, 2, True), (1, 2, 1, False), (1, 2, 1, True), (1, 2, 2, True), (1, 2, 3, True),
+            (1, 4, 1, True), (1, 4, 2, True), (1, 4, 3, True), (1, 4, 4, True),
+        ),
+    ) + [Launch(2, 32, 2), Launch(1, 64, 1, 2, True, 168), Launch(1, 64, 2, 3, True, 96)],
+    "gate_residual_forward": [
+        Launch(32, 1, 4), Launch(32, 2, 4), Launch(64, 1, 4), Launch(16, 1, 4), Launch(8, 1, 1), Launch(8, 4, 1),
+        Launch(16, 1, 2), Launch(64, 1, 8),
+    ],
+    "gate_residual_backward": [
+        Launch(32, 2, 4), Launch(32, 4, 4), Launch(32, 8, 4), Launch(16, 8, 4), Launch(16, 8, 2), Launch(8, 8, 1),
+        Launch(8, 16, 1), Launch(32, 4, 4, 2), Launch(16, 8, 4, 3), Launch(64, 2, 8),
+    ],
+    "gate_residual_layernorm_modulate_forward": row_shapes(
+        (8, 16),
+        (
+            (1, 1, 1, False), (1, 2, 1, False), (1, 2, 1, True), (1, 2, 2, True), (1, 2, 3, True), (1, 4, 1, False),
+            (1, 4, 1, True), (1, 4, 3, True),
+        ),
+    ),
+    "gate_residual_layernorm_modulate_backward": row_shapes(
+        (32, 64, 128, 256),
+        (
+            (1, 2, 1, False), (1, 2, 1, True), (1, 2, 2, True), (1, 2, 3, True), (1, 4, 1, False), (1, 4, 1, True),
+            (1, 4, 2, True), (1, 4, 3, True), (1, 8, 1, True), (1, 8, 3, True),
+        ),
+    ),
+}  # fmt: skip
+
+
+def sweep(args) -> None:
+    """Times of every launch shape, the best first; the first line of each kernel is its default shape."""
+    copy = copy_ms(args)
+    print(f"copy {copy:.4f} ms")
+    for kernel, launches in SWEEP.items():
+        name, _, direction = kernel.rpartition("_")
+        if name not in args.operators:
+            continue
+        op = OPERATORS[name]
+        tensors = TENSORS[name][direction == "backward"]
+        call = getattr(Inputs.make(op, args), direction)(op.function)
+        print(f"\n{kernel}: default {tensors / 2 * copy / median_ms(call, args.milliseconds):.3f} of copy", flush=True)
+        results = []
+        for launch in launches:
+            with forced_launch(**{kernel: launch}):
+                try:
+                    results.append((median_ms(call, args.milliseconds), launch))
+                except Exception as error:  # out of shared memory or registers: part of the answer
+                    print(f"  {launch}: {type(error).__name__}: {str(error)[:80]}")
+        for ms, launch in sorted(results, key=lambda result: result[0]):
+            print(
+                f"  {tensors / 2 * copy / ms:.3f} {ms:.4f} ms  rows {launch.rows} tiles {launch.tiles} "
+                f"warps {launch.warps} stages {launch.stages} hold {int(launch.hold)} registers {launch.registers}"
+            )
+        del call
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--width", type=int, default=1152)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS))
+    parser.add_argument("--milliseconds", type=int, default=100, help="time for each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
+    parser.add_argument("--sweep", action="store_true", help="time launch shapes instead")
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/results.csv")
+    args = parser.parse_args()
+    available, reason = kernels_available("cuda", DTYPES[args.dtype])
+    if not available or interpreting():
+        raise SystemExit(f"no GPU kernels to measure: {reason}")
+    functorch.donated_buffer = False  # the compiled backward runs more than once here
+    sweep(args) if args.sweep else compare(args)
+
+
+if __name__ == "__main__":
+    main()

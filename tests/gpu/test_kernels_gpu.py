@@ -1,0 +1,199 @@
+"""The fused operations and the attention kernels on a GPU: the full grid of shapes, and what only a GPU can show."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.common import Launch, forced_launch, interpreting, kernels_available
+from tests.kernels.cases import (
+    BATCHES,
+    DTYPES,
+    LENGTHS,
+    OPERATORS,
+    WIDTHS,
+    arguments_of,
+    check,
+    make_inputs,
+    output_gradients,
+    run,
+)
+
+AVAILABLE, REASON = kernels_available("cuda", torch.bfloat16)
+pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason=REASON)
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+KERNELS = [f"{name}_{way}" for name in OPERATORS if name != "modulate" for way in ("forward", "backward")]
+
+operators = pytest.mark.parametrize("op", OPERATORS.values(), ids=OPERATORS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@operators
+@dtypes
+@pytest.mark.parametrize("width", WIDTHS)
+def test_full_grid(op, dtype, width):
+    for batch in BATCHES:
+        for length in LENGTHS:
+            try:
+                check(op, *make_inputs(op, batch, length, width, dtype, "cuda"))
+            except AssertionError as error:
+                raise AssertionError(f"B {batch}, N {length}: {error}") from error
+
+
+@operators
+@pytest.mark.parametrize("width", (384, 1152))
+def test_enough_rows_for_the_default_launch(op, width):
+    """Sizes at which a program takes as many rows as it ever does, the last one of a sample fewer."""
+    for length in (250, 16_384):
+        check(op, *make_inputs(op, 140_000 // length, length, width, BFLOAT16, "cuda"))
+
+
+@operators
+@pytest.mark.parametrize(
+    "launch",
+    (Launch(1, 8, 1), Launch(1, 8, 1, 2), Launch(1, 8, 2, 3, False), Launch(2, 4, 4, 3), Launch(4, 4, 2, 2, True, 128)),
+)
+def test_other_launch_shapes(op, launch):
+    with forced_launch(**dict.fromkeys(KERNELS, launch)):
+        check(op, *make_inputs(op, 3, 257, 1152, BFLOAT16, "cuda"))
+
+
+@operators
+@dtypes
+@pytest.mark.parametrize("width", (72, 1152))
+def test_packed(op, dtype, width):
+    for lengths in ((256, 1, 7, 0, 255, 3, 1000), (2048,), (1,) * 50, (0, 100, 0)):
+        leaves, sample_of_row = make_inputs(op, 0, 0, width, dtype, "cuda", lengths=lengths)
+        check(op, leaves, sample_of_row)
+        with forced_launch(**dict.fromkeys(KERNELS, Launch(4, 8, 2, 2))):
+            check(op, leaves, sample_of_row.long())
+
+
+@operators
+def test_bf16_modulation_of_fp32_activations(op):
+    check(op, *make_inputs(op, 3, 257, 1152, FLOAT32, "cuda", modulation_dtype=BFLOAT16))
+
+
+@operators
+@pytest.mark.parametrize("lengths", (None, (1000, 24, 7168, 1)), ids=("batched", "packed"))
+def test_two_runs_give_the_same_bits(op, lengths):
+    leaves, sample_of_row = make_inputs(op, 64, 256, 1152, BFLOAT16, "cuda", lengths=lengths)
+    weights = output_gradients(op, leaves)
+    first = run(op, op.function, leaves, sample_of_row, weights)
+    for _ in range(5):
+        for name, value in run(op, op.function, leaves, sample_of_row, weights).items():
+            assert torch.equal(value, first[name]), name
+
+
+@operators
+def test_under_compile(op):
+    leaves, _ = make_inputs(op, 4, 256, 1152, BFLOAT16, "cuda")
+    weights = output_gradients(op, leaves)
+
+    def between(*args):
+        outputs = op.function(*(a * 2 for a in args))
+        return tuple(o * 0.5 for o in (outputs if isinstance(outputs, tuple) else (outputs,)))
+
+    want = run(op, between, leaves, None, weights)
+    got = run(op, torch.compile(between, fullgraph=True), leaves, None, weights)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=2e-2, atol=2e-2)
+
+
+@operators
+def test_under_compile_with_changing_lengths(op):
+    compiled = torch.compile(op.function, dynamic=True, fullgraph=True)
+    for batch, length in ((2, 256), (3, 100), (1, 300)):
+        leaves, _ = make_inputs(op, batch, length, 384, FLOAT32, "cuda")
+        weights = output_gradients(op, leaves)
+        want, got = (run(op, function, leaves, None, weights) for function in (op.function, compiled))
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value)
+
+
+@operators
+def test_under_checkpoint(op):
+    leaves, _ = make_inputs(op, 4, 256, 1152, BFLOAT16, "cuda")
+    weights = output_gradients(op, leaves)
+    want = run(op, op.function, leaves, None, weights)
+    got = run(op, lambda *args: checkpoint(op.function, *args, use_reentrant=False), leaves, None, weights)
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@operators
+def test_gradients_are_finite_differences(op):
+    """The directional derivative of <output, weight>, in fp32 kernels, along a random direction of every input."""
+    leaves, _ = make_inputs(op, 2, 40, 384, FLOAT32, "cuda")
+    weights = output_gradients(op, leaves)
+
+    def value(shifted) -> float:
+        outputs = op.function(*arguments_of(op, shifted))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return sum((o.double() * w.double()).sum().item() for o, w in zip(outputs, weights, strict=True))
+
+    grads = run(op, op.function, leaves, None, weights)
+    for name, leaf in leaves.items():
+        direction = torch.randn_like(leaf)
+        step = 1e-2
+        ends = [value({**leaves, name: leaf.detach() + sign * step * direction}) for sign in (1, -1)]
+        slope = (grads[f"d{name}"].double() * direction.double()).sum().item()
+        size = (grads[f"d{name}"].norm() * direction.norm()).item()
+        assert abs((ends[0] - ends[1]) / (2 * step) - slope) <= 1e-3 * size, name
+
+
+@operators
+def test_no_full_size_temporaries(op):
+    """Backward's memory beyond its results: partial sums, a small part of one tensor of activations."""
+    leaves, _ = make_inputs(op, 512, 256, 1152, BFLOAT16, "cuda")
+    weights = output_gradients(op, leaves)
+    arguments = [a if a.is_leaf else a.detach().requires_grad_() for a in arguments_of(op, leaves)]
+    outputs = op.function(*arguments)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.grad(outputs, arguments, weights, retain_graph=True)  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    grads = torch.autograd.grad(outputs, arguments, weights)
+    kept = {grad.data_ptr(): grad.nbytes for grad in grads if grad.data_ptr() not in {w.data_ptr() for w in weights}}
+    extra = torch.cuda.max_memory_allocated() - before - sum(kept.values())
+    assert extra <= 0.12 * leaves["x"].nbytes, f"{extra / leaves['x'].nbytes:.2f} x an activation"
+
+
+# --------------------------------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("length", (256, 1024))
+@pytest.mark.parametrize("dtype", (BFLOAT16, torch.float16))
+@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compile"))
+def test_attention_that_is_picked(length, dtype, compiled):
+    backend, reason = resolve_attention("auto", "cuda", dtype, 72, length, tiled=True)
+    if torch.cuda.get_device_capability() >= (9, 0):
+        assert backend == "cudnn", reason
+    torch.manual_seed(0)
+    qkv = torch.randn(2, length, 3, 4, 72, device="cuda", dtype=dtype, requires_grad=True)
+    attend = LocalAttention(backend)
+
+    def block(qkv):
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return attend(q, k, v)
+
+    got = torch.compile(block, fullgraph=True)(qkv) if compiled else block(qkv)
+    exact = qkv.detach().double().requires_grad_()
+    q, k, v = exact.permute(2, 0, 3, 1, 4)
+    want = torch.softmax(q @ k.transpose(-1, -2) / 72**0.5, dim=-1) @ v
+    weight = torch.randn_like(got)
+    (dgot,), (dwant,) = torch.autograd.grad(got, qkv, weight), torch.autograd.grad(want, exact, weight.double())
+    for a, b in ((got, want), (dgot, dwant)):
+        assert ((a.double() - b).norm() / b.norm()).item() <= (1e-2 if dtype == BFLOAT16 else 2e-3)
+
+
+@pytest.mark.parametrize("requested", ("cudnn", "flash", "efficient"))
+def test_forced_attention_never_builds_the_scores(requested):
+    backend, reason = resolve_attention(requested, "cuda", BFLOAT16, 64, 8192, tiled=True)
+    assert (backend, reason) == (requested, "asked for")
+    q, k, v = (torch.randn(1, 4, 8192, 64, device="cuda", dtype=BFLOAT16, requires_grad=True) for _ in range(3))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    LocalAttention(backend)(q, k, v).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4 * 8192 * 8192 * 2 / 4  # a quarter of the scores in bf16
