@@ -151,7 +151,9 @@ def collect(job: Job, output: Path) -> None:
     sizes = [len(part) for part in torch.arange(count).tensor_split(world)]
     parts = [np.load(output / f".part-{rank:04d}.npy", mmap_mode="r")[:size] for rank, size in enumerate(sizes) if size]
     shown = np.stack(list(islice(chain.from_iterable(parts), GRID_PICTURES)))
-    save_grid(output / "grid.png", shown, [job.names[label] for label in job.labels[: len(shown)].tolist()])
+    kinds = len(set(job.labels.tolist()))  # a column a class, where they fit
+    captions = [job.names[label] for label in job.labels[: len(shown)].tolist()]
+    save_grid(output / "grid.png", shown, captions, columns=kinds if 4 <= kinds <= 12 else None)
     rows = {"grid": str(output / "grid.png")}
     if flags.save_png:
         rows["pictures"] = f"{count} in {output}"

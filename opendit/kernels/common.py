@@ -252,8 +252,9 @@ class Rows:
         grid = (self.samples, -(-width // block_d), count)
         out = [outputs[min(i, count - 1)] for i in range(3)]
         _finish_kernel[grid](
-            partial[0], *out, offsets, partial[0].shape[0], slots_per_sample, CHUNK=self.launch.chunk, D=width,
-            BLOCK_P=block_p, BLOCK_D=block_d, PACKED=self.packed, COUNT=count, num_warps=4,
+            partial[0], *out, offsets, partial[0].shape[0], slots_per_sample,
+            CHUNK=self.launch.chunk if self.packed else 1, D=width, BLOCK_P=block_p, BLOCK_D=block_d,
+            PACKED=self.packed, COUNT=count, num_warps=4,
         )  # fmt: skip
 
 
@@ -321,7 +322,7 @@ def register(
 ) -> None:  # fmt: skip
     """Makes ``torch.ops.opendit.NAME`` for eager, torch.compile (opaque, shapes from ``fake``) and autograd.
 
-    ``Library.define`` rather than ``torch.library.custom_op``: the same guarantees with less work on the CPU a call.
+    The implementation serves every device: Triton's interpreter takes CPU tensors.
     """
     name = schema.partition("(")[0]
 

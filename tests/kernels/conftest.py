@@ -3,4 +3,24 @@ other test in the process into interpreted ones. So it runs in a process of its 
 
 import os
 
-collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_operators.py"]
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore = [] if INTERPRETING else ["test_operators.py"]
+
+
+def let_old_interpreters_loop() -> None:
+    """Triton 3.6's interpreter calls int() on arrays of one element for a loop's bounds, which numpy 2.4 refuses."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if INTERPRETING:
+    let_old_interpreters_loop()
