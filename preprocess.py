@@ -1,11 +1,16 @@
 #!/usr/bin/env python
-"""Prepares media for training: encodes pictures into cached latents.
+"""Prepares media for training: tables of captioned clips and pictures, and cached latents.
+
+    python preprocess.py demo                                       # videos/demo.csv: moving digits as MP4 files
+    python preprocess.py ucf101 UCF-101 --output ucf101.csv         # captions from the names of the classes
+    python preprocess.py folder CLIPS --output clips.csv            # from clip.txt, clip.json or folder names
+    python preprocess.py check clips.csv --output checked.csv --num_frames 16 --frame_interval 3
 
     python preprocess.py latents --data_path FOLDER --vae ema --image_size 256 --output LATENTS
-    torchrun --nproc_per_node 8 preprocess.py latents ...      # one process a GPU
+    torchrun --nproc_per_node 8 preprocess.py latents ...           # one process a GPU
 
-Then train with ``--data_path LATENTS``: no picture is decoded and no VAE runs during training. A job that was
-stopped goes on where it was when the same command is run again.
+Then train with ``--data_path checked.csv`` or ``--data_path LATENTS``; with latents no picture is decoded and no VAE
+runs during training. What ``demo`` or ``latents`` were stopped in goes on when the same command is run again.
 """
 
 import argparse
@@ -17,8 +22,25 @@ def build_parser() -> argparse.ArgumentParser:
         prog="preprocess.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    demo = commands.add_parser("demo", help="make clips of moving digits with captions")
+    demo.add_argument("--output", default="videos", help="folder for demo.csv and the clips (default: videos)")
+    demo.add_argument("--clips", type=positive, default=600, help="how many (default: 600)")
+    demo.add_argument("--size", type=positive, default=64, help="pixels of a side (default: 64)")
+    ucf101 = commands.add_parser("ucf101", help="list a UCF101 tree in a CSV")
+    ucf101.add_argument("root", metavar="ROOT", help="folder with a folder of clips for every class")
+    ucf101.add_argument("--output", required=True, metavar="CSV")
+    folder = commands.add_parser("folder", help="list a folder of captioned clips and pictures in a CSV")
+    folder.add_argument("root", metavar="ROOT", help="searched to any depth")
+    folder.add_argument("--output", required=True, metavar="CSV")
+    check = commands.add_parser("check", help="drop the rows of a CSV that can't be trained on")
+    check.add_argument("csv", metavar="CSV", help="path,text and any other columns")
+    check.add_argument("--output", required=True, metavar="CSV2")
+    check.add_argument("--num_frames", type=positive, default=16, help="frames of a training clip (default: 16)")
+    check.add_argument("--frame_interval", type=positive, default=1, help="from frame to frame (default: 1)")
+    check.add_argument("--min_size", type=natural, default=0, help="least pixels of the shorter side (default: 0)")
+    check.add_argument("--num_workers", type=positive, default=2, help="processes that decode (default: 2)")
     latents = commands.add_parser("latents", help="encode every picture once with a VAE")
-    latents.add_argument("--data_path", required=True, help="digits, a folder of pictures or a torchvision data set")
+    latents.add_argument("--data_path", required=True, help="digits, a folder of pictures, a torchvision set or a CSV")
     latents.add_argument("--vae", default="ema", help="ema, mse or a folder with a VAE (default: ema)")
     latents.add_argument("--image_size", type=positive, default=256, help="pixels of a side (default: 256)")
     latents.add_argument("--output", required=True, help="folder for the latents")
@@ -32,6 +54,17 @@ def build_parser() -> argparse.ArgumentParser:
         help="of the VAE (default: auto, fp16 on a GPU, else fp32)",
     )
     latents.add_argument("--shard_size", type=positive, default=4096, help="pictures a file (default: 4096)")
+    latents.add_argument("--use_video", action="store_true", help="encode the clips of a CSV, and its pictures as such")
+    latents.add_argument("--num_frames", type=positive, default=16, help="frames of a clip (default: 16)")
+    latents.add_argument("--frame_interval", type=positive, default=1, help="from frame to frame (default: 1)")
+    latents.add_argument(
+        "--short_clips",
+        choices=("skip", "interval"),
+        default="skip",
+        help="interval: read clips that are too short at a smaller interval (default: skip)",
+    )
+    latents.add_argument("--text_encoder", help="also encode the captions: clip, t5 or a folder (default: keep words)")
+    latents.add_argument("--max_text_tokens", type=positive, help="captions are cut to this (default: the encoder's)")
     return parser
 
 
@@ -42,10 +75,38 @@ def positive(text: str) -> int:
     return value
 
 
+def natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} must not be negative")
+    return value
+
+
 def underscores(argument: str) -> str:
     """--data-path=x-y -> --data_path=x-y."""
     flag, equals, value = argument.partition("=")
     return flag.replace("-", "_").replace("__", "--", 1) + equals + value if flag.startswith("--") else argument
+
+
+def run(command: str, options: dict) -> None:
+    """One subcommand with its flags' values."""
+    if command == "demo":
+        from opendit.data.moving_digits import make_demo
+
+        table = make_demo(options["output"], options["clips"], options["size"])
+        print(f"{options['clips']:,} clips of moving digits: train with --use_video --data_path {table}")
+    elif command in ("ucf101", "folder"):
+        from opendit.data import make_csv
+
+        make_csv.run(command, **options)
+    elif command == "check":
+        from opendit.data import check_csv
+
+        check_csv.run(**options)
+    else:
+        from opendit.data import make_latents
+
+        make_latents.run(**options)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,12 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
     if command is None:
         parser.print_help()
         return 0
-    from opendit.data import make_latents  # torch and the rest, which the usage doesn't need
-    from opendit.data.base import DataError
+    from opendit.data.base import DataError  # torch and the rest, which the usage doesn't need
 
     try:
-        make_latents.run(**options)
-    except (ValueError, FileNotFoundError, DataError) as error:
+        run(command, options)
+    except (ValueError, OSError, DataError) as error:
         print(f"preprocess.py {command}: error: {error}", file=sys.stderr)
         return 2
     return 0

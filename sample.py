@@ -1,7 +1,8 @@
-"""Draws pictures from a checkpoint: a labelled grid, single PNGs, and on request an .npz for FID tools.
+"""Draws pictures or clips from a checkpoint: a labelled sheet, single PNGs or MP4s, on request an .npz for FID tools.
 
     python sample.py --ckpt outputs/000-DiT-XL-2 --class_labels 207 360 --cfg_scale 4
     python sample.py --model DiT-XL/2 --image_size 256 --ckpt ./model.pt            (Meta's weights)
+    python sample.py --ckpt outputs/000-vDiT-XL-222 --use_video --prompt "a seven moving left"
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --num_samples 50000 --npz fid.npz
 
 Several processes split the samples; the noise of a sample depends on --seed and its number only.
@@ -14,36 +15,52 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 from opendit.checkpoint import newest_run
 from opendit.config import SampleConfig, parse
+from opendit.data.video_file import write_mp4
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
+from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
+from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.models import DiT
-from opendit.models.pretrained import load_pretrained
+from opendit.models import Condition, DiT, VDiTConfig
+from opendit.models.pretrained import Weights, load_pretrained
 from opendit.monitor import print_block
 from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.sampling import preview_labels, sample_in_batches, save_grid
+from opendit.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
 
-GRID_PICTURES = 100  # at most; the single pictures and the .npz hold all
+SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval counts
+
+GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most; the single files and the .npz hold all
 
 
 @dataclass
 class Job:
-    """A checked sampling job."""
+    """A checked sampling job. Sample number i draws ``choices[i]``: a class, or a row of the prompts."""
 
     flags: SampleConfig
     mesh: Mesh
     model: DiT
-    codec: ImageCodec
+    codec: ImageCodec | VideoCodec
     kernels: KernelChoice
-    labels: Tensor
-    names: list[str]
+    conditioner: Conditioner
+    conditions: Condition  # of every class or prompt
+    choices: Tensor
+    names: list[str]  # of every class or prompt
+    size: tuple[int, ...]  # of the latents
+    fps: float
     source: Path
     notes: list[str]
+
+    @property
+    def captions(self) -> list[str]:
+        """What every sample shows."""
+        return [self.names[choice] for choice in self.choices.tolist()]
 
 
 def main(argv: list[str]) -> None:
@@ -69,33 +86,107 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
         raise ValueError(f"--npz {flags.npz}: its folder does not exist")
     ckpt = flags.ckpt
     if ckpt == "latest":
-        found = newest_run(flags.outputs, flags.model)
+        found = newest_run(flags.outputs, flags.model, flags.use_video)
         if found is None:
             raise ValueError(f"--ckpt latest: no run with a checkpoint under {flags.outputs}; give a path")
         ckpt = found
     model, weights = load_pretrained(ckpt, flags.model, flags.weights)
     config = model.config
-    vae = flags.vae or weights.info.get("vae", "ema")
-    channels, downscale = codec_geometry(vae, config.in_channels)
-    size = config.input_size[0] * downscale
+    if flags.use_video and not isinstance(config, VDiTConfig):
+        raise ValueError(f"--use_video: {weights.path} draws pictures; leave the flag out")
+    dtype = PRECISIONS[flags.mixed_precision]
+    size = latent_size(flags, model, weights)
+    kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
+    model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend)
+    half = torch.float32 if flags.mixed_precision == "fp32" else torch.float16  # closer to fp32 than bf16 for a VAE
+    load = load_video_codec if isinstance(config, VDiTConfig) else load_codec
+    codec = load(vae_of(flags, weights), channels=config.in_channels, device=mesh.device, dtype=half)
+    conditioner, conditions, choices, names = what_to_draw(flags, model, weights, half, mesh)
+    interval = flags.frame_interval or weights.info.get("frame_interval", 1)
+    return Job(
+        flags=flags,
+        mesh=mesh,
+        model=model,
+        codec=codec,
+        kernels=kernels,
+        conditioner=conditioner,
+        conditions=conditions,
+        choices=choices,
+        names=names,
+        size=size,
+        fps=max(1.0, SOURCE_FPS / interval),
+        source=weights.path,
+        notes=notes,
+    )
+
+
+def vae_of(flags: SampleConfig, weights: Weights) -> str:
+    return flags.vae or weights.info.get("vae", "ema")
+
+
+def latent_size(flags: SampleConfig, model: DiT, weights: Weights) -> tuple[int, ...]:
+    """(h, w) or (t, h, w) to draw. Raises ValueError if a flag does not fit the model or its VAE."""
+    config, vae = model.config, vae_of(flags, weights)
+    *frames, height, width = config.input_size
+    if frames:
+        channels, downscale, temporal = video_geometry(vae, config.in_channels)
+        if flags.num_frames is not None:
+            frames = [latent_frames(flags.num_frames, temporal)]
+    else:
+        channels, downscale = codec_geometry(vae, config.in_channels)
     if channels != config.in_channels:
         raise ValueError(f"--vae {vae} has {channels} channels, the model {config.in_channels}; name the model's VAE")
-    if flags.image_size not in (None, size):
-        raise ValueError(f"--image_size {flags.image_size}: {weights.path} draws {size} x {size}; leave the flag out")
-    dtype = PRECISIONS[flags.mixed_precision]
-    kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
-    positions = model.pos_embed
-    model.to(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend)
-    model.pos_embed = positions.to(mesh.device)  # stays fp32
-    half = torch.float32 if flags.mixed_precision == "fp32" else torch.float16  # closer to fp32 than bf16 for a VAE
-    codec = load_codec(vae, channels=config.in_channels, device=mesh.device, dtype=half)
-    labels = choose_labels(flags, config.num_classes)
-    names = weights.info.get("class_names") or []
-    names += [str(i) for i in range(len(names), config.num_classes)]
-    return Job(flags, mesh, model, codec, kernels, labels, names, weights.path, notes)
+    if flags.image_size not in (None, height * downscale):
+        raise ValueError(
+            f"--image_size {flags.image_size}: {weights.path} draws {height * downscale} x {width * downscale}; leave "
+            "the flag out"
+        )
+    config.grid_of((*frames, height, width))  # raises ValueError if the patch does not divide the frames
+    return (*frames, height, width)
 
 
-def choose_labels(flags: SampleConfig, num_classes: int) -> Tensor:
+def what_to_draw(
+    flags: SampleConfig, model: DiT, weights: Weights, dtype: torch.dtype, mesh: Mesh
+) -> tuple[Conditioner, Condition, Tensor, list[str]]:
+    """The conditioner, the condition of every class or prompt, every sample's choice of them, and their names.
+
+    Raises ValueError for classes that the model does not have, or for prompts given to a class model and the other
+    way round.
+    """
+    text, info = model.config.text, weights.info
+    if text is None:
+        if flags.prompt:
+            raise ValueError(f"--prompt: {weights.path} is conditioned on classes; use --class_labels")
+        names = [*(info.get("class_names") or [])]
+        names += [str(i) for i in range(len(names), model.config.num_classes)]
+        choices = choose(flags, len(names))
+        return LabelConditioner(len(names), mesh.device), torch.arange(len(names), device=mesh.device), choices, names
+    if flags.class_labels:
+        raise ValueError(f"--class_labels: {weights.path} is conditioned on captions; use --prompt")
+    prompts = read_prompts(flags.prompt) or info.get("captions") or [""]
+    encoder = None
+    if not text.inside:
+        name = flags.text_encoder or info.get("text_encoder") or text.name
+        encoder = load_text_encoder(name, device=mesh.device, dtype=dtype, max_tokens=text.max_tokens)
+    conditioner = CaptionConditioner(text, mesh.device, encoder)
+    choices = torch.arange(flags.num_samples or len(prompts)) % len(prompts)
+    return conditioner, conditioner.encode(prompts), choices, prompts
+
+
+def read_prompts(given: list[str]) -> list[str]:
+    """The prompts of --prompt: as they are, or the lines of one text file."""
+    if len(given) == 1 and given[0].endswith(".txt"):
+        try:
+            lines = Path(given[0]).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ValueError(f"--prompt {given[0]}: can't be read ({error.strerror})") from error
+        given = [line.strip() for line in lines if line.strip()]
+        if not given:
+            raise ValueError("--prompt: the file holds no caption; one a line is expected")
+    return given
+
+
+def choose(flags: SampleConfig, num_classes: int) -> Tensor:
     """The label of every sample, (N,) int64. Raises ValueError for labels the model does not have."""
     bad = [label for label in flags.class_labels if not 0 <= label < num_classes]
     if bad:
@@ -110,18 +201,15 @@ def run(job: Job) -> None:
     flags, mesh = job.flags, job.mesh
     output = Path(flags.output)
     announce(job)
-    count = len(job.labels)
+    count = len(job.choices)
     mine = torch.arange(count).tensor_split(mesh.world_size)[mesh.rank]
-    progress = tqdm(total=len(mine), unit="picture", disable=not mesh.is_main, dynamic_ncols=True)
-    # Through a file: with 50,000 pictures the .npz does not fit in every process's memory.
-    side = job.model.config.input_size[0] * job.codec.downscale
-    part_path = output / f".part-{mesh.rank:04d}.npy"
-    part = np.lib.format.open_memmap(part_path, "w+", np.uint8, (max(1, len(mine)), side, side, 3))
+    progress = tqdm(total=len(mine), unit="sample", disable=not mesh.is_main, dynamic_ncols=True)
     torch.set_float32_matmul_precision("highest")
     batches = sample_in_batches(
         job.model,
         job.codec,
-        job.labels[mine],
+        job.conditions[job.choices[mine].to(mesh.device)],
+        job.conditioner.null(),
         mine,
         flags.batch_size,
         seed=flags.seed,
@@ -129,37 +217,47 @@ def run(job: Job) -> None:
         sampler=flags.sampler,
         cfg_scale=flags.cfg_scale,
         cfg_channels=flags.cfg_channels,
+        size=job.size,
     )
+    # Through a file: with 50,000 pictures the .npz does not fit in every process's memory.
+    part, part_path, captions = None, output / f".part-{mesh.rank:04d}.npy", job.captions
     for index, pictures in batches:
+        if part is None:
+            part = np.lib.format.open_memmap(part_path, "w+", np.uint8, (len(mine), *pictures.shape[1:]))
         for number, picture in zip(index.tolist(), pictures, strict=True):
             part[number - mine[0]] = picture
             if flags.save_png:
-                save_png(output / f"{number:06d}-{file_name(job.names[job.labels[number]])}.png", picture)
+                save_one(output / f"{number:06d}-{file_name(captions[number])}", picture, job.fps)
         progress.update(len(index))
     progress.close()
-    part.flush()
+    if part is not None:
+        part.flush()
     mesh.barrier()
     if mesh.is_main:
         collect(job, output)
     mesh.barrier()
-    part_path.unlink()
+    part_path.unlink(missing_ok=True)
 
 
 def collect(job: Job, output: Path) -> None:
-    """Rank 0: the grid and the .npz from all ranks' parts."""
-    flags, count, world = job.flags, len(job.labels), job.mesh.world_size
-    sizes = [len(part) for part in torch.arange(count).tensor_split(world)]
-    parts = [np.load(output / f".part-{rank:04d}.npy", mmap_mode="r")[:size] for rank, size in enumerate(sizes) if size]
-    shown = np.stack(list(islice(chain.from_iterable(parts), GRID_PICTURES)))
-    kinds = len(set(job.labels.tolist()))  # a column a class, where they fit
-    captions = [job.names[label] for label in job.labels[: len(shown)].tolist()]
-    save_grid(output / "grid.png", shown, captions, columns=kinds if 4 <= kinds <= 12 else None)
-    rows = {"grid": str(output / "grid.png")}
+    """Rank 0: the sheet and the .npz from all ranks' parts."""
+    flags, captions = job.flags, job.captions
+    sizes = [len(part) for part in torch.arange(len(captions)).tensor_split(job.mesh.world_size)]
+    parts = [np.load(output / f".part-{rank:04d}.npy", mmap_mode="r") for rank, size in enumerate(sizes) if size]
+    clips = parts[0].ndim == 5
+    shown = np.stack(list(islice(chain.from_iterable(parts), SHEET_CLIPS if clips else GRID_PICTURES)))
+    if clips:
+        save_contact_sheet(output / "grid.png", shown, captions[: len(shown)])
+    else:
+        save_grid(output / "grid.png", shown, captions[: len(shown)], columns=grid_columns(captions))
+    rows = {"sheet": str(output / "grid.png")}
     if flags.save_png:
-        rows["pictures"] = f"{count} in {output}"
+        rows["clips" if clips else "pictures"] = f"{len(captions)} in {output}"
     if flags.npz:
-        np.savez(flags.npz, arr_0=np.concatenate(parts), arr_1=job.labels.numpy())
-        rows["npz"] = f"{flags.npz}: arr_0 {count} x {parts[0].shape[1]} x {parts[0].shape[2]} x 3, arr_1 labels"
+        labels = job.choices.numpy() if job.model.config.text is None else np.array(captions)
+        np.savez(flags.npz, arr_0=np.concatenate(parts), arr_1=labels)
+        shape = " x ".join(map(str, (len(captions), *parts[0].shape[1:])))
+        rows["npz"] = f"{flags.npz}: arr_0 {shape}, arr_1 {'captions' if job.model.config.text else 'labels'}"
     print_block("\nDone", rows)
 
 
@@ -176,21 +274,23 @@ def announce(job: Job) -> None:
         "attention": job.kernels.attention_note,
         "kernels": job.kernels.ops_note,
         "processes": f"{job.mesh.world_size} ({processor})",
-        "pictures": f"{len(job.labels)}, seed {flags.seed}",
+        "samples": f"{len(job.choices)}, seed {flags.seed}",
     }
     print_block("OpenDiT sampling", rows)
     for note in job.notes:
         print(f"note: {note}", flush=True)
 
 
-def save_png(path: Path, picture: np.ndarray) -> None:
-    from PIL import Image
-
-    Image.fromarray(picture).save(path)
+def save_one(stem: Path, picture: np.ndarray, fps: float) -> None:
+    """STEM.png of a picture (H, W, 3), STEM.mp4 of a clip (T, H, W, 3)."""
+    if picture.ndim == 4:
+        write_mp4(stem.with_name(stem.name + ".mp4"), picture, fps)
+    else:
+        Image.fromarray(picture).save(stem.with_name(stem.name + ".png"))
 
 
 def file_name(label: str) -> str:
-    """A class name as part of a file name."""
+    """A class name or caption as part of a file name."""
     return "".join(c if c.isalnum() or c in "-_" else "_" for c in label)[:40]
 
 

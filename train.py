@@ -8,6 +8,7 @@ import math
 import sys
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -18,14 +19,14 @@ from opendit.config import TrainConfig, parse
 from opendit.data import Batch, build_loader
 from opendit.diffusion import DDPM, ddpm_loss
 from opendit.ema import EMA
-from opendit.job import USER_ERRORS, Job, prepare, write_config
-from opendit.models import DiT
+from opendit.job import USER_ERRORS, Job, example_captions, prepare, write_config
+from opendit.models import Condition, build_model
 from opendit.models.pretrained import load_state
 from opendit.monitor import Monitor
 from opendit.parallel.engine import PRECISIONS, Engine, build_engine
 from opendit.parallel.mesh import close_mesh, init_mesh
 from opendit.random import Stream, integers, normal, uniform
-from opendit.sampling import preview_labels, sample_in_batches, save_grid
+from opendit.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
 
 
 def main(argv: list[str]) -> None:
@@ -144,9 +145,8 @@ def batch_loss(job: Job, engine: Engine, diffusion: DDPM, batch: Batch) -> Tenso
     latents = job.latents(batch.x.to(device, non_blocking=True), step, index)
     t = integers(seed, step, index, Stream.TIMESTEP, diffusion.num_steps)
     noise = normal(seed, step, index, Stream.NOISE, tuple(latents.shape[1:]))
-    labels = batch.y.to(device, non_blocking=True)
     dropped = uniform(seed, step, index, Stream.CONDITION_DROP) < job.flags.label_drop
-    y = torch.where(dropped, job.model_config.num_classes, labels)
+    y = job.conditioner.drop(job.conditioner.of_batch(batch), dropped)
     return ddpm_loss(diffusion, engine.forward, latents, t, noise, y=y).loss.mean()
 
 
@@ -155,7 +155,7 @@ def build_model_and_engine(job: Job) -> Engine:
     torch.manual_seed(flags.global_seed)  # the same initial weights on every rank
     torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
     with job.mesh.device:
-        model = DiT(job.model_config)
+        model = build_model(job.model_config)
     if job.initial is not None:
         load_state(model, job.initial)
     model.use(ops=job.kernels.ops, attend=job.kernels.attend).grad_checkpoint = flags.grad_checkpoint
@@ -173,38 +173,50 @@ def build_model_and_engine(job: Job) -> Engine:
 
 def draw_grid(job: Job, ema: EMA, monitor: Monitor, step: int) -> None:
     """samples/NNNNNNN.png from the EMA weights; rank 0 draws, the others help to gather the weights."""
-    dtype = PRECISIONS[job.flags.mixed_precision]
     model = None
     if job.mesh.is_main:
         with job.mesh.device:
-            model = DiT(job.model_config).to(dtype).eval()
-        model.pos_embed = ema.engine.module.pos_embed
+            model = build_model(job.model_config)
+        model.place(job.mesh.device, PRECISIONS[job.flags.mixed_precision]).eval()
     for name, full in ema.gather():
         if model is not None:
             model.get_parameter(name).data.copy_(full)
     if model is not None:
         model.use(ops=job.kernels.ops, attend=job.kernels.attend)
-        names = job.dataset.class_names
-        labels = preview_labels(len(names), 4 * len(names) if len(names) <= 10 else 32)
+        y, captions = what_to_draw(job)
         batches = sample_in_batches(
             model,
             job.codec,
-            labels,
-            torch.arange(len(labels)),
+            y,
+            job.conditioner.null(),
+            torch.arange(len(captions)),
             batch_size=32,
             seed=job.flags.global_seed,
             steps=job.flags.sample_steps,
             sampler="ddim",
             cfg_scale=job.flags.sample_cfg_scale,
         )
-        pictures = torch.cat([torch.from_numpy(p) for _, p in batches]).numpy()
+        pictures = np.concatenate([pictures for _, pictures in batches])
         path = job.folder / "samples" / f"{step:07d}.png"
-        save_grid(path, pictures, [names[i] for i in labels], columns=len(names) if len(names) <= 10 else 8)
+        if pictures.ndim == 5:
+            save_contact_sheet(path, pictures, captions)
+        else:
+            save_grid(path, pictures, captions, columns=grid_columns(captions))
         monitor.picture(path, step)
         monitor.say(f"step {step}: drew {path}")
     if job.mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # the drawing's memory is not the training's
     job.mesh.barrier()
+
+
+def what_to_draw(job: Job) -> tuple[Condition, list[str]]:
+    """The conditions of a sample grid, and what to write above the pictures."""
+    if job.model_config.text is not None:
+        captions = example_captions(job.dataset, count=8 if job.flags.use_video else 16)
+        return job.conditioner.encode(captions), captions
+    names = job.dataset.class_names
+    labels = preview_labels(len(names), 4 * len(names) if len(names) <= 10 else 32)
+    return labels.to(job.mesh.device), [names[label] for label in labels]
 
 
 def announce(job: Job, engine: Engine) -> None:
@@ -219,7 +231,7 @@ def announce(job: Job, engine: Engine) -> None:
         "model": f"{flags.model}: {config.parameters() / 1e6:.1f} M parameters, {config.tokens} tokens, "
         f"{3 * config.forward_flops() / 1e9:.2f} GFLOP a training sample",
         "data": job.dataset.describe(),
-        "latents": f"{config.in_channels} x {config.input_size[0]} x {config.input_size[1]} (--vae {job.vae})",
+        "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {job.vae})",
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
         "optimizer": engine.optimizer_name,

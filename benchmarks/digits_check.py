@@ -29,7 +29,14 @@ def draw(ckpt: str, per_class: int, seed: int, steps: int, sampler: str, cfg_sca
     codec = load_codec("none", channels=1, device="cpu")
     labels = torch.arange(10).repeat_interleave(per_class)
     latents = sample_latents(
-        model.eval(), labels, torch.arange(len(labels)), seed=seed, steps=steps, sampler=sampler, cfg_scale=cfg_scale
+        model.eval(),
+        labels,
+        torch.tensor([10]),
+        torch.arange(len(labels)),
+        seed=seed,
+        steps=steps,
+        sampler=sampler,
+        cfg_scale=cfg_scale,
     )
     return codec.decode(latents).flatten(1).numpy(), labels.numpy()
 

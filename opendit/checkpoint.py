@@ -35,10 +35,10 @@ def run_folder(outputs: str, model: str) -> Path:
     return folder
 
 
-def newest_run(outputs: str, model: str | None = None) -> Path | None:
-    """The newest run folder (of ``model``) that has a checkpoint, or None."""
-    suffix = f"-{model.replace('/', '-')}" if model else "-*"
-    runs = sorted(Path(outputs).glob(f"[0-9][0-9][0-9]{suffix}"))
+def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
+    """The newest run folder (of ``model``, or of any clip model) that has a checkpoint, or None."""
+    name = model.replace("/", "-") if model else "vDiT-*" if video else "*"
+    runs = sorted(Path(outputs).glob(f"[0-9][0-9][0-9]-{name}"))
     return next((r for r in reversed(runs) if (r / "checkpoints" / "latest" / "state.json").is_file()), None)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from opendit.models.zoo import NAMES, patch_size
+from opendit.models.zoo import NAMES, VIDEO_NAMES, canonical_name, is_video
 
 T = TypeVar("T")
 GROUPS = ("Model", "Data", "Training", "Sampling", "Speed", "Run", "Output")  # their order in --help
@@ -46,13 +46,22 @@ class SpeedFlags:
 class TrainConfig(SpeedFlags):
     """Trains a Diffusion Transformer. Run it with torchrun for several processes."""
 
-    model: str = flag("DiT-XL/2", f"one of {', '.join(NAMES)}", group="Model")
+    model: str = flag("DiT-XL/2", f"one of {', '.join(NAMES + VIDEO_NAMES)}, ...", group="Model")
     num_classes: int | None = flag(None, "classes of the model (from the data when left out)", group="Model")
+    text_encoder: str | None = flag(None, "of captions: bytes (trained, default), clip, t5 or a folder", group="Model")
+    max_text_tokens: int | None = flag(None, "captions are cut to this (bytes: 64)", group="Model")
+    cross_attention: bool = flag(False, "attend to all caption tokens, not to the pooled one only", group="Model")
     pretrained: str | None = flag(None, "start from these weights (our .safetensors or Meta's .pt)", group="Model")
 
-    data_path: str = flag("digits", "digits, a FOLDER of pictures or of a torchvision set, or LATENTS", group="Data")
+    data_path: str = flag("digits", "digits, a FOLDER of pictures or a torchvision set, a CSV, LATENTS", group="Data")
     image_size: int = flag(256, "side of the training pictures in pixels", group="Data")
-    vae: str = flag("ema", "ema, mse, a folder with an AutoencoderKL, or none to train on pixels", group="Data")
+    use_video: bool = flag(False, "train a vDiT on clips", group="Data")
+    num_frames: int = flag(16, "frames of a clip", group="Data")
+    frame_interval: int = flag(1, "every so many frames of the file", group="Data")
+    short_clips: str = flag(
+        "skip", "interval: read clips that are too short at a smaller one", group="Data", choices=("skip", "interval")
+    )
+    vae: str = flag("ema", "ema, mse, a folder with a VAE, or none to train on pixels", group="Data")
     random_flip: bool | None = flag(None, "mirror pictures at random (default: as suits the data set)", group="Data")
     label_drop: float = flag(0.1, "share of labels replaced by the null class, for guidance", group="Data")
     num_workers: int = flag(4, "loader processes per rank; 0 loads in the training process", group="Data")
@@ -93,7 +102,13 @@ class TrainConfig(SpeedFlags):
             ValueError: a combination that can't work; the message names the flag and the fix.
         """
         notes = []
-        patch_size(self.model)
+        self.model = canonical_name(self.model)
+        if is_video(self.model) != self.use_video:
+            raise ValueError(
+                f"--model {self.model} takes clips: add --use_video"
+                if is_video(self.model)
+                else f"--use_video: --model {self.model} takes pictures; clips need a vDiT, e.g. vDiT-XL/222"
+            )
         self.mixed_precision, note = settle_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
         notes += note
         if self.plugin == "gemini" and self.mixed_precision == "fp32":
@@ -101,11 +116,12 @@ class TrainConfig(SpeedFlags):
                 "--plugin gemini works in bf16 and fp16 only: use --mixed_precision bf16, or --plugin zero2 for fp32"
             )
         positive(self, "image_size", "batch_size", "grad_accumulation", "epochs", "log_every", "sample_steps")
-        positive(self, "sequence_parallel_size", "lr", "max_bad_steps")
+        positive(self, "sequence_parallel_size", "lr", "max_bad_steps", "num_frames", "frame_interval")
         at_least_zero(self, "num_workers", "warmup_steps", "weight_decay", "grad_clip", "ckpt_every")
         at_least_zero(self, "sample_cfg_scale")
-        if self.max_steps is not None:
-            positive(self, "max_steps")
+        for name in ("max_steps", "max_text_tokens"):
+            if getattr(self, name) is not None:
+                positive(self, name)
         for name in ("label_drop", "ema_decay", "max_bad"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: must be at least 0 and below 1")
@@ -128,9 +144,14 @@ class SampleConfig(SpeedFlags):
     model: str | None = flag(None, "needed only when the checkpoint does not say (Meta's .pt)", group="Model")
     image_size: int | None = flag(None, "pixels; from the checkpoint when left out", group="Model")
     vae: str | None = flag(None, "ema, mse, PATH or none; from the checkpoint when left out", group="Model")
+    text_encoder: str | None = flag(None, "clip, t5 or a folder; from the checkpoint when left out", group="Model")
+    use_video: bool = flag(False, "draw clips (a vDiT's checkpoint does anyway)", group="Model")
+    num_frames: int | None = flag(None, "frames of a clip; from the checkpoint when left out", group="Model")
+    frame_interval: int | None = flag(None, "of the training clips: sets the clip's frame rate", group="Output")
     weights: str = flag("ema", "which weights of a run's checkpoint", group="Model", choices=("ema", "model"))
 
     class_labels: list[int] = flag([], "labels to draw, repeated up to --num_samples", group="Sampling")
+    prompt: list[str] = flag([], "captions to draw, or one file with a caption a line", group="Sampling")
     num_samples: int | None = flag(None, "pictures (default: one a label, or up to 16)", group="Sampling")
     num_sampling_steps: int = flag(250, "denoising steps", group="Sampling")
     sampler: str = flag("ddpm", "sampler", group="Sampling", choices=("ddpm", "ddim"))
@@ -157,7 +178,7 @@ class SampleConfig(SpeedFlags):
         if self.num_sampling_steps > 1000:
             raise ValueError(f"--num_sampling_steps {self.num_sampling_steps}: the models have 1000 steps at most")
         if self.model is not None:
-            patch_size(self.model)
+            self.model = canonical_name(self.model)
         check_writable(self.output, "--output")
         return notes
 

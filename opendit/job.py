@@ -1,6 +1,7 @@
 """From flags to everything a training run needs, checked before any weight of the model is made."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from torch import Tensor
 import opendit
 from opendit.checkpoint import find_checkpoint, read_state, run_folder
 from opendit.config import TrainConfig, to_dict
-from opendit.data import BatchSchedule, DataError, LatentDataset, MediaDataset, build_dataset
+from opendit.data import BatchSchedule, DataError, LatentDataset, MediaDataset, build_dataset, build_schedule
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
+from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec, sample_moments
+from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.models import DiTConfig, model_config
+from opendit.models import DiTConfig, TextConfig, config_from_dict, model_config
 from opendit.models.pretrained import Weights, find_weights, infer_config, read_weights
 from opendit.models.zoo import patch_size
 from opendit.parallel.engine import PRECISIONS
@@ -32,8 +36,9 @@ class Job:
     dataset: MediaDataset
     schedule: BatchSchedule
     model_config: DiTConfig
-    codec: ImageCodec | None  # None: training on cached latents whose VAE is not at hand
+    codec: ImageCodec | VideoCodec | None  # None: training on cached latents whose VAE is not at hand
     vae: str
+    conditioner: Conditioner
     kernels: KernelChoice
     folder: Path
     resume: Path | None
@@ -43,7 +48,7 @@ class Job:
     notes: list[str]
 
     def latents(self, x: Tensor, step: int, index: Tensor) -> Tensor:
-        """What the model learns from a batch of the data set: (B, C, h, w) fp32 on the device.
+        """What the model learns from a batch of the data set: (B, C, h, w) or (B, C, t, h, w) fp32 on the device.
 
         Args:
             x: (B, ...) the data set's items on the device.
@@ -51,11 +56,14 @@ class Job:
         """
         if isinstance(self.dataset, LatentDataset):
             scale = (self.dataset.scaling_factor, self.dataset.shift_factor)
-            return sample_moments(x, self._vae_noise(step, index), *scale)
-        return self.codec.encode(x, None if self.vae == "none" else self._vae_noise(step, index))
+            return sample_moments(x, self._vae_noise(x, step, index), *scale)
+        if self.vae == "none":
+            return self.codec.encode(x, None)
+        moments = self.codec.moments(x)
+        return self.codec.sample(moments, self._vae_noise(moments, step, index))
 
-    def _vae_noise(self, step: int, index: Tensor) -> Tensor:
-        shape = (self.model_config.in_channels, *self.model_config.input_size)
+    def _vae_noise(self, moments: Tensor, step: int, index: Tensor) -> Tensor:
+        shape = (moments.shape[1] // 2, *moments.shape[2:])
         return normal(self.flags.global_seed, step, index, Stream.VAE, shape)
 
     def info(self) -> dict:
@@ -64,8 +72,11 @@ class Job:
             "model": self.flags.model,
             "config": self.model_config.to_dict(),
             "class_names": self.dataset.class_names,
-            "vae": self.vae if self.vae in ("none", "ema", "mse") else str(Path(self.vae).resolve()),
+            "captions": example_captions(self.dataset),
+            "vae": _path_or_name(self.vae, ("none", "ema", "mse")),
+            "text_encoder": _path_or_name(self.flags.text_encoder, (None, "bytes", "clip", "t5")),
             "image_size": self.flags.image_size,
+            "frame_interval": self.flags.frame_interval,
         }
 
 
@@ -82,22 +93,23 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         seed=flags.global_seed,
         random_flip=flags.random_flip,
         max_bad=flags.max_bad,
+        use_video=flags.use_video,
+        num_frames=flags.num_frames,
+        frame_interval=flags.frame_interval,
+        short_clips=flags.short_clips,
     )
-    num_classes = flags.num_classes or dataset.num_classes
-    if num_classes < dataset.num_classes:
-        raise ValueError(
-            f"--num_classes {num_classes}: --data_path {flags.data_path} has {dataset.num_classes} classes, "
-            f"labels 0 to {dataset.num_classes - 1}; leave the flag out or raise it"
-        )
-    schedule = BatchSchedule(len(dataset), flags.batch_size * mesh.dp_size * flags.grad_accumulation, flags.global_seed)
-    vae, channels, size = _latent_geometry(flags, dataset)
-    config = model_config(flags.model, input_size=size, in_channels=channels, num_classes=num_classes)
+    global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
+    schedule = build_schedule(dataset, global_batch, flags.grad_accumulation, flags.global_seed)
+    vae, channels, size, frames = _latent_geometry(flags, dataset)
+    condition = _condition(flags, dataset)
+    config = model_config(flags.model, input_size=size, in_channels=channels, frames=frames, **condition)
     resume = find_checkpoint(flags.load, flags.outputs, flags.model) if flags.load else None
     if flags.load and resume is None:
         notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
     first_step = _check_resume(resume, config) if resume else 0
     initial = _check_pretrained(flags, config) if flags.pretrained and not resume else None
     codec = _load_codec(flags, dataset, vae, mesh, notes)
+    conditioner = _conditioner(flags, config, dataset, mesh)
     dtype = PRECISIONS[flags.mixed_precision]
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
     folder = resume.parent.parent if resume else run_folder(flags.outputs, flags.model) if mesh.is_main else None
@@ -113,6 +125,7 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         model_config=config,
         codec=codec,
         vae=vae,
+        conditioner=conditioner,
         kernels=kernels,
         folder=folder,
         resume=resume,
@@ -123,30 +136,85 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     )
 
 
-def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int]]:
-    """(the VAE's name, latent channels, latent height and width); raises ValueError if sizes don't divide."""
+def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict:
+    """What the model is conditioned on, as arguments of model_config: num_classes or text."""
+    if dataset.conditioning == "text":
+        if flags.num_classes is not None:
+            raise ValueError(f"--num_classes: --data_path {flags.data_path} has captions, not classes; leave it out")
+        cached = getattr(dataset, "text_encoder", None)
+        if cached and flags.text_encoder not in (None, "bytes", cached):
+            raise ValueError(f"--text_encoder {flags.text_encoder}: {flags.data_path} was made with {cached}")
+        name = flags.text_encoder = flags.text_encoder or cached or "bytes"
+        kind, width, longest = text_geometry(name)
+        longest = dataset.max_tokens if name == cached else longest
+        return {"text": TextConfig(kind, width, flags.max_text_tokens or longest, flags.cross_attention)}
+    for name in ("text_encoder", "cross_attention", "max_text_tokens"):
+        if name in flags.given:
+            raise ValueError(f"--{name}: --data_path {flags.data_path} has no captions; give a CSV of path,text")
+    if (flags.num_classes or dataset.num_classes) < dataset.num_classes:
+        raise ValueError(
+            f"--num_classes {flags.num_classes}: --data_path {flags.data_path} has {dataset.num_classes} classes, "
+            f"labels 0 to {dataset.num_classes - 1}; leave the flag out or raise it"
+        )
+    return {"num_classes": flags.num_classes or dataset.num_classes}
+
+
+def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh) -> Conditioner:
+    if config.text is None:
+        return LabelConditioner(config.num_classes, mesh.device)
+    encoder, empty = None, getattr(dataset, "empty_caption", None)
+    if not config.text.inside:
+        dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
+        encoder = load_text_encoder(
+            flags.text_encoder, device=mesh.device, dtype=dtype, max_tokens=config.text.max_tokens
+        )
+        empty = empty and [part.unsqueeze(0) for part in empty]
+    return CaptionConditioner(config.text, mesh.device, encoder, None if config.text.inside else empty)
+
+
+def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
+    """Captions to draw when nobody names one: distinct ones, spread evenly over the data set."""
+    if dataset.conditioning != "text":
+        return []
+    rows = range(0, len(dataset), max(1, len(dataset) // (4 * count)))
+    return list(dict.fromkeys(dataset.caption(row) for row in rows))[:count]
+
+
+def _path_or_name(value: str | None, names: tuple) -> str | None:
+    return value if value in names else str(Path(value).resolve())
+
+
+def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
+    """(the VAE's name, latent channels, latent height and width, latent frames); raises ValueError if sizes don't
+    divide."""
     patch = patch_size(flags.model)
     if isinstance(dataset, LatentDataset):
         vae = flags.vae if "vae" in flags.given else dataset.vae
-        channels, (height, width) = dataset.sample_shape[0] // 2, dataset.sample_shape[1:]
-        if height % patch or width % patch:
-            raise ValueError(f"--data_path: latents of {height} x {width} don't divide by the patch of {flags.model}")
-        return vae, channels, (height, width)
-    channels, downscale = codec_geometry(flags.vae, dataset.sample_shape[0])
-    multiple = downscale * patch
+        channels, *frames, height, width = dataset.sample_shape
+        return vae, channels // 2, (height, width), frames[0] if frames else None
+    if flags.use_video:
+        channels, downscale, temporal = video_geometry(flags.vae, dataset.sample_shape[0])
+        frames, side = latent_frames(flags.num_frames, temporal), math.lcm(*patch[1:])
+        if frames % patch[0]:
+            raise ValueError(
+                f"--num_frames {flags.num_frames}: {frames} latent frames do not divide by the {patch[0]} frames of a "
+                f"patch of {flags.model}; change it, or take a model with a shorter patch"
+            )
+    else:
+        (channels, downscale), frames, side = codec_geometry(flags.vae, dataset.sample_shape[0]), None, patch
+    multiple = downscale * side
     if flags.image_size % multiple:
         raise ValueError(
             f"--image_size {flags.image_size} does not divide by {multiple} (--vae {flags.vae}: {downscale}, patch of "
-            f"{flags.model}: {patch}); use {max(multiple, round(flags.image_size / multiple) * multiple)}"
+            f"{flags.model}: {side}); use {max(multiple, round(flags.image_size / multiple) * multiple)}"
         )
-    side = flags.image_size // downscale
-    return flags.vae, channels, (side, side)
+    return flags.vae, channels, (flags.image_size // downscale,) * 2, frames
 
 
 def _check_resume(resume: Path, config: DiTConfig) -> int:
     from opendit.checkpoint import checkpoint_config
 
-    found = DiTConfig.from_dict(checkpoint_config(resume))
+    found = config_from_dict(checkpoint_config(resume))
     if found != config:
         differences = [
             f"{key} {value} there, {config.to_dict()[key]} here"
@@ -168,8 +236,9 @@ def _check_pretrained(flags: TrainConfig, config: DiTConfig) -> Weights:
 def _load_codec(flags, dataset, vae: str, mesh: Mesh, notes: list[str]) -> ImageCodec | None:
     # fp16 keeps Stable Diffusion's VAE within 0.14 % of fp32, bf16 within 1.2 % (docs/log.md).
     dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
+    load = load_video_codec if flags.use_video else load_codec
     try:
-        return load_codec(vae, channels=dataset.sample_shape[0], device=mesh.device, dtype=dtype)
+        return load(vae, channels=dataset.sample_shape[0], device=mesh.device, dtype=dtype)
     except (ValueError, OSError) as error:
         if not isinstance(dataset, LatentDataset) or "vae" in flags.given:
             raise

@@ -10,13 +10,14 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from opendit.diffusion import DDPM, SAMPLERS, cfg_model, initial_noise, keyed_noise
-from opendit.models import DiT
+from opendit.models import Condition, DiT
 
 
 @torch.inference_mode()
 def sample_latents(
     model: DiT,
-    labels: Tensor,
+    y: Condition,
+    null: Condition,
     index: Tensor,
     *,
     seed: int,
@@ -24,22 +25,23 @@ def sample_latents(
     sampler: str = "ddpm",
     cfg_scale: float = 4.0,
     cfg_channels: int | None = None,
+    size: tuple[int, ...] | None = None,
     progress=None,
 ) -> Tensor:
-    """Draws latents (B, C, h, w), fp32.
+    """Draws latents (B, C, h, w), or (B, C, t, h, w) of a clip model, fp32.
 
     Args:
-        labels: (B,) int64 classes, on the model's device.
+        y: what to draw, B rows, on the model's device.
+        null: the condition of guidance's other half, one row.
         index: (B,) int64 numbers of the samples in the whole job. Noise depends on ``seed`` and this number
             only, so a sample is the same in any batch and on any number of processes.
         steps: denoising steps of the 1000-step schedule.
+        size: (h, w) or (t, h, w) of the latents; the model's own when left out.
         progress: wraps the iterable of steps, e.g. tqdm.
     """
-    config = model.config
-    shape = (config.in_channels, *config.input_size)
-    null = torch.full_like(labels, config.num_classes)
+    shape = (model.config.in_channels, *(size or model.config.input_size))
     return SAMPLERS[sampler](
-        cfg_model(model, labels, null, cfg_scale, cfg_channels),
+        cfg_model(model, y, null, cfg_scale, cfg_channels),
         initial_noise(seed, index, shape),
         DDPM.linear().respaced(steps),
         noise_fn=keyed_noise(seed, index, shape),
@@ -48,18 +50,21 @@ def sample_latents(
 
 
 def to_uint8(pixels: Tensor) -> np.ndarray:
-    """Pixels (B, 1 or 3, H, W) in [-1, 1] to uint8 (B, H, W, 3)."""
+    """Pixels (B, 1 or 3, ..., H, W) in [-1, 1] to uint8 (B, ..., H, W, 3)."""
     scaled = (pixels.float().clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
-    return scaled.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).cpu().numpy()
+    if scaled.shape[1] == 1:
+        scaled = scaled.expand(-1, 3, *scaled.shape[2:])
+    return scaled.movedim(1, -1).cpu().numpy()
 
 
 def sample_in_batches(
-    model: DiT, codec, labels: Tensor, index: Tensor, batch_size: int, **settings
+    model: DiT, codec, y: Condition, null: Condition, index: Tensor, batch_size: int, **settings
 ) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """Yields (index, uint8 pictures (B, H, W, 3)) batch by batch; see :func:`sample_latents`."""
-    device = model.pos_embed.device
-    for rows in torch.arange(len(labels)).split(batch_size):
-        latents = sample_latents(model, labels[rows].to(device), index[rows].to(device), **settings)
+    """Yields (index, uint8 pictures (B, H, W, 3) or clips (B, T, H, W, 3)) batch by batch; see
+    :func:`sample_latents`. ``index`` may lie on the CPU."""
+    for rows in torch.arange(len(index)).split(batch_size):
+        numbers = index[rows].to(model.pos_embed.device)
+        latents = sample_latents(model, y[rows.to(numbers.device)], null, numbers, **settings)
         yield index[rows], to_uint8(codec.decode(latents))
 
 
@@ -85,3 +90,18 @@ def save_grid(path: Path, pictures: np.ndarray, captions: list[str], columns: in
         sheet.paste(image, (x, y + text))
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
+
+
+def grid_columns(captions: list[str]) -> int | None:
+    """A column a class, where there are few classes; None leaves it to the number of pictures."""
+    kinds = len(set(captions))
+    return kinds if 4 <= kinds <= 12 else None
+
+
+def save_contact_sheet(path: Path, clips: np.ndarray, captions: list[str], frames: int = 8) -> None:
+    """One PNG of clips (N, T, H, W, 3) uint8: a row a clip, its caption and up to ``frames`` frames spread over it."""
+    shown = np.linspace(0, clips.shape[1] - 1, min(frames, clips.shape[1])).round().astype(int)
+    pictures = clips[:, shown].reshape(-1, *clips.shape[2:])
+    numbers = [f"{frame}" for frame in shown]
+    labels = [text for caption in captions for text in (caption, *numbers[1:])]
+    save_grid(path, pictures, labels, columns=len(shown))

@@ -143,3 +143,35 @@ def test_dashes_are_accepted():
     assert preprocess.underscores("--data-path=a-b") == "--data_path=a-b"
     assert preprocess.underscores("--no-flip") == "--no_flip"
     assert preprocess.underscores("some-folder") == "some-folder" and preprocess.underscores("-h") == "-h"
+
+
+def test_a_demo_is_made_listed_and_checked(tmp_path, capsys):
+    videos, other, checked = tmp_path / "videos", tmp_path / "other.csv", tmp_path / "checked.csv"
+    assert preprocess.main(["demo", "--output", str(videos), "--clips", "4", "--size", "16"]) == 0
+    assert f"train with --use_video --data_path {videos}/demo.csv" in capsys.readouterr().out
+    assert preprocess.main(["folder", str(videos), "--output", str(other)]) == 0
+    assert "4 clips with captions (4 from folder names)" in capsys.readouterr().out
+    flags = ["check", str(videos / "demo.csv"), "--output", str(checked), "--num-frames", "16"]
+    assert preprocess.main([*flags, "--frame-interval=3", "--min-size=16"]) == 0
+    out = capsys.readouterr().out
+    assert "kept 4 of 4 rows" in out and "duration (s)" in out and len(checked.read_text().splitlines()) == 5
+    assert preprocess.main([*flags, "--frame-interval=4"]) == 2  # 61 frames of 48
+    output = capsys.readouterr()
+    assert "too short: 4 (" in output.out and "preprocess.py check: error: no row of" in output.err
+
+
+def test_mistakes_with_tables_are_told_in_one_line(tmp_path, capsys):
+    output = ["--output", str(tmp_path / "out.csv")]
+    for flags, message in [
+        (["ucf101", str(tmp_path / "no"), *output], "there is no folder"),
+        (["ucf101", str(tmp_path), *output], "holds no clips in folders of their classes"),
+        (["folder", str(tmp_path), *output], "holds no clips or pictures"),
+        (["check", "/no/such.csv", *output], "error: /no/such.csv doesn't exist"),
+    ]:
+        assert preprocess.main(flags) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"preprocess.py {flags[0]}: error: ") and message in error, error
+    for flags in (["folder", "x"], ["check", "x", *output, "--min_size", "-1"], ["demo", "--clips", "0"]):
+        with pytest.raises(SystemExit) as stopped:
+            preprocess.main(flags)
+        assert stopped.value.code == 2

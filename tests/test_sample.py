@@ -44,18 +44,18 @@ def test_a_sample_does_not_depend_on_its_batch(sampler):
     config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=5)
     torch.manual_seed(0)
     model = randomised(DiT(config)).eval()
-    labels, index = torch.arange(7) % 5, torch.arange(7)
+    labels, index, null = torch.arange(7) % 5, torch.arange(7), torch.tensor([5])
     settings = dict(seed=3, steps=12, sampler=sampler, cfg_scale=1.5)
-    whole = sample_latents(model, labels, index, **settings)
+    whole = sample_latents(model, labels, null, index, **settings)
     scale = whole.abs().max()
     for size in (1, 3):
-        parts = [
-            sample_latents(model, labels[i : i + size], index[i : i + size], **settings) for i in range(0, 7, size)
-        ]
+        cuts = [slice(i, i + size) for i in range(0, 7, size)]
+        parts = [sample_latents(model, labels[cut], null, index[cut], **settings) for cut in cuts]
         assert (torch.cat(parts) - whole).abs().max() < 1e-4 * max(1, scale)
     assert (whole[0] - whole[5]).abs().max() > 1e-2  # same label, other noise
-    half = sample_latents(model.bfloat16(), labels, index, **settings)
-    alone = torch.cat([sample_latents(model, labels[i : i + 1], index[i : i + 1], **settings) for i in range(7)])
+    half = sample_latents(model.bfloat16(), labels, null, index, **settings)
+    rows = [slice(i, i + 1) for i in range(7)]
+    alone = torch.cat([sample_latents(model, labels[row], null, index[row], **settings) for row in rows])
     assert half.isfinite().all() and (half - alone).norm() / alone.norm() < 0.05  # bf16: products of other shapes
 
 

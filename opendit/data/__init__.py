@@ -1,9 +1,10 @@
-"""Media in: the built-in digits, picture folders, torchvision's data sets on disk, cached latents; the loader."""
+"""Media in: the built-in digits, picture folders, CSVs of captioned media, torchvision's data sets, cached latents."""
 
 from opendit.data.base import BadSample, DataError, Item, MediaDataset, Ticket
+from opendit.data.captioned import CaptionedDataset
 from opendit.data.digits import digits_split
 from opendit.data.latents import LatentDataset
-from opendit.data.loader import Batch, BatchIterator, BatchSchedule, build_loader
+from opendit.data.loader import Batch, BatchIterator, BatchSchedule, BucketSchedule, build_loader, build_schedule
 from opendit.data.resolve import build_dataset
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "Batch",
     "BatchIterator",
     "BatchSchedule",
+    "BucketSchedule",
+    "CaptionedDataset",
     "DataError",
     "Item",
     "LatentDataset",
@@ -18,5 +21,6 @@ __all__ = [
     "Ticket",
     "build_dataset",
     "build_loader",
+    "build_schedule",
     "digits_split",
 ]

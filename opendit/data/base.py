@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from opendit.random import Stream, integers
+from opendit.random import Stream, integers, uniform
 
 
 class Ticket(NamedTuple):
@@ -24,13 +24,24 @@ class Ticket(NamedTuple):
     index: int  # position in the global batch, counted across micro-batches and ranks
 
 
+class Embedding(NamedTuple):
+    """A caption as a frozen text encoder gave it, read from a cache: tokens (L, D) and pooled (D,) float16, and mask
+    (L,) bool, False where the tokens are padding. In a batch all three have B in front."""
+
+    tokens: Tensor
+    mask: Tensor
+    pooled: Tensor
+
+
 class Item(NamedTuple):
-    """One sample: ``x`` float32 of the data set's ``sample_shape``, its class ``y``, and "path: reason" of every
-    unreadable file that stood before it and was replaced."""
+    """One sample: ``x`` float32 of the data set's ``sample_shape``, its class ``y`` or its caption ``text``, and
+    "path: reason" of every unreadable file that stood before it and was replaced."""
 
     x: Tensor
-    y: int
+    y: int = 0
+    text: str | None = None
     skipped: tuple[str, ...] = ()
+    embedding: Embedding | None = None  # of the caption, where it is cached
 
 
 class BadSample(Exception):
@@ -49,16 +60,23 @@ class MediaDataset(Dataset):
     NotImplementedError; tickets, flips and replacements of unreadable rows are done here, for all alike.
 
     kind: "pixels" (x in [-1, 1]) or "latents" (x holds a VAE's means and standard deviations).
-    class_names: one name a class, in the order of the labels.
-    sample_shape: (C, H, W) of what one item holds.
+    conditioning: "label" (items have a class ``y``) or "text" (items have a caption ``text``).
+    class_names: one name a class, in the order of the labels; empty for "text".
+    sample_shape: (C, H, W) or (C, T, H, W) of what one item holds.
     random_flip: mirror half of the samples, keyed by Stream.FLIP.
+    random_window: read clips from a place drawn for each sample, keyed by Stream.CROP, rather than their middle.
+    as_bytes: give pixels as uint8, for ``to_pixels`` to turn into [-1, 1] where the batch is needed; a data set whose
+    samples are not made of bytes ignores it.
     seed: the run's seed. max_bad: largest share of unreadable files that is skipped rather than an error.
     """
 
     kind: str = "pixels"
+    conditioning: str = "label"
     class_names: list[str]
-    sample_shape: tuple[int, int, int]
+    sample_shape: tuple[int, ...]
     random_flip: bool = False
+    random_window: bool = False
+    as_bytes: bool = False
     seed: int = 0
     max_bad: float = 0.05
 
@@ -69,8 +87,29 @@ class MediaDataset(Dataset):
         """The sample of a row, mirrored left to right if ``flip``; raises BadSample if it can't be read."""
         raise NotImplementedError
 
+    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+        """``load`` with the place in [0, 1) at which a clip's window begins, None for its middle. A data set of clips
+        overrides it; pictures have no window."""
+        return self.load(row, flip)
+
     def label(self, row: int) -> int:
         raise NotImplementedError
+
+    def caption(self, row: int) -> str | None:
+        """The row's text; None where the conditioning is by label."""
+        return None
+
+    def embedding(self, row: int) -> Embedding | None:
+        """The caption's embedding; None where none is cached."""
+        return None
+
+    def shape_key(self, row: int) -> int:
+        """Rows of one key have samples of one shape, and only those may share a micro-batch."""
+        return 0
+
+    def next_row(self, row: int) -> int:
+        """The row that replaces ``row`` if that is unreadable: of the same shape, and over all calls in a circle."""
+        return (row + 1) % len(self)
 
     def identity(self) -> str:
         """A hash of what the rows are (names and labels, or contents), to tell two data sets apart."""
@@ -90,23 +129,34 @@ class MediaDataset(Dataset):
         return self.__getitems__([ticket])[0]
 
     def __getitems__(self, tickets: list[Ticket]) -> list[Item]:
-        """Several samples of one step: the same items, but their flips are drawn at once, 0.3 ms in all."""
-        flips = [False] * len(tickets)
+        """Several samples of one step: the same items, but their random numbers are drawn at once, 0.3 ms in all."""
+        key = self.seed, tickets[0].step, torch.tensor([ticket.index for ticket in tickets])
+        flips, windows = [False] * len(tickets), [None] * len(tickets)
         if self.random_flip:
-            index = torch.tensor([ticket.index for ticket in tickets])
-            flips = integers(self.seed, tickets[0].step, index, Stream.FLIP, 2).bool().tolist()
-        return [self._item(ticket.sample, flip) for ticket, flip in zip(tickets, flips, strict=True)]
+            flips = integers(*key, Stream.FLIP, 2).bool().tolist()
+        if self.random_window:
+            windows = uniform(*key, Stream.CROP).tolist()
+        return [self._item(ticket.sample, *how) for ticket, *how in zip(tickets, flips, windows, strict=True)]
 
-    def _item(self, first: int, flip: bool) -> Item:
+    def _item(self, first: int, flip: bool, start: float | None) -> Item:
         skipped: list[str] = []
+        row = first
         # A gap of up to max_bad of the rows may lie in one place (one broken class folder): only a longer one is fatal.
-        for offset in range(min(len(self), max(100, int(self.max_bad * len(self))) + 1)):
-            row = (first + offset) % len(self)
+        for _ in range(max(100, int(self.max_bad * len(self))) + 1):
             try:
-                return Item(self.load(row, flip), self.label(row), tuple(skipped))
+                x = self.load_at(row, flip, start)
+                return Item(x, self.label(row), self.caption(row), tuple(skipped), self.embedding(row))
             except BadSample as bad:
                 skipped.append(str(bad))
+            row = self.next_row(row)
+            if row == first:
+                break  # all the rows of this shape
         raise DataError(f"{len(skipped)} files in turn can't be read: {name_few(skipped)}")
+
+
+def to_pixels(x: Tensor) -> Tensor:
+    """Pixels of 8 bits to float32 in [-1, 1]; anything else as it is."""
+    return x.to(torch.float32).div_(127.5).sub_(1) if x.dtype == torch.uint8 else x
 
 
 class BadFileCounter:

@@ -6,8 +6,9 @@ A folder holds ``latents-00000-of-00012.safetensors``, ... and ``index.json``. A
     labels   (n,) int64
     rows     (n,) int64                 the picture's row in the data set it came from
 
-and, in its metadata, the settings it was made with and the files that couldn't be read. The index is written
-last: a folder without one is unfinished.
+and, in its metadata, the settings it was made with and the files that couldn't be read. A clip's moments have its
+latent frames, too: (n, F, 2C, t, h, w); a shard holds pictures or clips. For captions see ``text_cache``. The index
+is written last: a folder without one is unfinished.
 """
 
 import json
@@ -19,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from opendit.data.base import MediaDataset, flip_note, hash_parts
+from opendit.data.base import Embedding, MediaDataset, flip_note, hash_parts
+from opendit.data.text_cache import CaptionTable, padded, read_empty_caption
 
 INDEX = "index.json"
 FORMAT, VERSION = "opendit-latents", 1
@@ -77,16 +79,28 @@ def read_index(folder: Path) -> dict | None:
 
 
 class LatentDataset(MediaDataset):
-    """Cached latents; ``x`` is (2C, h, w) float32, a picture's means and standard deviations.
+    """Cached latents; ``x`` is a picture's means and standard deviations (2C, h, w) float32, or a clip's (2C, t, h, w).
 
     vae: the ``--vae`` they were made with. scaling_factor, shift_factor: for ``encoders.vae.sample_moments``.
-    Raises ValueError if they were made for another ``image_size``, hold no mirror images though ``random_flip``
-    asks for them, or miss a shard.
+    text_encoder: whose embeddings of the captions are there, None without any; max_tokens: their length.
+    use_video, num_frames, frame_interval: of the run that reads them.
+    Raises ValueError if they were made for another ``image_size`` or other clips, hold no mirror images though
+    ``random_flip`` asks for them, or miss a shard.
     """
 
     kind = "latents"
 
-    def __init__(self, folder: str | Path, image_size: int, *, seed: int = 0, random_flip: bool | None = None):
+    def __init__(
+        self,
+        folder: str | Path,
+        image_size: int,
+        *,
+        seed: int = 0,
+        random_flip: bool | None = None,
+        use_video: bool = False,
+        num_frames: int = 16,
+        frame_interval: int = 1,
+    ):
         self.folder = Path(folder)
         index = read_index(self.folder)
         if index is None:
@@ -96,36 +110,86 @@ class LatentDataset(MediaDataset):
                 f"--data_path {folder} holds latents made at --image_size {index['image_size']}, but this run has "
                 f"--image_size {image_size}: pass --image_size {index['image_size']} or make latents for {image_size}"
             )
+        self._check_clips(index.get("video"), use_video, num_frames, frame_interval)
         if random_flip and not index["flips"]:
             raise ValueError(f"--data_path {folder} holds no mirrored latents: make them again without --no_flip")
         self.index, self.seed, self.vae = index, seed, index["vae"]
         self.random_flip = index["flips"] if random_flip is None else random_flip
         self.class_names = index["class_names"]
-        self.scaling_factor, self.shift_factor = index["scaling_factor"], index["shift_factor"]
-        channels, height, width = index["latent_shape"]
-        self.sample_shape = (2 * channels, height, width)
-        self.starts = np.cumsum([0] + [shard["count"] for shard in index["shards"]])
-        self.labels = np.concatenate([self._labels(shard) for shard in index["shards"]])
-        self._open: dict[int, object] = {}  # shard -> its mapped moments, opened where they are first read
+        # One number, or one a channel, which JSON knows as a list only.
+        scale_and_shift = index["scaling_factor"], index["shift_factor"]
+        self.scaling_factor, self.shift_factor = (tuple(v) if isinstance(v, list) else v for v in scale_and_shift)
+        channels, *sides = index["latent_shape"]
+        self.sample_shape = (2 * channels, *sides)
+        self.conditioning = index.get("conditioning", "label")
+        counts = [shard["count"] for shard in index["shards"]]
+        self.starts = np.cumsum([0, *counts])
+        self.keys = np.repeat([shard.get("shape_key", 0) for shard in index["shards"]], counts)
+        arrays = [self._arrays(shard) for shard in index["shards"]]
+        self.labels = np.concatenate([shard["labels"] for shard in arrays])
+        if self.conditioning == "text":
+            self.captions = CaptionTable([(shard["captions"], shard["caption_ends"]) for shard in arrays])
+        text = index.get("text")
+        self.text_encoder, self.max_tokens = (text["encoder"], text["max_tokens"]) if text else (None, 0)
+        self.token_ends = [shard["token_ends"] for shard in arrays] if text else []
+        self.empty_caption = read_empty_caption(self.folder, self.max_tokens) if text else None
+        self._open: dict[int, dict[str, object]] = {}  # shard -> its mapped tensors, opened where they are first read
 
-    def _labels(self, shard: dict) -> np.ndarray:
+    def _check_clips(self, made: dict | None, use_video: bool, num_frames: int, frame_interval: int) -> None:
+        if use_video != (made is not None):
+            raise ValueError(
+                f"--data_path {self.folder} holds latents of clips: add --use_video"
+                if made
+                else f"--data_path {self.folder} holds latents of pictures: make them again with preprocess.py latents "
+                "--use_video, or leave --use_video out"
+            )
+        for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
+            if made and made[flag] != value:
+                raise ValueError(
+                    f"--data_path {self.folder} holds latents made at --{flag} {made[flag]}, but this run has "
+                    f"--{flag} {value}: pass --{flag} {made[flag]} or make latents for {value}"
+                )
+
+    def _arrays(self, shard: dict) -> dict[str, np.ndarray]:
+        """The shard's tensors of one row a sample, but for the large ones."""
         path = self.folder / shard["file"]
         size = path.stat().st_size if path.is_file() else None
         if size != shard["bytes"]:
             found = "is missing" if size is None else f"has {size:,} bytes instead of {shard['bytes']:,}"
             raise ValueError(f"--data_path {self.folder}: {path.name} {found}; copy it or run preprocess.py again")
         with safe_open(path, "np") as file:
-            return file.get_tensor("labels")
+            small = {"labels", "captions", "caption_ends", "token_ends"}
+            return {name: file.get_tensor(name) for name in file.keys() if name in small}  # noqa: SIM118
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def load(self, row: int, flip: bool) -> Tensor:
+    def _find(self, row: int) -> tuple[int, int, dict[str, object]]:
+        """(shard, row in the shard, its mapped tensors)."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         if shard not in self._open:
             file = safe_open(self.folder / self.index["shards"][shard]["file"], "pt")
-            self._open[shard] = file.get_slice("moments")
-        return self._open[shard][row - int(self.starts[shard]), int(flip)].float()
+            names = ("moments", "tokens", "pooled") if self.text_encoder else ("moments",)
+            self._open[shard] = {name: file.get_slice(name) for name in names}
+        return shard, row - int(self.starts[shard]), self._open[shard]
+
+    def load(self, row: int, flip: bool) -> Tensor:
+        _, place, tensors = self._find(row)
+        return tensors["moments"][place, int(flip)].float()
+
+    def caption(self, row: int) -> str | None:
+        return self.captions[row] if self.conditioning == "text" else None
+
+    def embedding(self, row: int) -> Embedding | None:
+        if self.text_encoder is None:
+            return None
+        shard, place, tensors = self._find(row)
+        ends = self.token_ends[shard]
+        tokens = tensors["tokens"][int(ends[place - 1]) if place else 0 : int(ends[place])]
+        return padded(tokens, tensors["pooled"][place], self.max_tokens)
+
+    def shape_key(self, row: int) -> int:
+        return int(self.keys[row])
 
     def label(self, row: int) -> int:
         return int(self.labels[row])
@@ -134,11 +198,16 @@ class LatentDataset(MediaDataset):
         return hash_parts(json.dumps(self.index, sort_keys=True))
 
     def describe(self) -> str:
-        c, h, w = self.index["latent_shape"]
-        size = self.index["image_size"]
+        shape, size = "x".join(map(str, self.index["latent_shape"])), self.index["image_size"]
+        what = f"{len(self):,} pictures"
+        if self.index.get("video"):
+            clips = int((self.keys == self.keys.max()).sum())
+            what = f"{clips:,} clips" + (f" and {len(self) - clips:,} pictures" if clips < len(self) else "")
+        text = f"with captions ({f'encoded by {self.text_encoder}' if self.text_encoder else 'not encoded'})"
+        words = text if self.conditioning == "text" else f"of {self.num_classes:,} classes"
         return (
-            f"{self.folder}: cached latents ({c}x{h}x{w}, --vae {self.vae}) of {len(self):,} pictures of "
-            f"{self.num_classes:,} classes, {size}x{size}, {flip_note(self)}"
+            f"{self.folder}: cached latents ({shape}, --vae {self.vae}) of {what} {words}, {size}x{size}, "
+            f"{flip_note(self)}"
         )
 
     def __getstate__(self) -> dict:

@@ -6,16 +6,17 @@ have seen, and any number of GPUs and micro-batches cuts the same global batch i
 
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from opendit.data.base import BadFileCounter, DataError, MediaDataset, Ticket
+from opendit.data.base import BadFileCounter, DataError, Embedding, MediaDataset, Ticket, to_pixels
 
 
 class BatchSchedule:
@@ -35,7 +36,12 @@ class BatchSchedule:
             )
         self.dataset_size, self.global_batch, self.seed = dataset_size, global_batch, seed
         self.steps_per_epoch = dataset_size // global_batch
-        self._order: tuple[int, np.ndarray] | None = None  # the current epoch and its permutation
+        self._order: tuple[int, np.ndarray] | None = None  # the current epoch and its rows in order
+
+    @property
+    def micro_batches(self) -> int | None:
+        """How many parts a global batch must be cut into; None: any number."""
+        return None
 
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -44,21 +50,72 @@ class BatchSchedule:
         """Data set rows of the global batch of ``step``, in order of position."""
         epoch, batch = divmod(step, self.steps_per_epoch)
         if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._permutation(epoch))
+            self._order = (epoch, self._epoch_rows(epoch))
         return self._order[1][batch * self.global_batch : (batch + 1) * self.global_batch].tolist()
 
-    def _permutation(self, epoch: int) -> np.ndarray:
+    def _epoch_rows(self, epoch: int) -> np.ndarray:
+        return np.argsort(self._words(epoch, self.dataset_size), kind="stable")
+
+    def _words(self, epoch: int, count: int) -> np.ndarray:
         # Sorting raw Philox words: their values are frozen by numpy's policy, unlike Generator.permutation's and
         # torch.randperm's, so a run resumes exactly on other versions too.
         key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
-        return np.argsort(np.random.Philox(key=key).random_raw(self.dataset_size), kind="stable")
+        return np.random.Philox(key=key).random_raw(count)
+
+
+class BucketSchedule(BatchSchedule):
+    """A schedule for rows of several shapes: the rows of a micro-batch, over all ranks, are of one shape.
+
+    keys: the shape key of every row. micro_batches: parts of a global batch; position p belongs to part
+    p // (global_batch / micro_batches). An epoch deals every shape's rows, freshly shuffled, out to parts, leaves each
+    shape's remainder out, and shuffles the parts. Raises ValueError if there are too few rows.
+    """
+
+    def __init__(self, keys: Sequence[int] | np.ndarray, global_batch: int, micro_batches: int, seed: int):
+        super().__init__(len(keys), global_batch, seed)
+        if micro_batches < 1 or global_batch % micro_batches:
+            raise ValueError(f"a global batch of {global_batch} can't be cut into {micro_batches} equal micro-batches")
+        self._micro_batches, self._part = micro_batches, global_batch // micro_batches
+        keys = np.asarray(keys)
+        self._buckets = [np.flatnonzero(keys == key) for key in np.unique(keys)]
+        self._parts = sum(len(bucket) // self._part for bucket in self._buckets)
+        self.steps_per_epoch = self._parts // micro_batches
+        if self.steps_per_epoch == 0:
+            sizes = ", ".join(f"{len(bucket):,}" for bucket in self._buckets)
+            raise ValueError(
+                f"a micro-batch of {self._part:,} samples = batch_size x ranks holds one shape; the data set's shapes "
+                f"have {sizes} samples, which fill {self._parts} of the {micro_batches} micro-batches of a step; lower "
+                "--batch_size or --grad_accumulation"
+            )
+
+    @property
+    def micro_batches(self) -> int:
+        return self._micro_batches
+
+    def _epoch_rows(self, epoch: int) -> np.ndarray:
+        words = self._words(epoch, self.dataset_size + self._parts)
+        parts = []
+        for bucket in self._buckets:
+            order = bucket[np.argsort(words[bucket], kind="stable")]
+            parts.append(order[: len(order) // self._part * self._part].reshape(-1, self._part))
+        order = np.argsort(words[self.dataset_size :], kind="stable")
+        return np.concatenate(parts)[order].reshape(-1)
+
+
+def build_schedule(dataset: MediaDataset, global_batch: int, micro_batches: int, seed: int) -> BatchSchedule:
+    """The data set's schedule: in buckets if its samples have several shapes."""
+    keys = np.array([dataset.shape_key(row) for row in range(len(dataset))])
+    if len(keys) == 0 or (keys == keys[0]).all():
+        return BatchSchedule(len(dataset), global_batch, seed)
+    return BucketSchedule(keys, global_batch, micro_batches, seed)
 
 
 @dataclass
 class Batch:
     """The samples that one rank processes at once.
 
-    x: (B, C, H, W) float32. y: (B,) int64 classes. index: (B,) int64 positions in the global batch, the key of
+    x: (B, C, H, W) or (B, C, T, H, W) float32. y: (B,) int64 classes. text: B captions, or None where the data set's
+    conditioning is by label. index: (B,) int64 positions in the global batch, the key of
     all the samples' randomness. micro: which of the step's gradient-accumulation parts this is.
     """
 
@@ -69,9 +126,13 @@ class Batch:
     micro: int
     epoch: int
     skipped: tuple[str, ...] = ()
+    text: tuple[str, ...] | None = None
+    embedding: Embedding | None = None  # of the captions, where it is cached
 
     def pin_memory(self) -> "Batch":  # what DataLoader calls on a batch of a type of one's own
-        return replace(self, x=self.x.pin_memory(), y=self.y.pin_memory(), index=self.index.pin_memory())
+        embedding = self.embedding and Embedding(*(part.pin_memory() for part in self.embedding))
+        x, y, index = (part.pin_memory() for part in (self.x, self.y, self.index))
+        return replace(self, x=x, y=y, index=index, embedding=embedding)
 
 
 @dataclass
@@ -105,19 +166,36 @@ class _BatchReader(Dataset):
     """Turns a request into a batch; runs in the worker processes."""
 
     def __init__(self, dataset: MediaDataset):
-        self.dataset = dataset
+        self.dataset = copy(dataset)
+        # A quarter of the memory to fill, stack and hand to the main process: half of the time a small clip takes.
+        self.dataset.as_bytes = True
 
     def __getitem__(self, request: _Request) -> Batch:
         items = self.dataset.__getitems__(request.tickets)
         return Batch(
-            x=torch.stack([item.x for item in items]),
+            x=_stack([item.x for item in items]),
             y=torch.tensor([item.y for item in items], dtype=torch.int64),
             index=torch.tensor([ticket.index for ticket in request.tickets], dtype=torch.int64),
             step=request.step,
             micro=request.micro,
             epoch=request.epoch,
             skipped=tuple(file for item in items for file in item.skipped),
+            text=tuple(item.text or "" for item in items) if self.dataset.conditioning == "text" else None,
+            embedding=_stack_embeddings([item.embedding for item in items]),
         )
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    """``torch.stack`` to contiguous memory, in a worker process into what the main process sees: no copy on the way."""
+    first, shape = parts[0], (len(parts), *parts[0].shape)
+    out = first.new_empty(0)
+    if get_worker_info() is not None:  # as torch's own collate does it
+        out.set_(torch.UntypedStorage._new_shared(len(parts) * first.numel() * first.element_size(), device="cpu"))
+    return torch.stack(parts, out=out.resize_(shape))
+
+
+def _stack_embeddings(parts: list[Embedding | None]) -> Embedding | None:
+    return None if parts[0] is None else Embedding(*(torch.stack(fields) for fields in zip(*parts, strict=True)))
 
 
 class ReadAhead:
@@ -195,8 +273,8 @@ def _unchanged(result):
 class BatchIterator:
     """Yields ``Batch`` after ``Batch``. ``read``: files tried so far; ``skipped``: how many were unreadable."""
 
-    def __init__(self, batches: ReadAhead, counter: BadFileCounter):
-        self._batches, self._counter = batches, counter
+    def __init__(self, batches: ReadAhead, counter: BadFileCounter, as_bytes: bool = False):
+        self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -205,7 +283,7 @@ class BatchIterator:
         """Raises DataError if too many files are unreadable or a worker process died."""
         batch = next(self._batches)
         self._counter.add(len(batch.y), batch.skipped)
-        return batch
+        return batch if self._as_bytes else replace(batch, x=to_pixels(batch.x))
 
     @property
     def read(self) -> int:
@@ -234,21 +312,25 @@ def build_loader(
     pin_memory: bool = False,
     max_bad: float = 0.05,
     on_skip: Callable[[str], None] | None = None,
+    as_bytes: bool = False,
 ) -> BatchIterator:
     """The batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (or for ever).
 
     For every step and micro-batch: positions (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of the
     global batch. The worker processes live until ``close()``; 0 workers read in this process, with the same
     result. ``on_skip`` is told of every unreadable file once; a share of them past ``max_bad`` is a DataError.
+    as_bytes: clips stay uint8, a quarter of the bytes to pin and send; ``to_pixels`` makes them float32 on the device.
     """
     if dp_size * batch_size * micro_batches != schedule.global_batch:
         raise ValueError(
             f"{dp_size} ranks x batch size {batch_size} x {micro_batches} micro-batches isn't the schedule's global "
             f"batch of {schedule.global_batch}"
         )
+    if schedule.micro_batches not in (None, micro_batches):
+        raise ValueError(f"{micro_batches} micro-batches, but the schedule is for {schedule.micro_batches}")
     if schedule.dataset_size != len(dataset):
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
     requests = _Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
     pin_memory = pin_memory and torch.cuda.is_available()
     batches = ReadAhead(_BatchReader(dataset), requests, num_workers=num_workers, pin_memory=pin_memory)
-    return BatchIterator(batches, BadFileCounter(max_bad, on_skip))
+    return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes)

@@ -1,4 +1,4 @@
-"""Encodes a data set once: what ``preprocess.py latents`` does.
+"""Encodes a data set, pictures or clips and their captions, once: what ``preprocess.py latents`` does.
 
 Every rank encodes the shards ``rank, rank + world_size, ...``; a shard's bytes depend on the settings alone, not
 on how many ranks there are or how often the job was stopped and started again.
@@ -11,6 +11,7 @@ from datetime import timedelta
 from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,10 +19,15 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
+from opendit.data.captioned import PICTURE
 from opendit.data.latents import INDEX, VERSION, read_index, read_shard_header, shard_name, write_index, write_shard
 from opendit.data.loader import ReadAhead
 from opendit.data.resolve import build_dataset
-from opendit.encoders.vae import HUB, VAECodec, load_codec
+from opendit.data.text_cache import embed, pack_captions, pack_embeddings, write_empty_caption
+from opendit.encoders.vae import HUB, Codec, load_codec
+from opendit.encoders.video_vae import load_video_codec
+
+Part = tuple[Tensor, Tensor, Tensor, list]  # of a shard: moments (B, F, 2C, ...) fp16, labels, rows, embeddings
 
 
 class _RowReader(Dataset):
@@ -30,8 +36,8 @@ class _RowReader(Dataset):
     def __init__(self, dataset: MediaDataset):
         self.dataset = dataset
 
-    def __getitem__(self, rows: range) -> tuple[list[int], list[int], Tensor | None, list[str]]:
-        """Readable rows, their labels, their pictures (B, C, H, W) or None, skipped files."""
+    def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], Tensor | None, list[str]]:
+        """Readable rows, their labels, their pictures (B, C, H, W), clips (B, C, T, H, W) or None, skipped files."""
         good, pictures, skipped = [], [], []
         for row in rows:
             try:
@@ -45,11 +51,12 @@ class _RowReader(Dataset):
 
 def make_latents(
     dataset: MediaDataset,
-    codec: VAECodec,
+    codec: Codec,
     output: str | Path,
     *,
     image_size: int,
     flips: bool,
+    encoder=None,
     batch_size: int = 64,
     num_workers: int = 4,
     shard_size: int = 4096,
@@ -59,31 +66,23 @@ def make_latents(
 ) -> dict | None:
     """Writes the latents of ``dataset`` to ``output`` (format: ``opendit.data.latents``), keeping the shards there.
 
-    flips: also encode every picture's mirror image. With several ranks the default process group must exist.
+    codec: of pictures, or of clips if the data set's items are. flips: also encode every picture's mirror image.
+    encoder: a frozen text encoder (opendit.encoders.text) for the captions; without one they are kept as words. With
+    several ranks the default process group must exist.
     Returns the index on rank 0, None elsewhere. Raises ValueError if ``output`` holds latents of other settings,
     DataError if more than ``max_bad`` of the files can't be read or a latent doesn't fit float16.
     """
     output = Path(output)
-    shards = max(1, -(-len(dataset) // shard_size))
-    settings = {
-        "version": VERSION,
-        "data": dataset.identity(),
-        "pictures": len(dataset),
-        "image_size": image_size,
-        "vae": codec.fingerprint(),
-        "latent_shape": list(codec.latent_shape(image_size)),
-        "flips": flips,
-        "precision": str(codec.dtype).removeprefix("torch."),
-        "shard_size": shard_size,
-    }
+    plan = _plan(dataset, shard_size)
+    shards = len(plan)
+    settings = _settings(dataset, codec, image_size, flips, shard_size, encoder)
     output.mkdir(parents=True, exist_ok=True)
     kept = _complete_shards(output, settings)
     if rank == 0 and (output / INDEX).exists():
         if read_index(output) is None:
             raise ValueError(f"--output {output} holds an {INDEX} of something else: pass another folder")
         (output / INDEX).unlink()  # so that nobody reads the folder while it changes
-    rows = range(len(dataset))
-    mine = {shard: rows[shard * shard_size :][:shard_size] for shard in range(rank, shards, world_size)}
+    mine = {shard: plan[shard] for shard in range(rank, shards, world_size)}
     todo = {
         shard: [part[first : first + batch_size] for first in range(0, len(part), batch_size)]
         for shard, part in mine.items()
@@ -94,21 +93,91 @@ def make_latents(
     done = sum(len(part) for shard, part in mine.items() if shard not in todo)
     total = sum(map(len, mine.values()))
     counter = BadFileCounter(max_bad, on_skip=lambda file: tqdm.write(f"skipped {file}"))
-    reader, pin_memory = _RowReader(dataset), codec.device.type == "cuda"
+    reader, pin_memory = _RowReader(dataset), _device(codec).type == "cuda"
+    unit = f" {_noun(settings)}"
     with (
-        tqdm(total=total, initial=done, desc=title, unit=" pictures", smoothing=0.05, disable=rank > 0) as bar,
+        tqdm(total=total, initial=done, desc=title, unit=unit, smoothing=0.05, disable=rank > 0) as bar,
         closing(
             ReadAhead(reader, list(chain(*todo.values())), num_workers=num_workers, pin_memory=pin_memory)
         ) as batches,
     ):
         for shard, jobs in todo.items():
-            parts, skipped = _encode_shard(islice(batches, len(jobs)), codec, flips, counter, bar)
-            tensors = _join(parts, (2 if flips else 1, 2 * codec.latent_channels, *settings["latent_shape"][1:]))
+            parts, skipped = _encode_shard(islice(batches, len(jobs)), dataset, codec, flips, encoder, counter, bar)
+            tensors = _join(parts, dataset, _shard_shape(dataset, codec, settings, plan[shard]), encoder)
             write_shard(output / shard_name(shard, shards), tensors, settings, skipped)
 
     if world_size > 1:
         dist.barrier()
-    return _finish(output, dataset, codec, settings, shards, max_bad) if rank == 0 else None
+    return _finish(output, dataset, codec, settings, plan, max_bad, encoder) if rank == 0 else None
+
+
+def _plan(dataset: MediaDataset, shard_size: int) -> list[list[int]]:
+    """The rows of every shard: in order, but those of one shape first and then those of the next."""
+    keys = np.array([dataset.shape_key(row) for row in range(len(dataset))], dtype=np.int64)
+    plan = []
+    for key in np.unique(keys):
+        rows = np.flatnonzero(keys == key)
+        plan += [rows[first : first + shard_size].tolist() for first in range(0, len(rows), shard_size)]
+    return plan or [[]]
+
+
+def _settings(
+    dataset: MediaDataset,
+    codec: Codec,
+    image_size: int,
+    flips: bool,
+    shard_size: int,
+    encoder,
+) -> dict:
+    """Everything that a shard's bytes depend on."""
+    settings = {
+        "version": VERSION,
+        "data": dataset.identity(),
+        "pictures": len(dataset),
+        "image_size": image_size,
+        "vae": codec.fingerprint(),
+        "latent_shape": list(_latent_shape(codec, dataset, image_size)),
+        "flips": flips,
+        "precision": str(_inner(codec).dtype).removeprefix("torch."),
+        "shard_size": shard_size,
+    }
+    if _frames(dataset):
+        names = ("num_frames", "frame_interval", "short_clips")
+        settings["video"] = {name: getattr(dataset, name) for name in names}
+    if dataset.conditioning == "text":
+        settings["text"] = encoder and encoder.fingerprint()
+    return settings
+
+
+def _frames(dataset: MediaDataset) -> int | None:
+    """Frames of a clip; None where items are pictures without a time axis."""
+    return dataset.sample_shape[1] if len(dataset.sample_shape) == 4 else None
+
+
+def _noun(settings: dict) -> str:
+    return "clips" if "video" in settings else "pictures"
+
+
+def _inner(codec: Codec):
+    return getattr(codec, "codec", codec)  # of a picture's codec that works frame by frame
+
+
+def _device(codec: Codec) -> torch.device:
+    return torch.device(_inner(codec).device)
+
+
+def _latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, frames: int | None = None) -> tuple[int, ...]:
+    """(C, h, w) of a picture's latent, (C, t, h, w) of a clip's, of ``frames`` frames if that is given."""
+    if _frames(dataset) is None:
+        return codec.latent_shape(image_size)
+    return codec.latent_shape(frames or _frames(dataset), image_size, image_size)
+
+
+def _shard_shape(dataset: MediaDataset, codec: Codec, settings: dict, rows: list[int]) -> tuple[int, ...]:
+    """(F, 2C, h, w) or (F, 2C, t, h, w): of one row's moments in a shard of these rows."""
+    picture = _frames(dataset) and rows and dataset.shape_key(rows[0]) == PICTURE
+    channels, *sides = _latent_shape(codec, dataset, settings["image_size"], 1 if picture else None)
+    return 2 if settings["flips"] else 1, 2 * channels, *sides
 
 
 def _complete_shards(output: Path, settings: dict) -> set[str]:
@@ -130,15 +199,21 @@ def _complete_shards(output: Path, settings: dict) -> set[str]:
 
 
 def _encode_shard(
-    batches: Iterable[tuple], codec: VAECodec, flips: bool, counter: BadFileCounter, bar: tqdm
-) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[str]]:
-    """A shard's batches as [(moments (B, F, 2C, h, w) fp16, labels, rows)], and the files skipped in it."""
+    batches: Iterable[tuple],
+    dataset: MediaDataset,
+    codec: Codec,
+    flips: bool,
+    encoder,
+    counter: BadFileCounter,
+    bar: tqdm,
+) -> tuple[list[Part], list[str]]:
+    """A shard's batches, and the files skipped in it."""
     parts, all_skipped = [], []
     for rows, labels, pictures, skipped in batches:
         counter.add(len(rows), skipped)
         all_skipped += skipped
         if rows:
-            pictures = pictures.to(codec.device, non_blocking=True)
+            pictures = pictures.to(_device(codec), non_blocking=True)
             views = (pictures, pictures.flip(-1)) if flips else (pictures,)
             moments = torch.stack([codec.moments(view) for view in views], dim=1).half()
             if not moments.isfinite().all():
@@ -146,27 +221,45 @@ def _encode_shard(
                     f"the latents of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision "
                     "bf16 or fp32, and check the VAE's weights if that doesn't help"
                 )
-            parts.append((moments.cpu(), torch.tensor(labels), torch.tensor(rows)))
+            embedded = embed(encoder, [dataset.caption(row) for row in rows]) if encoder else []
+            parts.append((moments.cpu(), torch.tensor(labels), torch.tensor(rows), embedded))
         bar.update(len(rows) + len(skipped))
     return parts, all_skipped
 
 
-def _join(parts: list[tuple[Tensor, Tensor, Tensor]], shape: tuple[int, ...]) -> dict[str, Tensor]:
+def _join(parts: list[Part], dataset: MediaDataset, shape: tuple[int, ...], encoder) -> dict[str, Tensor]:
     """One shard's tensors; ``shape``: of one picture's moments, for a shard without a single readable picture."""
     if not parts:
-        parts = [(torch.empty(0, *shape, dtype=torch.half), torch.empty(0).long(), torch.empty(0).long())]
-    moments, labels, rows = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return {"moments": moments, "labels": labels.long(), "rows": rows.long()}
+        parts = [(torch.empty(0, *shape, dtype=torch.half), torch.empty(0).long(), torch.empty(0).long(), [])]
+    moments, labels, rows = (torch.cat(tensors) for tensors in list(zip(*parts, strict=True))[:3])
+    tensors = {"moments": moments, "labels": labels.long(), "rows": rows.long()}
+    if dataset.conditioning == "text":
+        tensors |= pack_captions([dataset.caption(row) for row in rows.tolist()])
+    if encoder:
+        embedded = [caption for part in parts for caption in part[3]]
+        tensors |= pack_embeddings(embedded, encoder.width)
+    return tensors
 
 
-def _finish(output: Path, dataset: MediaDataset, codec: VAECodec, settings: dict, shards: int, max_bad: float) -> dict:
+def _finish(
+    output: Path,
+    dataset: MediaDataset,
+    codec: Codec,
+    settings: dict,
+    plan: list[list[int]],
+    max_bad: float,
+    encoder,
+) -> dict:
     """Writes the index once every shard is there; raises DataError if too many files were skipped."""
     entries, all_skipped = [], []
-    for name in (shard_name(shard, shards) for shard in range(shards)):
+    for shard, rows in enumerate(plan):
+        name = shard_name(shard, len(plan))
         header = read_shard_header(output / name)
         if header is None:
             raise DataError(f"{output / name} is missing or damaged; run the same command again")
         entries.append({"file": name, "count": header[0], "bytes": (output / name).stat().st_size})
+        if "video" in settings:
+            entries[-1]["shape_key"] = dataset.shape_key(rows[0])
         all_skipped += header[2]
     BadFileCounter(max_bad, minimum=1).add(len(dataset) - len(all_skipped), all_skipped)
     index = {
@@ -182,6 +275,13 @@ def _finish(output: Path, dataset: MediaDataset, codec: VAECodec, settings: dict
         "skipped": all_skipped,
         "shards": entries,
     }
+    if "video" in settings:
+        index["video"] = settings["video"]
+    if dataset.conditioning == "text":
+        index["conditioning"] = "text"
+    if encoder:
+        write_empty_caption(output, encoder)
+        index["text"] = {"encoder": encoder.name, "max_tokens": encoder.max_tokens}
     write_index(output, index)
     return index
 
@@ -197,10 +297,18 @@ def run(
     no_flip: bool = False,
     mixed_precision: str = "auto",
     shard_size: int = 4096,
+    use_video: bool = False,
+    num_frames: int = 16,
+    frame_interval: int = 1,
+    short_clips: str = "skip",
+    text_encoder: str | None = None,
+    max_text_tokens: int | None = None,
 ) -> dict | None:
     """``preprocess.py latents`` with its flags' values; one process a GPU if torchrun started several."""
     if vae == "none":
         raise ValueError("--vae none has no latents to cache: train on the pictures themselves")
+    if text_encoder == "bytes":
+        raise ValueError("--text_encoder bytes is trained with the model, so it can't be cached: leave it out")
     if vae not in HUB:
         vae = str(Path(vae).expanduser().resolve())  # the index keeps it for runs that start in other folders
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -209,13 +317,35 @@ def run(
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dtype = pick_dtype(mixed_precision, device)
-    dataset = build_dataset(data_path, image_size, seed=0, random_flip=False if no_flip else None)
+    dataset = build_dataset(
+        data_path,
+        image_size,
+        seed=0,
+        random_flip=False if no_flip else None,
+        use_video=use_video,
+        num_frames=num_frames,
+        frame_interval=frame_interval,
+        short_clips=short_clips,
+    )
     if dataset.kind != "pixels":
         raise ValueError(f"--data_path {data_path} holds latents already")
-    codec = load_codec(vae, channels=dataset.sample_shape[0], device=device, dtype=dtype)
-    codec.latent_shape(image_size)
+    codec = (load_video_codec if use_video else load_codec)(
+        vae, channels=dataset.sample_shape[0], device=device, dtype=dtype
+    )
+    _latent_shape(codec, dataset, image_size)
+    encoder = None
+    if text_encoder:
+        if dataset.conditioning != "text":
+            raise ValueError(f"--text_encoder {text_encoder}: --data_path {data_path} has no captions; leave it out")
+        from opendit.encoders.text import load_text_encoder  # seconds to import
+
+        text_encoder = str(Path(text_encoder).resolve()) if Path(text_encoder).is_dir() else text_encoder
+        longest = {} if max_text_tokens is None else {"max_tokens": max_text_tokens}
+        encoder = load_text_encoder(text_encoder, device=device, dtype=dtype, **longest)
     if rank == 0:
-        print(f"{dataset.describe()}\nencoding with --vae {vae} on {device} in {str(codec.dtype)[6:]}", flush=True)
+        precision = str(_inner(codec).dtype)[6:]
+        captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
+        print(f"{dataset.describe()}\nencoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
     if world_size > 1:
         # Only to wait for each other at the end, which may be long after the first rank is through.
         dist.init_process_group("gloo", timeout=timedelta(days=30))
@@ -226,6 +356,7 @@ def run(
             output,
             image_size=image_size,
             flips=dataset.random_flip,
+            encoder=encoder,
             batch_size=batch_size,
             num_workers=num_workers,
             shard_size=shard_size,
@@ -238,7 +369,8 @@ def run(
             dist.destroy_process_group()
     if index is not None:
         skipped = f", {len(index['skipped']):,} unreadable files left out" if index["skipped"] else ""
-        print(f"{index['count']:,} pictures in {len(index['shards'])} shards{skipped}: train with --data_path {output}")
+        noun = _noun(index)
+        print(f"{index['count']:,} {noun} in {len(index['shards'])} shards{skipped}: train with --data_path {output}")
     return index
 
 

@@ -123,7 +123,8 @@ def cfg_model(
 
     ``model(x, t, y)`` is called once a step, on the conditional batch and then the unconditional one in one batch of
     2B; with ``scale`` 1.0, which is the conditional model itself, on B alone.
-    ``y``: (B, ...) any condition; ``null_y``: what stands for "no condition", of y's shape or expandable to it.
+    ``y``: (B, ...) any condition, a tensor or an object with ``cat``, ``expand_as``, ``len`` and ``shape``;
+    ``null_y``: what stands for "no condition", of y's shape or expandable to it.
     ``guided_channels``: the first so many channels of eps are guided, default all. Meta's DiT samples with 3 of its
     4. Other channels, and v, are the conditional ones. The result is float32 at least.
     Raises ValueError if null_y doesn't expand to y, or, once called, if y and x differ in batch size, if the output
@@ -132,7 +133,7 @@ def cfg_model(
     if scale == 1.0:
         return lambda x, t: at_least_float32(model(x, t, y))
     try:
-        y_both = torch.cat((y, null_y.expand_as(y)))
+        y_both = getattr(y, "cat", torch.cat)((y, null_y.expand_as(y)))
     except RuntimeError as e:
         raise ValueError(f"null_y {tuple(null_y.shape)} does not expand to y {tuple(y.shape)}") from e
 

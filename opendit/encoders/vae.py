@@ -8,7 +8,9 @@ is a plain object, not a module, so it never ends up in a model's state.
 import json
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,14 +24,26 @@ FILES = ("config.json", "diffusion_pytorch_model.safetensors")
 PIXELS_AT_ONCE = 32 * 256 * 256
 
 
-def sample_moments(moments: Tensor, noise: Tensor, scaling: float, shift: float) -> Tensor:
-    """Latents (B, C, h, w) fp32 from moments (B, 2C, h, w) = [mean, std] and standard normal noise (B, C, h, w)."""
+T = TypeVar("T")
+PerChannel = float | Sequence[float]  # one number for all channels of a latent, or one for each
+
+
+def sample_moments(moments: Tensor, noise: Tensor, scaling: PerChannel, shift: PerChannel) -> Tensor:
+    """Latents (B, C, ...) fp32 from moments (B, 2C, ...) = [mean, std] and standard normal noise (B, C, ...)."""
     mean, std = moments.float().chunk(2, dim=1)
-    return (mean + std * noise - shift) * scaling
+    return (mean + std * noise - _over_channels(shift, mean)) * _over_channels(scaling, mean)
 
 
-class ImageCodec(ABC):
-    """Pixels in [-1, 1] <-> latents of about unit variance.
+def _over_channels(values: PerChannel, latents: Tensor) -> float | Tensor:
+    """``values`` in the shape that is broadcast over latents (B, C, ...)."""
+    if isinstance(values, int | float):
+        return values
+    return torch.tensor(values, device=latents.device).view(-1, *(1,) * (latents.dim() - 2))
+
+
+class Codec(ABC):
+    """Pixels in [-1, 1] <-> latents of about unit variance. Shapes are those of pictures; clips (see
+    opendit.encoders.video_vae) have frames before the height.
 
     latent_channels: C of the latents. downscale: pixels a latent's side. scaling_factor, shift_factor: as in
     ``sample_moments``. name: what ``--vae`` said.
@@ -38,17 +52,8 @@ class ImageCodec(ABC):
     name: str
     latent_channels: int
     downscale: int
-    scaling_factor: float = 1.0
-    shift_factor: float = 0.0
-
-    def latent_shape(self, image_size: int) -> tuple[int, int, int]:
-        """(C, h, w) of a square picture's latent; raises ValueError if the size doesn't divide."""
-        if image_size < 1 or image_size % self.downscale:
-            raise ValueError(
-                f"--image_size {image_size} isn't a multiple of {self.downscale}, as --vae {self.name} needs"
-            )
-        side = image_size // self.downscale
-        return self.latent_channels, side, side
+    scaling_factor: PerChannel = 1.0
+    shift_factor: PerChannel = 0.0
 
     @abstractmethod
     def moments(self, pixels: Tensor) -> Tensor:
@@ -65,6 +70,23 @@ class ImageCodec(ABC):
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (B, C, h, w) -> pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A hash of everything that latents depend on."""
+
+
+class ImageCodec(Codec):
+    """The codec of pictures."""
+
+    def latent_shape(self, image_size: int) -> tuple[int, int, int]:
+        """(C, h, w) of a square picture's latent; raises ValueError if the size doesn't divide."""
+        if image_size < 1 or image_size % self.downscale:
+            raise ValueError(
+                f"--image_size {image_size} isn't a multiple of {self.downscale}, as --vae {self.name} needs"
+            )
+        side = image_size // self.downscale
+        return self.latent_channels, side, side
 
 
 class PixelCodec(ImageCodec):
@@ -85,12 +107,15 @@ class PixelCodec(ImageCodec):
     def decode(self, latents: Tensor) -> Tensor:
         return latents.float().clamp(-1, 1)
 
+    def fingerprint(self) -> str:
+        return hash_parts(self.name)
 
-class VAECodec(ImageCodec):
-    """A diffusers ``AutoencoderKL``, frozen, run without gradients and a bounded number of pixels at a time.
+
+class FrozenVAE(Codec):
+    """An autoencoder of diffusers, frozen, run without gradients and a bounded number of pixels at a time.
 
     device: where it runs; inputs are brought there and results stay there. dtype: of its weights and
-    activations on a GPU; a CPU always computes in fp32. chunk: pictures at once, by default PIXELS_AT_ONCE.
+    activations on a GPU; a CPU always computes in fp32. chunk: samples at once, by default as many as memory allows.
     """
 
     def __init__(
@@ -106,8 +131,7 @@ class VAECodec(ImageCodec):
         self.name, self.chunk = name, chunk
         self.device = torch.device(device)
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
-        self.latent_channels, self.downscale = _geometry(config)
-        self.scaling_factor, self.shift_factor = float(config["scaling_factor"]), float(config.get("shift_factor") or 0)
+        self.scaling_factor, self.shift_factor = _scale_and_shift(config)
         # Memory stays contiguous: channels_last encoded 555 instead of 728 pictures of 256x256 a second and decoded 284
         # instead of 315 (SD's VAE in fp16 on an H200). Module.to itself, because diffusers' own warns that a cast may
         # harm layers kept in fp32, of which this VAE has none.
@@ -116,7 +140,7 @@ class VAECodec(ImageCodec):
     @torch.no_grad()
     def moments(self, pixels: Tensor) -> Tensor:
         parts = []
-        for part in pixels.split(self._chunk(pixels.shape[-2] * pixels.shape[-1])):
+        for part in pixels.split(self._samples_at_once(pixels.shape[-2] * pixels.shape[-1])):
             part = _with_channels(part.to(self.device, self.dtype, non_blocking=True), 3)
             # In fp32 from here: exp() of a half-precision logarithm would lose a decimal of the deviation.
             mean, logvar = self.vae.encode(part).latent_dist.parameters.float().chunk(2, dim=1)
@@ -125,25 +149,40 @@ class VAECodec(ImageCodec):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        latents = latents.to(self.device, torch.float32) / self.scaling_factor + self.shift_factor
-        parts = latents.to(self.dtype).split(self._chunk(latents.shape[-2] * latents.shape[-1] * self.downscale**2))
+        latents = latents.to(self.device, torch.float32)
+        latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
+        at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
+        parts = latents.to(self.dtype).split(at_once)
         return torch.cat([self.vae.decode(part).sample.float().clamp_(-1, 1) for part in parts])
 
     def fingerprint(self) -> str:
-        """A hash of the weights and of the numbers that turn moments into latents."""
-        parts: list[bytes | str] = [f"{self.scaling_factor} {self.shift_factor}"]
-        for name, weight in sorted(self.vae.state_dict().items()):
-            parts += [name, weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()]
-        return hash_parts(*parts)
+        return module_fingerprint(self.vae, f"{self.scaling_factor} {self.shift_factor}")
 
-    def _chunk(self, pixels: int) -> int:
+    def _samples_at_once(self, pixels: int) -> int:
+        """How many samples of so many pixels a picture (or frame) go through the VAE together."""
         return self.chunk or max(1, PIXELS_AT_ONCE // pixels)
 
 
+class VAECodec(FrozenVAE, ImageCodec):
+    """Stable Diffusion's kind of VAE, diffusers' ``AutoencoderKL``; ``chunk`` counts pictures."""
+
+    def __init__(self, vae: torch.nn.Module, **settings):
+        super().__init__(vae, **settings)
+        self.latent_channels, self.downscale = _geometry(vae.config)
+
+
+def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
+    """A hash of a module's weights and buffers, and of the settings it is used with."""
+    parts: list[bytes | str] = list(settings)
+    for name, weight in sorted(module.state_dict().items()):
+        parts += [name, weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()]
+    return hash_parts(*parts)
+
+
 def _with_channels(pixels: Tensor, channels: int) -> Tensor:
-    """Grey pictures (B, 1, H, W) repeated to ``channels``; others must have them."""
+    """Grey pictures (B, 1, ...) repeated to ``channels``; others must have them."""
     if pixels.shape[1] == 1:
-        return pixels.expand(-1, channels, -1, -1)
+        return pixels.expand(-1, channels, *pixels.shape[2:])
     if pixels.shape[1] != channels:
         raise ValueError(f"pictures of {pixels.shape[1]} channels can't be encoded as {channels}")
     return pixels
@@ -151,6 +190,21 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
 
 def _geometry(config: dict) -> tuple[int, int]:
     return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
+
+
+Geometry = Callable[[dict], tuple[int, ...]]  # what a class of diffusers says of its sizes in its configuration
+IMAGE_CLASSES: dict[str, Geometry] = {"AutoencoderKL": _geometry}
+
+
+def _scale_and_shift(config: dict) -> tuple[PerChannel, PerChannel]:
+    """(scaling, shift) of ``sample_moments`` from a VAE's configuration, in either of diffusers' two forms: numbers
+    scaling_factor and shift_factor, or lists latents_mean and latents_std with one number for each channel."""
+    scaling = config.get("scaling_factor")
+    scaling = 1.0 if scaling is None else float(scaling)
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    if mean is None or std is None:
+        return scaling, float(config.get("shift_factor") or 0)
+    return [scaling / float(s) for s in std], [float(m) for m in mean]
 
 
 def codec_geometry(name: str, channels: int) -> tuple[int, int]:
@@ -161,7 +215,7 @@ def codec_geometry(name: str, channels: int) -> tuple[int, int]:
         return channels, 1
     if name in HUB:
         return 4, 8
-    return _geometry(_read_config(name))
+    return _geometry(read_vae_config(name, IMAGE_CLASSES)[1])
 
 
 def load_codec(
@@ -178,59 +232,80 @@ def load_codec(
     Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such VAE."""
     if name == "none":
         return PixelCodec(channels)
-    folder = _from_hub(name) if name in HUB else Path(name).expanduser()
-    _read_config(str(folder))
+    return VAECodec(load_vae(name, IMAGE_CLASSES), name=name, device=device, dtype=dtype, chunk=chunk)
+
+
+def load_vae(name: str, classes: dict[str, Geometry]) -> torch.nn.Module:
+    """The autoencoder of ``--vae name`` with its weights; it must be of one of diffusers' ``classes``.
+
+    Raises FileNotFoundError or ValueError, naming the flag and what to do."""
+    folder = _vae_from_hub(name) if name in HUB else Path(name).expanduser()
+    class_name, _ = read_vae_config(str(folder), classes)
     if not (folder / FILES[1]).is_file():
         raise FileNotFoundError(f"--vae {name}: no {FILES[1]} in {folder}; {_needs()}")
-    from diffusers import AutoencoderKL  # seconds to import, so only where a VAE is really used
+    import diffusers  # seconds to import, so only where a VAE is really used
 
     try:
-        vae = AutoencoderKL.from_pretrained(
+        return getattr(diffusers, class_name).from_pretrained(
             folder, local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False
         )
     except Exception as error:
         raise ValueError(f"--vae {name}: {folder} can't be loaded ({error}); {_needs()}") from error
-    return VAECodec(vae, name=name, device=device, dtype=dtype, chunk=chunk)
+
+
+def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict]:
+    """(class, configuration) of the VAE in a folder; the class must be one of diffusers' ``classes``.
+
+    Raises FileNotFoundError or ValueError, naming the flag and what to do."""
+    path = Path(name).expanduser() / FILES[0]
+    try:
+        config = json.loads(path.read_text())
+        found = config.get("_class_name", "AutoencoderKL")
+        if found in classes:
+            classes[found](config)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(f"--vae {name}: {path} doesn't exist; use ema, mse or a folder: {_needs()}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--vae {name}: {path} isn't the configuration of a VAE; {_needs()}") from error
+    if found not in classes:
+        raise ValueError(f"--vae {name} is a {found}, not an {' or '.join(classes)}; {_needs()}")
+    return found, config
 
 
 def _needs() -> str:
     return f"--vae PATH needs a folder with {' and '.join(FILES)}, and --vae none trains on pixels"
 
 
-def _read_config(name: str) -> dict:
-    path = Path(name).expanduser() / FILES[0]
-    try:
-        config = json.loads(path.read_text())
-        _geometry(config)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(f"--vae {name}: {path} doesn't exist; use ema, mse or a folder: {_needs()}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--vae {name}: {path} isn't the configuration of a VAE; {_needs()}") from error
-    if config.get("_class_name", "AutoencoderKL") != "AutoencoderKL":
-        raise ValueError(f"--vae {name} is a {config['_class_name']}, not an AutoencoderKL; {_needs()}")
-    return config
-
-
-def _from_hub(name: str) -> Path:
-    """The local folder of a VAE of the hub: from the cache, else downloaded. Fails within seconds if it can't."""
-    from huggingface_hub import constants, hf_hub_download
+def _vae_from_hub(name: str) -> Path:
+    """The local folder of a VAE of the hub: from the cache, else downloaded."""
+    from huggingface_hub import hf_hub_download
 
     def fetch(local_files_only: bool) -> Path:
         return [Path(hf_hub_download(HUB[name], file, local_files_only=local_files_only)) for file in FILES][0].parent
 
+    return from_hub(fetch, f"--vae {name}: {HUB[name]}", _needs())
+
+
+def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
+    """What ``fetch(local_files_only)`` returns: from the local cache, else from the hub.
+
+    Raises FileNotFoundError, within seconds, if the hub can't be reached; ``what`` was asked for, and what the user
+    ``needs`` instead, are in its message."""
+    from huggingface_hub import constants
+
     try:
-        return fetch(local_files_only=True)
+        return fetch(True)
     except (OSError, ValueError):
         pass
     try:
         # Its own download tries six times with growing pauses; one short question first tells whether that can help.
         _probe_hub(constants.ENDPOINT)
-        return fetch(local_files_only=False)
+        return fetch(False)
     except Exception as error:
         raise FileNotFoundError(
-            f"--vae {name}: {HUB[name]} isn't in the local cache and couldn't be fetched from the hub "
+            f"{what} isn't in the local cache and couldn't be fetched from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Fetch it on a machine that "
-            f"can, then copy it: {_needs()}"
+            f"can, then copy it: {needs}"
         ) from error
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
@@ -76,6 +77,37 @@ class Attention(nn.Module):
         return self.proj(self.attend(q, k, v).transpose(1, 2).reshape(B, N, D))
 
 
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over the keys that ``mask`` keeps.
+
+    q: (B, H, N, d); k, v: (B, H, M, d); mask: (B, M) bool, True where there is a token, at least one in each row.
+    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU that is the memory-efficient one: flash
+    attention takes no mask, and the one in plain operations would keep the N x M scores for the backward pass.
+    """
+    mask = mask[:, None, None, :]
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention from x (B, N, D) to tokens (B, M, D) under a padding mask (B, M) bool."""
+
+    def __init__(self, dim: int, num_heads: int):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q = nn.Linear(dim, dim)
+        self.kv = nn.Linear(dim, 2 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        (B, N, D), M, H = x.shape, tokens.shape[1], self.num_heads
+        q = self.q(x).view(B, N, H, D // H).transpose(1, 2)
+        k, v = self.kv(tokens).view(B, M, 2, H, D // H).permute(2, 0, 3, 1, 4)
+        return self.proj(masked_attention(q, k, v, mask).transpose(1, 2).reshape(B, N, D))
+
+
 class Mlp(nn.Module):
     """Linear, GELU (tanh form), Linear (parameter names of timm: fc1, fc2)."""
 
@@ -89,11 +121,12 @@ class Mlp(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """(B, C, H, W) to tokens (B, H/p * W/p, D), rows first."""
+    """(B, C, H, W) to tokens (B, H/p * W/p, D), rows first; with patches (t, h, w), (B, C, T, H, W), frames first."""
 
-    def __init__(self, patch_size: int, in_channels: int, dim: int):
+    def __init__(self, patch: tuple[int, ...], in_channels: int, dim: int):
         super().__init__()
-        self.proj = nn.Conv2d(in_channels, dim, patch_size, stride=patch_size)
+        convolution = {2: nn.Conv2d, 3: nn.Conv3d}[len(patch)]
+        self.proj = convolution(in_channels, dim, patch, stride=patch)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(x.to(self.proj.weight.dtype)).flatten(2).transpose(1, 2)
@@ -131,20 +164,20 @@ class LabelEmbedder(nn.Module):
         return self.embedding_table(y)
 
 
-def sincos_position_table(dim: int, height: int, width: int) -> Tensor:
-    """2D sine-cosine positions, (height * width, dim) float32, rows first.
+def sincos_position_table(dim: int, *sizes: int, device: torch.device | None = None) -> Tensor:
+    """Sine-cosine positions of a line (length,) or a grid (height, width), (prod(sizes), dim) float32, rows first.
 
-    Meta's layout: the first half of the channels encodes the column, the second the row; each half is
-    sines, then cosines, of frequencies 10000^(-i / (dim/4)). Raises ValueError unless dim divides by 4.
+    Meta's layout: the channels are split evenly over the axes, the last axis (the column) first; each part is
+    sines, then cosines, of frequencies 10000^(-i / n), i < n = dim / (2 * axes). Positions are computed in float64.
+    Raises ValueError unless dim divides by 2 * axes.
     """
-    if dim % 4:
-        raise ValueError(f"a 2D sine-cosine table needs a width divisible by 4, not {dim}")
-    omega = 10000.0 ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim / 4.0))
-    row, column = torch.meshgrid(
-        torch.arange(height, dtype=torch.float64), torch.arange(width, dtype=torch.float64), indexing="ij"
-    )
-    halves = []
-    for position in (column, row):
+    if dim % (2 * len(sizes)):
+        raise ValueError(f"a {len(sizes)}D sine-cosine table needs a width divisible by {2 * len(sizes)}, not {dim}")
+    frequencies = dim // (2 * len(sizes))
+    steps = {"dtype": torch.float64, "device": device}
+    omega = 10000.0 ** -(torch.arange(frequencies, **steps) / frequencies)
+    parts = []
+    for position in reversed(torch.meshgrid(*(torch.arange(size, **steps) for size in sizes), indexing="ij")):
         angles = position.reshape(-1, 1) * omega
-        halves += [torch.sin(angles), torch.cos(angles)]
-    return torch.cat(halves, dim=1).float()
+        parts += [torch.sin(angles), torch.cos(angles)]
+    return torch.cat(parts, dim=1).float()

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.zoo import SIZES, model_config
+from opendit.models.zoo import SIZES, build_model, canonical_name, config_from_dict, is_video, model_config
 
 METADATA_KEY = "opendit"
 
@@ -25,7 +25,7 @@ class Weights:
 
     @property
     def config(self) -> DiTConfig | None:
-        return DiTConfig.from_dict(self.info["config"]) if "config" in self.info else None
+        return config_from_dict(self.info["config"]) if "config" in self.info else None
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
@@ -85,11 +85,13 @@ def read_weights(path: Path) -> Weights:
 
 
 def infer_config(state: dict[str, Tensor], name: str, path: Path) -> DiTConfig:
-    """The configuration of a named model from its weights' shapes (square inputs).
+    """The configuration of a named DiT on labels from its weights' shapes (square inputs).
 
     Raises:
         ValueError: the weights are another model's; the message names the model they fit, if any.
     """
+    if is_video(name):
+        raise ValueError(f"{path} says nothing of the frames that --model {name} takes: give a checkpoint of OpenDiT")
     try:
         hidden, channels, patch, _ = state["x_embedder.proj.weight"].shape
         side = int(state["pos_embed"].shape[1] ** 0.5) * patch
@@ -137,8 +139,8 @@ def load_pretrained(path: str | Path, name: str | None = None, which: str = "ema
         if name is None:
             raise ValueError(f"{weights.path} does not say which model it is: name it with --model, e.g. DiT-XL/2")
         config = infer_config(weights.state, name, weights.path)
-    elif name is not None and weights.info["model"] != name:
+    elif name is not None and weights.info["model"] != canonical_name(name):
         raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of --model {name}")
-    model = DiT(config)
+    model = build_model(config)
     load_state(model, weights)
     return model, weights

@@ -1,0 +1,269 @@
+"""How fast are clips read, per core, beside bare decord; and does a long run leak or hang?
+
+    python benchmarks/bench_reading.py [--rounds 30] [--save]
+    python benchmarks/bench_reading.py --soak 20000
+
+All sides open the same files and take the same frames with one decoding thread. decord stops at full-size RGB frames,
+or resizes them as they are decoded ("resized": shorter side at the training size, not cropped); the loader goes on to
+cropped, resized batches, in this process and through a worker process, as uint8 (``as_bytes``) and as float32. Time is
+processor seconds of all threads and processes taking part, so it holds on a machine shared with others; the sides take
+turns and the median of the rounds counts.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from benchmarks import results
+from opendit.data import BatchSchedule, build_dataset, build_loader
+from opendit.data.clips import clip_window
+from opendit.data.csv_table import Row, write_csv
+from opendit.data.moving_digits import make_demo
+from opendit.random import Stream, uniform
+
+SEED = 0
+SIDES = ("decord", "resized", "uint8", "float32", "worker")  # worker: uint8, through a worker process
+
+
+@dataclass(frozen=True)
+class Case:
+    """Clips of one kind, and how a run reads them."""
+
+    name: str
+    width: int
+    height: int
+    codec: str
+    ending: str
+    length: int
+    num_frames: int
+    frame_interval: int
+    image_size: int
+    clips: int = 8
+
+
+CASES = (
+    Case("demo: 64x64 H.264, 8 x 6 frames to 16 px", 64, 64, "libx264", "mp4", 48, 8, 6, 16, clips=32),
+    Case("UCF101: 320x240 MPEG-4, 16 x 1 frames to 256 px", 320, 240, "mpeg4", "avi", 120, 16, 1, 256),
+    Case("320x240 H.264, 16 x 3 frames to 256 px", 320, 240, "libx264", "mp4", 120, 16, 3, 256),
+    Case("640x360 H.264, 16 x 3 frames to 256 px", 640, 360, "libx264", "mp4", 120, 16, 3, 256),
+    Case("1280x720 H.264, 16 x 3 frames to 256 px", 1280, 720, "libx264", "mp4", 120, 16, 3, 256, clips=4),
+)
+
+
+def write_clips(case: Case, folder: Path) -> Path:
+    """Clips of a picture of blurred noise that drifts, with some grain: about what a camera's clip costs to decode."""
+    import av
+
+    random = np.random.default_rng(SEED)
+    rows = []
+    for number in range(case.clips):
+        coarse = random.integers(0, 256, (case.height // 16 + 2, case.width // 16 + 2, 3), dtype=np.uint8)
+        large = (case.width + 2 * case.length, case.height + case.length)
+        scene = np.asarray(Image.fromarray(coarse).resize(large, Image.Resampling.BICUBIC)).astype(np.int16)
+        grain = random.integers(-6, 7, (8, case.height, case.width, 1), dtype=np.int16)
+        path = folder / f"{number}.{case.ending}"
+        with av.open(str(path), "w") as file:
+            stream = file.add_stream(case.codec, rate=24)
+            stream.width, stream.height, stream.pix_fmt = case.width, case.height, "yuv420p"
+            if case.codec == "mpeg4":
+                stream.bit_rate = 1_000_000
+            for i in range(case.length):
+                view = scene[i : i + case.height, 2 * i : 2 * i + case.width] + grain[i % 8]
+                frame = av.VideoFrame.from_ndarray(view.clip(0, 255).astype(np.uint8), format="rgb24")
+                file.mux(stream.encode(frame))
+            file.mux(stream.encode())
+        rows.append(Row(path, f"clip {number}"))
+    write_csv(folder / "clips.csv", rows)
+    return folder / "clips.csv"
+
+
+def bare_decord(paths: list[str], windows: list[list[int]], **size: int) -> None:
+    import decord
+
+    for path, indices in zip(paths, windows, strict=True):
+        decord.VideoReader(path, num_threads=1, **size).get_batch(indices).asnumpy()
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """Processor time of processes with all their threads, in nanosecond steps (psutil's are of 10 ms)."""
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)  # as clock_getcpuclockid(3) numbers the clocks
+
+
+def measure(case: Case, folder: Path, rounds: int) -> dict[str, float]:
+    """Frames a processor second: bare decord, the loader in this process, the loader with a worker process."""
+    data = build_dataset(
+        str(write_clips(case, folder)),
+        case.image_size,
+        seed=SEED,
+        use_video=True,
+        num_frames=case.num_frames,
+        frame_interval=case.frame_interval,
+    )
+    schedule = BatchSchedule(len(data), len(data), SEED)
+    paths = list(data.paths)
+    options = dict(dp_rank=0, dp_size=1, batch_size=len(data))
+    this = psutil.Process()
+    before = {child.pid for child in this.children()}
+    worker = build_loader(data, schedule, num_workers=1, as_bytes=True, **options)
+    pids = [child.pid for child in this.children() if child.pid not in before]
+    inside = build_loader(data, schedule, num_workers=0, as_bytes=True, **options)
+    floats = build_loader(data, schedule, num_workers=0, **options)
+    scale = case.image_size / min(case.width, case.height)
+    size = {"width": round(case.width * scale), "height": round(case.height * scale)}
+
+    def windows(step: int) -> list[list[int]]:
+        starts = uniform(SEED, step, torch.arange(len(data)), Stream.CROP).tolist()
+        return [clip_window(case.length, case.num_frames, case.frame_interval, start) for start in starts]
+
+    frames, speeds = len(data) * case.num_frames, {name: [] for name in SIDES}
+    # The worker reads ahead, and its turn must not be the others': it is asked for several batches in a row, and rests
+    # once those it may hold are made.
+    for _ in range(4):
+        next(worker)
+    for step in range(rounds):
+        rows, chosen = schedule.rows(step), windows(step)
+        jobs = {
+            "decord": lambda rows=rows, chosen=chosen: bare_decord([paths[row] for row in rows], chosen),
+            "resized": lambda rows=rows, chosen=chosen: bare_decord([paths[row] for row in rows], chosen, **size),
+            "uint8": lambda: next(inside),
+            "float32": lambda: next(floats),
+        }
+        if case.image_size < 64:
+            del jobs["resized"]  # decord 3.4 fails at 16 pixels
+        for name in jobs if step % 2 else reversed(jobs):
+            start = time.process_time()
+            jobs[name]()
+            speeds[name].append(frames / (time.process_time() - start))
+        _rest(pids)
+        start = cpu_seconds([this.pid, *pids])
+        next(worker)
+        taken = cpu_seconds([this.pid])
+        _rest(pids)  # a batch was taken, so one is made; the waiting itself is not counted
+        speeds["worker"].append(frames / (cpu_seconds(pids) + taken - start))
+    for loader in (worker, inside, floats):
+        loader.close()
+    return {name: median(values) if values else float("nan") for name, values in speeds.items()}
+
+
+def _rest(workers: list[int]) -> None:
+    """Waits until the workers have nothing left to read."""
+    idle = 0
+    while idle < 3:
+        before = cpu_seconds(workers)
+        time.sleep(0.02)
+        idle = idle + 1 if cpu_seconds(workers) - before < 0.001 else 0
+
+
+def compare(rounds: int, save: bool) -> None:
+    print(f"{'frames a processor second':50}" + "".join(f"{name:>9}" for name in SIDES))
+    rows = []
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            speed = measure(case, Path(folder), rounds)
+        print(f"{case.name:50}" + "".join(f"{speed[name]:9.0f}" for name in SIDES), flush=True)
+        for baseline in ("decord", "resized"):
+            print(f"    ratio to {baseline:37}" + "".join(f"{speed[name] / speed[baseline]:9.2f}" for name in SIDES))
+            if speed[baseline] == speed[baseline]:
+                rows += [_row(case, name, speed, baseline) for name in ("uint8", "float32", "worker")]
+    if save:
+        results.append(rows)
+
+
+def _row(case: Case, name: str, speed: dict[str, float], baseline: str) -> dict:
+    return {
+        "bench": "reading",
+        "case": f"{case.name} ({name})",
+        "metric": "frames/s per core",
+        "value": f"{speed[name]:.1f}",
+        "baseline": "bare decord" if baseline == "decord" else "decord resizing",
+        "baseline_value": f"{speed[baseline]:.1f}",
+    }
+
+
+def broken_clips(folder: Path, good: Path) -> list[Row]:
+    """A few files of every kind that can't be read."""
+    data = good.read_bytes()
+    contents = {
+        "empty": b"",
+        "text": b"no clip\n" * 100,
+        "cut": data[: len(data) // 2],
+        "zeros": data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
+    }
+    rows = [Row(folder / "missing.mp4", "missing")]
+    for name, content in contents.items():
+        (folder / f"{name}.mp4").write_bytes(content)
+        rows.append(Row(folder / f"{name}.mp4", name))
+    return rows
+
+
+def soak(reads: int, workers: int) -> None:
+    """Reads clips, some of them broken, for a long time and watches the worker processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        demo = make_demo(folder, clips=200)
+        rows = [Row(path, path.stem) for path in sorted((demo.parent / "clips").iterdir())]
+        rows += broken_clips(folder, rows[0].path)
+        write_csv(folder / "soak.csv", rows)
+        data = build_dataset(str(folder / "soak.csv"), 64, seed=SEED, use_video=True, num_frames=16, frame_interval=3)
+        batch = 8
+        steps = -(-reads // batch)
+        this, before = psutil.Process(), {child.pid for child in psutil.Process().children()}
+        loader = build_loader(
+            data,
+            BatchSchedule(len(data), batch, SEED),
+            dp_rank=0,
+            dp_size=1,
+            batch_size=batch,
+            end_step=steps,
+            num_workers=workers,
+            max_bad=0.5,  # the broken ones are there on purpose
+        )
+        children = [child for child in this.children() if child.pid not in before]
+        begin, longest, seen = time.monotonic(), 0.0, []
+        for step in tqdm(range(steps), desc="reading", unit=" batches", mininterval=5):
+            asked = time.monotonic()
+            next(loader)
+            longest = max(longest, time.monotonic() - asked)
+            if step in [steps * tenth // 10 for tenth in (1, 3, 5, 7)] or step == steps - 2 * workers - 2:
+                memory = [child.memory_full_info().uss / 2**20 for child in children]
+                seen.append(
+                    (step * batch, memory, [c.num_threads() for c in children], [c.num_fds() for c in children])
+                )
+        seconds = time.monotonic() - begin
+        print(f"{loader.read:,} reads, {loader.skipped:,} of them of broken files, in {seconds:.0f} s; ", end="")
+        print(f"{steps:,} of {steps:,} batches came, the longest wait was {longest:.1f} s")
+        for count, memory, threads, files in seen:
+            shown = ", ".join(f"{m:.1f}" for m in memory)
+            print(f"after {count:>7,}: each worker's own MiB {shown}; threads {threads}; open files {files}")
+        loader.close()
+        left = [child.pid for child in children if child.is_running()]
+        print(f"growth over the last nine tenths: {max(np.subtract(seen[-1][1], seen[0][1])):.1f} MiB; left: {left}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--save", action="store_true", help="append the figures to benchmarks/results.csv")
+    parser.add_argument("--soak", type=int, metavar="READS", help="read this many clips in worker processes instead")
+    parser.add_argument("--workers", type=int, default=2, help="of --soak (default: 2)")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    if args.soak:
+        soak(args.soak, args.workers)
+    else:
+        compare(args.rounds, args.save)
+
+
+if __name__ == "__main__":
+    main()

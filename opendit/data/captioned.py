@@ -1,0 +1,139 @@
+"""Pictures and clips with captions, from a CSV."""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opendit.data.base import MediaDataset, flip_note, hash_parts, name_few
+from opendit.data.clips import SHORT_CLIPS, read_clip
+from opendit.data.csv_table import read_csv
+from opendit.data.images import PathTable, center_crop, read_picture, to_tensor
+
+CHECKED_FILES = 2000
+PICTURE, CLIP = 0, 1  # shape keys
+
+
+class CaptionedDataset(MediaDataset):
+    """Rows of a CSV of ``path,text``: pictures as (3, image_size, image_size) in [-1, 1]; with ``use_video`` clips as
+    (3, num_frames, image_size, image_size), and pictures among them as clips of one frame.
+
+    num_frames, frame_interval, short_clips: see ``read_clip``. training: read each clip from a place drawn for the
+    sample; else its middle. random_flip: None means no, for captions may speak of left and right.
+
+    A picture run leaves the clips out. An unreadable row is replaced by the next readable one of its shape. Raises
+    ValueError or FileNotFoundError, naming the flag and what to do.
+    """
+
+    conditioning = "text"
+
+    def __init__(
+        self,
+        csv_path: str | Path,
+        image_size: int,
+        *,
+        seed: int = 0,
+        num_frames: int = 16,
+        frame_interval: int = 1,
+        use_video: bool = False,
+        short_clips: str = "skip",
+        random_flip: bool | None = None,
+        max_bad: float = 0.05,
+        training: bool = True,
+    ):
+        for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
+            if value < 1:
+                raise ValueError(f"--{flag} {value} must be positive")
+        if short_clips not in SHORT_CLIPS:
+            raise ValueError(f"--short_clips {short_clips} must be one of {', '.join(SHORT_CLIPS)}")
+        rows = read_csv(csv_path)
+        used = [row for row in rows if use_video or row.is_picture]
+        if not used:
+            raise ValueError(f"--data_path {csv_path} holds clips only: add --use_video")
+        self.csv_path, self.left_out = str(csv_path), len(rows) - len(used)
+        # In arrays, which forked workers share; see PathTable.
+        self.paths, self.texts = PathTable([str(row.path) for row in used]), PathTable([row.text for row in used])
+        self.keys = np.array([PICTURE if row.is_picture else CLIP for row in used], dtype=np.uint8)
+        check_files(self.csv_path, self.paths, max_bad)
+        self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
+        self.use_video, self.image_size = use_video, image_size
+        self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
+        self.class_names: list[str] = []
+        self.seed, self.max_bad = seed, max_bad
+        self.random_flip = bool(random_flip)
+        self.random_window = training and use_video
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def load(self, row: int, flip: bool) -> Tensor:
+        """A picture, or the middle of a clip."""
+        return self.load_at(row, flip, None)
+
+    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+        if self.shape_key(row) == PICTURE:
+            pixels = to_tensor(center_crop(read_picture(self.paths[row]), self.image_size), flip)
+            if self.as_bytes:
+                pixels = pixels.add_(1).mul_(127.5).round_().to(torch.uint8)  # the picture's own bytes again
+            return pixels[:, None] if self.use_video else pixels
+        clip = read_clip(
+            self.paths[row],
+            self.num_frames,
+            self.frame_interval,
+            self.image_size,
+            start=start,
+            short_clips=self.short_clips,
+            as_bytes=self.as_bytes,
+        )
+        return clip.flip(-1) if flip else clip
+
+    def label(self, row: int) -> int:
+        return 0
+
+    def caption(self, row: int) -> str:
+        return self.texts[row]
+
+    def shape_key(self, row: int) -> int:
+        """0: a picture. 1: a clip."""
+        return int(self.keys[row])
+
+    def next_row(self, row: int) -> int:
+        later = np.flatnonzero(self.keys[row + 1 :] == self.keys[row])
+        return row + 1 + int(later[0]) if len(later) else int(np.flatnonzero(self.keys == self.keys[row])[0])
+
+    def identity(self) -> str:
+        folder = os.path.dirname(self.csv_path) or "."
+        names = "\0".join(os.path.relpath(path, folder) for path in self.paths)
+        return hash_parts("captioned", names, "\0".join(self.texts), self.keys.tobytes())
+
+    def describe(self) -> str:
+        clips = int((self.keys == CLIP).sum())
+        parts = [f"{count:,} {name}" for count, name in ((clips, "clips"), (len(self) - clips, "pictures")) if count]
+        note = f" ({self.left_out:,} clips left out: no --use_video)" if self.left_out else ""
+        shape = "x".join(map(str, self.sample_shape))
+        window = f", frame interval {self.frame_interval}" if clips and self.frame_interval > 1 else ""
+        return f"{self.csv_path}: {' and '.join(parts)} with captions{note}, {shape}{window}, {flip_note(self)}"
+
+
+def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
+    """Looks whether up to 2,000 files spread evenly over ``paths`` exist.
+
+    Raises FileNotFoundError if none does, ValueError if more than the share ``max_bad`` is missing."""
+    rows = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), CHECKED_FILES)).round().astype(np.int64)).tolist()
+    with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
+        found = list(pool.map(lambda row: os.path.exists(paths[row]), rows))
+    missing = [paths[row] for row, there in zip(rows, found, strict=True) if not there]
+    if len(missing) == len(rows):
+        raise FileNotFoundError(
+            f"--data_path {csv_path}: none of the {len(rows):,} files checked exists: {name_few(missing)}. Paths are "
+            "absolute or relative to the CSV's folder."
+        )
+    if len(missing) > max_bad * len(rows):
+        raise ValueError(
+            f"--data_path {csv_path}: of {len(rows):,} files checked {len(missing):,} are missing, more than "
+            f"{max_bad:.0%}: {name_few(missing)}. Restore them or remove their rows."
+        )

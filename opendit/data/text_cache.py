@@ -1,0 +1,107 @@
+"""Captions beside cached latents: their words and, of a frozen text encoder, their embeddings.
+
+A shard of n rows with captions has, besides its latents, the tensors
+
+    captions    (bytes,) uint8          the captions in UTF-8, one after the other
+    caption_ends (n,) int64             where each one ends
+    tokens      (sum of L_i, D) float16  every caption's tokens, without padding, one caption after the other
+    token_ends  (n,) int64
+    pooled      (n, D) float16
+
+the last three only with an encoder. ``empty-caption.safetensors`` holds tokens (L, D) and pooled (D,) of the empty
+string, once a folder: a dropped caption becomes this.
+"""
+
+import os
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from opendit.data.base import DataError, Embedding
+
+EMPTY = "empty-caption.safetensors"
+
+
+def pack_captions(captions: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors ``captions`` and ``caption_ends`` of a shard."""
+    encoded = [caption.encode("utf-8", "surrogatepass") for caption in captions]
+    text = np.frombuffer(b"".join(encoded), dtype=np.uint8).copy()
+    return {
+        "captions": torch.from_numpy(text),
+        "caption_ends": torch.tensor(list(accumulate(map(len, encoded))), dtype=torch.int64),
+    }
+
+
+def embed(encoder, captions: list[str]) -> list[tuple[Tensor, Tensor]]:
+    """Every caption's tokens (L_i, D) without padding and its pooled vector (D,), float16 on the CPU.
+
+    encoder: ``encode(captions)`` gives tokens (B, L, D), mask (B, L) bool and pooled (B, D).
+    Raises DataError if a number doesn't fit float16.
+    """
+    made = encoder.encode(captions)
+    tokens, mask, pooled = made.tokens.half().cpu(), made.mask.cpu(), made.pooled.half().cpu()
+    parts = [(row[kept], vector) for row, kept, vector in zip(tokens, mask, pooled, strict=True)]
+    for caption, (row, vector) in zip(captions, parts, strict=True):
+        if not (row.isfinite().all() and vector.isfinite().all()):
+            raise DataError(f"the embedding of the caption {caption!r} overflows float16: take another --text_encoder")
+    return parts
+
+
+def pack_embeddings(parts: list[tuple[Tensor, Tensor]], width: int) -> dict[str, Tensor]:
+    """The tensors ``tokens``, ``token_ends`` and ``pooled`` of a shard. width: D, for a shard without rows."""
+    tokens, pooled = [row for row, _ in parts], [vector for _, vector in parts]
+    return {
+        "tokens": torch.cat(tokens) if parts else torch.empty(0, width, dtype=torch.half),
+        "token_ends": torch.tensor(list(accumulate(map(len, tokens))), dtype=torch.int64),
+        "pooled": torch.stack(pooled) if parts else torch.empty(0, width, dtype=torch.half),
+    }
+
+
+def write_empty_caption(folder: Path, encoder) -> None:
+    """Writes ``EMPTY``, whole or not at all."""
+    tokens, pooled = embed(encoder, [""])[0]
+    partial = folder / (EMPTY + ".partial")
+    save_file({"tokens": tokens.contiguous(), "pooled": pooled.contiguous()}, partial)
+    os.replace(partial, folder / EMPTY)
+
+
+def read_empty_caption(folder: Path, max_tokens: int) -> Embedding:
+    """The empty string's embedding, padded to ``max_tokens``; raises ValueError if its file isn't there or whole."""
+    try:
+        file = load_file(folder / EMPTY)
+        return padded(file["tokens"], file["pooled"], max_tokens)
+    except (SafetensorError, OSError, KeyError) as error:
+        raise ValueError(
+            f"--data_path {folder}: {EMPTY} can't be read ({error}); copy it or run preprocess.py again"
+        ) from error
+
+
+def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:
+    """tokens (L, D) with zeros behind them up to (max_tokens, D), and the mask that tells them apart."""
+    out = tokens.new_zeros(max_tokens, tokens.shape[1])
+    out[: len(tokens)] = tokens
+    return Embedding(out, torch.arange(max_tokens) < len(tokens), pooled)
+
+
+class CaptionTable(Sequence):
+    """The captions of all shards, in two arrays, which forked workers share (see ``images.PathTable``)."""
+
+    def __init__(self, shards: list[tuple[np.ndarray, np.ndarray]]):
+        """shards: ``captions`` and ``caption_ends`` of every shard."""
+        before = np.cumsum([0] + [len(text) for text, _ in shards])
+        self.text = np.concatenate([text for text, _ in shards])
+        self.ends = np.concatenate([ends + start for (_, ends), start in zip(shards, before, strict=False)])
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> str:
+        row = range(len(self))[row]
+        start = self.ends[row - 1] if row else 0
+        return self.text[start : self.ends[row]].tobytes().decode("utf-8", "surrogatepass")

@@ -1,0 +1,77 @@
+"""What a model is told to draw: classes or captions, from a batch or from a user's words, as its ``y``.
+
+A conditioner gives the condition of guidance's other half, too: the null class, or the encoder's embedding of
+the empty string.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from opendit.data.base import DataError
+from opendit.models import Condition, TextCondition, TextConfig, encode_bytes, where
+
+
+class Conditioner(ABC):
+    """Makes conditions of one kind on one device."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @abstractmethod
+    def of_batch(self, batch) -> Condition:
+        """The condition of every sample of a Batch."""
+
+    @abstractmethod
+    def null(self) -> Condition:
+        """The condition that says nothing, one row."""
+
+    def drop(self, y: Condition, dropped: Tensor) -> Condition:
+        """``y`` with the null condition in the rows that ``dropped`` (B,) bool marks."""
+        return where(dropped, self.null(), y)
+
+
+class LabelConditioner(Conditioner):
+    """Classes by number; the null class is ``num_classes``."""
+
+    def __init__(self, num_classes: int, device: torch.device):
+        super().__init__(device)
+        self.num_classes = num_classes
+
+    def of_batch(self, batch) -> Tensor:
+        return batch.y.to(self.device, non_blocking=True)
+
+    def null(self) -> Tensor:
+        return torch.full((1,), self.num_classes, device=self.device)
+
+
+class CaptionConditioner(Conditioner):
+    """Captions through an encoder: ``bytes`` (its ids; the encoder itself is a part of the model) or a frozen one.
+
+    encoder: a TextEncoder (opendit.encoders.text), None for ``bytes``. empty: the cached embedding of the empty
+    caption (tokens, mask, pooled; one row), where embeddings are read from a cache.
+    """
+
+    def __init__(self, text: TextConfig, device: torch.device, encoder=None, empty=None):
+        super().__init__(device)
+        self.text, self.encoder = text, encoder
+        self._null: Condition | None = None if empty is None else TextCondition(*empty).to(device)
+
+    def encode(self, captions: list[str]) -> Condition:
+        """The condition of each caption."""
+        if self.text.inside:
+            return encode_bytes(captions, self.text.max_tokens).to(self.device)
+        return TextCondition(*self.encoder.encode(captions)).to(self.device)
+
+    def of_batch(self, batch) -> Condition:
+        if batch.embedding is not None and not self.text.inside:
+            return TextCondition(*(part.to(self.device, non_blocking=True) for part in batch.embedding))
+        if batch.text is None:
+            raise DataError("the data set has no captions: give a CSV of path,text, or leave --text_encoder out")
+        return self.encode(list(batch.text))
+
+    def null(self) -> Condition:
+        if self._null is None:
+            self._null = self.encode([""])
+        return self._null

@@ -1,0 +1,119 @@
+"""What a caption becomes inside a model: pooled vector and tokens, from a frozen encoder or a trained one.
+
+A text model's condition ``y`` is a :class:`TextCondition` of a frozen encoder (CLIP, T5), or, for ``bytes``, the
+token ids (B, L) int64 of opendit.models.bytes_text, whose encoder is a part of the model. Classifier-free guidance
+replaces a dropped caption by the encoder's own embedding of the empty string: see :func:`where`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from opendit.models.layers import layer_norm
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """How captions reach a model; a part of the model's configuration."""
+
+    name: str  # "bytes": an encoder inside the model; anything else: a frozen one outside of it (clip, t5)
+    width: int  # of the encoder's tokens and of its pooled vector
+    max_tokens: int  # every caption is padded or cut to it, so that all batches have one shape
+    cross_attention: bool = False  # blocks attend to the tokens; without it only the pooled vector is used
+
+    @property
+    def inside(self) -> bool:
+        """Whether the encoder belongs to the model: is trained, averaged and saved with it."""
+        return self.name == "bytes"
+
+
+@dataclass(frozen=True, eq=False)
+class TextCondition:
+    """Encoded captions: tokens (B, L, Dt), mask (B, L) bool (True: a token, False: padding), pooled (B, Dt).
+
+    Not a tuple: the training plugins rebuild tuples, and not every one can rebuild a named one; an object goes
+    through them as it is.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    pooled: Tensor
+
+    def __len__(self) -> int:
+        return len(self.pooled)
+
+    def __getitem__(self, rows) -> "TextCondition":
+        """Captions by a slice, a list or a tensor of indices or booleans, as a tensor's rows."""
+        return self._each(lambda field: field[rows])
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tokens.shape
+
+    def to(self, *args, **kwargs) -> "TextCondition":
+        """``Tensor.to`` on every field; a dtype is that of tokens and pooled."""
+        moved = self._each(lambda field: field.to(*args, **kwargs))
+        return TextCondition(moved.tokens, moved.mask.bool(), moved.pooled)
+
+    def expand_as(self, other: "TextCondition") -> "TextCondition":
+        """One caption for every one of ``other``, without a copy. Raises RuntimeError for another L or Dt."""
+        return TextCondition(
+            self.tokens.expand_as(other.tokens), self.mask.expand_as(other.mask), self.pooled.expand_as(other.pooled)
+        )
+
+    @staticmethod
+    def cat(conditions: Sequence["TextCondition"]) -> "TextCondition":
+        """Several batches of captions as one, as torch.cat does for tensors."""
+        return TextCondition(
+            torch.cat([c.tokens for c in conditions]),
+            torch.cat([c.mask for c in conditions]),
+            torch.cat([c.pooled for c in conditions]),
+        )
+
+    def _each(self, function) -> "TextCondition":
+        return TextCondition(function(self.tokens), function(self.mask), function(self.pooled))
+
+
+Condition = Tensor | TextCondition
+
+
+def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:
+    """``y`` with the rows that ``dropped`` (B,) bool marks replaced by ``null``, which expands to y.
+
+    For labels (B,), ids (B, L) and TextConditions alike; null is of y's kind, with one row or as many as y.
+    """
+    if isinstance(y, TextCondition):
+        fields = zip((null.tokens, null.mask, null.pooled), (y.tokens, y.mask, y.pooled), strict=True)
+        return TextCondition(*(where(dropped, n, field) for n, field in fields))
+    return torch.where(dropped.view(-1, *(1,) * (y.dim() - 1)), null.to(y.dtype), y)
+
+
+def masked_mean(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Mean (B, D) over the tokens (B, L, D) that mask (B, L) bool keeps, summed in fp32, in the tokens' dtype."""
+    kept = mask.unsqueeze(-1)
+    total = tokens.masked_fill(~kept, 0).sum(dim=1, dtype=torch.promote_types(tokens.dtype, torch.float32))
+    return (total / kept.sum(dim=1)).to(tokens.dtype)
+
+
+class CaptionEmbedder(nn.Module):
+    """Encoded captions to the vector (B, D) that joins the timestep's in adaLN and, with cross-attention, to the
+    tokens (B, L, D) that every block attends to (projected once, here).
+
+    Both inputs are normalised first: the outputs of text encoders differ in size by orders of magnitude, and Imagen
+    (Saharia et al. 2022, app. D) found the norm "critical" for text embeddings in attention and in pooling.
+    """
+
+    def __init__(self, text: TextConfig, dim: int):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(text.width, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.tokens = nn.Linear(text.width, dim) if text.cross_attention else None
+
+    def forward(self, y: TextCondition) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Returns the vector (B, D) and the context: None, or tokens (B, L, D) with their mask (B, L) bool."""
+        dtype = self.mlp[0].weight.dtype
+        vector = self.mlp(layer_norm(y.pooled).to(dtype))
+        if self.tokens is None:
+            return vector, None
+        return vector, (self.tokens(layer_norm(y.tokens).to(dtype)), y.mask)

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Draws clips.
+#   bash sample_video.sh                            from the newest run under ./outputs
+#   bash sample_video.sh --ckpt PATH --prompt ...   sample.py --use_video with these flags, on all GPUs, speed-ups on
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+. scripts/env.sh
+run=(torchrun --standalone --nproc_per_node="$NPROC" sample.py --use_video)
+if [ "$GPUS" -gt 0 ]; then
+  run+=(--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel)
+fi
+exec "${run[@]}" "$@"

@@ -1,0 +1,254 @@
+"""CSVs of captioned pictures and clips, through data set, schedule and loader."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from opendit.data import (
+    BatchSchedule,
+    BucketSchedule,
+    CaptionedDataset,
+    DataError,
+    Ticket,
+    build_dataset,
+    build_loader,
+    build_schedule,
+)
+from opendit.data.clips import clip_window
+from opendit.random import Stream, uniform
+from tests.data.test_clips import encode, grey, numbers
+
+CLIPS, PICTURES = 14, 11
+
+
+@pytest.fixture(scope="module")
+def csv(tmp_path_factory):
+    """Every third row a picture while they last, the rest clips; caption: the file's name."""
+    folder = tmp_path_factory.mktemp("media")
+    for i in range(CLIPS):
+        encode(folder / f"clip{i}.mp4", grey(20 + i))
+    for i in range(PICTURES):
+        Image.new("RGB", (40, 30), (i * 20, 0, 0)).save(folder / f"picture{i}.png")
+    names = [f"picture{i}.png" for i in range(PICTURES)]
+    for i in range(CLIPS):
+        names.insert(min(2 * i, len(names)), f"clip{i}.mp4")
+    (folder / "media.csv").write_text("path,text\n" + "".join(f'{n},"a, {n}"\n' for n in names))
+    return folder / "media.csv"
+
+
+def video(csv, **options):
+    return CaptionedDataset(csv, 16, **{"seed": 3, "num_frames": 4, "frame_interval": 2, "use_video": True, **options})
+
+
+def rewrite(csv, name, change):
+    """A copy of the CSV next to it, each line changed or, for None, left out."""
+    lines = [change(line) for line in csv.read_text().splitlines()[1:]]
+    (csv.parent / name).write_text("\n".join(line for line in lines if line is not None))
+    return csv.parent / name
+
+
+# ---------------------------------------------------------------- the data set
+
+
+def test_pictures_and_clips(csv):
+    data = video(csv)
+    assert data.conditioning == "text" and data.num_classes == 0 and data.sample_shape == (3, 4, 16, 16)
+    assert len(data) == CLIPS + PICTURES
+    items = data.__getitems__([Ticket(row, 7, row) for row in range(len(data))])
+    starts = uniform(3, 7, torch.arange(len(data)), Stream.CROP).tolist()
+    for row, item in enumerate(items):
+        kind, name = data.shape_key(row), item.text.removeprefix("a, ")
+        assert item.text == data.caption(row) and item.y == 0 and item.skipped == ()
+        if kind == 0:
+            assert item.x.shape == (3, 1, 16, 16)
+            assert name == f"picture{round((item.x[0].mean().item() + 1) * 127.5 / 20)}.png"
+        else:
+            length = 20 + int(name.removeprefix("clip").removesuffix(".mp4"))
+            assert numbers(item.x) == clip_window(length, 4, 2, starts[row])
+    assert "14 clips and 11 pictures with captions, 3x4x16x16, frame interval 2, not mirrored" in data.describe()
+
+
+def test_windows_are_drawn_for_each_sample_in_training_only(csv):
+    row = int(np.flatnonzero(video(csv).keys)[-1])
+    trained = {tuple(numbers(video(csv)[Ticket(row, step, 0)].x)) for step in range(30)}
+    assert len(trained) > 8
+    middle = clip_window(20 + CLIPS - 1, 4, 2, None)
+    evaluated = video(csv, training=False)
+    assert {tuple(numbers(evaluated[Ticket(row, step, 0)].x)) for step in range(5)} == {tuple(middle)}
+    assert numbers(video(csv).load(row, False)) == middle
+
+
+def test_pictures_only(csv):
+    data = CaptionedDataset(csv, 16, seed=0)
+    assert len(data) == PICTURES and data.sample_shape == data[Ticket(0, 0, 0)].x.shape == (3, 16, 16)
+    assert [data.caption(row) for row in range(PICTURES)] == [f"a, picture{i}.png" for i in range(PICTURES)]
+    assert "11 pictures with captions (14 clips left out: no --use_video), 3x16x16" in data.describe()
+    clips = rewrite(csv, "clips.csv", lambda line: line if "mp4" in line else None)
+    with pytest.raises(ValueError, match="clips.csv holds clips only: add --use_video"):
+        CaptionedDataset(clips, 16, seed=0)
+
+
+def test_mirroring_is_off_unless_asked_for(csv):
+    plain, mirrored = video(csv), video(csv, random_flip=True)
+    assert not plain.random_flip and "randomly mirrored" in mirrored.describe()
+    ramp = np.broadcast_to(np.arange(64, dtype=np.uint8)[None, :, None] * 4, (64, 64, 3))
+    encode(csv.parent / "ramp.mp4", [ramp] * 8)
+    Image.fromarray(ramp).save(csv.parent / "ramp.png")
+    (csv.parent / "ramp.csv").write_text("ramp.mp4,x\nramp.png,y")
+    data = video(csv.parent / "ramp.csv", random_flip=True)
+    for row in (0, 1):
+        assert torch.equal(data.load(row, True), data.load(row, False).flip(-1))
+    assert len({data[Ticket(0, step, 0)].x[0, 0, 0, 0].item() > 0 for step in range(12)}) == 2
+
+
+def test_a_bad_row_is_replaced_by_the_next_of_its_shape(csv):
+    (csv.parent / "text.mp4").write_text("no clip")
+    (csv.parent / "text.png").write_text("no picture")
+    (csv.parent / "bad.csv").write_text(
+        "clip0.mp4,zero\npicture0.png,one\ntext.mp4,two\ntext.png,three\npicture1.png,four\nclip1.mp4,five\ntext.png,six"
+    )
+    data = video(csv.parent / "bad.csv", max_bad=0.5)
+    assert [data.next_row(row) for row in range(7)] == [2, 3, 5, 4, 6, 0, 1]
+    for row, text in ((2, "five"), (3, "four"), (6, "one")):
+        item = data[Ticket(row, 0, 0)]
+        assert item.text == text and item.x.shape[1] == (4 if data.shape_key(row) else 1)
+        assert len(item.skipped) == 1 and data.paths[row] in item.skipped[0]
+    with pytest.raises(DataError, match="3 files in turn can't be read: .*clip0.mp4: too short: 20 frames"):
+        video(csv.parent / "bad.csv", num_frames=30, max_bad=0.5)[Ticket(2, 0, 0)]
+
+
+def test_short_clips_can_be_read_at_a_smaller_interval(csv):
+    data = video(csv, num_frames=16, frame_interval=3, short_clips="interval", training=False)
+    clip = next(row for row in range(len(data)) if data.caption(row) == "a, clip0.mp4")
+    assert numbers(data.load(clip, False)) == clip_window(20, 16, 1, None)
+    with pytest.raises(ValueError, match="--short_clips both"):
+        video(csv, short_clips="both")
+    with pytest.raises(ValueError, match="--frame_interval 0 must be positive"):
+        video(csv, frame_interval=0)
+
+
+def test_missing_files_are_named_at_the_start(csv):
+    some = rewrite(csv, "some.csv", lambda line: line.replace("clip3.mp4,", "gone3.mp4,"))
+    assert len(video(some)) == CLIPS + PICTURES  # 4 %
+    more = rewrite(csv, "more.csv", lambda line: line.replace("clip1", "gone1"))
+    with pytest.raises(ValueError, match=r"--data_path .*more.csv: of 25 files checked 5 are missing.*gone1.mp4"):
+        video(more)
+    none = rewrite(csv, "none.csv", lambda line: "x" + line)
+    with pytest.raises(FileNotFoundError, match=r"--data_path .*none.csv: none of the 25 files.*xclip0.mp4.*folder"):
+        video(none)
+
+
+def test_identity_tells_paths_captions_and_order(csv):
+    other = rewrite(csv, "other.csv", lambda line: line.replace('"a, clip3', '"b, clip3'))
+    fewer = rewrite(csv, "fewer.csv", lambda line: None if "clip3" in line else line)
+    names = {video(csv).identity(), video(other).identity(), video(fewer).identity()}
+    assert len(names) == 3 and video(csv, seed=9, training=False).identity() in names
+
+
+# ---------------------------------------------------------------- --data_path
+
+
+def test_data_path(csv):
+    data = build_dataset(str(csv), 16, seed=1, num_frames=3, use_video=True, short_clips="interval")
+    assert isinstance(data, CaptionedDataset) and data.sample_shape == (3, 3, 16, 16) and data.random_window
+    assert data.short_clips == "interval" and data.seed == 1
+    assert not build_dataset(str(csv), 16, seed=1, use_video=True, split="test").random_window
+    with pytest.raises(ValueError, match=r"--use_video.*python preprocess.py folder .*media\S* --output videos.csv"):
+        build_dataset(str(csv.parent), 16, seed=1, use_video=True)
+    with pytest.raises(ValueError, match="--use_video.*python preprocess.py demo"):
+        build_dataset("digits", 16, seed=1, use_video=True)
+    with pytest.raises(FileNotFoundError, match="--data_path none.csv doesn't exist"):
+        build_dataset("none.csv", 16, seed=1)
+
+
+# ---------------------------------------------------------------- batches of one shape
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    keys=st.lists(st.integers(0, 3), min_size=1, max_size=120),
+    part=st.integers(1, 6),
+    micro=st.integers(1, 4),
+    seed=st.integers(0, 2**63),
+    epoch=st.integers(0, 100),
+)
+def test_every_micro_batch_has_one_shape_and_an_epoch_repeats_nothing(keys, part, micro, seed, epoch):
+    parts = sum(keys.count(key) // part for key in set(keys))
+    if parts < micro:
+        with pytest.raises(ValueError):
+            BucketSchedule(keys, part * micro, micro, seed)
+        return
+    schedule = BucketSchedule(keys, part * micro, micro, seed)
+    assert (schedule.dataset_size, schedule.global_batch) == (len(keys), part * micro)
+    assert schedule.steps_per_epoch == parts // micro
+    steps = range(epoch * schedule.steps_per_epoch, (epoch + 1) * schedule.steps_per_epoch)
+    batches = [schedule.rows(step) for step in steps]
+    assert all(schedule.epoch(step) == epoch for step in steps)
+    for rows in batches:
+        assert len(rows) == part * micro
+        assert all(len({keys[row] for row in rows[i : i + part]}) == 1 for i in range(0, len(rows), part))
+    seen = [row for rows in batches for row in rows]
+    assert len(seen) == len(set(seen))
+    assert BucketSchedule(keys, part * micro, micro, seed).rows(steps[-1]) == batches[-1]  # one that starts there
+
+
+def test_epochs_seeds_and_the_order_of_shapes_differ():
+    keys = [0] * 40 + [1] * 40
+    schedule = BucketSchedule(keys, 4, 1, 0)
+    shapes = [[keys[schedule.rows(step)[0]] for step in range(20 * e, 20 * e + 20)] for e in range(3)]
+    assert shapes[0] != shapes[1] != shapes[2] and all(sum(s) == 10 for s in shapes)
+    assert sorted(schedule.rows(0)) != sorted(BucketSchedule(keys, 4, 1, 1).rows(0))
+    first = np.bincount([BucketSchedule([0, 1] * 5, 2, 1, seed).rows(0)[0] for seed in range(1000)], minlength=10)
+    assert abs(first - 100).max() < 45  # 4.7 standard deviations
+
+
+def test_the_order_never_changes():
+    """A checkpoint of an older version must go on with the samples that it would have seen."""
+    assert BucketSchedule([0, 1, 0, 1, 0, 1, 0, 1, 0], 4, 2, 42).rows(5) == [7, 5, 1, 3]
+
+
+def test_which_schedule(csv):
+    assert type(build_schedule(CaptionedDataset(csv, 16, seed=0), 4, 2, 5)) is BatchSchedule
+    schedule = build_schedule(video(csv), 8, 2, 5)
+    assert type(schedule) is BucketSchedule and schedule.steps_per_epoch == (CLIPS // 4 + PICTURES // 4) // 2
+    with pytest.raises(ValueError, match=r"micro-batch of 20 samples.*shapes have 11, 14 samples.*--batch_size"):
+        build_schedule(video(csv), 20, 1, 5)
+    with pytest.raises(ValueError, match="8.*3 equal micro-batches"):
+        BucketSchedule([0, 1] * 9, 8, 3, 0)
+    with pytest.raises(ValueError, match="schedule is for 2"):
+        build_loader(video(csv), schedule, dp_rank=0, dp_size=2, batch_size=4, micro_batches=1)
+
+
+def test_workers_ranks_and_restarts_give_the_same_batches(csv):
+    data = video(csv)
+    schedule = build_schedule(data, 8, 2, 5)
+    options = dict(dp_size=2, batch_size=2, micro_batches=2, end_step=5)
+
+    def collect(rank, workers, start=0):
+        loader = build_loader(data, schedule, dp_rank=rank, num_workers=workers, start_step=start, **options)
+        batches = list(loader)
+        loader.close()
+        return batches
+
+    ranks = [collect(rank, 0) for rank in (0, 1)]
+    shapes = [batch.x.shape for batch in ranks[0]]
+    assert shapes == [batch.x.shape for batch in ranks[1]]  # every rank is given the same shape
+    assert {tuple(shape) for shape in shapes} == {(2, 3, 1, 16, 16), (2, 3, 4, 16, 16)}
+    for batch in ranks[0]:
+        assert batch.text == tuple(data.caption(schedule.rows(batch.step)[i]) for i in batch.index)
+    for a, b in [
+        *zip(ranks[0], collect(0, 2), strict=True),
+        *zip(ranks[1][4:], collect(1, 2, start=2), strict=True),
+    ]:
+        assert torch.equal(a.x, b.x) and torch.equal(a.index, b.index) and a.text == b.text
+        assert (a.step, a.micro, a.epoch) == (b.step, b.micro, b.epoch)
+
+
+def test_labelled_data_has_no_text():
+    data = build_dataset("digits", 8, seed=0)
+    assert data.conditioning == "label" and data.caption(0) is None
+    loader = build_loader(data, build_schedule(data, 4, 1, 0), dp_rank=0, dp_size=1, batch_size=4, num_workers=0)
+    assert next(loader).text is None

@@ -1,0 +1,261 @@
+"""Cached latents of clips and captions: written, read back, resumed, refused."""
+
+import json
+import pickle
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file
+
+import preprocess
+from opendit.data import BucketSchedule, DataError, LatentDataset, Ticket, build_dataset, build_loader, build_schedule
+from opendit.data.make_latents import make_latents
+from opendit.data.text_cache import CaptionTable, pack_captions, pack_embeddings, padded
+from opendit.data.video_file import write_mp4
+from opendit.encoders import VAECodec
+from opendit.encoders.video_vae import FrameCodec
+
+CLIPS, PICTURES, FRAMES = 9, 5, 4
+VIDEO = dict(use_video=True, num_frames=FRAMES, frame_interval=2)
+
+
+class Tokens(NamedTuple):
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    pooled: torch.Tensor
+
+
+class Letters:
+    """A text encoder: a begin token of ones, then one token a letter; the pooled vector counts them."""
+
+    name, width, max_tokens, calls = "letters", 3, 12, 0
+
+    def encode(self, captions):
+        self.calls += 1
+        tokens = torch.full((len(captions), self.max_tokens, self.width), 7.0)  # what padding holds must not matter
+        mask = torch.zeros(len(captions), self.max_tokens, dtype=torch.bool)
+        for i, caption in enumerate(captions):
+            codes = [1, *(ord(letter) for letter in caption)][: self.max_tokens]
+            tokens[i, : len(codes)] = torch.tensor(codes).float()[:, None] / torch.arange(1, 4)
+            mask[i, : len(codes)] = True
+        return Tokens(tokens, mask, mask.sum(1, keepdim=True).float().expand(-1, self.width))
+
+    def fingerprint(self):
+        return f"letters {self.width}"
+
+
+@pytest.fixture(scope="module")
+def vae():
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    return AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, scaling_factor=0.5, **kinds)
+
+
+@pytest.fixture(scope="module")
+def codec(vae):
+    return FrameCodec(VAECodec(vae, name="small"))
+
+
+@pytest.fixture(scope="module")
+def csv(tmp_path_factory):
+    """Clips of noise, one of them broken and one too short, among pictures; captions of all lengths."""
+    folder = tmp_path_factory.mktemp("media")
+    random = np.random.default_rng(0)
+    lines = []
+    for i in range(CLIPS + PICTURES):
+        name = f"{i:02d}.png" if i % 3 == 2 else f"{i:02d}.mp4"
+        if name.endswith("png"):
+            Image.fromarray(random.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(folder / name)
+        else:
+            write_mp4(folder / name, random.integers(0, 256, (5 if i == 7 else 12, 20, 24, 3), dtype=np.uint8), 24)
+        lines.append(f'{name},"{"é, x" * (i % 4)}{i}"')
+    (folder / "09.mp4").write_text("no clip")
+    (folder / "media.csv").write_text("path,text\n" + "\n".join(lines))
+    assert sum(line.startswith(tuple(f"{i:02d}.png" for i in range(99))) for line in lines) == 4
+    return folder / "media.csv"
+
+
+def make(csv, codec, output, source=None, **options):
+    data = source or build_dataset(str(csv), 16, seed=0, **VIDEO)
+    defaults = dict(image_size=16, flips=False, batch_size=2, num_workers=0, shard_size=4, max_bad=0.5)
+    return make_latents(data, codec, output, **({"encoder": Letters()} | defaults | options))
+
+
+@pytest.fixture(scope="module")
+def made(csv, codec, tmp_path_factory):
+    output = tmp_path_factory.mktemp("made") / "latents"
+    make(csv, codec, output)
+    return output
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_round_trip(csv, codec, made):
+    source = build_dataset(str(csv), 16, seed=0, **VIDEO)
+    data = build_dataset(str(made), 16, seed=0, **VIDEO)
+    rows = torch.cat([load_file(path)["rows"] for path in sorted(made.glob("latents*"))]).tolist()
+    assert isinstance(data, LatentDataset) and data.conditioning == "text" and data.num_classes == 0
+    assert sorted(rows) == [row for row in range(14) if row not in (7, 9)] and len(data) == 12
+    assert data.sample_shape == (8, FRAMES, 8, 8) and data.text_encoder == "letters" and data.max_tokens == 12
+    for i, row in enumerate(rows):
+        item, x = data[Ticket(i, 3, i)], source.load(row, False)
+        assert item.x.shape == (8, 1 if row % 3 == 2 else FRAMES, 8, 8) and item.x.dtype == torch.float32
+        torch.testing.assert_close(item.x, codec.moments(x[None])[0], rtol=1e-3, atol=1e-3)
+        assert data.shape_key(i) == source.shape_key(row) and item.text == source.caption(row)
+        expected = Letters().encode([item.text])
+        assert torch.equal(item.embedding.mask, expected.mask[0])
+        assert torch.equal(item.embedding.tokens, expected.tokens[0].half() * expected.mask[0, :, None])
+        assert torch.equal(item.embedding.pooled, expected.pooled[0].half())
+    assert data.empty_caption.mask.tolist() == [True] + [False] * 11
+    assert data.empty_caption.tokens[0].tolist() == pytest.approx([1, 1 / 2, 1 / 3], rel=1e-3)
+    assert "8 clips and 4 pictures with captions (encoded by letters)" in data.describe()
+
+
+def test_the_files_are_as_documented(made):
+    index = json.loads((made / "index.json").read_text())
+    assert [shard["shape_key"] for shard in index["shards"]] == [0, 1, 1, 1]
+    assert [shard["count"] for shard in index["shards"]] == [4, 4, 2, 2]
+    assert index["video"] == {"num_frames": FRAMES, "frame_interval": 2, "short_clips": "skip"}
+    assert index["latent_shape"] == [4, FRAMES, 8, 8] and index["text"] == {"encoder": "letters", "max_tokens": 12}
+    assert len(index["skipped"]) == 2 and "too short" in index["skipped"][0]
+    shard = load_file(made / "latents-00001-of-00004.safetensors")
+    assert shard["moments"].shape == (4, 1, 8, FRAMES, 8, 8) and shard["moments"].dtype == torch.float16
+    assert shard["tokens"].shape == (shard["token_ends"][-1], 3) and shard["pooled"].shape == (4, 3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_hold_one_shape_with_captions_and_embeddings(made, workers):
+    data = pickle.loads(pickle.dumps(build_dataset(str(made), 16, seed=0, **VIDEO)))
+    schedule = build_schedule(data, 4, 2, 0)
+    assert isinstance(schedule, BucketSchedule) and schedule.steps_per_epoch == 3
+    loader = build_loader(
+        data, schedule, dp_rank=0, dp_size=1, batch_size=2, micro_batches=2, end_step=6, num_workers=workers
+    )
+    batches = list(loader)
+    loader.close()
+    assert len(batches) == 12 and {b.x.shape[2] for b in batches} == {1, FRAMES}
+    for b in batches:
+        expected = Letters().encode(list(b.text))
+        assert b.embedding.tokens.shape == (2, 12, 3) and torch.equal(b.embedding.mask, expected.mask)
+        assert torch.equal(b.embedding.tokens, expected.tokens.half() * expected.mask[..., None])
+
+
+def test_captioned_pictures_of_an_image_run(csv, codec, tmp_path):
+    data = build_dataset(str(csv), 16, seed=0)
+    make(csv, codec.codec, tmp_path, source=data, encoder=None)
+    latents = build_dataset(str(tmp_path), 16, seed=0)
+    assert len(latents) == 4 and latents.sample_shape == (8, 8, 8) and latents.text_encoder is None
+    assert [latents[Ticket(row, 0, 0)].text for row in range(4)] == [data.caption(row) for row in range(4)]
+    assert latents[Ticket(0, 0, 0)].embedding is None and "4 pictures with captions (not" in latents.describe()
+    assert type(build_schedule(latents, 2, 2, 0)) is not BucketSchedule
+
+
+def test_a_lost_shard_is_made_again_with_the_same_bytes(csv, codec, made, tmp_path):
+    for name, data in contents(made).items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "latents-00002-of-00004.safetensors").unlink()
+    (tmp_path / "index.json").unlink()
+    encoder = Letters()
+    make(csv, codec, tmp_path, num_workers=2, encoder=encoder)
+    assert contents(tmp_path) == contents(made)
+    assert encoder.calls == 2 + 1  # the shard's batches and the empty caption
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_frames": 3}, {"frame_interval": 1}, {"short_clips": "interval"}, {"width": 2}]
+)
+def test_other_settings_are_refused(csv, codec, made, change):
+    before, encoder = contents(made), Letters()
+    encoder.width = change.pop("width", 3)
+    source = build_dataset(str(csv), 16, seed=0, **VIDEO | change)
+    with pytest.raises(ValueError, match="holds latents of other settings"):
+        make(csv, codec, made, source=source, encoder=encoder)
+    assert contents(made) == before
+
+
+def test_a_shard_may_be_empty(csv, codec, made, tmp_path):
+    make(csv, codec, tmp_path, shard_size=1)
+    data, whole = (build_dataset(str(folder), 16, seed=0, **VIDEO) for folder in (tmp_path, made))
+    assert len(data) == len(whole) == 12
+    for row in range(12):
+        a, b = data[Ticket(row, 0, 0)], whole[Ticket(row, 0, 0)]
+        assert a.text == b.text and torch.equal(a.embedding.tokens, b.embedding.tokens) and a.x.shape == b.x.shape
+
+
+def test_reading_errors_name_the_flag_and_the_fix(csv, codec, made, tmp_path):
+    for change, message in [
+        ({"use_video": False}, "holds latents of clips: add --use_video"),
+        ({"num_frames": 8}, "made at --num_frames 4, but this run has --num_frames 8: pass --num_frames 4"),
+        ({"frame_interval": 1}, "made at --frame_interval 2, but"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build_dataset(str(made), 16, seed=0, **VIDEO | change)
+    make(csv, codec.codec, tmp_path / "pictures", source=build_dataset(str(csv), 16, seed=0))
+    with pytest.raises(ValueError, match="holds latents of pictures: .* leave --use_video out"):
+        build_dataset(str(tmp_path / "pictures"), 16, seed=0, **VIDEO)
+    (tmp_path / "pictures" / "empty-caption.safetensors").unlink()
+    with pytest.raises(ValueError, match="empty-caption.safetensors can't be read"):
+        build_dataset(str(tmp_path / "pictures"), 16, seed=0)
+
+
+def test_an_embedding_that_overflows_is_an_error(csv, codec, tmp_path):
+    encoder = Letters()
+    encoder.encode = lambda captions: Tokens(
+        *(t * 1e6 if t.is_floating_point() else t for t in Letters().encode(captions))
+    )
+    with pytest.raises(DataError, match="the embedding of the caption .* overflows float16"):
+        make(csv, codec, tmp_path, encoder=encoder)
+
+
+def test_preprocess_encodes_a_csv(csv, vae, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    vae.save_pretrained(tmp_path / "vae")
+    lines = [line for line in csv.read_text().splitlines() if not line.startswith(("07", "09"))]
+    (csv.parent / "sound.csv").write_text("\n".join(lines))
+    flags = ["latents", "--data-path", csv.parent / "sound.csv", "--vae", tmp_path / "vae", "--image-size", 16]
+    flags += ["--output", tmp_path / "out", "--num_workers", 0, "--num_frames", FRAMES, "--frame_interval", 2]
+    flags = [str(flag) for flag in flags]
+    assert preprocess.main([*flags, "--use_video"]) == 0
+    assert "12 clips in 2 shards: train with --data_path" in capsys.readouterr().out
+    assert build_dataset(str(tmp_path / "out"), 16, seed=0, **VIDEO).sample_shape == (8, FRAMES, 8, 8)
+    for more, message in [
+        (["--use_video", "--text_encoder", "bytes"], "--text_encoder bytes is trained with the model"),
+        (["--use_video", "--text_encoder", str(tmp_path / "none")], "--text_encoder"),
+        (["--data_path", "digits", "--text_encoder", "clip"], "--data_path digits has no captions"),
+        (["--use_video", "--image_size", "17"], "--image_size 17 isn't a multiple of 2"),
+    ]:
+        assert preprocess.main([*flags, *more]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("preprocess.py latents: error: ") and message in error, error
+
+
+# ---------------------------------------------------------------- captions in shards
+
+captions = st.lists(st.text(max_size=12), max_size=6)
+
+
+@given(st.lists(captions, min_size=1, max_size=4))
+def test_captions_come_back(shards):
+    table = CaptionTable([tuple(t.numpy() for t in pack_captions(shard).values()) for shard in shards])
+    assert list(table) == [caption for shard in shards for caption in shard]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=6))
+def test_embeddings_come_back(lengths):
+    parts = [(torch.randn(n, 2).half(), torch.randn(2).half()) for n in lengths]
+    packed = pack_embeddings(parts, 2)
+    for row, (tokens, pooled) in enumerate(parts):
+        start = int(packed["token_ends"][row - 1]) if row else 0
+        whole = padded(packed["tokens"][start : int(packed["token_ends"][row])], packed["pooled"][row], 5)
+        assert torch.equal(whole.tokens[whole.mask], tokens) and torch.equal(whole.pooled, pooled)
+        assert not whole.tokens[~whole.mask].any() and len(whole.mask) == 5

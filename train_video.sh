@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Trains a clip model (vDiT).
+#   bash train_video.sh                                  the embedded demo: moving digits (see docs/video.md)
+#   bash train_video.sh --data_path CLIPS.csv --model ...   train.py --use_video with these flags, on all GPUs
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+. scripts/env.sh
+run=(torchrun --standalone --nproc_per_node="$NPROC" train.py --use_video)
+
+if [ $# -gt 0 ]; then
+  if [ "$GPUS" -gt 0 ]; then
+    run+=(--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel)
+  fi
+  exec "${run[@]}" "$@"
+fi
+
+started=$SECONDS
+outputs=${OUTPUTS:-./outputs} videos=${VIDEOS:-./videos}
+python preprocess.py demo --output "$videos"
+python preprocess.py check "$videos/demo.csv" --output "$videos/checked.csv" --num_frames 4 --frame_interval 15
+"${run[@]}" --model vDiT-Ti/422 --data_path "$videos/checked.csv" --image_size 16 --num_frames 4 --frame_interval 15 \
+  --vae none --text_encoder bytes --max_text_tokens 28 --outputs "$outputs" \
+  --batch_size $((48 / NPROC)) --max_steps 2000 --lr 3e-3 --warmup_steps 100 --lr_schedule cosine \
+  --mixed_precision fp32 --ema_decay 0.998 --num_workers 0 \
+  --log_every 50 --ckpt_every 1000 --sample_cfg_scale 3
+newest=$(ls -d "$outputs"/[0-9][0-9][0-9]-vDiT-Ti-422 | tail -n 1)
+python sample.py --ckpt "$newest" --use_video --output "$newest/clips" --mixed_precision fp32 --sampler ddim \
+  --num_sampling_steps 50 --cfg_scale 3 --prompt "a seven moving left" "a three moving up" "a zero moving right" \
+  "a four moving down"
+echo "The clips: $newest/clips  (demo took $((SECONDS - started)) s)"
