@@ -17,7 +17,7 @@ from statistics import median
 from tqdm import tqdm
 
 from opendit.data.base import DataError, name_few
-from opendit.data.clips import _decode
+from opendit.data.clips import decode_frames
 from opendit.data.csv_table import Row, read_csv, write_csv
 from opendit.data.images import read_picture
 
@@ -52,7 +52,7 @@ def probe(path: str, is_picture: bool) -> Medium:
         lengths.append(length)
         return [0, length - 1]
 
-    _, height, width, _ = _decode(path, first_and_last, threading.Event()).shape
+    _, height, width, _ = decode_frames(path, first_and_last, threading.Event()).shape
     import av
 
     with av.open(path) as file:

@@ -87,7 +87,7 @@ def read_clip(
             raise BadSample(path, _too_short(length, num_frames, frame_interval))
         return indices
 
-    frames = _within(time_limit, path, lambda stop: _decode(path, choose, stop))
+    frames = _within(time_limit, path, lambda stop: decode_frames(path, choose, stop))
     return resize_and_crop(torch.from_numpy(frames), size, as_bytes)
 
 
@@ -139,7 +139,7 @@ def _decord():
     return decord
 
 
-def _decode(path: str, choose: Callable[[int], list[int]], stop: threading.Event) -> np.ndarray:
+def decode_frames(path: str, choose: Callable[[int], list[int]], stop: threading.Event) -> np.ndarray:
     """The frames ``choose(number of frames)`` of a file, (T, H, W, 3) uint8; raises BadSample."""
     decord = _decord()
     try:
@@ -169,7 +169,7 @@ def _decode(path: str, choose: Callable[[int], list[int]], stop: threading.Event
 
 
 def _decode_in_order(path: str, indices: list[int], stop: threading.Event) -> np.ndarray:
-    """What ``_decode`` returns, by PyAV, from the first frame on."""
+    """What ``decode_frames`` returns, by PyAV, from the first frame on."""
     import av
 
     kept: dict[int, np.ndarray] = {}

@@ -271,7 +271,7 @@ def test_slow_decoding_is_stopped(tmp_path, monkeypatch):
     def slow(path, choose, stop):
         stopped.append(stop.wait(20))
 
-    monkeypatch.setattr(clips, "_decode", slow)
+    monkeypatch.setattr(clips, "decode_frames", slow)
     assert reason(tmp_path / "slow.mp4", time_limit=0.2) == "not read within 0.2 seconds"
     time.sleep(0.1)
     assert stopped == [True]
@@ -281,6 +281,6 @@ def test_running_out_of_memory_is_no_bad_file(tmp_path, monkeypatch):
     def greedy(path, choose, stop):
         raise MemoryError
 
-    monkeypatch.setattr(clips, "_decode", greedy)
+    monkeypatch.setattr(clips, "decode_frames", greedy)
     with pytest.raises(MemoryError):
         read_clip("any.mp4", 2, 1, 16, start=None)
