@@ -3,7 +3,9 @@
 import os
 import pickle
 import socket
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -28,15 +30,23 @@ def _child(rank: int, world: int, port: int, folder: str, function: Callable, ar
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
-    from opendit.parallel.mesh import close_mesh, init_mesh
+    from opendit.parallel.mesh import init_mesh
 
     try:
         result = function(init_mesh(), *args)
     except BaseException:
         traceback.print_exc()
         raise
-    Path(folder, str(rank)).write_bytes(pickle.dumps(result))
-    close_mesh()
+    partial = Path(folder, f"{rank}.partial")
+    partial.write_bytes(pickle.dumps(result))
+    partial.rename(Path(folder, str(rank)))
+    while not all(Path(folder, str(other)).exists() for other in range(world)):
+        time.sleep(0.01)
+    # Without the tear-down of gloo and of the interpreter: gloo's threads now and then abort in it ("terminate
+    # called without an active exception"), after all the work is done.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run_ranks(world: int, function: Callable, *args) -> list:
