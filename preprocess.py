@@ -4,7 +4,7 @@
     python preprocess.py demo                                       # videos/demo.csv: moving digits as MP4 files
     python preprocess.py ucf101 UCF-101 --output ucf101.csv         # captions from the names of the classes
     python preprocess.py folder CLIPS --output clips.csv            # from clip.txt, clip.json or folder names
-    python preprocess.py check clips.csv --output checked.csv --num_frames 16 --frame_interval 3
+    python preprocess.py check clips.csv --output checked.csv --num_frames 16 --frame_interval 3 --image_size 256
 
     python preprocess.py latents --data_path FOLDER --vae ema --image_size 256 --output LATENTS
     torchrun --nproc_per_node 8 preprocess.py latents ...           # one process a GPU
@@ -26,6 +26,9 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--output", default="videos", help="folder for demo.csv and the clips (default: videos)")
     demo.add_argument("--clips", type=positive, default=600, help="how many (default: 600)")
     demo.add_argument("--size", type=positive, default=64, help="pixels of a side (default: 64)")
+    demo.add_argument(
+        "--split", choices=("train", "test"), default="train", help="of the digits shown (default: train)"
+    )
     ucf101 = commands.add_parser("ucf101", help="list a UCF101 tree in a CSV")
     ucf101.add_argument("root", metavar="ROOT", help="folder with a folder of clips for every class")
     ucf101.add_argument("--output", required=True, metavar="CSV")
@@ -37,7 +40,15 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("--output", required=True, metavar="CSV2")
     check.add_argument("--num_frames", type=positive, default=16, help="frames of a training clip (default: 16)")
     check.add_argument("--frame_interval", type=positive, default=1, help="from frame to frame (default: 1)")
-    check.add_argument("--min_size", type=natural, default=0, help="least pixels of the shorter side (default: 0)")
+    check.add_argument(
+        "--image_size",
+        "--min_size",
+        type=natural,
+        default=0,
+        metavar="SIZE",
+        help="drop what has fewer pixels on its shorter side, that is, would be enlarged by training at this size "
+        "(default: 0, keep all)",
+    )
     check.add_argument("--num_workers", type=positive, default=2, help="processes that decode (default: 2)")
     latents = commands.add_parser("latents", help="encode every picture once with a VAE")
     latents.add_argument("--data_path", required=True, help="digits, a folder of pictures, a torchvision set or a CSV")
@@ -93,8 +104,9 @@ def run(command: str, options: dict) -> None:
     if command == "demo":
         from opendit.data.moving_digits import make_demo
 
-        table = make_demo(options["output"], options["clips"], options["size"])
-        print(f"{options['clips']:,} clips of moving digits: train with --use_video --data_path {table}")
+        table = make_demo(options["output"], options["clips"], options["size"], split=options["split"])
+        use = "train" if options["split"] == "train" else "evaluate"
+        print(f"{options['clips']:,} clips of moving digits: {use} with --use_video --data_path {table}")
     elif command in ("ucf101", "folder"):
         from opendit.data import make_csv
 

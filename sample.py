@@ -22,6 +22,7 @@ from tqdm import tqdm
 from opendit.checkpoint import newest_run
 from opendit.config import SampleConfig, parse
 from opendit.data.video_file import write_mp4
+from opendit.diffusion import Objective, objective_from_dict
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
@@ -32,7 +33,14 @@ from opendit.models.pretrained import Weights, load_pretrained
 from opendit.monitor import print_block
 from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
+from opendit.sampling import (
+    grid_columns,
+    preview_labels,
+    sample_in_batches,
+    save_animation,
+    save_contact_sheet,
+    save_grid,
+)
 
 SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval counts
 
@@ -47,6 +55,7 @@ class Job:
     mesh: Mesh
     model: DiT
     codec: ImageCodec | VideoCodec
+    objective: Objective
     kernels: KernelChoice
     conditioner: Conditioner
     conditions: Condition  # of every class or prompt
@@ -94,6 +103,8 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
     config = model.config
     if flags.use_video and not isinstance(config, VDiTConfig):
         raise ValueError(f"--use_video: {weights.path} draws pictures; leave the flag out")
+    objective = objective_from_dict(weights.info.get("objective"))
+    objective.choose(flags.sampler)
     dtype = PRECISIONS[flags.mixed_precision]
     size = latent_size(flags, model, weights)
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
@@ -108,6 +119,7 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
         mesh=mesh,
         model=model,
         codec=codec,
+        objective=objective,
         kernels=kernels,
         conditioner=conditioner,
         conditions=conditions,
@@ -214,6 +226,7 @@ def run(job: Job) -> None:
         flags.batch_size,
         seed=flags.seed,
         steps=flags.num_sampling_steps,
+        objective=job.objective,
         sampler=flags.sampler,
         cfg_scale=flags.cfg_scale,
         cfg_channels=flags.cfg_channels,
@@ -248,9 +261,10 @@ def collect(job: Job, output: Path) -> None:
     shown = np.stack(list(islice(chain.from_iterable(parts), SHEET_CLIPS if clips else GRID_PICTURES)))
     if clips:
         save_contact_sheet(output / "grid.png", shown, captions[: len(shown)])
+        save_animation(output / "grid.gif", shown, captions[: len(shown)], job.fps)
     else:
         save_grid(output / "grid.png", shown, captions[: len(shown)], columns=grid_columns(captions))
-    rows = {"sheet": str(output / "grid.png")}
+    rows = {"sheet": f"{output / 'grid.png'}{', moving in grid.gif' if clips else ''}"}
     if flags.save_png:
         rows["clips" if clips else "pictures"] = f"{len(captions)} in {output}"
     if flags.npz:
@@ -266,10 +280,11 @@ def announce(job: Job) -> None:
         return
     flags, device = job.flags, job.mesh.device
     processor = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    sampler = job.objective.choose(flags.sampler)
     rows = {
         "weights": str(job.source),
         "model": f"{sum(p.numel() for p in job.model.parameters()) / 1e6:.1f} M parameters, {flags.mixed_precision}",
-        "sampler": f"{flags.sampler}, {flags.num_sampling_steps} steps, guidance {flags.cfg_scale}",
+        "sampler": f"{sampler}, {flags.num_sampling_steps} steps, guidance {flags.cfg_scale}",
         "vae": job.codec.name,
         "attention": job.kernels.attention_note,
         "kernels": job.kernels.ops_note,

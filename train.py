@@ -14,19 +14,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from opendit import monitor as monitoring
-from opendit.checkpoint import load_checkpoint, save_checkpoint
+from opendit.checkpoint import load_checkpoint
 from opendit.config import TrainConfig, parse
 from opendit.data import Batch, build_loader
-from opendit.diffusion import DDPM, ddpm_loss
+from opendit.data.base import to_pixels
 from opendit.ema import EMA
-from opendit.job import USER_ERRORS, Job, example_captions, prepare, write_config
-from opendit.models import Condition, build_model
+from opendit.interrupt import Interrupt
+from opendit.job import USER_ERRORS, Job, example_captions, open_folder, prepare
+from opendit.models import Condition, DiT, build_model
 from opendit.models.pretrained import load_state
 from opendit.monitor import Monitor
-from opendit.parallel.engine import PRECISIONS, Engine, build_engine
+from opendit.parallel.engine import Engine, build_engine
 from opendit.parallel.mesh import close_mesh, init_mesh
-from opendit.random import Stream, integers, normal, uniform
+from opendit.random import Stream, normal, uniform
 from opendit.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
+from opendit.saving import Checkpoints
 
 
 def main(argv: list[str]) -> None:
@@ -40,17 +42,20 @@ def main(argv: list[str]) -> None:
         close_mesh()
         sys.exit(2)
     try:
-        train(job)
+        failed_saves = train(job)
     finally:
         close_mesh()
+    if failed_saves:
+        sys.exit(1)
 
 
-def train(job: Job) -> None:
+def train(job: Job) -> int:
+    """Trains to the job's last step, or to the one in which a signal comes; returns how many saves failed."""
     flags, mesh = job.flags, job.mesh
     engine = build_model_and_engine(job)
-    ema = EMA(engine, flags.ema_decay)
+    ema = EMA(engine, flags.ema_decays, flags.ema_warmup)
     skipped_in_all = load_checkpoint(job.resume, engine, ema)["skipped"] if job.resume else 0
-    announce(job, engine)
+    announce(job, engine, ema)
     monitor = Monitor(
         job.folder,
         mesh,
@@ -73,55 +78,74 @@ def train(job: Job) -> None:
         pin_memory=True,
         max_bad=flags.max_bad,
         on_skip=lambda file: tqdm.write(f"rank {mesh.rank}: skipped {file}"),
+        as_bytes=True,  # a quarter of the memory traffic and of the transfer; the device makes the floats
     )
-    diffusion = DDPM.linear()
-    skipped_in_a_row, saved_step = 0, job.first_step
-    for step in range(job.first_step, job.last_step):
-        engine.set_lr(lr := learning_rate(flags, step, job.last_step))
-        step_loss = torch.zeros((), device=mesh.device)
-        for micro in range(flags.grad_accumulation):
-            asked = time.perf_counter()
-            batch = next(loader)
-            monitor.loader_wait(time.perf_counter() - asked)
-            with engine.micro_batch(last=micro == flags.grad_accumulation - 1):
-                loss = batch_loss(job, engine, diffusion, batch) / flags.grad_accumulation
-                engine.backward(loss)
-            step_loss += loss.detach()
-        result = engine.step()
-        if not result.skipped:
-            ema.update()
-        skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
-        skipped_in_all += result.skipped
-        if skipped_in_a_row >= flags.max_bad_steps:
-            raise FloatingPointError(
-                f"{skipped_in_a_row} steps in a row had non-finite gradients (weights and checkpoints are as before "
-                f"them); try a lower --lr, --mixed_precision bf16, or --load an earlier checkpoint"
-            )
-        monitor.add(None if result.skipped else step_loss)
-        done, last = step + 1, step + 1 == job.last_step
-        if done % flags.log_every == 0 or last:
-            grad_norm = result.grad_norm if math.isfinite(result.grad_norm) else None
-            bad_files = int(mesh.sum(torch.tensor(loader.skipped, device=mesh.device)))
-            counts = {"loss_scale": result.loss_scale, "skipped": skipped_in_all, "bad_files": bad_files}
-            monitor.log(done, batch.epoch, lr, grad_norm, **counts)
-        paused = monitor.pause() if due(done, flags.ckpt_every, last) or due(done, sample_every(flags), last) else None
-        if due(done, flags.ckpt_every, last):
-            state = {"step": done, "epoch": batch.epoch, "skipped": skipped_in_all, "world_size": mesh.world_size}
-            saved = save_checkpoint(job.folder / "checkpoints", engine, ema, state, job.info())
-            monitor.say(f"step {done}: saved {saved}")
-            saved_step = done
-        if due(done, sample_every(flags), last) and job.codec is not None:
-            draw_grid(job, ema, monitor, done)
-        if paused is not None:
-            monitor.resume(paused)
-    loader.close()
+    checkpoints = Checkpoints(
+        job.folder / "checkpoints",
+        engine,
+        ema,
+        job.info(),
+        keep=flags.ckpt_keep,
+        in_use=job.resume,
+        say=monitor.say,
+    )
+    skipped_in_a_row, save_owed = 0, False
+    with checkpoints, Interrupt(mesh) as interrupt:
+        for step in range(job.first_step, job.last_step):
+            engine.set_lr(lr := learning_rate(flags, step, job.last_step))
+            step_loss = torch.zeros((), device=mesh.device)
+            for micro in range(flags.grad_accumulation):
+                asked = time.perf_counter()
+                batch = next(loader)
+                monitor.loader_wait(time.perf_counter() - asked)
+                with engine.micro_batch(last=micro == flags.grad_accumulation - 1):
+                    loss = batch_loss(job, engine, batch) / flags.grad_accumulation
+                    engine.backward(loss)
+                step_loss += loss.detach()
+            interrupted = interrupt.ask()
+            result = engine.step()
+            if not result.skipped:
+                ema.update()
+            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+            skipped_in_all += result.skipped
+            if skipped_in_a_row >= flags.max_bad_steps:
+                raise FloatingPointError(
+                    f"{skipped_in_a_row} steps in a row had non-finite gradients (weights and checkpoints are as "
+                    f"before them); try a lower --lr, --mixed_precision bf16, or --load an earlier checkpoint"
+                )
+            monitor.add(None if result.skipped else step_loss)
+            done, stopping = step + 1, interrupted()
+            last = stopping or done == job.last_step
+            # While steps are being skipped nothing is saved: the run may be about to fail.
+            save_owed |= due(done, flags.ckpt_every)
+            saving = last or (save_owed and not skipped_in_a_row)
+            drawing = due(done, sample_every(flags)) or done == job.last_step
+            if saving or due(done, flags.log_every):  # a line at every save: a resumed run starts a new mean there too
+                grad_norm = result.grad_norm if math.isfinite(result.grad_norm) else None
+                bad_files, short_clips = mesh.sum(torch.tensor([loader.skipped, loader.shortened], device=mesh.device))
+                counts = {"loss_scale": result.loss_scale, "skipped": skipped_in_all, "bad_files": int(bad_files)}
+                counts |= {"short_clips": int(short_clips), "failed_saves": len(checkpoints.failures)}
+                monitor.log(done, batch.epoch, lr, grad_norm, **counts)
+            paused = monitor.pause() if saving or drawing else None
+            if saving:
+                checkpoints.save({"step": done, "epoch": batch.epoch, "skipped": skipped_in_all, **job.facts()})
+                save_owed = False
+            if drawing and not stopping and job.codec is not None:
+                draw_grid(job, engine, ema, monitor, done)
+            if paused is not None:
+                monitor.resume(paused)
+            if stopping:
+                break
+        loader.close()
+        checkpoints.wait()
     monitor.close()
     if mesh.is_main:
-        summarise(job, monitor, saved_step)
+        summarise(job, monitor, checkpoints)
+    return len(checkpoints.failures)
 
 
-def due(done: int, every: int, last: bool) -> bool:
-    return last or (every > 0 and done % every == 0)
+def due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
 
 
 def sample_every(flags: TrainConfig) -> int:
@@ -138,16 +162,16 @@ def learning_rate(flags: TrainConfig, step: int, last_step: int) -> float:
     return flags.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def batch_loss(job: Job, engine: Engine, diffusion: DDPM, batch: Batch) -> Tensor:
+def batch_loss(job: Job, engine: Engine, batch: Batch) -> Tensor:
     """Mean diffusion loss of one micro-batch; all its randomness is keyed by (seed, step, sample)."""
     device, seed, step = job.mesh.device, job.flags.global_seed, batch.step
     index = batch.index.to(device, non_blocking=True)
-    latents = job.latents(batch.x.to(device, non_blocking=True), step, index)
-    t = integers(seed, step, index, Stream.TIMESTEP, diffusion.num_steps)
+    latents = job.latents(to_pixels(batch.x.to(device, non_blocking=True)), step, index)
+    t = job.objective.times(seed, step, index)
     noise = normal(seed, step, index, Stream.NOISE, tuple(latents.shape[1:]))
     dropped = uniform(seed, step, index, Stream.CONDITION_DROP) < job.flags.label_drop
     y = job.conditioner.drop(job.conditioner.of_batch(batch), dropped)
-    return ddpm_loss(diffusion, engine.forward, latents, t, noise, y=y).loss.mean()
+    return job.objective.loss(engine.forward, latents, t, noise, y=y).mean()
 
 
 def build_model_and_engine(job: Job) -> Engine:
@@ -171,42 +195,49 @@ def build_model_and_engine(job: Job) -> Engine:
     )
 
 
-def draw_grid(job: Job, ema: EMA, monitor: Monitor, step: int) -> None:
-    """samples/NNNNNNN.png from the EMA weights; rank 0 draws, the others help to gather the weights."""
-    model = None
-    if job.mesh.is_main:
-        with job.mesh.device:
+def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -> None:
+    """samples/NNNNNNN.png from the EMA weights; rank 0 draws, the others help to gather the weights.
+
+    The training module itself takes them for the time; under a plugin that has cut it up, a second one does.
+    """
+    mesh, model = job.mesh, None
+    if mesh.is_main and engine.whole:
+        model = engine.module
+    elif mesh.is_main:
+        with mesh.device:
             model = build_model(job.model_config)
-        model.place(job.mesh.device, PRECISIONS[job.flags.mixed_precision]).eval()
-    for name, full in ema.gather():
+        model.place(mesh.device, engine.dtype).use(ops=job.kernels.ops, attend=job.kernels.attend)
+    with ema.applied(model), engine.autocast():
         if model is not None:
-            model.get_parameter(name).data.copy_(full)
-    if model is not None:
-        model.use(ops=job.kernels.ops, attend=job.kernels.attend)
-        y, captions = what_to_draw(job)
-        batches = sample_in_batches(
-            model,
-            job.codec,
-            y,
-            job.conditioner.null(),
-            torch.arange(len(captions)),
-            batch_size=32,
-            seed=job.flags.global_seed,
-            steps=job.flags.sample_steps,
-            sampler="ddim",
-            cfg_scale=job.flags.sample_cfg_scale,
-        )
-        pictures = np.concatenate([pictures for _, pictures in batches])
-        path = job.folder / "samples" / f"{step:07d}.png"
-        if pictures.ndim == 5:
-            save_contact_sheet(path, pictures, captions)
-        else:
-            save_grid(path, pictures, captions, columns=grid_columns(captions))
-        monitor.picture(path, step)
-        monitor.say(f"step {step}: drew {path}")
-    if job.mesh.device.type == "cuda":
+            draw(job, model, monitor, step)
+    if mesh.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # the drawing's memory is not the training's
-    job.mesh.barrier()
+    mesh.barrier()
+
+
+def draw(job: Job, model: DiT, monitor: Monitor, step: int) -> None:
+    y, captions = what_to_draw(job)
+    batches = sample_in_batches(
+        model,
+        job.codec,
+        y,
+        job.conditioner.null(),
+        torch.arange(len(captions)),
+        batch_size=32,
+        seed=job.flags.global_seed,
+        steps=job.flags.sample_steps,
+        objective=job.objective,
+        sampler=job.objective.preview_sampler,
+        cfg_scale=job.flags.sample_cfg_scale,
+    )
+    pictures = np.concatenate([pictures for _, pictures in batches])
+    path = job.folder / "samples" / f"{step:07d}.png"
+    if pictures.ndim == 5:
+        save_contact_sheet(path, pictures, captions)
+    else:
+        save_grid(path, pictures, captions, columns=grid_columns(captions))
+    monitor.picture(path, step)
+    monitor.say(f"step {step}: drew {path}")
 
 
 def what_to_draw(job: Job) -> tuple[Condition, list[str]]:
@@ -219,11 +250,11 @@ def what_to_draw(job: Job) -> tuple[Condition, list[str]]:
     return labels.to(job.mesh.device), [names[label] for label in labels]
 
 
-def announce(job: Job, engine: Engine) -> None:
+def announce(job: Job, engine: Engine, ema: EMA) -> None:
     """One block that says what is in use, and why."""
     if not job.mesh.is_main:
         return
-    write_config(job)
+    open_folder(job)
     flags, mesh, config = job.flags, job.mesh, job.model_config
     cuda = mesh.device.type == "cuda"
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
@@ -235,6 +266,8 @@ def announce(job: Job, engine: Engine) -> None:
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
         "optimizer": engine.optimizer_name,
+        "EMA": f"decay {', '.join(map(str, ema.decays))}{', warm-up' if ema.warmup else ''}; "
+        f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)",
         "attention": job.kernels.attention_note,
         "kernels": job.kernels.ops_note,
         "batch": f"{flags.batch_size} x {mesh.dp_size} ranks x {flags.grad_accumulation} micro-batches = "
@@ -247,18 +280,22 @@ def announce(job: Job, engine: Engine) -> None:
         print(f"note: {note}", flush=True)
 
 
-def summarise(job: Job, monitor: Monitor, saved_step: int) -> None:
-    folder = job.folder
+def summarise(job: Job, monitor: Monitor, checkpoints: Checkpoints) -> None:
+    folder, step = job.folder, monitor.last.get("step", job.first_step)
     rows = {
-        "checkpoint": str(folder / "checkpoints" / f"step_{saved_step:07d}"),
+        "checkpoint": str(checkpoints.newest),
         "log": str(folder / "log.jsonl"),
         "pictures": str(folder / "samples"),
         "curves": f"tensorboard --logdir {folder / 'tensorboard'}",
         "next": f"python sample.py --ckpt {folder}",
     }
+    if step < job.last_step:
+        rows["next"] = f"the same command with --load latest goes on to step {job.last_step}"
+    if checkpoints.failures:
+        rows["NOT SAVED"] = "; ".join(checkpoints.failures)
     loss = f", last logged loss {monitor.last['loss']:.4f}" if monitor.last.get("loss") is not None else ""
     print()
-    monitoring.print_block(f"Done: step {job.last_step}{loss}", rows)
+    monitoring.print_block(f"{'Stopped' if step < job.last_step else 'Done'}: step {step}{loss}", rows)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@
     python benchmarks/bench_reading.py --soak 20000
 
 All sides open the same files and take the same frames with one decoding thread. decord stops at full-size RGB frames,
-or resizes them as they are decoded ("resized": shorter side at the training size, not cropped); the loader goes on to
-cropped, resized batches, in this process and through a worker process, as uint8 (``as_bytes``) and as float32. Time is
-processor seconds of all threads and processes taking part, so it holds on a machine shared with others; the sides take
-turns and the median of the rounds counts.
+or resizes them as they are decoded ("resized": shorter side at the training size, not cropped), or its frames get the
+loader's crop and resize and nothing else ("cropped": what the loader's own work is measured against where resizing
+costs as much as decoding). The loader goes on to cropped, resized batches, in this process and through a worker process
+(what a run does), as uint8 (``as_bytes``) and as float32. Time is processor seconds of all threads and processes taking
+part, which neighbours on a shared machine still change by their use of its memory; so the sides take turns in every
+round, and the median of the rounds counts.
 """
 
 import argparse
@@ -26,13 +28,14 @@ from tqdm import tqdm
 
 from benchmarks import results
 from opendit.data import BatchSchedule, build_dataset, build_loader
-from opendit.data.clips import clip_window
+from opendit.data.clips import clip_window, resize_and_crop
 from opendit.data.csv_table import Row, write_csv
 from opendit.data.moving_digits import make_demo
 from opendit.random import Stream, uniform
 
 SEED = 0
-SIDES = ("decord", "resized", "uint8", "float32", "worker")  # worker: uint8, through a worker process
+BASELINES = {"decord": "bare decord", "resized": "decord resizing", "cropped": "decord + crop and resize"}
+SIDES = (*BASELINES, "uint8", "float32", "worker")  # worker: uint8, through a worker process
 
 
 @dataclass(frozen=True)
@@ -94,13 +97,21 @@ def bare_decord(paths: list[str], windows: list[list[int]], **size: int) -> None
         decord.VideoReader(path, num_threads=1, **size).get_batch(indices).asnumpy()
 
 
+def cropped_decord(paths: list[str], windows: list[list[int]], size: int) -> None:
+    import decord
+
+    for path, indices in zip(paths, windows, strict=True):
+        frames = decord.VideoReader(path, num_threads=1).get_batch(indices).asnumpy()
+        resize_and_crop(torch.from_numpy(frames), size, as_bytes=True)
+
+
 def cpu_seconds(pids: list[int]) -> float:
     """Processor time of processes with all their threads, in nanosecond steps (psutil's are of 10 ms)."""
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)  # as clock_getcpuclockid(3) numbers the clocks
 
 
 def measure(case: Case, folder: Path, rounds: int) -> dict[str, float]:
-    """Frames a processor second: bare decord, the loader in this process, the loader with a worker process."""
+    """Frames a processor second of every side; not a number where one can't take part."""
     data = build_dataset(
         str(write_clips(case, folder)),
         case.image_size,
@@ -134,6 +145,9 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, float]:
         rows, chosen = schedule.rows(step), windows(step)
         jobs = {
             "decord": lambda rows=rows, chosen=chosen: bare_decord([paths[row] for row in rows], chosen),
+            "cropped": lambda rows=rows, chosen=chosen: cropped_decord(
+                [paths[r] for r in rows], chosen, case.image_size
+            ),
             "resized": lambda rows=rows, chosen=chosen: bare_decord([paths[row] for row in rows], chosen, **size),
             "uint8": lambda: next(inside),
             "float32": lambda: next(floats),
@@ -171,7 +185,7 @@ def compare(rounds: int, save: bool) -> None:
         with tempfile.TemporaryDirectory() as folder:
             speed = measure(case, Path(folder), rounds)
         print(f"{case.name:50}" + "".join(f"{speed[name]:9.0f}" for name in SIDES), flush=True)
-        for baseline in ("decord", "resized"):
+        for baseline in BASELINES:
             print(f"    ratio to {baseline:37}" + "".join(f"{speed[name] / speed[baseline]:9.2f}" for name in SIDES))
             if speed[baseline] == speed[baseline]:
                 rows += [_row(case, name, speed, baseline) for name in ("uint8", "float32", "worker")]
@@ -185,7 +199,7 @@ def _row(case: Case, name: str, speed: dict[str, float], baseline: str) -> dict:
         "case": f"{case.name} ({name})",
         "metric": "frames/s per core",
         "value": f"{speed[name]:.1f}",
-        "baseline": "bare decord" if baseline == "decord" else "decord resizing",
+        "baseline": BASELINES[baseline],
         "baseline_value": f"{speed[baseline]:.1f}",
     }
 

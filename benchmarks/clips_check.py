@@ -18,6 +18,7 @@ from sklearn.svm import SVC
 
 from opendit.data import digits_split
 from opendit.data.moving_digits import DIRECTIONS, caption, render
+from opendit.diffusion import objective_from_dict
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.video_vae import load_video_codec
 from opendit.models.pretrained import load_pretrained
@@ -51,7 +52,7 @@ def centres(clips: np.ndarray) -> np.ndarray:
 def digit_features(clips: np.ndarray) -> np.ndarray:
     """The digit itself, (N, features): the mean of all frames after each was moved to have its mass in the middle."""
     size = clips.shape[-1]
-    half = int(size * 0.375)
+    half = int(size * 0.4)
     padded = np.pad(clips, ((0, 0), (0, 0), (size // 2,) * 2, (size // 2,) * 2))
     features = []
     for clip, path in zip(padded, centres(clips).round().astype(int) + size // 2, strict=True):
@@ -70,21 +71,22 @@ def follows(clips: np.ndarray, directions: list[str]) -> np.ndarray:
     return along > np.maximum(across, 0.05 * clips.shape[-1])
 
 
-def draw(model, vae: str, prompts: list[str], seed: int, steps: int, sampler: str, cfg_scale: float) -> np.ndarray:
-    """Clips of the prompts, (N, T, H, W) in [0, 1]."""
+def draw(model, info: dict, prompts: list[str], seed: int, steps: int, sampler: str | None, cfg_scale: float):
+    """Clips of the prompts, (N, T, H, W) float32 in [0, 1]."""
     conditioner = CaptionConditioner(model.config.text, torch.device("cpu"))
-    codec = load_video_codec(vae, channels=model.config.in_channels, device="cpu", dtype=torch.float32)
+    codec = load_video_codec(info["vae"], channels=model.config.in_channels, device="cpu", dtype=torch.float32)
     latents = sample_latents(
         model,
         conditioner.encode(prompts),
         conditioner.null(),
         torch.arange(len(prompts)),
+        objective=objective_from_dict(info.get("objective")),
         seed=seed,
         steps=steps,
         sampler=sampler,
         cfg_scale=cfg_scale,
     )
-    return ((codec.decode(latents).mean(dim=1) + 1) / 2).numpy()
+    return ((codec.decode(latents).mean(dim=1) + 1) / 2).clamp(0, 1).numpy()
 
 
 def main() -> None:
@@ -93,7 +95,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_sampling_steps", type=int, default=50)
-    parser.add_argument("--sampler", default="ddim")
+    parser.add_argument("--sampler")
     parser.add_argument("--cfg_scale", type=float, default=3.0)
     parser.add_argument("--json", help="also write the figures there")
     args = parser.parse_args()
@@ -110,9 +112,8 @@ def main() -> None:
     prompts = [caption(digit, direction) for digit, direction in wanted]
     figures = {"digit, real held-out clips": float((svm.predict(digit_features(held_out)) == held_out_digits).mean())}
     for scale in dict.fromkeys((1.0, args.cfg_scale)):
-        clips = draw(
-            model.eval(), weights.info["vae"], prompts, args.seed, args.num_sampling_steps, args.sampler, scale
-        )
+        settings = (args.seed, args.num_sampling_steps, args.sampler, scale)
+        clips = draw(model.eval(), weights.info, prompts, *settings)
         named = svm.predict(digit_features(clips)) == [digit for digit, _ in wanted]
         figures[f"digit, guidance {scale:g}"] = float(named.mean())
         figures[f"direction, guidance {scale:g}"] = float(follows(clips, [d for _, d in wanted]).mean())

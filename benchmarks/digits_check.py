@@ -16,6 +16,7 @@ from sklearn.metrics import pairwise_distances_argmin_min
 from sklearn.svm import SVC
 
 from opendit.data import digits_split
+from opendit.diffusion import objective_from_dict
 from opendit.encoders.vae import load_codec
 from opendit.models.pretrained import load_pretrained
 from opendit.sampling import sample_latents
@@ -35,6 +36,7 @@ def draw(ckpt: str, per_class: int, seed: int, steps: int, sampler: str, cfg_sca
         torch.arange(len(labels)),
         seed=seed,
         steps=steps,
+        objective=objective_from_dict(weights.info.get("objective")),
         sampler=sampler,
         cfg_scale=cfg_scale,
     )
@@ -76,7 +78,7 @@ def main() -> None:
     parser.add_argument("--per_class", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_sampling_steps", type=int, default=100)
-    parser.add_argument("--sampler", default="ddpm")
+    parser.add_argument("--sampler")
     parser.add_argument("--cfg_scale", type=float, default=1.0)
     parser.add_argument("--json", help="also write the figures there")
     args = parser.parse_args()

@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from opendit.diffusion import ALL_SAMPLERS, OBJECTIVES
+from opendit.diffusion.flow import TIME_SAMPLING
 from opendit.models.zoo import NAMES, VIDEO_NAMES, canonical_name, is_video
 
 T = TypeVar("T")
 GROUPS = ("Model", "Data", "Training", "Sampling", "Speed", "Run", "Output")  # their order in --help
 
 
-def flag(default: Any, help: str, *, group: str, choices: Sequence[str] | None = None) -> Any:
-    """A configuration field that is also a command-line flag."""
-    metadata = dict(help=help, group=group, choices=choices)
+def flag(default: Any, help: str, *, group: str, choices: Sequence[str] | None = None, several: bool = False) -> Any:
+    """A configuration field that is also a command-line flag; ``several``: it may also be given a list of values."""
+    metadata = dict(help=help, group=group, choices=choices, several=several)
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -76,7 +78,18 @@ class TrainConfig(SpeedFlags):
     warmup_steps: int = flag(0, "steps of linear warm-up", group="Training")
     weight_decay: float = flag(0.0, "AdamW's decoupled weight decay", group="Training")
     grad_clip: float = flag(1.0, "bound of the global gradient norm; 0: none", group="Training")
-    ema_decay: float = flag(0.9999, "decay of the weights' moving average", group="Training")
+    ema_decay: float | list[float] = flag(
+        0.9999,
+        "decay of the weights' moving average; several: one average each, the first is sampled from",
+        group="Training",
+        several=True,
+    )
+    ema_warmup: bool = flag(False, "smaller decays at first: (1 + n) / (10 + n) after n updates", group="Training")
+    objective: str = flag(
+        "ddpm", "ddpm: noise and variance (the DiT paper); flow: velocity", group="Training", choices=tuple(OBJECTIVES)
+    )
+    flow_shift: float = flag(1.0, "of flow's times, above 1 to more noise: large pictures, clips", group="Training")
+    flow_times: str = flag("uniform", "of flow's training samples", group="Training", choices=tuple(TIME_SAMPLING))
     global_seed: int = flag(42, "seed of everything random", group="Training")
     max_bad_steps: int = flag(100, "stop after this many skipped (non-finite) steps in a row", group="Training")
 
@@ -89,11 +102,17 @@ class TrainConfig(SpeedFlags):
     load: str | None = flag(None, "resume: latest, a run folder or a checkpoint folder", group="Run")
     log_every: int = flag(10, "steps between log lines", group="Run")
     ckpt_every: int = flag(1000, "steps between checkpoints; 0: only the one at the end", group="Run")
+    ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", group="Run")
+    deterministic: bool = flag(False, "the same bits in every run on the same GPUs; slower", group="Run")
     sample_every: int | None = flag(None, "steps between sample grids (default: as --ckpt_every)", group="Run")
-    sample_steps: int = flag(50, "DDIM steps of those grids", group="Run")
+    sample_steps: int = flag(50, "sampling steps of those grids", group="Run")
     sample_cfg_scale: float = flag(4.0, "guidance of those grids", group="Run")
 
     given: frozenset[str] = frozenset()  # the flags that stood on the command line
+
+    @property
+    def ema_decays(self) -> list[float]:
+        return self.ema_decay if isinstance(self.ema_decay, list) else [self.ema_decay]
 
     def check(self, world_size: int, has_gpu: bool) -> list[str]:
         """Settles values that depend on the hardware; returns the notes to print.
@@ -117,14 +136,21 @@ class TrainConfig(SpeedFlags):
             )
         positive(self, "image_size", "batch_size", "grad_accumulation", "epochs", "log_every", "sample_steps")
         positive(self, "sequence_parallel_size", "lr", "max_bad_steps", "num_frames", "frame_interval")
-        at_least_zero(self, "num_workers", "warmup_steps", "weight_decay", "grad_clip", "ckpt_every")
+        at_least_zero(self, "num_workers", "warmup_steps", "weight_decay", "grad_clip", "ckpt_every", "ckpt_keep")
         at_least_zero(self, "sample_cfg_scale")
+        positive(self, "flow_shift")
+        for name in ("flow_shift", "flow_times"):
+            if name in self.given and self.objective != "flow":
+                raise ValueError(f"--{name} belongs to --objective flow; add that, or leave it out")
         for name in ("max_steps", "max_text_tokens"):
             if getattr(self, name) is not None:
                 positive(self, name)
-        for name in ("label_drop", "ema_decay", "max_bad"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: must be at least 0 and below 1")
+        shares = [(name, getattr(self, name)) for name in ("label_drop", "max_bad")]
+        for name, value in shares + [("ema_decay", decay) for decay in self.ema_decays]:
+            if not 0 <= value < 1:
+                raise ValueError(f"--{name} {value}: must be at least 0 and below 1")
+        if len(set(self.ema_decays)) < len(self.ema_decays):
+            raise ValueError(f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice")
         if world_size % self.sequence_parallel_size:
             raise ValueError(
                 f"--sequence_parallel_size {self.sequence_parallel_size} does not divide the {world_size} processes; "
@@ -154,7 +180,9 @@ class SampleConfig(SpeedFlags):
     prompt: list[str] = flag([], "captions to draw, or one file with a caption a line", group="Sampling")
     num_samples: int | None = flag(None, "pictures (default: one a label, or up to 16)", group="Sampling")
     num_sampling_steps: int = flag(250, "denoising steps", group="Sampling")
-    sampler: str = flag("ddpm", "sampler", group="Sampling", choices=("ddpm", "ddim"))
+    sampler: str | None = flag(
+        None, "one of the model's objective (default: ddpm, or euler for flow)", group="Sampling", choices=ALL_SAMPLERS
+    )
     cfg_scale: float = flag(4.0, "classifier-free guidance; 1: off", group="Sampling")
     cfg_channels: int | None = flag(None, "guide only the first channels (Meta's figures: 3)", group="Sampling")
     seed: int = flag(0, "seed of the noise", group="Sampling")
@@ -226,6 +254,13 @@ def _scalar_type(annotation) -> type:
     return annotation
 
 
+class _OneOrMore(argparse.Action):
+    """Of a flag that takes several values: one alone is kept as it is."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
 def build_parser(cls: type) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=cls.__doc__.split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
@@ -247,6 +282,8 @@ def build_parser(cls: type) -> argparse.ArgumentParser:
             )  # fmt: skip
         elif typing.get_origin(kind) is list:
             group.add_argument(f"--{item.name}", type=typing.get_args(kind)[0], nargs="+", **options)
+        elif item.metadata["several"]:
+            group.add_argument(f"--{item.name}", type=kind, nargs="+", action=_OneOrMore, **options)
         else:
             group.add_argument(f"--{item.name}", type=kind, choices=item.metadata["choices"], **options)
     return parser

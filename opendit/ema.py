@@ -1,37 +1,77 @@
-"""Exponential moving average of the fp32 master weights, sharded as the plugin shards them."""
+"""Exponential moving averages of the fp32 master weights, sharded as the plugin shards them."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opendit.parallel.engine import Engine
 
 
 class EMA:
-    """Every rank averages its own pieces of the masters: no communication in a step, and 4 bytes x parameters
-    / ranks of memory.
+    """Every rank averages its own pieces of the masters: no communication in a step, and for each decay 4 bytes x
+    parameters / ranks of memory.
 
     Args:
-        engine: holds the masters; the average starts at their present values.
-        decay: share of the old average kept by one update.
+        engine: holds the masters; the averages start at their present values.
+        decays: share of the old average kept by one update, one average each; the first is the one to sample from.
+        warmup: early updates keep less (see :meth:`decay_now`).
     """
 
-    def __init__(self, engine: Engine, decay: float):
-        self.engine, self.decay = engine, decay
-        self.pieces = {name: piece.detach().clone() for name, piece in engine.masters().items()}
+    def __init__(self, engine: Engine, decays: float | Sequence[float], warmup: bool = False):
+        self.engine, self.warmup = engine, warmup
+        self.decays = tuple(decays) if isinstance(decays, Sequence) else (decays,)
+        self.updates = 0  # so far, earlier parts of a resumed run included
+        masters = engine.masters()
+        self.averages = [{name: piece.detach().clone() for name, piece in masters.items()} for _ in self.decays]
+
+    def decay_now(self, decay: float) -> float:
+        """The decay of the next update: with warm-up min(decay, (1 + n) / (10 + n)) after n updates.
+
+        That is tf.train.ExponentialMovingAverage's rule for ``num_updates``: the average spans about a tenth of the run
+        so far, so that it forgets the initial weights soon.
+        """
+        return min(decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else decay
 
     @torch.no_grad()
     def update(self) -> None:
         """average += (1 - decay) * (master - average); call after every step that was not skipped."""
-        torch._foreach_lerp_(list(self.pieces.values()), list(self.engine.masters().values()), 1.0 - self.decay)
+        masters = list(self.engine.masters().values())
+        for decay, pieces in zip(self.decays, self.averages, strict=True):
+            torch._foreach_lerp_(list(pieces.values()), masters, 1.0 - self.decay_now(decay))
+        self.updates += 1
 
-    def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full fp32 tensor) of every parameter in turn; collective, the same on every rank."""
-        for name, piece in self.pieces.items():
+    def bytes_per_rank(self) -> int:
+        """Memory of this rank's pieces of all averages."""
+        return sum(piece.numel() * piece.element_size() for pieces in self.averages for piece in pieces.values())
+
+    def gather(self, which: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """(name, full fp32 tensor) of every parameter of one average in turn; collective, the same on every rank."""
+        for name, piece in self.averages[which].items():
             yield name, self.engine.gather(name, piece)
 
     @torch.no_grad()
-    def load(self, name: str, full: Tensor) -> None:
-        """Sets the average of one parameter from its full tensor."""
-        self.pieces[name].copy_(full.reshape(-1)[slice(*self.engine.span(name))])
+    def load(self, which: int, name: str, full: Tensor) -> None:
+        """Sets one average of one parameter from its full tensor."""
+        self.averages[which][name].copy_(full.reshape(-1)[slice(*self.engine.span(name))])
+
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
+        """Inside, ``model`` has one average's weights, in its own dtype; afterwards its own again, bit for bit.
+
+        Collective: call it on every rank, with None where the rank only helps to gather. The replaced weights wait in
+        host memory (2 bytes x parameters in half precision, 4 in fp32); the device needs room for one full parameter
+        more. The training module itself will do where every rank holds its weights whole (``engine.whole``).
+        """
+        own: dict[str, Tensor] = {}
+        try:
+            for name, full in self.gather(which):
+                if model is not None:
+                    weight = model.get_parameter(name).data
+                    own[name] = weight.to("cpu", copy=True)
+                    weight.copy_(full)
+            yield model
+        finally:
+            for name, weight in own.items():
+                model.get_parameter(name).data.copy_(weight)

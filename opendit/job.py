@@ -2,20 +2,23 @@
 
 import json
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import opendit
-from opendit.checkpoint import find_checkpoint, read_state, run_folder
+from opendit.checkpoint import checkpoint_config, find_checkpoint, read_state, run_folder, verify
 from opendit.config import TrainConfig, to_dict
 from opendit.data import BatchSchedule, DataError, LatentDataset, MediaDataset, build_dataset, build_schedule
+from opendit.diffusion import Objective, objective_from_dict
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec, sample_moments
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
+from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import DiTConfig, TextConfig, config_from_dict, model_config
 from opendit.models.pretrained import Weights, find_weights, infer_config, read_weights
@@ -39,6 +42,7 @@ class Job:
     codec: ImageCodec | VideoCodec | None  # None: training on cached latents whose VAE is not at hand
     vae: str
     conditioner: Conditioner
+    objective: Objective
     kernels: KernelChoice
     folder: Path
     resume: Path | None
@@ -60,17 +64,31 @@ class Job:
         if self.vae == "none":
             return self.codec.encode(x, None)
         moments = self.codec.moments(x)
-        return self.codec.sample(moments, self._vae_noise(moments, step, index))
+        # A VAE on a CPU may answer in channels_last; the backward pass of Gemini's sharded convolution crashes on that.
+        return self.codec.sample(moments, self._vae_noise(moments, step, index)).contiguous()
 
     def _vae_noise(self, moments: Tensor, step: int, index: Tensor) -> Tensor:
         shape = (moments.shape[1] // 2, *moments.shape[2:])
         return normal(self.flags.global_seed, step, index, Stream.VAE, shape)
+
+    def facts(self) -> dict:
+        """What decides whether a resumed run goes on bit for bit; checkpoints store it."""
+        return {
+            "world_size": self.mesh.world_size,
+            "plugin": self.flags.plugin,
+            "precision": self.flags.mixed_precision,
+            "attention": self.kernels.attend.backend,
+            "global_batch": self.schedule.global_batch,
+            "seed": self.flags.global_seed,
+            "objective": self.objective.to_dict(),
+        }
 
     def info(self) -> dict:
         """What this run's weights files say of themselves."""
         return {
             "model": self.flags.model,
             "config": self.model_config.to_dict(),
+            "objective": self.objective.to_dict(),
             "class_names": self.dataset.class_names,
             "captions": example_captions(self.dataset),
             "vae": _path_or_name(self.vae, ("none", "ema", "mse")),
@@ -87,6 +105,8 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         ValueError, OSError, DataError: with a message that names the flag and the fix.
     """
     notes = flags.check(mesh.world_size, mesh.device.type == "cuda")
+    if flags.deterministic:
+        make_deterministic()
     dataset = build_dataset(
         flags.data_path,
         flags.image_size,
@@ -101,23 +121,33 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
     schedule = build_schedule(dataset, global_batch, flags.grad_accumulation, flags.global_seed)
     vae, channels, size, frames = _latent_geometry(flags, dataset)
+    objective = _objective(flags)
     condition = _condition(flags, dataset)
-    config = model_config(flags.model, input_size=size, in_channels=channels, frames=frames, **condition)
+    config = model_config(
+        flags.model,
+        input_size=size,
+        in_channels=channels,
+        frames=frames,
+        learn_sigma=objective.learn_sigma,
+        **condition,
+    )
     resume = find_checkpoint(flags.load, flags.outputs, flags.model) if flags.load else None
     if flags.load and resume is None:
         notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
-    first_step = _check_resume(resume, config) if resume else 0
+    stored = _check_resume(resume, config, mesh) if resume else {}
     initial = _check_pretrained(flags, config) if flags.pretrained and not resume else None
     codec = _load_codec(flags, dataset, vae, mesh, notes)
     conditioner = _conditioner(flags, config, dataset, mesh)
     dtype = PRECISIONS[flags.mixed_precision]
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
+    kernels = _agree_on_attention(kernels, stored.get("attention"), flags, config, dtype, mesh, notes)
     folder = resume.parent.parent if resume else run_folder(flags.outputs, flags.model) if mesh.is_main else None
     folder = Path(mesh.broadcast_object(str(folder)))
     last_step = min(flags.epochs * schedule.steps_per_epoch, flags.max_steps or flags.epochs * len(dataset))
+    first_step = stored.get("step", 0)
     if first_step >= last_step:
         notes.append(f"{resume} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on")
-    return Job(
+    job = Job(
         flags=flags,
         mesh=mesh,
         dataset=dataset,
@@ -126,6 +156,7 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         codec=codec,
         vae=vae,
         conditioner=conditioner,
+        objective=objective,
         kernels=kernels,
         folder=folder,
         resume=resume,
@@ -134,6 +165,57 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         initial=initial,
         notes=notes,
     )
+    if resume:
+        notes += _what_changed(stored, job.facts())
+    return job
+
+
+def make_deterministic() -> None:
+    """--deterministic: operations that give the same bits in every run (on the same GPU and libraries).
+
+    What has no such form warns and runs. cuBLAS wants a workspace of fixed size, named before its first use.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time; nothing here reads such memory
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
+def _agree_on_attention(
+    kernels: KernelChoice,
+    stored: str | None,
+    flags,
+    config: DiTConfig,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    notes: list[str],
+) -> KernelChoice:
+    """Rank 0's attention kernel on every rank; on resuming the checkpoint's, where it runs here. (Other kernels round
+    differently: ranks would disagree, and a resumed run would leave its curve by a little.)"""
+    backend, note = kernels.attend.backend, kernels.attention_note
+    if flags.enable_flashattn and stored not in (None, "auto", backend):
+        head_dim = config.hidden_size // config.num_heads
+        try:
+            backend, _ = resolve_attention(stored, mesh.device, dtype, head_dim, config.tokens, tiled=True)
+            note = f"{backend}: as in the checkpoint"
+        except ValueError as error:
+            notes.append(f"the checkpoint's attention kernel is not used, so this run goes on within rounding: {error}")
+    backend, note = mesh.broadcast_object((backend, note))
+    return replace(kernels, attend=LocalAttention(backend), attention_note=note)
+
+
+def _what_changed(stored: dict, now: dict) -> list[str]:
+    """Notes on how a resumed run differs from the one that wrote the checkpoint."""
+    changed = [key for key in now if key in stored and stored[key] != now[key]]
+    text = ", ".join(f"{key} {stored[key]} there, {now[key]} here" for key in changed)
+    if {"global_batch", "seed"} & set(changed):
+        return [f"resuming with other samples and noise: {text}"]
+    return [f"resuming within rounding, not bit for bit: {text}"] if changed else []
+
+
+def _objective(flags: TrainConfig) -> Objective:
+    settings = {"shift": flags.flow_shift, "times_are": flags.flow_times} if flags.objective == "flow" else {}
+    return objective_from_dict({"name": flags.objective, **settings})
 
 
 def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict:
@@ -211,9 +293,9 @@ def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, in
     return flags.vae, channels, (flags.image_size // downscale,) * 2, frames
 
 
-def _check_resume(resume: Path, config: DiTConfig) -> int:
-    from opendit.checkpoint import checkpoint_config
-
+def _check_resume(resume: Path, config: DiTConfig, mesh: Mesh) -> dict:
+    """The state of a checkpoint whose files are intact and whose model is this one. Raises ValueError otherwise."""
+    verify(resume, mesh)
     found = config_from_dict(checkpoint_config(resume))
     if found != config:
         differences = [
@@ -222,7 +304,7 @@ def _check_resume(resume: Path, config: DiTConfig) -> int:
             if value != config.to_dict()[key]
         ]
         raise ValueError(f"--load: {resume} is a checkpoint of another model: {'; '.join(differences)}")
-    return read_state(resume)["step"]
+    return read_state(resume)
 
 
 def _check_pretrained(flags: TrainConfig, config: DiTConfig) -> Weights:
@@ -246,8 +328,9 @@ def _load_codec(flags, dataset, vae: str, mesh: Mesh, notes: list[str]) -> Image
         return None
 
 
-def write_config(job: Job) -> None:
-    """config.json of the run folder: every flag, and what was made of them."""
+def open_folder(job: Job) -> None:
+    """Rank 0, before the first step: config.json with every flag and what was made of them; and of a log that a
+    killed run wrote past its last checkpoint, the lines that are about to be written again go."""
     content = {
         "opendit": opendit.__version__,
         "torch": torch.__version__,
@@ -258,3 +341,15 @@ def write_config(job: Job) -> None:
         "last_step": job.last_step,
     }
     (job.folder / "config.json").write_text(json.dumps(content, indent=1))
+    log = job.folder / "log.jsonl"
+    if log.is_file():
+        shorter = log.with_suffix(".tmp")
+        shorter.write_text("".join(line for line in log.read_text().splitlines(True) if _up_to(line, job.first_step)))
+        shorter.replace(log)
+
+
+def _up_to(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except ValueError:  # cut off by the kill
+        return False

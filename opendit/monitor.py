@@ -60,7 +60,7 @@ class Monitor:
             from torch.utils.tensorboard import SummaryWriter
 
             self._file = open(folder / "log.jsonl", "a", buffering=1)
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
             self._bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
 
     def loader_wait(self, seconds: float) -> None:
@@ -103,7 +103,7 @@ class Monitor:
             "samples_per_s": rate,
             "tflops": flops / 1e12,
             "mfu": flops / self.peak if self.peak else None,
-            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else _resident_gib(),
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else resident_gib(),
             "data_wait_s": self.data_wait,
             **more,
         }
@@ -143,7 +143,7 @@ class Monitor:
             self._board.close()
 
 
-def _resident_gib() -> float:
+def resident_gib() -> float:
     """Peak resident memory of this process (CPU runs)."""
     import resource
 

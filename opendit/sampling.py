@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from opendit.diffusion import DDPM, SAMPLERS, cfg_model, initial_noise, keyed_noise
+from opendit.diffusion import Objective, cfg_model
 from opendit.models import Condition, DiT
 
 
@@ -20,9 +20,10 @@ def sample_latents(
     null: Condition,
     index: Tensor,
     *,
+    objective: Objective,
     seed: int,
     steps: int,
-    sampler: str = "ddpm",
+    sampler: str | None = None,
     cfg_scale: float = 4.0,
     cfg_channels: int | None = None,
     size: tuple[int, ...] | None = None,
@@ -35,18 +36,15 @@ def sample_latents(
         null: the condition of guidance's other half, one row.
         index: (B,) int64 numbers of the samples in the whole job. Noise depends on ``seed`` and this number
             only, so a sample is the same in any batch and on any number of processes.
-        steps: denoising steps of the 1000-step schedule.
+        objective: what the model was trained by.
+        steps: of the sampler.
+        sampler: one of the objective's; None for its default.
         size: (h, w) or (t, h, w) of the latents; the model's own when left out.
         progress: wraps the iterable of steps, e.g. tqdm.
     """
     shape = (model.config.in_channels, *(size or model.config.input_size))
-    return SAMPLERS[sampler](
-        cfg_model(model, y, null, cfg_scale, cfg_channels),
-        initial_noise(seed, index, shape),
-        DDPM.linear().respaced(steps),
-        noise_fn=keyed_noise(seed, index, shape),
-        progress=progress,
-    )
+    guided = cfg_model(model, y, null, cfg_scale, cfg_channels)
+    return objective.sample(guided, index, shape, seed=seed, steps=steps, sampler=sampler, progress=progress)
 
 
 def to_uint8(pixels: Tensor) -> np.ndarray:
@@ -73,11 +71,11 @@ def preview_labels(num_classes: int, count: int) -> Tensor:
     return torch.arange(count) * num_classes // count if count < num_classes else torch.arange(count) % num_classes
 
 
-def save_grid(path: Path, pictures: np.ndarray, captions: list[str], columns: int | None = None) -> None:
-    """One PNG of pictures (N, H, W, 3) uint8, each under its caption; small pictures are magnified."""
+def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:
+    """One picture of pictures (N, H, W, 3) uint8, each under its caption, magnified if lower than ``smallest``."""
     count, height, width, _ = pictures.shape
     columns = columns or min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
-    zoom = max(1, 64 // height)
+    zoom = max(1, smallest // height)
     cell_w, cell_h, text = width * zoom + 4, height * zoom + 18, 14
     sheet = Image.new("RGB", (columns * cell_w + 4, math.ceil(count / columns) * cell_h + 4), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
@@ -88,8 +86,21 @@ def save_grid(path: Path, pictures: np.ndarray, captions: list[str], columns: in
         draw.text((x, y), caption, fill="black", font=font)
         image = Image.fromarray(picture).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
         sheet.paste(image, (x, y + text))
+    return sheet
+
+
+def save_grid(path: Path, pictures: np.ndarray, captions: list[str], columns: int | None = None) -> None:
+    """:func:`draw_grid` as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
+    draw_grid(pictures, captions, columns).save(path)
+
+
+def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: float) -> None:
+    """An endless GIF of clips (N, T, H, W, 3) uint8, all at once, each under its caption."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = len(clips) if len(clips) <= 4 else None
+    first, *others = (draw_grid(frame, captions, columns, smallest=120) for frame in clips.swapaxes(0, 1))
+    first.save(path, save_all=True, append_images=others, duration=max(20, round(1000 / fps)), loop=0)
 
 
 def grid_columns(captions: list[str]) -> int | None:

@@ -155,9 +155,24 @@ def test_a_demo_is_made_listed_and_checked(tmp_path, capsys):
     assert preprocess.main([*flags, "--frame-interval=3", "--min-size=16"]) == 0
     out = capsys.readouterr().out
     assert "kept 4 of 4 rows" in out and "duration (s)" in out and len(checked.read_text().splitlines()) == 5
+    assert preprocess.main([*flags, "--image-size=17"]) == 2  # --min_size is its older name
+    assert "too small: 4 (" in capsys.readouterr().out
     assert preprocess.main([*flags, "--frame-interval=4"]) == 2  # 61 frames of 48
     output = capsys.readouterr()
     assert "too short: 4 (" in output.out and "preprocess.py check: error: no row of" in output.err
+
+
+def test_a_demo_of_the_test_digits(tmp_path, capsys):
+    """Clips of both splits show other digits; a folder holds those of one."""
+    clips = {}
+    for split in ("train", "test"):
+        flags = ["demo", "--output", str(tmp_path / split), "--clips", "2", "--size", "16", "--split", split]
+        assert preprocess.main(flags) == 0
+        clips[split] = [path.read_bytes() for path in sorted((tmp_path / split / "clips").iterdir())]
+    assert "evaluate with --use_video" in capsys.readouterr().out
+    assert len(clips["train"]) == len(clips["test"]) == 2 and clips["train"][0] != clips["test"][0]
+    assert preprocess.main([*flags, "--split", "train"]) == 2
+    assert "split test there, train now" in capsys.readouterr().err
 
 
 def test_mistakes_with_tables_are_told_in_one_line(tmp_path, capsys):

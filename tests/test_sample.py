@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import sample
+from opendit.diffusion import DDPMObjective, FlowObjective
 from opendit.models import DiT, model_config
 from opendit.models.pretrained import METADATA_KEY
 from opendit.sampling import preview_labels, sample_latents, save_grid, to_uint8
@@ -39,13 +40,16 @@ def ckpt(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("sampler", ["ddpm", "ddim"])
-def test_a_sample_does_not_depend_on_its_batch(sampler):
-    config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=5)
+@pytest.mark.parametrize(
+    ("sampler", "objective"), [(s, o) for o in (DDPMObjective(), FlowObjective(3.0)) for s in o.samplers]
+)
+def test_a_sample_does_not_depend_on_its_batch(sampler, objective):
+    sizes = dict(input_size=(8, 8), in_channels=1, num_classes=5)
+    config = model_config("DiT-Ti/2", **sizes, learn_sigma=objective.learn_sigma)
     torch.manual_seed(0)
     model = randomised(DiT(config)).eval()
     labels, index, null = torch.arange(7) % 5, torch.arange(7), torch.tensor([5])
-    settings = dict(seed=3, steps=12, sampler=sampler, cfg_scale=1.5)
+    settings = dict(objective=objective, seed=3, steps=12, sampler=sampler, cfg_scale=1.5)
     whole = sample_latents(model, labels, null, index, **settings)
     scale = whole.abs().max()
     for size in (1, 3):

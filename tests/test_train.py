@@ -73,7 +73,7 @@ def test_two_ranks_follow_the_plain_loop_and_resume_exactly(tmp_path):
     run = parts / "000-DiT-Ti-2"
     assert sorted(p.name for p in parts.iterdir()) == ["000-DiT-Ti-2"]  # it goes on in the same folder
     assert [line["loss"] for line in log_of(run)] == losses  # bit for bit
-    for name in ("model", "ema", "optimizer"):
+    for name in ("model", "ema", "optimizer_000", "optimizer_001"):
         a = load_file(whole / "000-DiT-Ti-2" / "checkpoints" / "latest" / f"{name}.safetensors")
         b = load_file(run / "checkpoints" / "latest" / f"{name}.safetensors")
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), name
@@ -85,7 +85,7 @@ def test_two_ranks_follow_the_plain_loop_and_resume_exactly(tmp_path):
         [*common[:-4], "--batch_size", "4", "--grad_accumulation", "4", "--plugin", "ddp", "--ckpt_every", "6",
          "--max_steps", "12", "--outputs", str(parts), "--load", str(whole / "000-DiT-Ti-2/checkpoints/step_0000006")],
     )  # fmt: skip
-    resumed = [line["loss"] for line in log_of(whole / "000-DiT-Ti-2")][12:]
+    resumed = [line["loss"] for line in log_of(whole / "000-DiT-Ti-2")][6:]  # not twice
     assert max(abs(a - b) / b for a, b in zip(resumed, losses[6:], strict=True)) < 1e-5
 
     # what the run left behind

@@ -6,7 +6,7 @@ same ticket gives the same numbers in any process, on any number of GPUs and aft
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -67,6 +67,7 @@ class MediaDataset(Dataset):
     random_window: read clips from a place drawn for each sample, keyed by Stream.CROP, rather than their middle.
     as_bytes: give pixels as uint8, for ``to_pixels`` to turn into [-1, 1] where the batch is needed; a data set whose
     samples are not made of bytes ignores it.
+    shortened: reads so far that took a clip's frames closer together than asked for, because it is too short.
     seed: the run's seed. max_bad: largest share of unreadable files that is skipped rather than an error.
     """
 
@@ -77,6 +78,7 @@ class MediaDataset(Dataset):
     random_flip: bool = False
     random_window: bool = False
     as_bytes: bool = False
+    shortened: int = 0
     seed: int = 0
     max_bad: float = 0.05
 
@@ -126,17 +128,22 @@ class MediaDataset(Dataset):
     def __getitem__(self, ticket: Ticket) -> Item:
         """The ticket's sample, or the next readable row's. Raises DataError when so many rows in turn are
         unreadable that more than ``max_bad`` of the data set must be."""
-        return self.__getitems__([ticket])[0]
+        return next(self.items([ticket]))
 
     def __getitems__(self, tickets: list[Ticket]) -> list[Item]:
-        """Several samples of one step: the same items, but their random numbers are drawn at once, 0.3 ms in all."""
+        return list(self.items(tickets))
+
+    def items(self, tickets: list[Ticket]) -> Iterator[Item]:
+        """Samples of one step, one after the other: the same ones, but their random numbers are drawn at once, 0.3 ms
+        in all."""
         key = self.seed, tickets[0].step, torch.tensor([ticket.index for ticket in tickets])
         flips, windows = [False] * len(tickets), [None] * len(tickets)
         if self.random_flip:
             flips = integers(*key, Stream.FLIP, 2).bool().tolist()
         if self.random_window:
             windows = uniform(*key, Stream.CROP).tolist()
-        return [self._item(ticket.sample, *how) for ticket, *how in zip(tickets, flips, windows, strict=True)]
+        for ticket, flip, start in zip(tickets, flips, windows, strict=True):
+            yield self._item(ticket.sample, flip, start)
 
     def _item(self, first: int, flip: bool, start: float | None) -> Item:
         skipped: list[str] = []
@@ -155,8 +162,10 @@ class MediaDataset(Dataset):
 
 
 def to_pixels(x: Tensor) -> Tensor:
-    """Pixels of 8 bits to float32 in [-1, 1]; anything else as it is."""
-    return x.to(torch.float32).div_(127.5).sub_(1) if x.dtype == torch.uint8 else x
+    """Pixels of 8 bits, in any order of memory, to contiguous float32 in [-1, 1]; anything else as it is."""
+    if x.dtype != torch.uint8:
+        return x
+    return x.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 
 class BadFileCounter:

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from opendit.data.base import MediaDataset, flip_note, hash_parts, name_few
@@ -24,6 +23,8 @@ class CaptionedDataset(MediaDataset):
 
     num_frames, frame_interval, short_clips: see ``read_clip``. training: read each clip from a place drawn for the
     sample; else its middle. random_flip: None means no, for captions may speak of left and right.
+
+    shortened: how many reads so far took a clip at a smaller interval than asked for (short_clips "interval").
 
     A picture run leaves the clips out. An unreadable row is replaced by the next readable one of its shape. Raises
     ValueError or FileNotFoundError, naming the flag and what to do.
@@ -50,14 +51,14 @@ class CaptionedDataset(MediaDataset):
                 raise ValueError(f"--{flag} {value} must be positive")
         if short_clips not in SHORT_CLIPS:
             raise ValueError(f"--short_clips {short_clips} must be one of {', '.join(SHORT_CLIPS)}")
-        rows = read_csv(csv_path)
-        used = [row for row in rows if use_video or row.is_picture]
+        rows = [(row, row.is_picture) for row in read_csv(csv_path)]
+        used = [(row, is_picture) for row, is_picture in rows if use_video or is_picture]
         if not used:
             raise ValueError(f"--data_path {csv_path} holds clips only: add --use_video")
         self.csv_path, self.left_out = str(csv_path), len(rows) - len(used)
         # In arrays, which forked workers share; see PathTable.
-        self.paths, self.texts = PathTable([str(row.path) for row in used]), PathTable([row.text for row in used])
-        self.keys = np.array([PICTURE if row.is_picture else CLIP for row in used], dtype=np.uint8)
+        self.paths, self.texts = PathTable([str(row.path) for row, _ in used]), PathTable([row.text for row, _ in used])
+        self.keys = np.array([PICTURE if is_picture else CLIP for _, is_picture in used], dtype=np.uint8)
         check_files(self.csv_path, self.paths, max_bad)
         self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
         self.use_video, self.image_size = use_video, image_size
@@ -76,11 +77,10 @@ class CaptionedDataset(MediaDataset):
 
     def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
         if self.shape_key(row) == PICTURE:
-            pixels = to_tensor(center_crop(read_picture(self.paths[row]), self.image_size), flip)
-            if self.as_bytes:
-                pixels = pixels.add_(1).mul_(127.5).round_().to(torch.uint8)  # the picture's own bytes again
+            picture = center_crop(read_picture(self.paths[row]), self.image_size)
+            pixels = to_tensor(picture, flip, self.as_bytes)
             return pixels[:, None] if self.use_video else pixels
-        clip = read_clip(
+        clip, interval = read_clip(
             self.paths[row],
             self.num_frames,
             self.frame_interval,
@@ -89,6 +89,7 @@ class CaptionedDataset(MediaDataset):
             short_clips=self.short_clips,
             as_bytes=self.as_bytes,
         )
+        self.shortened += interval < self.frame_interval
         return clip.flip(-1) if flip else clip
 
     def label(self, row: int) -> int:
@@ -116,6 +117,8 @@ class CaptionedDataset(MediaDataset):
         note = f" ({self.left_out:,} clips left out: no --use_video)" if self.left_out else ""
         shape = "x".join(map(str, self.sample_shape))
         window = f", frame interval {self.frame_interval}" if clips and self.frame_interval > 1 else ""
+        if window and self.short_clips == "interval":
+            window += " (smaller where a clip is too short)"
         return f"{self.csv_path}: {' and '.join(parts)} with captions{note}, {shape}{window}, {flip_note(self)}"
 
 

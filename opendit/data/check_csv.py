@@ -64,13 +64,13 @@ def check_rows(
     *,
     num_frames: int = 16,
     frame_interval: int = 1,
-    min_size: int = 0,
+    image_size: int = 0,
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[Row], list[Medium], dict[str, list[str]]]:
     """The rows that can be trained on, in their order, what each one's file holds, and for every reason the
     "path: what is wrong" of the rows dropped for it, each under the first that applies: empty caption, missing,
-    undecodable, too small, too short. A picture is never too short.
+    undecodable, too small (a shorter side below ``image_size``), too short. A picture is never too short.
     """
     dropped: dict[str, list[str]] = {reason: [] for reason in REASONS}
     faults: list[tuple[str, str] | None] = [None] * len(rows)
@@ -83,7 +83,8 @@ def check_rows(
             faults[i] = ("missing", str(row.path))
         else:
             jobs.append(i)
-    work = [(str(rows[i].path), rows[i].is_picture) for i in jobs]
+    pictures = [row.is_picture for row in rows]
+    work = [(str(rows[i].path), pictures[i]) for i in jobs]
     span = (num_frames - 1) * frame_interval + 1
     with tqdm(total=len(rows), initial=len(rows) - len(jobs), desc="checking", unit=" files") as bar:
         for done, result in _run_apart(work, num_workers, time_limit):
@@ -91,9 +92,9 @@ def check_rows(
             bar.update()
             if isinstance(result, str):
                 faults[i] = ("undecodable", f"{rows[i].path}: {result}")
-            elif min(result.height, result.width) < min_size:
-                faults[i] = ("too small", f"{rows[i].path}: {result.width}x{result.height}, needs {min_size}")
-            elif result.frames < span and not rows[i].is_picture:
+            elif min(result.height, result.width) < image_size:
+                faults[i] = ("too small", f"{rows[i].path}: {result.width}x{result.height}, needs {image_size}")
+            elif result.frames < span and not pictures[i]:
                 faults[i] = ("too short", f"{rows[i].path}: {result.frames} frames, needs {span}")
             else:
                 media[i] = result
@@ -217,7 +218,7 @@ def table(media: list[Medium]) -> str:
 
 
 def run(
-    csv: str, output: str, *, num_frames: int = 16, frame_interval: int = 1, min_size: int = 0, num_workers: int = 2
+    csv: str, output: str, *, num_frames: int = 16, frame_interval: int = 1, image_size: int = 0, num_workers: int = 2
 ) -> None:
     """``preprocess.py check`` with its flags' values. Raises DataError, and writes nothing, if no row is left."""
     try:
@@ -226,7 +227,7 @@ def run(
         # It is --data_path for training; here it is an argument.
         raise type(error)(str(error).replace(f"--data_path {Path(csv)}", str(csv), 1)) from error
     kept, media, dropped = check_rows(
-        rows, num_frames=num_frames, frame_interval=frame_interval, min_size=min_size, num_workers=num_workers
+        rows, num_frames=num_frames, frame_interval=frame_interval, image_size=image_size, num_workers=num_workers
     )
     print(f"kept {len(kept):,} of {len(rows):,} rows, dropped {len(rows) - len(kept):,}")
     for reason, files in dropped.items():

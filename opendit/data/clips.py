@@ -1,14 +1,18 @@
 """Clips: which frames of a file are read, and reading them upright, resized and cropped.
 
-decord decodes only what the frames asked for need. Files that decord 3.4 opens and then fails on (frames 16, 24, 32, 48
-or 96 pixels wide) or gives wrong frames of, without a word (MPEG streams, H.264 in AVI), PyAV decodes from the start.
+decord decodes only what the frames asked for need. Files that decord 3.4 opens and then fails on (frames up to 8, or
+12, 16, 24, 32, 48, 96 or 144 pixels wide) or gives wrong frames of, without a word (MPEG streams, H.264 in AVI), PyAV
+decodes from the start.
 """
 
 import os
+import stat
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
-from typing import TypeVar
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +20,11 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from opendit.data.base import BadSample, to_pixels
+from opendit.data.csv_table import CLIPS, first_bytes
 
 TIME_LIMIT = 30.0  # seconds that one file may take
 SHORT_CLIPS = ("skip", "interval")
+REMEMBERED = 4096  # files of each kind below
 
 # decord's own 10,240 attempts to get a frame out of a damaged end take minutes; sound files need a handful.
 os.environ.setdefault("DECORD_EOF_RETRY_MAX", "128")
@@ -27,6 +33,34 @@ os.environ.setdefault("DECORD_EOF_RETRY_MAX", "128")
 STREAMS = (".ts", ".mts", ".m2ts")
 
 Result = TypeVar("Result")
+
+
+class Clip(NamedTuple):
+    """What ``read_clip`` returns: the pixels, and the frame interval they were read at."""
+
+    pixels: Tensor
+    interval: int
+
+
+class _Memory:
+    """The last ``REMEMBERED`` files that something is known of, the oldest forgotten first."""
+
+    def __init__(self):
+        self._known: OrderedDict[str, tuple] = OrderedDict()
+
+    def add(self, path: str, *what: object) -> None:
+        self._known[path] = what
+        self._known.move_to_end(path)
+        while len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+
+    def get(self, path: str) -> tuple | None:
+        return self._known.get(path)
+
+
+# Of this process. A file that hung would cost its time limit again in every epoch, and decord keeps about 1 KB of every
+# file that it fails to open, each time.
+_hung, _unopened = _Memory(), _Memory()
 
 
 def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
@@ -44,7 +78,8 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
 def resize_and_crop(frames: Tensor, size: int, as_bytes: bool = False) -> Tensor:
     """The middle square of every frame at size x size pixels, bicubic with antialiasing.
 
-    frames: (T, H, W, 3) uint8. Returns (3, T, size, size) float32 in [-1, 1], or uint8 in whatever order of memory.
+    frames: (T, H, W, 3) uint8. Returns (3, T, size, size) float32 in [-1, 1], or uint8 whose colours lie next to each
+    other in memory, as a decoder gives them.
     """
     # Cut first, so that both axes have the one exact scale and a long thin frame costs no more than a square one.
     height, width = frames.shape[1:3]
@@ -52,9 +87,11 @@ def resize_and_crop(frames: Tensor, size: int, as_bytes: bool = False) -> Tensor
     top, left = (height - side) // 2, (width - side) // 2
     pixels = frames[:, top : top + side, left : left + side].permute(0, 3, 1, 2)
     if side != size:
-        pixels = interpolate(pixels, (size, size), mode="bicubic", antialias=True)  # in uint8: 3x as fast as in float32
+        # In uint8: 3x as fast as in float32. In one piece of memory: else torch sorts it by colours first.
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        pixels = interpolate(pixels, (size, size), mode="bicubic", antialias=True)
     pixels = pixels.transpose(0, 1)
-    return pixels if as_bytes else to_pixels(pixels.contiguous())
+    return pixels if as_bytes else to_pixels(pixels)
 
 
 def read_clip(
@@ -67,28 +104,38 @@ def read_clip(
     short_clips: str = "skip",
     time_limit: float = TIME_LIMIT,
     as_bytes: bool = False,
-) -> Tensor:
-    """A window of a clip as (3, num_frames, size, size) float32 in [-1, 1], or uint8, turned as the camera was held.
+) -> Clip:
+    """A window of a clip as (3, num_frames, size, size) float32 in [-1, 1], or uint8, turned as the camera was held,
+    and the interval between its frames.
 
     Frames are taken by number, whatever their times. start: see ``clip_window``. short_clips: what becomes of a clip
     too short for the window: "skip", or "interval": the largest interval that fits.
 
     Raises BadSample, naming the file and the reason, if the file can't be read within ``time_limit`` seconds or is
-    too short.
+    too short. A file that once took too long fails at once from then on, as long as the process lives.
     """
     if short_clips not in SHORT_CLIPS:
         raise ValueError(f"--short_clips {short_clips} must be one of {', '.join(SHORT_CLIPS)}")
 
+    if (limit := _hung.get(path)) is not None:
+        raise BadSample(path, _too_long(*limit))  # in the words of the first time: it is told once
+    interval = frame_interval
+
     def choose(length: int) -> list[int]:
-        indices = clip_window(length, num_frames, frame_interval, start)
-        if indices is None and short_clips == "interval" and length >= num_frames:
-            indices = clip_window(length, num_frames, (length - 1) // max(1, num_frames - 1), start)
+        nonlocal interval
+        if short_clips == "interval" and num_frames <= length < 1 + (num_frames - 1) * frame_interval:
+            interval = (length - 1) // (num_frames - 1)
+        indices = clip_window(length, num_frames, interval, start)
         if indices is None:
             raise BadSample(path, _too_short(length, num_frames, frame_interval))
         return indices
 
-    frames = _within(time_limit, path, lambda stop: decode_frames(path, choose, stop))
-    return resize_and_crop(torch.from_numpy(frames), size, as_bytes)
+    try:
+        frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop))
+    except TimeoutError:
+        _hung.add(path, time_limit)
+        raise BadSample(path, _too_long(time_limit)) from None
+    return Clip(resize_and_crop(torch.from_numpy(frames), size, as_bytes), interval)
 
 
 def _too_short(length: int, num_frames: int, interval: int) -> str:
@@ -102,32 +149,60 @@ def _too_short(length: int, num_frames: int, interval: int) -> str:
     )
 
 
-def _within(seconds: float, path: str, work: Callable[[threading.Event], Result]) -> Result:
-    """``work(stop)``'s result; BadSample if it takes longer.
+def _too_long(seconds: float) -> str:
+    return f"not read within {seconds:g} seconds; not tried again"
+
+
+class _Helper:
+    """A thread that does one piece of work after another; to start one for every clip takes 0.1 ms."""
+
+    def __init__(self):
+        self.jobs: SimpleQueue = SimpleQueue()
+        self.thread = threading.Thread(target=_serve, args=(self.jobs,), name="clip", daemon=True)
+        self.thread.start()
+
+    def __del__(self):
+        self.jobs.put(None)  # the end of a thread that reads no more ends its helper
+
+
+def _serve(jobs: SimpleQueue) -> None:
+    while (job := jobs.get()) is not None:
+        work, stop, outcome = job
+        try:
+            outcome.put((work(stop), None))
+        except BaseException as error:  # handed to who waits
+            outcome.put((None, error))
+        del job, work, stop, outcome  # not kept until the next one comes
+
+
+_helpers = threading.local()  # one for every thread that reads: none waits for another's file
+
+
+def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result:
+    """``work(stop)``'s result; TimeoutError if it takes longer.
 
     It runs in a thread, because decoders and a stalled disk hang inside C code, where no Python signal handler gets to
-    run. Such a thread can't be ended: it stays behind, idle, until the process ends; ``stop`` tells one that isn't
-    stuck that nobody waits for it any more.
+    run. Such a thread can't be ended: it stays behind, idle, until the process ends, and the next work gets another
+    one; ``stop`` tells one that isn't stuck that nobody waits for it any more.
     """
-    outcome: list[tuple[Result | None, BaseException | None]] = []
-    stop = threading.Event()
-
-    def run() -> None:
-        try:
-            outcome.append((work(stop), None))
-        except BaseException as error:  # handed to the caller, below
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, name="clip", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
+    helper = getattr(_helpers, "helper", None)
+    if helper is None or not helper.thread.is_alive():  # a forked process has the object and not the thread
+        helper = _helpers.helper = _Helper()
+    stop, outcome = threading.Event(), SimpleQueue()
+    helper.jobs.put((work, stop, outcome))
+    try:
+        result, error = outcome.get(timeout=seconds)
+    except Empty:
         stop.set()
-        raise BadSample(path, f"not read within {seconds:g} seconds")
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
+        helper.jobs.put(None)
+        del _helpers.helper
+        raise TimeoutError from None
+    try:
+        if error is not None:
+            raise error
+        return result
+    finally:
+        del error  # it holds this frame: a circle that keeps all that the error's frames hold
 
 
 @cache
@@ -141,31 +216,56 @@ def _decord():
 
 def decode_frames(path: str, choose: Callable[[int], list[int]], stop: threading.Event) -> np.ndarray:
     """The frames ``choose(number of frames)`` of a file, (T, H, W, 3) uint8; raises BadSample."""
+    reader, times = _open(path)
+    try:
+        indices = choose(len(reader))
+        # decord finds frames by their times: those of a file without (H.264 in AVI, MPEG programme streams) get mixed
+        # up.
+        if not _is_stream(path) and bool((np.diff(times) > 0).all()):
+            try:
+                # As numpy, but without a copy: asnumpy() makes one of the full-size frames.
+                return _decord().bridge.to_torch(reader.get_batch(indices)).numpy()
+            except MemoryError:
+                raise
+            except Exception:
+                pass  # the other decoder finds out what is wrong, if anything is
+    finally:
+        # Not left to the traceback of an error, and so to the garbage collector: it would hold its frames while the
+        # other decoder works, and a process forked in the meantime that collects it waits for threads it hasn't got.
+        del reader
+    return _decode_in_order(path, indices, stop)
+
+
+def _open(path: str) -> tuple[object, np.ndarray]:
+    """decord's reader of a file and the times of its frames; raises BadSample."""
     decord = _decord()
     try:
-        if os.stat(path).st_size == 0 and os.path.isfile(path):  # a pipe has no size either
+        state = os.stat(path)
+        version = state.st_mtime_ns, state.st_size  # a repaired file is another one
+        if (known := _unopened.get(path)) is not None and known[0] == version:
+            raise BadSample(path, known[1])
+        if state.st_size == 0 and stat.S_ISREG(state.st_mode):  # a pipe has no size either
             raise BadSample(path, "the file is empty")
         reader = decord.VideoReader(path, num_threads=1)
-        times = reader.get_frame_timestamp(list(range(len(reader))))[:, 0]
+        return reader, reader.get_frame_timestamp(list(range(len(reader))))[:, 0]
     except (BadSample, MemoryError):
         raise
     except OSError as error:
         raise BadSample(path, error.strerror or error) from error
     except Exception as error:  # RuntimeError, AssertionError and decord's own types
         audio = "cannot find video stream" in str(error)
-        raise BadSample(path, "holds no video stream" if audio else "not a video that can be decoded") from error
-    indices = choose(len(reader))
-    # decord finds frames by their times: those of a file without (H.264 in AVI, MPEG programme streams) get mixed up.
-    if not path.lower().endswith(STREAMS) and bool((np.diff(times) > 0).all()):
-        try:
-            # As numpy, but without a copy: asnumpy() makes one of the full-size frames.
-            return decord.bridge.to_torch(reader.get_batch(indices)).numpy()
-        except MemoryError:
-            raise
-        except Exception:
-            pass  # the other decoder finds out what is wrong, if anything is
-    del reader  # it would hold its frames while the other decoder works
-    return _decode_in_order(path, indices, stop)
+        reason = "holds no video stream" if audio else "not a video that can be decoded"
+        _unopened.add(path, version, reason)
+        raise BadSample(path, reason) from error
+
+
+def _is_stream(path: str) -> bool:
+    """Whether a file is an MPEG transport stream: by its name or, where that says nothing, by its first packets."""
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in STREAMS or suffix in CLIPS:
+        return suffix in STREAMS
+    start = first_bytes(path, 197)
+    return any(start[at : at + 189 : 188] == b"GG" for at in (0, 4))  # 188 bytes each, .m2ts puts a time before each
 
 
 def _decode_in_order(path: str, indices: list[int], stop: threading.Event) -> np.ndarray:

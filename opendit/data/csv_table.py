@@ -6,11 +6,18 @@ hold commas, quotes and newlines, quoted the usual way.
 
 import csv
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 PICTURES = frozenset(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm .jfif".split())
 CLIPS = frozenset(".mp4 .avi .mov .mkv .webm .m4v .mpg .mpeg .wmv .flv .ts .3gp .ogv".split())
+
+# How pictures' files begin.
+_SIGNATURES = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|BM....\0\0\0\0|GIF8[79]a|II\*\0|MM\0\*|P[1-6]\s|....ftypavi[fs]",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -23,8 +30,22 @@ class Row:
 
     @property
     def is_picture(self) -> bool:
-        """By the file's name; what is not known as a picture is read as a clip."""
-        return self.path.suffix.lower() in PICTURES
+        """By the file's suffix and, only where that says nothing, by its first bytes. Else it is read as a clip."""
+        suffix = self.path.suffix.lower()
+        if suffix in PICTURES or suffix in CLIPS:
+            return suffix in PICTURES
+        return _SIGNATURES.match(first_bytes(self.path, 16)) is not None
+
+
+def first_bytes(path: str | Path, count: int) -> bytes:
+    """The start of a file; nothing of what can't be read or is no ordinary file (opening a pipe may take for ever)."""
+    try:
+        if not os.path.isfile(path):
+            return b""
+        with open(path, "rb") as file:
+            return file.read(count)
+    except OSError:
+        return b""
 
 
 def read_csv(path: str | Path) -> list[Row]:

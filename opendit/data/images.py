@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from opendit.data.base import BadSample, MediaDataset, flip_note, hash_parts, name_few
+from opendit.data.base import BadSample, MediaDataset, flip_note, hash_parts, name_few, to_pixels
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".gif")
 CHECKED_HEADERS = 2000
@@ -68,12 +68,12 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def to_tensor(image: Image.Image, flip: bool) -> Tensor:
-    """8-bit picture -> float32 (C, H, W) in [-1, 1], C = 1 for a grey one, mirrored if ``flip``."""
+def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
+    """8-bit picture -> float32 (C, H, W) in [-1, 1], or uint8, C = 1 for a grey one, mirrored if ``flip``."""
     pixels = torch.from_numpy(np.array(image))
     pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-    pixels = pixels.flip(-1) if flip else pixels.contiguous()
-    return pixels.float().div_(127.5).sub_(1)
+    pixels = pixels.flip(-1) if flip else pixels
+    return pixels if as_bytes else to_pixels(pixels)
 
 
 class PathTable(Sequence):
@@ -189,7 +189,7 @@ class FolderDataset(MediaDataset):
         return len(self.paths)
 
     def load(self, row: int, flip: bool) -> Tensor:
-        return to_tensor(center_crop(read_picture(self.paths[row]), self.sample_shape[1]), flip)
+        return to_tensor(center_crop(read_picture(self.paths[row]), self.sample_shape[1]), flip, self.as_bytes)
 
     def label(self, row: int) -> int:
         return int(self.labels[row])

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from opendit.data.base import BadFileCounter, DataError, Embedding, MediaDataset, Ticket, to_pixels
 
+AHEAD = 2  # batches that a worker process is asked for before the first of them is taken
+
 
 class BatchSchedule:
     """The rows of every global batch: a fresh seeded permutation each epoch, its remainder left out.
@@ -69,6 +71,9 @@ class BucketSchedule(BatchSchedule):
     keys: the shape key of every row. micro_batches: parts of a global batch; position p belongs to part
     p // (global_batch / micro_batches). An epoch deals every shape's rows, freshly shuffled, out to parts, leaves each
     shape's remainder out, and shuffles the parts. Raises ValueError if there are too few rows.
+
+    So a step's samples depend on (seed, global batch, micro_batches) alone: any number of ranks that keeps these two
+    sees the same ones, while another --grad_accumulation of the same global batch makes other parts, and another run.
     """
 
     def __init__(self, keys: Sequence[int] | np.ndarray, global_batch: int, micro_batches: int, seed: int):
@@ -114,9 +119,10 @@ def build_schedule(dataset: MediaDataset, global_batch: int, micro_batches: int,
 class Batch:
     """The samples that one rank processes at once.
 
-    x: (B, C, H, W) or (B, C, T, H, W) float32. y: (B,) int64 classes. text: B captions, or None where the data set's
-    conditioning is by label. index: (B,) int64 positions in the global batch, the key of
-    all the samples' randomness. micro: which of the step's gradient-accumulation parts this is.
+    x: (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any order of memory. y: (B,) int64 classes. text: B
+    captions, or None where the data set's conditioning is by label. index: (B,) int64 positions in the global batch,
+    the key of all the samples' randomness. micro: which of the step's gradient-accumulation parts this is. skipped:
+    "path: reason" of the unreadable files met. shortened: clips read at a smaller interval than asked for.
     """
 
     x: Tensor
@@ -126,6 +132,7 @@ class Batch:
     micro: int
     epoch: int
     skipped: tuple[str, ...] = ()
+    shortened: int = 0
     text: tuple[str, ...] | None = None
     embedding: Embedding | None = None  # of the captions, where it is cached
 
@@ -169,29 +176,60 @@ class _BatchReader(Dataset):
         self.dataset = copy(dataset)
         # A quarter of the memory to fill, stack and hand to the main process: half of the time a small clip takes.
         self.dataset.as_bytes = True
+        self.slots = _Slots()
 
     def __getitem__(self, request: _Request) -> Batch:
-        items = self.dataset.__getitems__(request.tickets)
+        shortened, x, items = self.dataset.shortened, None, []
+        # Each sample moves to the batch before the next is read: memory of one clip is used over and over, that of all
+        # of them would go back to the kernel and be asked for again, 1 ms a clip.
+        for i, item in enumerate(self.dataset.items(request.tickets)):
+            x = self.slots.batch(len(request.tickets), item.x) if x is None else x
+            x[i] = item.x
+            items.append(item._replace(x=None))
         return Batch(
-            x=_stack([item.x for item in items]),
+            x=x,
             y=torch.tensor([item.y for item in items], dtype=torch.int64),
             index=torch.tensor([ticket.index for ticket in request.tickets], dtype=torch.int64),
             step=request.step,
             micro=request.micro,
             epoch=request.epoch,
             skipped=tuple(file for item in items for file in item.skipped),
+            shortened=self.dataset.shortened - shortened,
             text=tuple(item.text or "" for item in items) if self.dataset.conditioning == "text" else None,
             embedding=_stack_embeddings([item.embedding for item in items]),
         )
 
 
-def _stack(parts: list[Tensor]) -> Tensor:
-    """``torch.stack`` to contiguous memory, in a worker process into what the main process sees: no copy on the way."""
-    first, shape = parts[0], (len(parts), *parts[0].shape)
-    out = first.new_empty(0)
-    if get_worker_info() is not None:  # as torch's own collate does it
-        out.set_(torch.UntypedStorage._new_shared(len(parts) * first.numel() * first.element_size(), device="cpu"))
-    return torch.stack(parts, out=out.resize_(shape))
+class _Slots:
+    """Where batches are put together: in a worker process in memory that the main process sees, used in turn.
+
+    New shared memory for every batch costs the kernel more than the copy: 2.3 ms of the 7 that a clip of 16 x 256 x 256
+    takes. A worker makes a batch when it is asked to, and it is asked for batch n + ``AHEAD`` only once the main
+    process has batch n, which it copies before it asks for more (``BatchIterator``): so batch n + ``AHEAD`` + 1 may
+    take n's place.
+    """
+
+    def __init__(self):
+        self.storages: list[torch.UntypedStorage] = []
+        self.made = 0
+
+    def batch(self, count: int, like: Tensor) -> Tensor:
+        """(count, *like.shape), not filled, in ``like``'s order of memory: clips have their colours next to each other,
+        and to sort them takes longer than to copy them."""
+        order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
+        out = like.new_empty(0)
+        if get_worker_info() is not None:
+            out.set_(self._next(count * like.numel() * like.element_size()))
+        out.resize_(count, *(like.shape[axis] for axis in order))
+        return out.permute(0, *(1 + order.index(axis) for axis in range(like.dim())))
+
+    def _next(self, size: int) -> torch.UntypedStorage:
+        slot, self.made = self.made % (AHEAD + 1), self.made + 1
+        if slot == len(self.storages):
+            self.storages.append(torch.UntypedStorage._new_shared(size, device="cpu"))
+        elif self.storages[slot].nbytes() < size:
+            self.storages[slot] = torch.UntypedStorage._new_shared(size, device="cpu")
+        return self.storages[slot]
 
 
 def _stack_embeddings(parts: list[Embedding | None]) -> Embedding | None:
@@ -213,6 +251,7 @@ class ReadAhead:
                 batch_size=None,  # a request is a whole batch
                 sampler=requests,
                 num_workers=num_workers,
+                prefetch_factor=AHEAD if num_workers else None,
                 collate_fn=_unchanged,
                 pin_memory=pin_memory,
                 worker_init_fn=_start_worker,
@@ -262,7 +301,8 @@ class ReadAhead:
 
 def _start_worker(worker: int) -> None:
     """First act of a worker process; torch itself has set it to one thread."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle: it may save first
+    for number in (signal.SIGINT, signal.SIGTERM):  # the main process's to handle: it may save first
+        signal.signal(number, signal.SIG_IGN)
     warnings.filterwarnings("ignore", module="PIL")  # of large or odd pictures; unusable ones are named anyway
 
 
@@ -271,10 +311,12 @@ def _unchanged(result):
 
 
 class BatchIterator:
-    """Yields ``Batch`` after ``Batch``. ``read``: files tried so far; ``skipped``: how many were unreadable."""
+    """Yields ``Batch`` after ``Batch``. ``read``: files tried so far; ``skipped``: how many were unreadable;
+    ``shortened``: how many clips were read at a smaller interval than asked for."""
 
     def __init__(self, batches: ReadAhead, counter: BadFileCounter, as_bytes: bool = False):
         self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
+        self.shortened = 0
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -283,7 +325,9 @@ class BatchIterator:
         """Raises DataError if too many files are unreadable or a worker process died."""
         batch = next(self._batches)
         self._counter.add(len(batch.y), batch.skipped)
-        return batch if self._as_bytes else replace(batch, x=to_pixels(batch.x))
+        self.shortened += batch.shortened
+        x = batch.x if self._as_bytes else to_pixels(batch.x)
+        return replace(batch, x=x.clone() if x.is_shared() else x)  # the worker needs its slot again, see _Slots
 
     @property
     def read(self) -> int:

@@ -37,7 +37,7 @@ def parse_caption(text: str) -> tuple[int, str]:
 def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed: int) -> np.ndarray:
     """A digit that crosses a black frame at constant speed, from one side to the other and always in view.
 
-    image: (8, 8) in [-1, 1]. It is drawn half as wide as the frame, ``size`` pixels a side, at positions that are
+    image: (8, 8) in [-1, 1]. It is drawn 5/8 as wide as the frame, ``size`` pixels a side, at positions that are
     no whole numbers of pixels. jitter_seed: draws the offset across the motion, up to an eighth of the frame.
     Returns uint8 (frames, size, size, 3). Raises ValueError for another shape, direction or too small a frame.
     """
@@ -46,7 +46,7 @@ def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed
             f"can't draw {tuple(image.shape)} moving {direction!r} in {frames} frames of {size} pixels: it takes an "
             f"(8, 8) digit, one of {', '.join(DIRECTIONS)}, one frame or more and 8 pixels or more"
         )
-    side = size // 2
+    side = size * 5 // 8
     digit = F.interpolate(image[None, None].float(), (side, side), mode="bicubic", antialias=True).clamp(-1, 1)
     digit = (digit + 1) / 2  # black is 0, what grid_sample finds outside of the digit
     middle = (size - side) / 2
@@ -81,7 +81,7 @@ def make_demo(
         ValueError: the folder holds a demo of other settings.
     """
     folder = Path(folder)
-    settings = {"version": 1, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}
+    settings = {"version": 2, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}
     known = folder / SETTINGS
     if known.exists() and (found := _read_settings(known)) != settings:
         changes = ", ".join(f"{k} {found.get(k)} there, {v} now" for k, v in settings.items() if found.get(k) != v)

@@ -127,7 +127,7 @@ class ArrayDataset(MediaDataset):
         return len(self.labels)
 
     def load(self, row: int, flip: bool) -> Tensor:
-        return to_tensor(center_crop(Image.fromarray(self.images[row]), self.sample_shape[1]), flip)
+        return to_tensor(center_crop(Image.fromarray(self.images[row]), self.sample_shape[1]), flip, self.as_bytes)
 
     def label(self, row: int) -> int:
         return int(self.labels[row])

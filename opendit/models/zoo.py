@@ -68,12 +68,14 @@ def model_config(
     num_classes: int | None = None,
     frames: int | None = None,
     text: TextConfig | None = None,
+    learn_sigma: bool = True,
 ) -> DiTConfig:
     """Configuration of a named model for latents of ``input_size`` (height, width).
 
     Args:
         num_classes, text: what it is conditioned on, one of the two.
         frames: of the latents, for a vDiT (1 for pictures).
+        learn_sigma: predict a variance too, in as many channels again (see opendit.diffusion.objectives).
 
     Raises:
         ValueError: unknown name, a size that the patch does not divide, frames for a DiT or none for a vDiT.
@@ -97,6 +99,7 @@ def model_config(
         num_heads=heads,
         num_classes=num_classes,
         text=text,
+        learn_sigma=learn_sigma,
     )
     try:
         config.grid_of(input_size)

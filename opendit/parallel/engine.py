@@ -65,6 +65,12 @@ class Engine(ABC):
 
     # ---------------------------------------------------------------- training
 
+    whole = True  # every rank holds all working weights: ``module`` can be called by itself, in ``autocast()``
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """What a forward pass of ``module`` runs in."""
+        return contextlib.nullcontext()
+
     def forward(self, *args, **kwargs) -> Tensor:
         return self.model(*args, **kwargs)
 
@@ -211,8 +217,11 @@ class DDPEngine(Engine):
             self.mesh.device.type, init_scale=2.0**16, enabled=self.precision == "fp16"
         )
 
+    def autocast(self):
+        return torch.autocast(self.mesh.device.type, self.dtype, enabled=self.precision != "fp32")
+
     def forward(self, *args, **kwargs):
-        with torch.autocast(self.mesh.device.type, self.dtype, enabled=self.precision != "fp32"):
+        with self.autocast():
             return self.model(*args, **kwargs)
 
     def micro_batch(self, last):
@@ -263,6 +272,8 @@ class DDPEngine(Engine):
 
 class GeminiEngine(Engine):
     """ZeRO stage 3 by chunks: a parameter's piece is where it overlaps this rank's shard of its chunk."""
+
+    whole = False
 
     def _locate(self):
         manager = self.optimizer.chunk_manager

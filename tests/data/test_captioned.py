@@ -1,5 +1,8 @@
 """CSVs of captioned pictures and clips, through data set, schedule and loader."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +19,10 @@ from opendit.data import (
     build_dataset,
     build_loader,
     build_schedule,
+    csv_table,
 )
 from opendit.data.clips import clip_window
+from opendit.data.csv_table import Row
 from opendit.random import Stream, uniform
 from tests.data.test_clips import encode, grey, numbers
 
@@ -123,11 +128,51 @@ def test_a_bad_row_is_replaced_by_the_next_of_its_shape(csv):
 def test_short_clips_can_be_read_at_a_smaller_interval(csv):
     data = video(csv, num_frames=16, frame_interval=3, short_clips="interval", training=False)
     clip = next(row for row in range(len(data)) if data.caption(row) == "a, clip0.mp4")
-    assert numbers(data.load(clip, False)) == clip_window(20, 16, 1, None)
+    assert numbers(data.load(clip, False)) == clip_window(20, 16, 1, None) and data.shortened == 1
     with pytest.raises(ValueError, match="--short_clips both"):
         video(csv, short_clips="both")
     with pytest.raises(ValueError, match="--frame_interval 0 must be positive"):
         video(csv, frame_interval=0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_clips_read_at_a_smaller_interval_are_counted(csv, workers):
+    """Of the clips of 20 to 33 frames those below 22 are too short for 8 frames at interval 3."""
+    only = rewrite(csv, "only.csv", lambda line: line if "clip" in line else None)
+    for short_clips, shortened, skipped in (("interval", 2, 0), ("skip", 0, 2)):
+        data = video(only, num_frames=8, frame_interval=3, short_clips=short_clips, max_bad=0.5)
+        schedule = BatchSchedule(CLIPS, CLIPS // 2, 0)
+        options = dict(dp_rank=0, dp_size=1, batch_size=CLIPS // 2, num_workers=workers, max_bad=0.5, end_step=4)
+        loader = build_loader(data, schedule, **options)
+        batches = list(loader)
+        loader.close()
+        assert loader.shortened == 2 * shortened == sum(batch.shortened for batch in batches)  # in two epochs
+        assert loader.skipped >= 2 * skipped and bool(loader.skipped) == bool(skipped)
+        assert ("(smaller where a clip is too short)" in data.describe()) == (short_clips == "interval")
+
+
+def test_media_without_a_known_suffix(tmp_path, monkeypatch):
+    encode(tmp_path / "clip.mp4", grey(20)).rename(tmp_path / "clip")
+    encode(tmp_path / "clip.dat.mp4", grey(20)).rename(tmp_path / "clip.dat")
+    names, formats = ["clip", "clip.dat"], ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF"]
+    for i, name in enumerate(formats):
+        path = tmp_path / (f"picture{i}.dat" if i % 2 else f"picture{i}")
+        Image.new("RGB", (40, 30), (200, 0, 0)).save(path, format=name)
+        names.append(path.name)
+    (tmp_path / "media.csv").write_text("".join(f"{name},{name}\n" for name in [*names, "gone.dat"]))
+    data = video(tmp_path / "media.csv", max_bad=0.5)
+    assert [data.shape_key(row) for row in range(len(names) + 1)] == [1, 1, *[0] * len(formats), 1]
+    for row in range(len(names)):
+        frames = data.load(row, False)
+        assert frames.shape[1] == (4 if row < 2 else 1) and (row < 2 or abs(frames[0].mean() - 0.57) < 0.03)
+    os.mkfifo(tmp_path / "pipe")  # opening it would take for ever
+    assert not Row(tmp_path / "pipe", "x").is_picture
+
+
+def test_known_suffixes_are_believed_without_a_look_at_the_file(csv, monkeypatch):
+    monkeypatch.setattr(csv_table, "first_bytes", lambda path, count: pytest.fail(f"{path} was opened"))
+    assert video(csv).keys.tolist().count(0) == PICTURES
+    assert not Row(Path("CLIP.MP4"), "x").is_picture and Row(Path("x.JPG"), "x").is_picture
 
 
 def test_missing_files_are_named_at_the_start(csv):
@@ -203,6 +248,21 @@ def test_epochs_seeds_and_the_order_of_shapes_differ():
     assert sorted(schedule.rows(0)) != sorted(BucketSchedule(keys, 4, 1, 1).rows(0))
     first = np.bincount([BucketSchedule([0, 1] * 5, 2, 1, seed).rows(0)[0] for seed in range(1000)], minlength=10)
     assert abs(first - 100).max() < 45  # 4.7 standard deviations
+
+
+def test_any_number_of_ranks_sees_the_same_samples(csv):
+    """Of one global batch of 8 in 2 micro-batches, and of all that a sample is: place, flip and window too."""
+    data = video(csv, random_flip=True)
+    seen = []
+    for ranks in (1, 2, 4):
+        samples = {}
+        for rank in range(ranks):
+            options = dict(dp_rank=rank, dp_size=ranks, batch_size=4 // ranks, micro_batches=2)
+            for batch in build_loader(data, build_schedule(data, 8, 2, 5), end_step=4, num_workers=0, **options):
+                for i, index in enumerate(batch.index.tolist()):
+                    samples[batch.step, batch.micro, index] = (batch.text[i], batch.x[i].numpy().tobytes())
+        seen.append(samples)
+    assert len(seen[0]) == 32 and seen[0] == seen[1] == seen[2]
 
 
 def test_the_order_never_changes():

@@ -1,7 +1,10 @@
 """Clips: windows, resizing, and reading real encoded files, sound and broken."""
 
+import gc
+import multiprocessing
 import os
 import struct
+import threading
 import time
 from fractions import Fraction
 
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from opendit.data import clips
 from opendit.data.base import BadSample
-from opendit.data.clips import clip_window, read_clip, resize_and_crop
+from opendit.data.clips import clip_window, resize_and_crop
 
 
 def encode(path, frames, times=None, gop=10, codec="libx264", **options):
@@ -37,6 +40,10 @@ def encode(path, frames, times=None, gop=10, codec="libx264", **options):
 def grey(count, width=64, height=48):
     """Frame i is grey of level 5 i."""
     return [np.full((height, width, 3), 5 * i, dtype=np.uint8) for i in range(count)]
+
+
+def read_clip(*args, **options):
+    return clips.read_clip(*args, **options).pixels
 
 
 def numbers(clip):
@@ -171,7 +178,8 @@ def test_clips_are_upright(tmp_path, width, height, degrees, expected):
 
 
 @pytest.mark.parametrize(
-    "width,height", [(16, 16), (24, 40), (32, 32), (48, 64), (96, 20), (63, 47), (65, 33), (130, 71), (322, 18)]
+    "width,height",
+    [(8, 16), (16, 16), (24, 40), (32, 32), (48, 64), (96, 20), (144, 30), (63, 47), (65, 33), (130, 71), (322, 18)],
 )
 def test_odd_sizes(tmp_path, width, height):
     path = encode(tmp_path / "odd.mp4", [quadrants(width, height)] * 3)
@@ -180,6 +188,13 @@ def test_odd_sizes(tmp_path, width, height):
     whole = read_clip(str(path), 3, 1, side, start=None)
     expected = resize_and_crop(torch.from_numpy(quadrants(width, height))[None], side)
     assert (whole - expected).abs().mean() < 0.03
+
+
+def test_containers_are_known_without_their_suffix(tmp_path):
+    """decord misses the first frames of a transport stream, so one must be told from the rest by its contents."""
+    for ending in ("mp4", "mkv", "ts"):
+        path = encode(tmp_path / f"clip.{ending}", grey(40), gop=7).rename(tmp_path / f"{ending}-clip")
+        assert numbers(read_clip(str(path), 4, 5, 16, start=0.0)) == [0, 5, 10, 15]
 
 
 # ---------------------------------------------------------------- short and broken files
@@ -200,9 +215,10 @@ def test_too_short_a_clip(tmp_path):
     few = "too short: 20 frames, --num_frames 21 needs at least as many"
     assert reason(path, 21, 3) == reason(path, 21, 3, short_clips="interval") == few
     for frames, interval, used in ((16, 3, 1), (8, 5, 2), (20, 2, 1), (3, 99, 9)):
-        clip = read_clip(str(path), frames, interval, 16, start=None, short_clips="interval")
-        assert numbers(clip) == clip_window(20, frames, used, None)
+        clip = clips.read_clip(str(path), frames, interval, 16, start=None, short_clips="interval")
+        assert numbers(clip.pixels) == clip_window(20, frames, used, None) and clip.interval == used
         assert clip_window(20, frames, used + 1, None) is None  # the largest that fits
+    assert clips.read_clip(str(path), 7, 3, 16, start=None, short_clips="interval").interval == 3  # 19 frames
     with pytest.raises(ValueError, match="--short_clips longer must be one of skip, interval"):
         read_clip(str(path), 2, 1, 16, start=None, short_clips="longer")
 
@@ -260,7 +276,7 @@ def test_a_file_that_never_answers(tmp_path):
     """Opening a pipe that nobody writes to blocks inside C code for ever, as a stalled disk does."""
     os.mkfifo(tmp_path / "stuck.mp4")
     begin = time.monotonic()
-    assert reason(tmp_path / "stuck.mp4", time_limit=0.5) == "not read within 0.5 seconds"
+    assert reason(tmp_path / "stuck.mp4", time_limit=0.5) == "not read within 0.5 seconds; not tried again"
     assert time.monotonic() - begin < 5
     os.close(os.open(tmp_path / "stuck.mp4", os.O_WRONLY | os.O_NONBLOCK))  # lets the thread end
 
@@ -272,9 +288,83 @@ def test_slow_decoding_is_stopped(tmp_path, monkeypatch):
         stopped.append(stop.wait(20))
 
     monkeypatch.setattr(clips, "decode_frames", slow)
-    assert reason(tmp_path / "slow.mp4", time_limit=0.2) == "not read within 0.2 seconds"
+    assert reason(tmp_path / "slow.mp4", time_limit=0.2) == "not read within 0.2 seconds; not tried again"
     time.sleep(0.1)
     assert stopped == [True]
+
+
+def test_a_file_that_hung_once_fails_at_once_and_no_other_does(tmp_path, monkeypatch):
+    path = encode(tmp_path / "slow.mp4", grey(3))
+    asked, decode = [], clips.decode_frames
+
+    def slow(path, choose, stop):
+        asked.append(threading.current_thread())
+        return np.zeros((2, 16, 16, 3), np.uint8) if "slow" in path and stop.wait(20) else decode(path, choose, stop)
+
+    monkeypatch.setattr(clips, "decode_frames", slow)
+    first = reason(path, time_limit=0.2)
+    begin = time.monotonic()
+    assert [reason(path) for _ in range(3)] == [first] * 3 == ["not read within 0.2 seconds; not tried again"] * 3
+    assert time.monotonic() - begin < 0.1 and len(asked) == 1
+    other = encode(tmp_path / "other.mp4", grey(3))
+    for _ in range(3):
+        assert numbers(read_clip(str(other), 2, 1, 16, start=0.0)) == [0, 1]
+    assert len(set(asked)) == 2 and len(asked) == 4  # one thread for all reads, another one since one hangs
+    asked[0].join(timeout=5)
+    assert not asked[0].is_alive()  # told to stop, it ends
+
+
+def test_reading_goes_on_in_a_forked_process(tmp_path):
+    """It has the object that stood for its parent's thread, and no such thread."""
+    path = str(encode(tmp_path / "clip.mp4", grey(3)))
+    read_clip(path, 2, 1, 16, start=0.0)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        clip = pool.apply_async(read_clip, (path, 2, 1, 16), {"start": 0.0, "time_limit": 20}).get(timeout=30)
+    assert numbers(clip) == [0, 1]
+
+
+def test_an_error_keeps_no_decoder(tmp_path):
+    """Collected in a process forked later, one would wait for its threads for ever."""
+    path = encode(tmp_path / "short.mp4", grey(3))
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(BadSample) as caught:
+            read_clip(str(path), 4, 1, 16, start=None)
+        left = [thing for thing in gc.get_objects() if type(thing).__name__ == "VideoReader"]
+    finally:
+        gc.enable()
+    assert "too short" in str(caught.value) and not left
+
+
+def test_a_file_that_can_not_be_opened_is_opened_once_until_it_changes(tmp_path, monkeypatch):
+    """decord keeps memory of every such file, each time."""
+    import decord
+
+    opened, reader = [], decord.VideoReader
+
+    def count(path, **options):
+        opened.append(path)
+        return reader(path, **options)
+
+    monkeypatch.setattr(decord, "VideoReader", count)
+    path = tmp_path / "text.mp4"
+    path.write_text("hello\n" * 1000)
+    assert {reason(path) for _ in range(4)} == {"not a video that can be decoded"} and len(opened) == 1
+    path.write_text("other\n" * 999)
+    assert reason(path) == "not a video that can be decoded" and len(opened) == 2
+    encode(path, grey(3))
+    assert numbers(read_clip(str(path), 2, 1, 16, start=0.0)) == [0, 1]
+    path.unlink()
+    assert reason(path) == "No such file or directory"
+
+
+def test_what_is_remembered_of_files_is_bounded(monkeypatch):
+    monkeypatch.setattr(clips, "REMEMBERED", 3)
+    memory = clips._Memory()
+    for path in ("a", "b", "c", "a", "d"):
+        memory.add(path, path.upper())
+    assert [memory.get(path) for path in "abcd"] == [("A",), None, ("C",), ("D",)]
 
 
 def test_running_out_of_memory_is_no_bad_file(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from opendit.data import DataError, Ticket, build_dataset
+from opendit.data.base import to_pixels
 from opendit.data.images import FolderDataset, PathTable, center_crop, read_picture, to_tensor
 from opendit.random import Stream, integers
 
@@ -270,3 +271,14 @@ def test_flips_are_keyed_by_seed_step_and_index_only(tmp_path):
     assert seen == {0, 1}
     other = build_dataset(str(tmp_path), 16, seed=8)
     assert any(not torch.equal(data[Ticket(0, 0, i)].x, other[Ticket(0, 0, i)].x) for i in range(16))
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_bytes_become_the_same_pixels_on_the_device(tmp_path, flip):
+    (tmp_path / "a").mkdir()
+    noise(21, 17).save(tmp_path / "a" / "x.png")
+    data = FolderDataset(str(tmp_path), 16)
+    floats = data.load(0, flip)
+    data.as_bytes = True
+    as_bytes = data.load(0, flip)
+    assert as_bytes.dtype == torch.uint8 and torch.equal(to_pixels(as_bytes), floats)

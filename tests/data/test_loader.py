@@ -149,6 +149,34 @@ def test_workers_give_what_this_process_gives_across_epochs_and_from_any_start()
         assert (a.step, a.micro, a.epoch) == (b.step, b.micro, b.epoch)
 
 
+class Growing(Numbers):
+    """Row r is bytes of value r % 256, not in memory as the axes stand; every third row is twice as large."""
+
+    def load(self, row, flip):
+        size = 200 if row % 3 else 400
+        return torch.full((3, size, 200), row % 256, dtype=torch.uint8).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("pin", [True, False])  # where there is a GPU
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_a_batch_keeps_its_values_while_later_ones_are_made(as_bytes, pin):
+    """Worker processes use the memory of earlier batches again."""
+    options = dict(dp_rank=0, dp_size=1, batch_size=1, end_step=24, as_bytes=as_bytes, pin_memory=pin)
+    iterator = build_loader(Growing(24), BatchSchedule(24, 1, 0), num_workers=2, **options)
+    batches = []
+    for batch in iterator:
+        batches.append(batch)
+        time.sleep(0.005)  # the workers are ahead
+    iterator.close()
+    for step, batch in enumerate(batches):
+        (row,) = BatchSchedule(24, 1, 0).rows(step)
+        assert batch.x.shape == (1, 200, 3, 200 if row % 3 else 400)
+        assert torch.equal(
+            batch.x.unique(), torch.tensor([row], dtype=torch.uint8) if as_bytes else row / 127.5 - 1 + torch.zeros(1)
+        )
+        assert as_bytes or batch.x.is_contiguous()
+
+
 class ProcessIds(Numbers):
     def load(self, row, flip):
         return torch.tensor([[[float(os.getpid())]], [[float(torch.get_num_threads())]]])

@@ -143,7 +143,7 @@ def folder(tmp_path_factory):
 
 def test_every_reason_is_counted_once(folder, tmp_path, capsys):
     check_csv.run(
-        str(folder / "clips.csv"), str(folder / "ok.csv"), num_frames=16, frame_interval=2, min_size=32, num_workers=3
+        str(folder / "clips.csv"), str(folder / "ok.csv"), num_frames=16, frame_interval=2, image_size=32, num_workers=3
     )
     rows = read_csv(folder / "ok.csv")
     assert [(row.path.name, row.text, row.extra) for row in rows] == [

@@ -1,0 +1,119 @@
+"""Rectified flow: straight lines from data to noise, and a network that predicts their direction.
+
+    [L] Liu, Gong, Liu, "Flow Straight and Fast", 2023
+    [E] Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (SD3), 2024
+
+x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise), and the velocity to predict is dx_t/dt = noise - x_0
+([E] eq. 13 and the text below it). The network gets ``1000 t``, the range that timestep embeddings are made for.
+Its loss weighs an error in the predicted x_0 by 1/t^2 where that of eps-prediction weighs it by the signal-to-noise
+ratio; so what is decided at high noise (what a clip shows at all, since its frames repeat each other) is learned
+many times sooner: docs/log.md has the measurement.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion.ddpm import at_least_float32
+
+TIME_SCALE = 1000.0  # the network's timestep at t = 1
+
+
+def uniform_times(u: Tensor) -> Tensor:
+    """t = u: every time is as likely."""
+    return u
+
+
+def logit_normal_times(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    """[E] eq. 19: logit(t) is normal, so the middle is likelier than the ends."""
+    return torch.sigmoid(mean + std * torch.special.ndtri(u))
+
+
+def mode_times(u: Tensor, scale: float = 1.29) -> Tensor:
+    """[E] eq. 20: a peak in the middle, and no end is left out. ``scale``: 1.29 is the paper's best."""
+    return 1 - u - scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
+
+
+TIME_SAMPLING = {"uniform": uniform_times, "logit_normal": logit_normal_times, "mode": mode_times}
+
+
+def shift_times(t: Tensor, shift: float) -> Tensor:
+    """[E] eq. 23, with ``shift`` for sqrt(m / n): moves times towards the noise, as much as keeps the uncertainty
+    about the picture the same when one of n pixels is shown by m that repeat it. 1 changes nothing."""
+    return shift * t / (1 + (shift - 1) * t)
+
+
+def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """x_t (B, ...) in float32 at least; t: (B,) in [0, 1]."""
+    x0, noise = at_least_float32(x0), at_least_float32(noise)
+    t = t.to(x0.dtype).view(-1, *(1,) * (x0.dim() - 1))
+    return (1 - t) * x0 + t * noise
+
+
+def flow_loss(model: Callable[..., Tensor], x0: Tensor, t: Tensor, noise: Tensor, **model_kwargs) -> Tensor:
+    """Mean squared error of the velocity, (B,) in float32 at least.
+
+    model: called with x_t (B, C, ...), 1000 t (B,) float32 and ``model_kwargs``; returns (B, C, ...).
+    t: (B,) in [0, 1]. noise: of x0's shape. Raises ValueError for shapes that don't fit each other.
+    """
+    if x0.shape != noise.shape or t.shape != x0.shape[:1]:
+        raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
+    output = model(interpolate(x0, noise, t), network_times(t), **model_kwargs)
+    if output.shape != x0.shape:
+        raise ValueError(f"a velocity has the shape of x0 {tuple(x0.shape)}, the model returned {tuple(output.shape)}")
+    error = at_least_float32(output) - (at_least_float32(noise) - at_least_float32(x0))
+    return error.square().flatten(1).mean(1)
+
+
+def network_times(t: Tensor) -> Tensor:
+    """What the network gets for t: float32 in [0, 1000]."""
+    return (t * TIME_SCALE).to(torch.float32)
+
+
+def sampling_times(steps: int, shift: float = 1.0) -> Tensor:
+    """The ``steps`` + 1 times of a sampler, float64, from 1 to 0: evenly spaced, then shifted."""
+    return shift_times(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
+
+
+@torch.no_grad()
+def sample_euler(
+    model: Callable[[Tensor, Tensor], Tensor], x: Tensor, times: Tensor, *, progress=None, callback=None
+) -> Tensor:
+    """Euler's method for dx/dt = model(x, 1000 t) along ``times``, one evaluation a step: first order.
+
+    x: (B, C, ...) standard normal at times[0] = 1. times: (n + 1,), falling; see ``sampling_times``. progress and
+    callback: as of opendit.diffusion.samplers, with ``timestep`` the time. Returns x at times[-1], float32 at least.
+    """
+    return _integrate(model, x, times, heun=False, progress=progress, callback=callback)
+
+
+@torch.no_grad()
+def sample_heun(
+    model: Callable[[Tensor, Tensor], Tensor], x: Tensor, times: Tensor, *, progress=None, callback=None
+) -> Tensor:
+    """Heun's method: the mean of the velocities before and after an Euler step, the second one evaluated at the
+    point the step leads to. Second order, two evaluations a step; arguments as of ``sample_euler``."""
+    return _integrate(model, x, times, heun=True, progress=progress, callback=callback)
+
+
+def _integrate(model, x: Tensor, times: Tensor, *, heun: bool, progress, callback) -> Tensor:
+    x, times = at_least_float32(x), times.tolist()
+    steps = range(len(times) - 1)
+    for k in steps if progress is None else progress(steps):
+        t, after = times[k], times[k + 1]
+        velocity = _velocity(model, x, t)
+        if callback is not None:
+            callback({"step": k, "timestep": t, "x": x, "denoised": x - t * velocity})
+        if heun:
+            velocity = (velocity + _velocity(model, x + (after - t) * velocity, after)) / 2
+        x = x + (after - t) * velocity
+    return x
+
+
+def _velocity(model, x: Tensor, t: float) -> Tensor:
+    return model(x, torch.full((len(x),), t * TIME_SCALE, device=x.device)).to(x.dtype)
+
+
+FLOW_SAMPLERS = {"euler": sample_euler, "heun": sample_heun}

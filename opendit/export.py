@@ -1,0 +1,249 @@
+"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files.
+
+    python -m opendit.export diffusers --ckpt outputs/000-DiT-XL-2 --output dit-pipeline
+    python -m opendit.export meta --ckpt outputs/000-DiT-XL-2 --output DiT-XL-2.pt
+    python -m opendit.export opendit --ckpt dit-pipeline --output weights.safetensors
+    python -m opendit.export opendit --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --output weights.safetensors
+
+Two traps on diffusers' side. Its DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` in the sinusoids of the
+timestep, where Meta's model has 0, so that a stock pipeline is a little off; :func:`load_pipeline` sets it right. And
+every one of its blocks has its own copy of the timestep and label embedders.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from opendit.encoders.vae import HUB, load_codec
+from opendit.models.dit import DiT, DiTConfig
+from opendit.models.pretrained import METADATA_KEY, Weights, load_pretrained
+from opendit.models.zoo import SIZES, build_model, model_config
+
+NULL_CLASS = 1000  # DiTPipeline's label of "no class", written into its code
+SCHEDULER = dict(beta_start=1e-4, beta_end=0.02, beta_schedule="linear", clip_sample=False, num_train_timesteps=1000)
+
+# ours: diffusers', of what stands before and after the blocks and of a block
+OUTER = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1",
+         "final_layer.linear": "proj_out_2"}  # fmt: skip
+EMBEDDERS = {"t_embedder.mlp.0": "timestep_embedder.linear_1", "t_embedder.mlp.2": "timestep_embedder.linear_2",
+             "y_embedder.embedding_table": "class_embedder.embedding_table"}  # fmt: skip
+BLOCK = {"adaLN_modulation.1": "norm1.linear", "attn.proj": "attn1.to_out.0", "mlp.fc1": "ff.net.0.proj",
+         "mlp.fc2": "ff.net.2"}  # fmt: skip
+QKV = ("attn1.to_q", "attn1.to_k", "attn1.to_v")
+
+
+def refuse_unless_plain(config: DiTConfig, target: str) -> None:
+    """Raises ValueError for models that Meta's DiT, and so diffusers', can't express."""
+    if config.kind != DiTConfig.kind:
+        raise ValueError(f"{target} has no video DiT: a {config.kind} can't be exported")
+    if config.text is not None:
+        raise ValueError(f"{target} has no DiT conditioned on captions: this model can't be exported")
+    if config.input_size[0] != config.input_size[1]:
+        raise ValueError(f"{target}'s DiT takes square latents, this model {' x '.join(map(str, config.input_size))}")
+
+
+def _suffixes(state: dict[str, Tensor], prefix: str) -> list[str]:
+    return [name.removeprefix(prefix) for name in state if name.startswith(prefix + ".")]
+
+
+def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
+    """Our state dict under DiTTransformer2DModel's names; no two tensors share memory (safetensors refuses that).
+
+    The label table grows to DiTPipeline's 1000 classes: the null class moves to row 1000, rows between are zero.
+    """
+    table = state["y_embedder.embedding_table.weight"]
+    full = table.new_zeros(NULL_CLASS + 1, table.shape[1])
+    full[: config.num_classes], full[NULL_CLASS] = table[:-1], table[-1]
+    state, made = {**state, "y_embedder.embedding_table.weight": full}, {}
+    for ours, theirs in OUTER.items():
+        for end in _suffixes(state, ours):
+            made[theirs + end] = state[ours + end].clone()
+    for i in range(config.depth):
+        block = f"transformer_blocks.{i}."
+        for ours, theirs in EMBEDDERS.items():
+            for end in _suffixes(state, ours):
+                made[f"{block}norm1.emb.{theirs}{end}"] = state[ours + end].clone()
+        for ours, theirs in BLOCK.items():
+            for end in (".weight", ".bias"):
+                made[block + theirs + end] = state[f"blocks.{i}.{ours}{end}"].clone()
+        for end in (".weight", ".bias"):
+            for theirs, part in zip(QKV, state[f"blocks.{i}.attn.qkv{end}"].chunk(3), strict=True):
+                made[block + theirs + end] = part.clone()
+    return made
+
+
+def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
+    """The inverse of :func:`to_diffusers_state`, position table included."""
+    made = {}
+    for ours, name in OUTER.items():
+        made.update({ours + end: theirs[name + end] for end in _suffixes(theirs, name)})
+    for ours, name in EMBEDDERS.items():
+        name = f"transformer_blocks.0.norm1.emb.{name}"
+        made.update({ours + end: theirs[name + end] for end in _suffixes(theirs, name)})
+    table = made["y_embedder.embedding_table.weight"]
+    made["y_embedder.embedding_table.weight"] = torch.cat((table[: config.num_classes], table[-1:]))
+    for i in range(config.depth):
+        block = f"transformer_blocks.{i}."
+        for end in (".weight", ".bias"):
+            made[f"blocks.{i}.attn.qkv{end}"] = torch.cat([theirs[block + name + end] for name in QKV])
+            made.update({f"blocks.{i}.{ours}{end}": theirs[block + name + end] for ours, name in BLOCK.items()})
+    return {**made, "pos_embed": build_model(config).pos_embed}
+
+
+def correct_timesteps(transformer) -> None:
+    """Gives a DiTTransformer2DModel the timestep sinusoids that DiTs are trained with."""
+    for block in transformer.transformer_blocks:
+        block.norm1.emb.time_proj.downscale_freq_shift = 0
+
+
+def load_pipeline(folder: str | Path, **options):
+    """A DiTPipeline folder as a pipeline that computes what the trained model does: agrees to 1e-5 in fp32."""
+    from diffusers import DiTPipeline
+
+    pipeline = DiTPipeline.from_pretrained(folder, **options)
+    correct_timesteps(pipeline.transformer)
+    return pipeline
+
+
+def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None) -> float:
+    """Writes a DiTPipeline folder; returns how far the stock pipeline's network is off: relative 2-norm of its error
+    on random latents (:func:`load_pipeline` removes it).
+
+    Raises:
+        ValueError: a model that DiTPipeline can't express; the message says why.
+    """
+    network, weights = load_pretrained(ckpt, model)
+    config, vae = network.config, vae or weights.info.get("vae", "ema")
+    refuse_unless_plain(config, "diffusers")
+    if config.num_classes > NULL_CLASS:
+        raise ValueError(f"DiTPipeline's null class is number {NULL_CLASS}: {config.num_classes} classes don't fit")
+    if vae == "none":
+        raise ValueError("DiTPipeline always decodes with a VAE; this model was trained on pixels (--vae none)")
+    from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+
+    transformer = DiTTransformer2DModel(
+        num_attention_heads=config.num_heads,
+        attention_head_dim=config.hidden_size // config.num_heads,
+        in_channels=config.in_channels,
+        out_channels=config.out_channels,
+        num_layers=config.depth,
+        sample_size=config.input_size[0],
+        patch_size=config.patch_size,
+        num_embeds_ada_norm=NULL_CLASS,
+        norm_eps=1e-6,
+    ).eval()
+    transformer.load_state_dict(to_diffusers_state(network.state_dict(), config))
+    deviation = stock_deviation(network.eval(), transformer)
+    codec = load_codec(vae, channels=config.in_channels, device="cpu")
+    names = weights.info.get("class_names") or [str(label) for label in range(config.num_classes)]
+    pipeline = DiTPipeline(transformer, codec.vae, DDIMScheduler(**SCHEDULER), id2label=dict(enumerate(names)))
+    pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
+    pipeline.save_pretrained(output)
+    return deviation
+
+
+@torch.no_grad()
+def stock_deviation(network: DiT, transformer) -> float:
+    """Relative 2-norm by which a stock transformer leaves our network, on a few timesteps of random latents."""
+    config, generator = network.config, torch.Generator().manual_seed(0)
+    x = torch.randn(4, config.in_channels, *config.input_size, generator=generator)
+    t, y = torch.tensor([3, 100, 500, 990]), torch.arange(4) % config.num_classes
+    ours = network.float()(x, t, y)
+    return ((transformer(x, t, y).sample - ours).norm() / ours.norm()).item()
+
+
+def export_meta(ckpt: str, output: Path, model: str | None) -> None:
+    """Writes a state dict that Meta's DiT loads strictly. Raises ValueError for other kinds of model."""
+    network, _ = load_pretrained(ckpt, model)
+    refuse_unless_plain(network.config, "Meta's code")
+    if not network.config.learn_sigma:
+        raise ValueError("Meta's released DiTs learn sigma; this model does not")
+    torch.save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, output)
+
+
+def import_weights(ckpt: str, output: Path, model: str | None, vae: str | None) -> str:
+    """Writes our safetensors file from a DiTPipeline folder or from Meta's .pt; returns the model's name.
+
+    Raises:
+        ValueError, FileNotFoundError: it is neither, or no model of ours.
+    """
+    folder = Path(ckpt)
+    if (folder / "transformer" / "config.json").is_file():
+        name, weights, info = _read_pipeline(folder)
+    else:
+        if model is None:
+            raise ValueError("--model: Meta's .pt does not say which model it is, name it, e.g. --model DiT-XL/2")
+        network, found = load_pretrained(folder, model)
+        name, weights, info = model, Weights(network.state_dict(), found.path), {"config": network.config}
+    config: DiTConfig = info.pop("config")
+    vae = vae or info.pop("vae", "ema")
+    content = {
+        **info,
+        "model": name,
+        "config": config.to_dict(),
+        "vae": vae if vae in HUB else str(Path(vae).resolve()),
+        "image_size": 8 * config.input_size[0],
+    }
+    state = {key: tensor.contiguous().clone() for key, tensor in weights.state.items()}
+    save_file(state, output, metadata={"format": "pt", METADATA_KEY: json.dumps(content)})
+    load_pretrained(output)  # strictly: what was written is a model of ours
+    return name
+
+
+def _read_pipeline(folder: Path) -> tuple[str, Weights, dict]:
+    """(model name, weights, config and class names) of a DiTPipeline folder."""
+    values = json.loads((folder / "transformer" / "config.json").read_text())
+    heads, head_dim, depth = (values[k] for k in ("num_attention_heads", "attention_head_dim", "num_layers"))
+    size = next((k for k, v in SIZES.items() if v == (heads * head_dim, depth, heads)), None)
+    if values.get("_class_name") != "DiTTransformer2DModel" or size is None:
+        raise ValueError(f"{folder} holds no DiT of ours: {depth} blocks of {heads} heads of {head_dim}")
+    index = json.loads((folder / "model_index.json").read_text())
+    labels = index.get("id2label") or {}
+    name = f"DiT-{size}/{values['patch_size']}"
+    config = model_config(
+        name,
+        input_size=(values["sample_size"],) * 2,
+        in_channels=values["in_channels"],
+        num_classes=len(labels) or values["num_embeds_ada_norm"],
+    )
+    theirs = {}
+    for path in sorted((folder / "transformer").glob("*.safetensors")):
+        theirs.update(load_file(path))
+    if not theirs:
+        raise ValueError(f"{folder}/transformer has no .safetensors file; pickled weights are not read")
+    names = [labels[key] for key in sorted(labels, key=int)]
+    info = {"config": config, "class_names": names, "vae": str(folder / "vae")}
+    return name, Weights(from_diffusers_state(theirs, config), folder), info
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("to", choices=("diffusers", "meta", "opendit"))
+    parser.add_argument("--ckpt", required=True, help="what to convert: a file, a checkpoint, a run or a pipeline")
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--model", help="where --ckpt does not say (Meta's .pt)")
+    parser.add_argument("--vae", help="ema, mse or a folder; from --ckpt when left out")
+    args = parser.parse_args(argv)
+    try:
+        if args.to == "diffusers":
+            deviation = export_diffusers(args.ckpt, args.output, args.model, args.vae)
+            print(
+                f"wrote {args.output}\nA stock DiTPipeline leaves the trained model by {deviation:.1e} (its "
+                "downscale_freq_shift is 1); opendit.export.load_pipeline(folder) sets it right."
+            )
+        elif args.to == "meta":
+            export_meta(args.ckpt, args.output, args.model)
+            print(f"wrote {args.output}")
+        else:
+            print(f"wrote {args.output}: {import_weights(args.ckpt, args.output, args.model, args.vae)}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,139 @@
+"""Rectified flow against closed forms: for Gaussian data N(mu, s^2) everything about it is known."""
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from opendit.diffusion import flow
+from opendit.diffusion.objectives import (
+    ALL_SAMPLERS,
+    DDPMObjective,
+    FlowObjective,
+    objective_from_dict,
+)
+
+MU, S = 0.7, 0.3
+
+
+def gaussian_velocity(x: Tensor, timestep: Tensor) -> Tensor:
+    """E[noise - x_0 | x_t] for x_0 ~ N(MU, S^2): x_t has mean (1-t) MU and variance (1-t)^2 S^2 + t^2."""
+    t = (timestep.double() / 1000).view(-1, *(1,) * (x.dim() - 1))
+    variance = (1 - t) ** 2 * S**2 + t**2
+    z = x.double() - (1 - t) * MU
+    return t / variance * z - (MU + (1 - t) * S**2 / variance * z)
+
+
+def exact_end(x: Tensor) -> Tensor:
+    """Where the flow takes x at t = 1: quantiles are kept, so N(0, 1) is carried to N(MU, S^2) by z -> MU + S z."""
+    return MU + S * x
+
+
+@pytest.mark.parametrize(("name", "order"), [("euler", 1), ("heun", 2)])
+def test_samplers_converge_at_their_order(name, order):
+    x = torch.linspace(-2.5, 2.5, 101, dtype=torch.float64).view(1, 1, 101)
+    sample = flow.FLOW_SAMPLERS[name]
+    errors = [(sample(gaussian_velocity, x, flow.sampling_times(n)) - exact_end(x)).abs().max() for n in (40, 80, 160)]
+    observed = [math.log2(a / b) for a, b in zip(errors, errors[1:], strict=False)]
+    assert all(abs(seen - order) < 0.2 for seen in observed), (errors, observed)
+
+
+@pytest.mark.parametrize("shift", [0.5, 3.0, 6.0])
+def test_shifted_times_lead_to_the_same_place(shift):
+    x = torch.linspace(-2, 2, 11, dtype=torch.float64).view(1, 1, 11)
+    times = flow.sampling_times(400, shift)
+    assert times[0] == 1 and times[-1] == 0 and (times.diff() < 0).all()
+    torch.testing.assert_close(flow.sample_heun(gaussian_velocity, x, times), exact_end(x), atol=2e-4, rtol=0)
+
+
+def test_heun_evaluates_the_second_time_where_the_step_leads():
+    seen = []
+
+    def model(x, t):
+        seen.append((x.clone(), t[0].item()))
+        return torch.full_like(x, 2.0)
+
+    flow.sample_heun(model, torch.ones(1, 1, 1), torch.tensor([1.0, 0.5, 0.0]))
+    assert [round(t) for _, t in seen] == [1000, 500, 500, 0]
+    assert [x.item() for x, _ in seen] == [1.0, 0.0, 0.0, -1.0]
+
+
+def test_the_loss_of_the_true_velocity_is_that_of_chance():
+    """For a data set of one point the velocity is known, and the loss is zero; for N(MU, S^2) it is the conditional
+    variance of noise - x_0, S^2 / ((1-t)^2 S^2 + t^2)."""
+    torch.manual_seed(0)
+    noise, t = torch.randn(50_000, 1, 2, 2, dtype=torch.float64), torch.full((50_000,), 0.4, dtype=torch.float64)
+    x0 = MU + S * torch.randn_like(noise)
+    loss = flow.flow_loss(gaussian_velocity, x0, t, noise)
+    expected = S**2 / (0.6**2 * S**2 + 0.4**2)
+    assert loss.shape == (50_000,) and abs(loss.mean() / expected - 1) < 0.01
+
+    def to_the_point(x, timestep):
+        return (x - MU) / (timestep.double() / 1000).view(-1, 1, 1, 1)
+
+    point = flow.flow_loss(to_the_point, torch.full_like(noise, MU), t, noise)
+    assert point.max() < 1e-9
+
+
+def test_the_loss_refuses_what_does_not_fit():
+    x, t = torch.zeros(3, 2, 4, 4), torch.full((3,), 0.5)
+    with pytest.raises(ValueError, match="velocity has the shape"):
+        flow.flow_loss(lambda x, t: torch.cat((x, x), 1), x, t, x)
+    with pytest.raises(ValueError, match="don't fit"):
+        flow.flow_loss(lambda x, t: x, x, t[:2], x)
+
+
+@pytest.mark.parametrize(
+    ("name", "cdf"),
+    [
+        ("uniform", lambda t: t),
+        ("logit_normal", lambda t: stats.norm.cdf(math.log(t / (1 - t)))),
+    ],
+)
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_times_have_their_distribution(name, cdf, shift):
+    index = torch.arange(20_000)
+    t = FlowObjective(shift=shift, times_are=name).times(1, 2, index)
+    assert t.min() > 0 and t.max() < 1
+    for point in (0.1, 0.5, 0.9):
+        moved = shift * point / (1 + (shift - 1) * point)
+        assert abs((t < moved).double().mean().item() - cdf(point)) < 0.012
+
+
+def test_mode_times_peak_in_the_middle_and_reach_both_ends():
+    u = torch.linspace(0, 1, 100_001, dtype=torch.float64)
+    t = flow.mode_times(u)
+    assert t[0] == 1 and abs(t[-1]) < 1e-12 and (t.diff() < 0).all()  # a density: monotonous
+    counts = torch.histc(t, 10, 0, 1)
+    assert counts[4:6].min() > counts[[0, 9]].max() * 1.5
+    torch.testing.assert_close(flow.mode_times(u, scale=0.0), 1 - u)
+
+
+def test_times_depend_on_the_sample_alone():
+    for objective in (DDPMObjective(), FlowObjective(shift=3.0)):
+        whole = objective.times(5, 7, torch.arange(12))
+        assert torch.equal(objective.times(5, 7, torch.tensor([9, 4])), whole[[9, 4]])
+        assert not torch.equal(objective.times(5, 8, torch.arange(12)), whole)
+
+
+def test_objectives_survive_a_checkpoint_and_refuse_the_others_samplers():
+    flow_objective = FlowObjective(shift=6.0, times_are="mode")
+    assert objective_from_dict(flow_objective.to_dict()) == flow_objective
+    assert objective_from_dict(None) == DDPMObjective() == objective_from_dict({"name": "ddpm"})
+    assert set(ALL_SAMPLERS) == {"ddpm", "ddim", "euler", "heun"}
+    with pytest.raises(ValueError, match="--sampler ddim.*euler or heun"):
+        flow_objective.choose("ddim")
+    with pytest.raises(ValueError, match="objective 'edm9'"):
+        objective_from_dict({"name": "edm9"})
+    assert flow_objective.choose(None) == "euler" and DDPMObjective().choose("ddim") == "ddim"
+
+
+@pytest.mark.parametrize("sampler", [None, "heun"])
+def test_samples_depend_on_seed_and_index_alone(sampler):
+    objective = FlowObjective(shift=3.0)
+    settings = dict(seed=3, steps=5, sampler=sampler, progress=None)
+    whole = objective.sample(gaussian_velocity, torch.arange(6), (1, 2, 2), **settings)
+    part = objective.sample(gaussian_velocity, torch.tensor([5, 1]), (1, 2, 2), **settings)
+    torch.testing.assert_close(part, whole[[5, 1]], atol=0, rtol=0)

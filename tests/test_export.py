@@ -1,0 +1,128 @@
+"""Exchange with diffusers and Meta: the same function of the same input, both ways."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from opendit import export
+from opendit.models import DiT, TextConfig, model_config
+from opendit.models.pretrained import METADATA_KEY, load_pretrained
+from opendit.models.zoo import build_model
+from tests.encoders.test_vae import small_vae
+from tests.models.test_dit import randomised
+
+NAMES = [f"class {i}" for i in range(7)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("export")
+
+
+@pytest.fixture(scope="module")
+def vae(folder):
+    small_vae().save_pretrained(folder / "vae")
+    return str(folder / "vae")
+
+
+def write(path, model, name, **info):
+    content = {"model": name, "config": model.config.to_dict(), **info}
+    save_file(model.state_dict(), path, metadata={METADATA_KEY: json.dumps(content)})
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def ckpt(folder, vae):
+    torch.manual_seed(0)
+    model = randomised(DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=4, num_classes=7))).eval()
+    return model, write(folder / "ours.safetensors", model, "DiT-Ti/2", class_names=NAMES, vae=vae, image_size=32)
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 4, 8, 8, generator=generator)
+    return x, torch.tensor([0, 7, 400, 999]), torch.tensor([0, 3, 6, 7])  # 7: the null class
+
+
+def error(a, b) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@torch.no_grad()
+def test_diffusers_there_and_back(folder, ckpt, capsys):
+    from diffusers import DiTPipeline
+
+    model, path = ckpt
+    output = folder / "pipeline"
+    export.main(["diffusers", "--ckpt", path, "--output", str(output)])
+    x, t, y = inputs()
+    ours, theirs = model(x, t, y), torch.where(y == 7, export.NULL_CLASS, y)
+    pipeline = export.load_pipeline(output)
+    assert error(pipeline.transformer(x, t, theirs).sample, ours) < 1e-5
+    stock = error(DiTPipeline.from_pretrained(output).transformer(x, t, theirs).sample, ours)
+    assert stock > 1e-3  # the trap is real
+    assert "leaves the trained model by" in capsys.readouterr().out
+    assert pipeline.get_label_ids(["class 3"]) == [3]
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline([2, 5], num_inference_steps=2, output_type="np").images.shape == (2, 32, 32, 3)
+
+    back = folder / "back.safetensors"
+    export.main(["opendit", "--ckpt", str(output), "--output", str(back)])
+    again, weights = load_pretrained(back)
+    assert weights.info["class_names"] == NAMES and weights.config == model.config
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@torch.no_grad()
+def test_meta_there_and_back(folder, ckpt):
+    model, path = ckpt
+    export.main(["meta", "--ckpt", path, "--output", str(folder / "meta.pt")])
+    state = torch.load(folder / "meta.pt", weights_only=True)
+    assert state["y_embedder.embedding_table.weight"].shape == (8, 128) and state["pos_embed"].shape == (1, 16, 128)
+    back = folder / "from_meta.safetensors"
+    export.main(["opendit", "--ckpt", str(folder / "meta.pt"), "--model", "DiT-Ti/2", "--output", str(back)])
+    assert all(torch.equal(load_file(back)[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def refusal(*argv) -> str:
+    with pytest.raises(SystemExit) as stop:
+        export.main([str(word) for word in argv])
+    return stop.value.code
+
+
+def test_what_the_others_can_not_express_is_refused(folder, ckpt, vae):
+    def other(file, name, /, **changes):
+        sizes = {"input_size": (8, 8), "in_channels": 4, "num_classes": 7, **changes}
+        return write(folder / file, build_model(model_config(name, **sizes)), name, vae=vae)
+
+    text = other("text.safetensors", "DiT-Ti/2", num_classes=None, text=TextConfig("bytes", 64, 16, False))
+    video = other("video.safetensors", "vDiT-Ti/222", frames=4)
+    oblong = other("oblong.safetensors", "DiT-Ti/2", input_size=(8, 4))
+    many = other("many.safetensors", "DiT-Ti/2", num_classes=1001)
+    for to in ("diffusers", "meta"):
+        output = folder / f"never-{to}"
+        assert "conditioned on captions" in refusal(to, "--ckpt", text, "--output", output)
+        assert "no video DiT" in refusal(to, "--ckpt", video, "--output", output)
+        assert "square latents" in refusal(to, "--ckpt", oblong, "--output", output)
+        assert not output.exists()
+    assert "1001 classes" in refusal("diffusers", "--ckpt", many, "--output", folder / "never")
+    assert "trained on pixels" in refusal("diffusers", "--ckpt", ckpt[1], "--vae", "none", "--output", folder / "never")
+    assert "--model" in refusal("opendit", "--ckpt", folder / "no.pt", "--output", folder / "never")
+
+
+class Evil:
+    def __reduce__(self):
+        return (open, ("evil-was-here", "w"))
+
+
+def test_a_malicious_pickle_is_refused(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "evil.pt").write_bytes(pickle.dumps({"pos_embed": Evil()}))
+    torch.save({"pos_embed": Evil()}, folder / "evil2.pt")
+    for name in ("evil.pt", "evil2.pt"):
+        message = refusal("opendit", "--ckpt", folder / name, "--model", "DiT-Ti/2", "--output", folder / "never")
+        assert "would run code" in message
+    assert not (folder / "evil-was-here").exists() and not (folder / "never").exists()
