@@ -54,7 +54,7 @@ def train(job: Job) -> int:
     flags, mesh = job.flags, job.mesh
     engine = build_model_and_engine(job)
     ema = EMA(engine, flags.ema_decays, flags.ema_warmup)
-    skipped_in_all = load_checkpoint(job.resume, engine, ema)["skipped"] if job.resume else 0
+    skipped_before = load_checkpoint(job.resume, engine, ema)["skipped"] if job.resume else 0
     announce(job, engine, ema)
     monitor = Monitor(
         job.folder,
@@ -89,7 +89,7 @@ def train(job: Job) -> int:
         in_use=job.resume,
         say=monitor.say,
     )
-    skipped_in_a_row, save_owed = 0, False
+    save_owed = False
     with checkpoints, Interrupt(mesh) as interrupt:
         for step in range(job.first_step, job.last_step):
             engine.set_lr(lr := learning_rate(flags, step, job.last_step))
@@ -104,31 +104,27 @@ def train(job: Job) -> int:
                 step_loss += loss.detach()
             interrupted = interrupt.ask()
             result = engine.step()
-            if not result.skipped:
-                ema.update()
-            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
-            skipped_in_all += result.skipped
-            if skipped_in_a_row >= flags.max_bad_steps:
-                raise FloatingPointError(
-                    f"{skipped_in_a_row} steps in a row had non-finite gradients (weights and checkpoints are as "
-                    f"before them); try a lower --lr, --mixed_precision bf16, or --load an earlier checkpoint"
-                )
-            monitor.add(None if result.skipped else step_loss)
+            ema.update(result.finite)
+            monitor.add(step_loss, result.finite)
             done, stopping = step + 1, interrupted()
             last = stopping or done == job.last_step
-            # While steps are being skipped nothing is saved: the run may be about to fail.
             save_owed |= due(done, flags.ckpt_every)
-            saving = last or (save_owed and not skipped_in_a_row)
+            # Only here the host waits for the device. While steps are being skipped nothing is saved: the run may be
+            # about to fail.
+            looking = last or save_owed or due(done, flags.log_every) or due(done, flags.max_bad_steps)
+            skipping = looking and check_health(engine, flags.max_bad_steps)
+            saving = last or (save_owed and not skipping)
             drawing = due(done, sample_every(flags)) or done == job.last_step
             if saving or due(done, flags.log_every):  # a line at every save: a resumed run starts a new mean there too
-                grad_norm = result.grad_norm if math.isfinite(result.grad_norm) else None
+                grad_norm = result.grad_norm.item() if result.finite else None
+                skipped = skipped_before + int(engine.skipped)
                 bad_files, short_clips = mesh.sum(torch.tensor([loader.skipped, loader.shortened], device=mesh.device))
-                counts = {"loss_scale": result.loss_scale, "skipped": skipped_in_all, "bad_files": int(bad_files)}
+                counts = {"loss_scale": float(result.loss_scale), "skipped": skipped, "bad_files": int(bad_files)}
                 counts |= {"short_clips": int(short_clips), "failed_saves": len(checkpoints.failures)}
                 monitor.log(done, batch.epoch, lr, grad_norm, **counts)
             paused = monitor.pause() if saving or drawing else None
             if saving:
-                checkpoints.save({"step": done, "epoch": batch.epoch, "skipped": skipped_in_all, **job.facts()})
+                checkpoints.save({"step": done, "epoch": batch.epoch, "skipped": skipped, **job.facts()})
                 save_owed = False
             if drawing and not stopping and job.codec is not None:
                 draw_grid(job, engine, ema, monitor, done)
@@ -146,6 +142,17 @@ def train(job: Job) -> int:
 
 def due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
+
+
+def check_health(engine: Engine, max_bad_steps: int) -> bool:
+    """Whether the last step was skipped. Raises FloatingPointError when too many in a row were."""
+    in_a_row = int(engine.skipped_in_a_row)
+    if in_a_row >= max_bad_steps:
+        raise FloatingPointError(
+            f"{in_a_row} steps in a row had non-finite gradients (weights and checkpoints are as before them); try a "
+            "lower --lr, --mixed_precision bf16, or --load an earlier checkpoint"
+        )
+    return in_a_row > 0
 
 
 def sample_every(flags: TrainConfig) -> int:

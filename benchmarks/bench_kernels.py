@@ -1,4 +1,4 @@
-"""The fused adaLN kernels against a copy, torch eager and torch.compile, all measured in this run, on a GPU.
+"""The fused kernels against a copy, torch eager and torch.compile, all measured in this run, on a GPU.
 
     python benchmarks/bench_kernels.py [--batch 512 --length 256 --width 1152 --dtype bf16] [--record]
     python benchmarks/bench_kernels.py --sweep        # launch shapes instead: rows, tiles, warps, stages, ...
@@ -8,10 +8,11 @@ are extra) over its median time, against the same for a copy of one tensor of ac
 """
 
 import argparse
+import functools
 import itertools
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,16 +24,19 @@ from torch._functorch import config as functorch
 
 from benchmarks.results import append
 from opendit.kernels.common import Launch, forced_launch, interpreting, kernels_available
+from opendit.kernels.split_heads import split_heads, split_heads_reference
 from tests.kernels.cases import OPERATORS, Operator, arguments_of, make_inputs, output_gradients
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Tensors of activations that forward and backward have to read or write.
+# Tensors of activations that forward and backward have to read or write, by the operator's function.
 TENSORS = {
     "layernorm_modulate": (2, 3),
     "modulate": (2, 3),
     "gate_residual": (3, 3),
     "gate_residual_layernorm_modulate": (4, 6),
+    "bias_gelu": (2, 3),
 }
+HEADS = 16  # of split_heads, whose forward is a view
 CACHE = 60e6  # bytes of L2 on an H200, and a little
 
 
@@ -86,6 +90,36 @@ class Inputs:
         return call
 
 
+def split_heads_calls(args) -> dict[str, Callable[[], object]]:
+    """Backward of split_heads, with the bias's gradient: dq, dk, dv as attention kernels leave them to dqkv."""
+    shape = (args.batch, args.length, HEADS, args.width // HEADS)
+    random = functools.partial(torch.randn, device="cuda", dtype=DTYPES[args.dtype])
+    grads = [random(shape).transpose(1, 2) for _ in range(3)]
+    leaves = [random(args.batch, args.length, 3 * args.width).requires_grad_(), random(3 * args.width).requires_grad_()]
+    functions = {
+        "ours": split_heads,
+        "compile": torch.compile(split_heads_reference, dynamic=False),
+        "eager": split_heads_reference,
+    }
+    outputs = {variant: function(leaves[0], HEADS, leaves[1]) for variant, function in functions.items()}
+    return {
+        variant: functools.partial(torch.autograd.grad, results, leaves, grads, retain_graph=True)
+        for variant, results in outputs.items()
+    }
+
+
+def operator_calls(name: str, args) -> Iterator[tuple[str, int, dict[str, Callable[[], object]]]]:
+    """(direction, tensors moved, {variant: call}) of an operator."""
+    if name == "split_heads":
+        yield "backward", 6, split_heads_calls(args)
+        return
+    op = OPERATORS[name]
+    inputs = Inputs.make(op, args)
+    functions = {"ours": op.function, "compile": torch.compile(op.reference, dynamic=False), "eager": op.reference}
+    for direction, tensors in zip(("forward", "backward"), TENSORS[op.function.__name__], strict=True):
+        yield direction, tensors, {variant: getattr(inputs, direction)(f) for variant, f in functions.items()}
+
+
 def copy_ms(args) -> float:
     """A copy of one tensor of activations: what this card's memory can do."""
     shape = (args.batch, args.length, args.width)
@@ -107,11 +141,8 @@ def compare(args) -> None:
     copies = [copy_ms(args)]
     lines, rows = [], []
     for name in args.operators:
-        op = OPERATORS[name]
-        inputs = Inputs.make(op, args)
-        functions = {"ours": op.function, "compile": torch.compile(op.reference, dynamic=False), "eager": op.reference}
-        for direction, tensors in zip(("forward", "backward"), TENSORS[name], strict=True):
-            calls = {variant: getattr(inputs, direction)(function) for variant, function in functions.items()}
+        torch.compiler.reset()  # references of one code, compiled with and without bias
+        for direction, tensors, calls in operator_calls(name, args):
             rounds = {variant: [] for variant in calls}
             for _ in range(args.rounds):  # they take turns, so that a drift of the clocks meets them all
                 for variant, call in calls.items():
@@ -121,7 +152,6 @@ def compare(args) -> None:
             lines.append((name, direction, tensors, times))
             print(f"{name} {direction}: " + ", ".join(f"{k} {v:.4f} ms" for k, v in times.items()), flush=True)
             del calls
-        del inputs
         torch.cuda.empty_cache()
     copy = statistics.median(copies)
     tokens = args.batch * args.length
@@ -169,7 +199,13 @@ SWEEP = {
     ],
     "gate_residual_backward": [
         Launch(32, 2, 4), Launch(32, 4, 4), Launch(32, 8, 4), Launch(16, 8, 4), Launch(16, 8, 2), Launch(8, 8, 1),
-        Launch(8, 16, 1), Launch(32, 4, 4, 2), Launch(16, 8, 4, 3), Launch(64, 2, 8),
+        Launch(8, 16, 1), Launch(8, 32, 2), Launch(16, 16, 2), Launch(32, 4, 4, 2), Launch(16, 8, 4, 3),
+        Launch(64, 2, 8),
+    ],
+    "bias_gelu_forward": [Launch(32, 1, 4), Launch(16, 1, 4), Launch(32, 2, 4), Launch(16, 1, 2), Launch(8, 1, 1)],
+    "bias_gelu_backward": [
+        Launch(16, 16, 4), Launch(16, 16, 4, 2), Launch(16, 8, 4), Launch(16, 32, 4), Launch(8, 16, 2),
+        Launch(32, 4, 4), Launch(32, 4, 4, 2), Launch(32, 8, 4), Launch(32, 4, 8), Launch(64, 2, 8),
     ],
     "gate_residual_layernorm_modulate_forward": row_shapes(
         (8, 16),
@@ -196,7 +232,7 @@ def sweep(args) -> None:
         name, _, direction = kernel.rpartition("_")
         if name not in args.operators:
             continue
-        op = OPERATORS[name]
+        op = OPERATORS.get(f"{name}_with_bias", OPERATORS[name])  # as models use it
         tensors = TENSORS[name][direction == "backward"]
         call = getattr(Inputs.make(op, args), direction)(op.function)
         print(f"\n{kernel}: default {tensors / 2 * copy / median_ms(call, args.milliseconds):.3f} of copy", flush=True)
@@ -222,7 +258,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--width", type=int, default=1152)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS))
+    names = [*OPERATORS, "split_heads"]
+    parser.add_argument("--operators", nargs="+", choices=names, default=names)
     parser.add_argument("--milliseconds", type=int, default=100, help="time for each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
     parser.add_argument("--sweep", action="store_true", help="time launch shapes instead")

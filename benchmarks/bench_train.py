@@ -92,8 +92,7 @@ def engine_step(args, config, mesh, data, plugin: str, precision: str, speed: Sp
     def step(number: int) -> None:
         with engine.micro_batch(last=True):
             engine.backward(data.loss(engine.forward, number))
-        if not engine.step().skipped:
-            ema.update()
+        ema.update(engine.step().finite)
 
     return step
 

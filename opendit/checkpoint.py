@@ -152,7 +152,7 @@ def load_checkpoint(folder: Path, engine: Engine, ema: EMA) -> dict:
                 ema.load(which, name, average.get_tensor(name))
             full = {key: moments[f"{key}.{name}"].get_tensor(f"{key}.{name}") for key in MOMENTS}
             engine.load_moments(name, full, state["optimizer_steps"])
-    ema.updates = state["ema"]["updates"]
+    ema.updates.fill_(state["ema"]["updates"])
     engine.load_scaler_state(state["scaler"])
     engine.finish_loading()
     return state

@@ -22,24 +22,32 @@ class EMA:
     def __init__(self, engine: Engine, decays: float | Sequence[float], warmup: bool = False):
         self.engine, self.warmup = engine, warmup
         self.decays = tuple(decays) if isinstance(decays, Sequence) else (decays,)
-        self.updates = 0  # so far, earlier parts of a resumed run included
         masters = engine.masters()
+        device = next(iter(masters.values())).device
         self.averages = [{name: piece.detach().clone() for name, piece in masters.items()} for _ in self.decays]
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)  # earlier parts of a resumed run included
+        self._decays = torch.tensor(self.decays, dtype=torch.float64).to(device)
+        self._in_the_step = engine.attach_averages(self.averages, self.decays_after, self.updates)
 
-    def decay_now(self, decay: float) -> float:
-        """The decay of the next update: with warm-up min(decay, (1 + n) / (10 + n)) after n updates.
+    def decays_after(self, updates: Tensor) -> Tensor:
+        """The decays of the next update, (K,) float64: with warm-up min(decay, (1 + n) / (10 + n)) after n updates.
 
         That is tf.train.ExponentialMovingAverage's rule for ``num_updates``: the average spans about a tenth of the run
         so far, so that it forgets the initial weights soon.
         """
-        return min(decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else decay
+        return torch.minimum(self._decays, (1 + updates) / (10 + updates.double())) if self.warmup else self._decays
 
     @torch.no_grad()
-    def update(self) -> None:
-        """average += (1 - decay) * (master - average); call after every step that was not skipped."""
+    def update(self, finite: Tensor) -> None:
+        """average += (1 - decay) * (master - average) if the step was taken; call after every step.
+
+        Nothing is left to do where the optimizer's step itself does it (zero2). finite: of the StepResult.
+        """
+        if self._in_the_step or not finite:
+            return
         masters = list(self.engine.masters().values())
-        for decay, pieces in zip(self.decays, self.averages, strict=True):
-            torch._foreach_lerp_(list(pieces.values()), masters, 1.0 - self.decay_now(decay))
+        for decay, pieces in zip(self.decays_after(self.updates).tolist(), self.averages, strict=True):
+            torch._foreach_lerp_(list(pieces.values()), masters, 1.0 - decay)
         self.updates += 1
 
     def bytes_per_rank(self) -> int:

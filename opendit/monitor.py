@@ -53,7 +53,7 @@ class Monitor:
         self.mesh, self.samples_per_step, self.flops_per_sample = mesh, samples_per_step, flops_per_sample
         self.peak = peak_flops(mesh.device, precision)
         self.data_wait = 0.0
-        self._loss, self._losses = torch.zeros((), device=mesh.device), 0
+        self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # of losses, and how many
         self._steps, self._since = 0, time.perf_counter()
         self.last: dict = {}
         if mesh.is_main:
@@ -67,12 +67,10 @@ class Monitor:
         """Adds time that the step stood waiting for its batch."""
         self.data_wait += seconds
 
-    def add(self, loss: torch.Tensor | None) -> None:
-        """Adds one step's mean loss on this rank (a scalar on the device; nothing waits for it), None for a
-        skipped step."""
-        if loss is not None:
-            self._loss += loss
-            self._losses += 1
+    def add(self, loss: torch.Tensor, finite: torch.Tensor) -> None:
+        """Adds one step's mean loss on this rank, if the step was taken. Both are 0-dim on the device, and nothing
+        waits for them."""
+        self._sums += torch.stack([torch.where(finite, loss, 0).double(), finite.double()])
         self._steps += 1
         if self.mesh.is_main:
             self._bar.update()
@@ -89,7 +87,8 @@ class Monitor:
     def log(self, step: int, epoch: int, lr: float, grad_norm: float, **more) -> dict:
         """Writes one line; the loss is the mean over all ranks and all steps since the last line that were not
         skipped, null if all were."""
-        loss = (self.mesh.sum(self._loss) / self.mesh.world_size).item() / self._losses if self._losses else None
+        total, count = self.mesh.sum(self._sums).tolist()
+        loss = total / count if count else None
         now = time.perf_counter()
         rate = self._steps * self.samples_per_step / (now - self._since)
         flops = rate * self.flops_per_sample / self.mesh.world_size
@@ -120,8 +119,8 @@ class Monitor:
             if self.peak:
                 shown["MFU"] = f"{self.last['mfu']:.1%}"
             self._bar.set_postfix(shown, refresh=False)
-        self._loss.zero_()
-        self._losses, self._steps, self._since, self.data_wait = 0, 0, now, 0.0
+        self._sums.zero_()
+        self._steps, self._since, self.data_wait = 0, now, 0.0
         return self.last
 
     def say(self, text: str) -> None:

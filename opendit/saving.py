@@ -131,7 +131,7 @@ class Checkpoints:
             "scaler": self.engine.scaler_state(),
             "ema": {
                 "files": dict(zip(self._averages, self.ema.decays, strict=True)),
-                "updates": self.ema.updates,
+                "updates": int(self.ema.updates),
             },
         }
         # A daemon: when a rank dies, the others' threads wait for it in vain and must not keep their processes alive.

@@ -24,8 +24,7 @@ def averaged(mesh, plugin: str, precision: str, warmup: bool):
         index = mesh.rank + torch.arange(2) * mesh.world_size
         with engine.micro_batch(last=True):
             engine.backward(loss_of(engine.forward, step, index))
-        engine.step()
-        ema.update()
+        ema.update(engine.step().finite)
         history.append(masters())
     averages = [{name: full.clone() for name, full in ema.gather(which)} for which in range(len(DECAYS))]
     return averages, history, ema.bytes_per_rank(), swapped(mesh, engine, ema, averages[0])
@@ -76,12 +75,16 @@ def test_warm_up_is_the_stated_rule():
         def masters(self):
             return {"w": torch.ones(3)}
 
+        def attach_averages(self, *_):
+            return False
+
     ema = EMA(Engine(), 0.999, warmup=True)
     decays = []
     for _ in range(3):
-        decays.append(ema.decay_now(0.999))
-        ema.update()
+        decays.append(ema.decays_after(ema.updates).item())
+        ema.update(torch.tensor(True))
     assert decays == [1 / 10, 2 / 11, 3 / 12]
-    ema.updates = 10**6
-    assert ema.decay_now(0.999) == 0.999
-    assert EMA(Engine(), 0.999).decay_now(0.999) == 0.999
+    ema.update(torch.tensor(False))
+    assert ema.updates == 3
+    assert ema.decays_after(torch.tensor(10**6)).item() == 0.999
+    assert EMA(Engine(), 0.999).decays_after(torch.tensor(0)).item() == 0.999

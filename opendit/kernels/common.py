@@ -7,6 +7,7 @@ samples inside it one by one.
 
 How the gradients of shift, scale and gate are summed. Each (program, sample) pair adds up its rows in registers, in
 row order, and writes one fp32 partial sum to a slot of its own; ``finish_sums`` adds a sample's slots, in slot order.
+A bias's gradient is a sum over all samples: ``finish_total`` adds every slot.
 No atomics: two runs give the same bits. The slot is p in the (B, N, D) form and p + sample in the packed one: from one
 pair to the next, p or sample grows, so no two pairs share a slot and rows / chunk + B slots are enough.
 """
@@ -66,6 +67,12 @@ def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[b
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def block_width(width: int) -> int:
+    """Columns of a program where nothing is summed along a row: 128, which divides every DiT's widths and leaves 16
+    bytes in half precision for each of 16 lanes."""
+    return min(128, next_power_of_2(width))
 
 
 def split_width(width: int) -> tuple[int, int]:
@@ -239,23 +246,57 @@ class Rows:
         """The second stage: sums each sample's slots into ``outputs``."""
         if partial is outputs:
             return
-        width, count = self.x.shape[1], len(outputs)
-        slots_per_sample = self.chunks_per_sample
-        offsets = self.x
-        if self.packed:
-            samples = torch.arange(self.samples + 1, dtype=self.sample_of_row.dtype, device=self.x.device)
-            offsets = torch.searchsorted(self.sample_of_row, samples)
-            slots_per_sample = -(-slots_per_sample // self.samples)  # on average: only shapes the tile
-        # 4,096 numbers a program. Many slots: tall narrow tiles, so that few samples still make enough programs.
-        block_p = min(next_power_of_2(slots_per_sample), 128)
-        block_d = min(max(4096 // block_p, 32), 512, next_power_of_2(width))
-        grid = (self.samples, -(-width // block_d), count)
-        out = [outputs[min(i, count - 1)] for i in range(3)]
-        _finish_kernel[grid](
-            partial[0], *out, offsets, partial[0].shape[0], slots_per_sample,
-            CHUNK=self.launch.chunk if self.packed else 1, D=width, BLOCK_P=block_p, BLOCK_D=block_d,
-            PACKED=self.packed, COUNT=count, num_warps=4,
-        )  # fmt: skip
+        if not self.packed:
+            _finish(partial[0], outputs, self.samples, self.chunks_per_sample)
+            return
+        samples = torch.arange(self.samples + 1, dtype=self.sample_of_row.dtype, device=self.x.device)
+        offsets = torch.searchsorted(self.sample_of_row, samples)
+        on_average = -(-self.chunks_per_sample // self.samples)  # slots of a sample: only shapes the tile
+        _finish(partial[0], outputs, self.samples, on_average, offsets, self.launch.chunk)
+
+    def new_total(self) -> Tensor:
+        """fp32 slots for one more sum, over all samples; the packed form's slots that nobody owns have to be zero."""
+        make = torch.zeros if self.packed else torch.empty
+        slots = self.programs + (self.samples if self.packed else 0)
+        return make(slots, self.x.shape[1], dtype=torch.float32, device=self.x.device)
+
+
+def _finish(
+    partial: Tensor, outputs: list[Tensor], samples: int, slots_per_sample: int,
+    offsets: Tensor | None = None, chunk: int = 1,
+) -> None:  # fmt: skip
+    """Sums fp32 slots into ``outputs``; ``offsets`` (samples + 1,), the samples' first rows, asks for packed slots."""
+    (slots, width), count = partial.shape, len(outputs)
+    # 4,096 numbers a program. Many slots: tall narrow tiles, so that few samples still make enough programs.
+    block_p = min(next_power_of_2(slots_per_sample), 128)
+    block_d = min(max(4096 // block_p, 32), 512, next_power_of_2(width))
+    out = [outputs[min(i, count - 1)] for i in range(3)]
+    _finish_kernel[(samples, -(-width // block_d), count)](
+        partial, *out, partial if offsets is None else offsets, slots, slots_per_sample,
+        CHUNK=chunk, D=width, BLOCK_P=block_p, BLOCK_D=block_d, PACKED=offsets is not None, COUNT=count, num_warps=4,
+    )  # fmt: skip
+
+
+def finish_total(slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """(D,): the sum of slots (S, D) fp32, in slot order."""
+    total = torch.empty(slots.shape[1], dtype=dtype, device=slots.device)
+    _finish(slots, [total], 1, slots.shape[0])
+    return total
+
+
+def like_bias(bias: Tensor | None, other: Tensor) -> Tensor:
+    """Memory for a bias's gradient; of no size where there is no bias (an operator always returns a tensor)."""
+    return other.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+
+
+def finish_bias(total: Tensor | None, bias: Tensor | None, other: Tensor) -> Tensor:
+    """The gradient of ``bias`` from its slots; see :func:`like_bias`."""
+    return like_bias(bias, other) if bias is None else finish_total(total, bias.dtype)
+
+
+def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel's pointer argument; ``other`` where the kernel won't look at it."""
+    return other if tensor is None else tensor
 
 
 def cut_rows(
@@ -278,8 +319,11 @@ def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
 # ------------------------------------------------------------------------------------------- checks and registration
 
 
-def check_inputs(x: Tensor, sample_of_row: Tensor | None, same_shape: dict[str, Tensor], **vectors: Tensor) -> None:
-    """Raises ValueError unless x is (B, N, D), or (rows, D) with sample_of_row (rows,), and vectors are (B, D)."""
+def check_inputs(
+    x: Tensor, sample_of_row: Tensor | None, same_shape: dict[str, Tensor], bias: Tensor | None = None,
+    **vectors: Tensor,
+) -> None:  # fmt: skip
+    """Raises ValueError unless x is (B, N, D), or (rows, D) with sample_of_row (rows,), vectors (B, D), bias (D,)."""
     if sample_of_row is None:
         if x.dim() != 3:
             raise ValueError(f"x must be (B, N, D), or (rows, D) with sample_of_row; it is {tuple(x.shape)}")
@@ -301,11 +345,21 @@ def check_inputs(x: Tensor, sample_of_row: Tensor | None, same_shape: dict[str, 
             raise ValueError(f"{name} must be (B, D) = {expected}, not {tuple(vector.shape)}")
     if "shift" in vectors and vectors["shift"].dtype != vectors["scale"].dtype:
         raise ValueError(f"shift and scale differ in dtype: {vectors['shift'].dtype}, {vectors['scale'].dtype}")
-    for name, tensor in {"x": x, **same_shape, **vectors}.items():
+    if bias is not None:
+        if bias.shape != (width,):
+            raise ValueError(f"bias must be (D,) = ({width},), not {tuple(bias.shape)}")
+        vectors = {**vectors, "bias": bias}
+    check_tensors(x=x, **same_shape, **vectors)
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Raises ValueError unless all are of a dtype that kernels take and on the first one's device."""
+    first, device = next((name, tensor.device) for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} must be bf16, fp16 or fp32, not {tensor.dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, {first} on {device}")
 
 
 def rows_of_samples(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:

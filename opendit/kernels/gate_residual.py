@@ -1,78 +1,66 @@
-"""adaLN-Zero's residual connection: out = x + gate * branch.
+"""adaLN-Zero's residual connection: out = x + gate * (branch + bias).
 
 x, branch (B, N, D) with gate (B, D); or packed, x, branch (rows, D) with sample_of_row (rows,), see kernels/common.py.
-Products and sums in fp32, I/O in bf16, fp16 or fp32; out has x's dtype. Backward reads branch and dout once and
-writes dbranch once; dx is dout itself:
+bias (D,), if any, is that of the branch's last linear layer: added here it costs nothing, and its gradient needs no
+pass of its own. Products and sums in fp32, I/O in bf16, fp16 or fp32; out has x's dtype. Backward reads branch and
+dout once and writes dbranch once; dx is dout itself:
 
-    dbranch = gate * dout,  dgate = sum_N branch * dout
+    dbranch = gate * dout,  dgate = sum_N (branch + bias) * dout,  dbias = sum_B gate * sum_N dout
 """
 
 import torch
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.common import SIZES, Launch, next_power_of_2, register, rows_of_samples, tl, triton, unit_columns
-from opendit.kernels.tiles import chunk_of_program, next_segment, of_sample
+from opendit.kernels.common import SIZES, Launch, block_width, register, rows_of_samples, tl, triton, unit_columns
+from opendit.kernels.tiles import (
+    chunk_of_program,
+    column_block,
+    load_columns,
+    next_segment,
+    of_sample,
+    store_column_sums,
+)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
-def gate_residual_reference(x: Tensor, gate: Tensor, branch: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """x + gate * branch in torch, in the inputs' precision."""
-    return x + rows_of_samples(gate, sample_of_row) * branch
+def gate_residual_reference(
+    x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None = None, sample_of_row: Tensor | None = None
+) -> Tensor:
+    """x + gate * (branch + bias) in torch, in the inputs' precision."""
+    return x + rows_of_samples(gate, sample_of_row) * (branch if bias is None else branch + bias)
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
-# Nothing is summed along a row here, so a program takes a block of columns only: 128, which divides every DiT's width
-# and leaves 16 bytes in half precision for each of 16 lanes.
-
-
-def block_width(width: int) -> int:
-    return min(128, next_power_of_2(width))
-
-
 FORWARD = Launch(rows=32, tiles=1, warps=4)
-BACKWARD = Launch(rows=32, tiles=4, warps=4)
-
-
-@triton.jit
-def _gate(gate_ptr, column, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The gate of columns column .. column + BLOCK, fp32 (1, BLOCK)."""
-    cols = column + tl.arange(0, BLOCK)
-    return tl.load(gate_ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def _block(column, start, stop, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """(offsets, mask) of a tile of rows from ``start``, before ``stop``, of those columns."""
-    cols = tl.arange(0, BLOCK)
-    mask = (start + tl.arange(0, ROWS) < stop)[:, None]
-    if D % BLOCK != 0:
-        mask = mask & (column + cols < D)[None, :]
-    first = tl.cast(start, tl.int64) * D + column
-    return first + (tl.arange(0, ROWS)[:, None] * D + cols[None, :]), mask
+BACKWARD = Launch(rows=8, tiles=32, warps=2)
 
 
 @triton.jit
 def _forward_rows(
-    x_ptr, gate_ptr, branch_ptr, out_ptr, column, first, stop,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, gate_ptr, branch_ptr, bias_ptr, out_ptr, column, first, stop,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample."""
-    gate = _gate(gate_ptr, column, D, BLOCK)
+    gate = load_columns(gate_ptr, column, D, BLOCK)
+    if HAS_BIAS:
+        bias = load_columns(bias_ptr, column, D, BLOCK)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
-        offsets, mask = _block(column, start, stop, D, BLOCK, ROWS)
+        offsets, mask = column_block(column, start, stop, D, BLOCK, ROWS)
         x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         branch = tl.load(branch_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            branch += bias
         tl.store(out_ptr + offsets, (x + gate * branch).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
-    x_ptr, gate_ptr, branch_ptr, out_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride,
+    x_ptr, gate_ptr, branch_ptr, bias_ptr, out_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     column = (tl.program_id(0) % BLOCKS) * BLOCK  # neighbours share rows, so that whole lines of DRAM are in use
     program = tl.program_id(0) // BLOCKS
@@ -81,36 +69,46 @@ def _forward_kernel(
         while first < stop:
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
             gate = of_sample(gate_ptr, sample, gate_stride)
-            _forward_rows(x_ptr, gate, branch_ptr, out_ptr, column, first, end, D, BLOCK, ROWS, STAGES)
+            _forward_rows(
+                x_ptr, gate, branch_ptr, bias_ptr, out_ptr, column, first, end, D, BLOCK, ROWS, STAGES, HAS_BIAS
+            )
             first = end
     else:
         gate = of_sample(gate_ptr, sample, gate_stride)
-        _forward_rows(x_ptr, gate, branch_ptr, out_ptr, column, first, stop, D, BLOCK, ROWS, STAGES)
+        _forward_rows(x_ptr, gate, branch_ptr, bias_ptr, out_ptr, column, first, stop, D, BLOCK, ROWS, STAGES, HAS_BIAS)
 
 
 @triton.jit
 def _backward_rows(
-    dout_ptr, gate_ptr, branch_ptr, dbranch_ptr, dgate_ptr, column, first, stop,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    dout_ptr, gate_ptr, branch_ptr, bias_ptr, dbranch_ptr, dgate_ptr, dbias_ptr, column, first, stop,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. stop, all of one sample: their dbranch and, to one slot, their sum for the gate."""
-    gate = _gate(gate_ptr, column, D, BLOCK)
+    """Rows first .. stop, all of one sample: their dbranch and, to one slot each, their sums for gate and bias."""
+    gate = load_columns(gate_ptr, column, D, BLOCK)
     dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # rows meet once, at the end: warps hold different rows
+    if HAS_BIAS:
+        bias = load_columns(bias_ptr, column, D, BLOCK)
+        total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
-        offsets, mask = _block(column, start, stop, D, BLOCK, ROWS)
+        offsets, mask = column_block(column, start, stop, D, BLOCK, ROWS)
         dout = tl.load(dout_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         branch = tl.load(branch_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         tl.store(dbranch_ptr + offsets, (gate * dout).to(dbranch_ptr.dtype.element_ty), mask=mask)
+        if HAS_BIAS:
+            branch += bias
+            total += dout
         dgate += branch * dout
-    cols = column + tl.arange(0, BLOCK)
-    tl.store(dgate_ptr + cols, tl.sum(dgate, axis=0).to(dgate_ptr.dtype.element_ty), mask=cols < D)
+    store_column_sums(dgate_ptr, dgate, column, D, BLOCK)
+    if HAS_BIAS:
+        store_column_sums(dbias_ptr, gate * total, column, D, BLOCK)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _backward_kernel(
-    dout_ptr, gate_ptr, branch_ptr, dbranch_ptr, dgate_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride,
+    dout_ptr, gate_ptr, branch_ptr, bias_ptr, dbranch_ptr, dgate_ptr, dbias_ptr, sample_ptr, rows, length,
+    chunks_per_sample, gate_stride,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     program = tl.program_id(0) // BLOCKS
@@ -118,38 +116,43 @@ def _backward_kernel(
     if PACKED:
         while first < stop:
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
-            gate = of_sample(gate_ptr, sample, gate_stride)
-            dgate = of_sample(dgate_ptr, program + sample, D)
-            _backward_rows(dout_ptr, gate, branch_ptr, dbranch_ptr, dgate, column, first, end, D, BLOCK, ROWS, STAGES)
+            slot = program + sample
+            _backward_rows(
+                dout_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr, dbranch_ptr,
+                of_sample(dgate_ptr, slot, D), of_sample(dbias_ptr, slot, D), column, first, end,
+                D, BLOCK, ROWS, STAGES, HAS_BIAS,
+            )  # fmt: skip
             first = end
     else:
-        gate = of_sample(gate_ptr, sample, gate_stride)
-        dgate = of_sample(dgate_ptr, program, D)
-        _backward_rows(dout_ptr, gate, branch_ptr, dbranch_ptr, dgate, column, first, stop, D, BLOCK, ROWS, STAGES)
+        _backward_rows(
+            dout_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr, dbranch_ptr,
+            of_sample(dgate_ptr, program, D), of_sample(dbias_ptr, program, D), column, first, stop,
+            D, BLOCK, ROWS, STAGES, HAS_BIAS,
+        )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- operator
 
 
-def _forward(x: Tensor, gate: Tensor, branch: Tensor, sample_of_row: Tensor | None) -> Tensor:
+def _forward(x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, sample_of_row: Tensor | None) -> Tensor:
     (gate,) = unit_columns(gate)
     width = x.shape[-1]
     block = block_width(width)
     blocks = -(-width // block)
     cut = common.cut_rows("gate_residual_forward", FORWARD, x, gate.shape[0], sample_of_row, blocks)
-    out = _forward_fake(x, gate, branch, sample_of_row)
+    out = _forward_fake(x, gate, branch, bias, sample_of_row)
     _forward_kernel[(cut.programs * blocks,)](
-        cut.x, gate, branch.contiguous(), out, *cut.shape_arguments, gate.stride(0),
-        D=width, BLOCK=block, BLOCKS=blocks, PACKED=cut.packed, **cut.launch.options(),
+        cut.x, gate, branch.contiguous(), common.or_unused(bias, x), out, *cut.shape_arguments, gate.stride(0),
+        D=width, BLOCK=block, BLOCKS=blocks, PACKED=cut.packed, HAS_BIAS=bias is not None, **cut.launch.options(),
     )  # fmt: skip
     return out
 
 
-def _forward_fake(x: Tensor, gate: Tensor, branch: Tensor, sample_of_row: Tensor | None) -> Tensor:
+def _forward_fake(x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, sample_of_row: Tensor | None) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _backward(dout: Tensor, gate: Tensor, branch: Tensor, sample_of_row: Tensor | None) -> tuple[Tensor, Tensor]:
+def _backward(dout: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, sample_of_row: Tensor | None):
     (gate,) = unit_columns(gate)
     width = branch.shape[-1]
     block = block_width(width)
@@ -157,36 +160,40 @@ def _backward(dout: Tensor, gate: Tensor, branch: Tensor, sample_of_row: Tensor 
     cut = common.cut_rows("gate_residual_backward", BACKWARD, branch, gate.shape[0], sample_of_row, blocks)
     dbranch = torch.empty(branch.shape, dtype=branch.dtype, device=branch.device)
     outputs, sums = cut.new_sums((gate,))
+    total = None if bias is None else cut.new_total()
     _backward_kernel[(cut.programs * blocks,)](
-        dout.contiguous(), gate, cut.x, dbranch, *sums, *cut.shape_arguments, gate.stride(0),
-        D=width, BLOCK=block, BLOCKS=blocks, PACKED=cut.packed, **cut.launch.options(),
+        dout.contiguous(), gate, cut.x, common.or_unused(bias, branch), dbranch, *sums,
+        common.or_unused(total, branch), *cut.shape_arguments, gate.stride(0),
+        D=width, BLOCK=block, BLOCKS=blocks, PACKED=cut.packed, HAS_BIAS=bias is not None, **cut.launch.options(),
     )  # fmt: skip
     cut.finish_sums(outputs, sums)
-    return dbranch, outputs[0]
+    return dbranch, outputs[0], common.finish_bias(total, bias, branch)
 
 
-def _backward_fake(dout: Tensor, gate: Tensor, branch: Tensor, sample_of_row: Tensor | None) -> tuple[Tensor, Tensor]:
-    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (branch, gate))
+def _backward_fake(dout: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, sample_of_row: Tensor | None):
+    dbranch, dgate = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (branch, gate))
+    return dbranch, dgate, common.like_bias(bias, branch)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    _, gate, branch, sample_of_row = inputs
-    ctx.save_for_backward(gate, branch, sample_of_row)
+    _, gate, branch, bias, sample_of_row = inputs
+    ctx.save_for_backward(gate, branch, bias, sample_of_row)
 
 
 def _autograd_backward(ctx, dout):
-    gate, branch, sample_of_row = ctx.saved_tensors
-    dbranch, dgate = torch.ops.opendit.gate_residual_backward(dout, gate, branch, sample_of_row)
-    return dout, dgate, dbranch, None
+    gate, branch, bias, sample_of_row = ctx.saved_tensors
+    dbranch, dgate, dbias = torch.ops.opendit.gate_residual_backward(dout, gate, branch, bias, sample_of_row)
+    return dout, dgate, dbranch, None if bias is None else dbias, None
 
 
 register(
-    "gate_residual_backward(Tensor dout, Tensor gate, Tensor branch, Tensor? sample_of_row) -> (Tensor, Tensor)",
+    "gate_residual_backward(Tensor dout, Tensor gate, Tensor branch, Tensor? bias, Tensor? sample_of_row) "
+    "-> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
 register(
-    "gate_residual(Tensor x, Tensor gate, Tensor branch, Tensor? sample_of_row) -> Tensor",
+    "gate_residual(Tensor x, Tensor gate, Tensor branch, Tensor? bias, Tensor? sample_of_row) -> Tensor",
     _forward,
     _forward_fake,
     _autograd_backward,
@@ -194,16 +201,22 @@ register(
 )
 
 
-def gate_residual(x: Tensor, gate: Tensor, branch: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """x + gate * branch by Triton kernels, differentiable in x, gate and branch.
+def gate_residual(
+    x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None = None, sample_of_row: Tensor | None = None
+) -> Tensor:
+    """x + gate * (branch + bias) by Triton kernels, differentiable in x, gate, branch and bias.
 
     Args:
         x, branch: (B, N, D) bf16, fp16 or fp32, not necessarily one dtype; or (rows, D) with ``sample_of_row``.
         gate: (B, D), any of these dtypes; rows may be strided (a chunk of a (B, 6 D) tensor).
+        bias: (D,), any of these dtypes, or None.
         sample_of_row: (rows,) int32 or int64, non-decreasing, the sample each row belongs to.
 
     Returns:
         x's shape and dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices don't fit.
     """
-    common.check_inputs(x, sample_of_row, {"branch": branch}, gate=gate)
-    return torch.ops.opendit.gate_residual(x, gate, branch, sample_of_row)
+    common.check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate)
+    return torch.ops.opendit.gate_residual(x, gate, branch, bias, sample_of_row)

@@ -1,10 +1,14 @@
-"""The end of one branch joined with the start of the next: h = x + gate * branch, y = LN(h) * (1 + scale) + shift.
+"""The end of one branch joined with the start of the next.
+
+    h = x + gate * (branch + bias),  y = LN(h) * (1 + scale) + shift
 
 Returns (h, y). x, branch (B, N, D) with gate, shift, scale (B, D); or packed, x, branch (rows, D) with sample_of_row
-(rows,), see kernels/common.py. h is not read back from memory for its LayerNorm: four tensors of activations move
-instead of five in the forward pass, and six instead of eight in the backward pass, which, given dh and dy, is
+(rows,), see kernels/common.py; bias (D,) or None, see gate_residual.py. h is not read back from memory for its
+LayerNorm: four tensors of activations move instead of five in the forward pass, and six instead of eight in the
+backward pass, which, given dh and dy, is
 
-    dx = dh + LN_backward(dy),  dbranch = gate * dx,  dgate = sum_N branch * dx
+    dx = dh + LN_backward(dy),  dbranch = gate * dx
+    dgate = sum_N (branch + bias) * dx,  dbias = sum_B gate * sum_N dx
     dshift = sum_N dy,  dscale = sum_N dy * hhat,  hhat = (h - mean) * rstd
 """
 
@@ -37,11 +41,12 @@ def gate_residual_layernorm_modulate_reference(
     branch: Tensor,
     shift: Tensor,
     scale: Tensor,
+    bias: Tensor | None = None,
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(x + gate * branch, LN of it * (1 + scale) + shift) in torch, in the inputs' precision."""
-    h = gate_residual.gate_residual_reference(x, gate, branch, sample_of_row)
+    """(x + gate * (branch + bias), LN of it * (1 + scale) + shift) in torch, in the inputs' precision."""
+    h = gate_residual.gate_residual_reference(x, gate, branch, bias, sample_of_row)
     return h, layernorm_modulate.layernorm_modulate_reference(h, shift, scale, eps, sample_of_row)
 
 
@@ -65,10 +70,24 @@ def backward_launch(width: int, element_size: int) -> Launch:
 
 
 @triton.jit
+def _load_branch(
+    branch_ptr, bias_ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Rows of branch + bias. The bias comes from the L1 cache for each tile: no registers are left to hold it."""
+    branch, branch_t = load_tiles(branch_ptr, row, live, D, MAIN, TAIL, ROWS)
+    if HAS_BIAS:
+        bias, bias_t = load_vectors(bias_ptr, D, MAIN, TAIL)
+        branch += bias
+        branch_t += bias_t
+    return branch, branch_t
+
+
+@triton.jit
 def _forward_rows(
-    x_ptr, gate_ptr, branch_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps,
+    x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr,
+    HOLD: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample."""
     if HOLD:
@@ -79,7 +98,7 @@ def _forward_rows(
         live = start + tl.arange(0, ROWS) < stop
         row = tl.cast(start, tl.int64)
         x, xt = load_tiles(x_ptr, row, live, D, MAIN, TAIL, ROWS)
-        branch, branch_t = load_tiles(branch_ptr, row, live, D, MAIN, TAIL, ROWS)
+        branch, branch_t = _load_branch(branch_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS)
         if not HOLD:
             gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
             shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
@@ -98,49 +117,51 @@ def _forward_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
-    x_ptr, gate_ptr, branch_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr, sample_ptr, rows, length,
-    chunks_per_sample, gate_stride, shift_stride, scale_stride, eps,
+    x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr, sample_ptr, rows,
+    length, chunks_per_sample, gate_stride, shift_stride, scale_stride, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     sample, first, stop = chunk_of_program(tl.program_id(0), rows, length, chunks_per_sample, CHUNK, PACKED)
     if PACKED:
         while first < stop:
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
             _forward_rows(
-                x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr,
+                x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
                 of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
-                h_ptr, y_ptr, mean_ptr, rstd_ptr, first, end, eps, D, MAIN, TAIL, ROWS, STAGES, HOLD,
+                h_ptr, y_ptr, mean_ptr, rstd_ptr, first, end, eps, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_BIAS,
             )  # fmt: skip
             first = end
     else:
         _forward_rows(
-            x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr,
+            x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
             of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
-            h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps, D, MAIN, TAIL, ROWS, STAGES, HOLD,
+            h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_BIAS,
         )  # fmt: skip
 
 
 @triton.jit
 def _backward_rows(
-    dh_ptr, dy_ptr, h_ptr, gate_ptr, branch_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
-    dgate_ptr, dshift_ptr, dscale_ptr, first, stop,
+    dh_ptr, dy_ptr, h_ptr, gate_ptr, branch_ptr, bias_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
+    dgate_ptr, dshift_ptr, dscale_ptr, dbias_ptr, first, stop,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, HAS_DH: tl.constexpr,
+    HOLD: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. stop, all of one sample: their dx and dbranch and, to one slot, their three sums."""
+    """Rows first .. stop, all of one sample: their dx and dbranch and, to one slot each, their sums."""
     if HOLD:
         gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
     dgate, dgate_t = zero_vectors(MAIN, TAIL)
     dshift, dshift_t = zero_vectors(MAIN, TAIL)
     dscale, dscale_t = zero_vectors(MAIN, TAIL)
+    if HAS_BIAS:
+        total, total_t = zero_vectors(MAIN, TAIL)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
         live = start + tl.arange(0, ROWS) < stop
         row = tl.cast(start, tl.int64)
         h, ht = load_tiles(h_ptr, row, live, D, MAIN, TAIL, ROWS)
         dy, dyt = load_tiles(dy_ptr, row, live, D, MAIN, TAIL, ROWS)
-        branch, branch_t = load_tiles(branch_ptr, row, live, D, MAIN, TAIL, ROWS)
+        branch, branch_t = _load_branch(branch_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS)
         if HAS_DH:
             dh, dht = load_tiles(dh_ptr, row, live, D, MAIN, TAIL, ROWS)
         if not HOLD:
@@ -157,6 +178,10 @@ def _backward_rows(
         store_tiles(dx_ptr, dx, dxt, row, live, D, MAIN, TAIL, ROWS)
         store_tiles(dbranch_ptr, gate * dx, gate_t * dxt, row, live, D, MAIN, TAIL, ROWS)
         dgate += tl.sum(branch * dx, axis=0)
+        if HAS_BIAS:
+            total += tl.sum(dx, axis=0)
+            if TAIL > 0:
+                total_t += tl.sum(dxt, axis=0)
         dshift += tl.sum(dy, axis=0)
         dscale += tl.sum(dy * h, axis=0)
         if TAIL > 0:
@@ -166,14 +191,21 @@ def _backward_rows(
     store_vectors(dgate_ptr, dgate, dgate_t, D, MAIN, TAIL)
     store_vectors(dshift_ptr, dshift, dshift_t, D, MAIN, TAIL)
     store_vectors(dscale_ptr, dscale, dscale_t, D, MAIN, TAIL)
+    if HAS_BIAS:
+        gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
+        total = tl.sum(gate, axis=0) * total  # gate as (MAIN,): a sum over its one row
+        if TAIL > 0:
+            total_t = tl.sum(gate_t, axis=0) * total_t
+        store_vectors(dbias_ptr, total, total_t, D, MAIN, TAIL)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _backward_kernel(
-    dh_ptr, dy_ptr, h_ptr, gate_ptr, branch_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
-    dgate_ptr, dshift_ptr, dscale_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride, scale_stride,
+    dh_ptr, dy_ptr, h_ptr, gate_ptr, branch_ptr, bias_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
+    dgate_ptr, dshift_ptr, dscale_ptr, dbias_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride,
+    scale_stride,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_DH: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
@@ -182,18 +214,18 @@ def _backward_kernel(
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
             slot = program + sample
             _backward_rows(
-                dh_ptr, dy_ptr, h_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr,
+                dh_ptr, dy_ptr, h_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
                 of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
                 of_sample(dgate_ptr, slot, D), of_sample(dshift_ptr, slot, D), of_sample(dscale_ptr, slot, D),
-                first, end, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_DH,
+                of_sample(dbias_ptr, slot, D), first, end, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_DH, HAS_BIAS,
             )  # fmt: skip
             first = end
     else:
         _backward_rows(
-            dh_ptr, dy_ptr, h_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr,
+            dh_ptr, dy_ptr, h_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
             of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
             of_sample(dgate_ptr, program, D), of_sample(dshift_ptr, program, D), of_sample(dscale_ptr, program, D),
-            first, stop, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_DH,
+            of_sample(dbias_ptr, program, D), first, stop, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_DH, HAS_BIAS,
         )  # fmt: skip
 
 
@@ -201,8 +233,9 @@ def _backward_kernel(
 
 
 def _forward(
-    x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float
-):
+    x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None,
+    sample_of_row: Tensor | None, eps: float,
+):  # fmt: skip
     gate, shift, scale = unit_columns(gate, shift, scale)
     width = x.shape[-1]
     cut = common.cut_rows(
@@ -212,19 +245,20 @@ def _forward(
         gate.shape[0],
         sample_of_row,
     )
-    outputs = _forward_fake(x, gate, branch, shift, scale, sample_of_row, eps)
+    outputs = _forward_fake(x, gate, branch, shift, scale, bias, sample_of_row, eps)
     main, tail = split_width(width)
     _forward_kernel[(cut.programs,)](
-        cut.x, gate, branch.contiguous(), shift, scale, *outputs, *cut.shape_arguments,
+        cut.x, gate, branch.contiguous(), common.or_unused(bias, x), shift, scale, *outputs, *cut.shape_arguments,
         gate.stride(0), shift.stride(0), scale.stride(0), eps,
-        D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, **cut.launch.options(),
+        D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, HAS_BIAS=bias is not None, **cut.launch.options(),
     )  # fmt: skip
     return outputs
 
 
 def _forward_fake(
-    x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float
-):
+    x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None,
+    sample_of_row: Tensor | None, eps: float,
+):  # fmt: skip
     rows = x.numel() // x.shape[-1]
     h, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -232,8 +266,8 @@ def _forward_fake(
 
 
 def _backward(
-    dy: Tensor, dh: Tensor | None, h: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor,
-    sample_of_row: Tensor | None,
+    dy: Tensor, dh: Tensor | None, h: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, bias: Tensor | None,
+    mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None,
 ):  # fmt: skip
     gate, scale = unit_columns(gate, scale)
     width = h.shape[-1]
@@ -247,53 +281,60 @@ def _backward(
     dx = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     dbranch = torch.empty(branch.shape, dtype=branch.dtype, device=branch.device)
     outputs, sums = cut.new_sums((gate, scale, scale))
+    total = None if bias is None else cut.new_total()
     dy = dy.contiguous()
     main, tail = split_width(width)
     _backward_kernel[(cut.programs,)](
-        dy if dh is None else dh.contiguous(), dy, cut.x, gate, branch.contiguous(), scale, mean, rstd, dx, dbranch,
-        *sums, *cut.shape_arguments, gate.stride(0), scale.stride(0),
-        D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, HAS_DH=dh is not None, **cut.launch.options(),
+        dy if dh is None else dh.contiguous(), dy, cut.x, gate, branch.contiguous(), common.or_unused(bias, h), scale,
+        mean, rstd, dx, dbranch, *sums, common.or_unused(total, h), *cut.shape_arguments,
+        gate.stride(0), scale.stride(0),
+        D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, HAS_DH=dh is not None, HAS_BIAS=bias is not None,
+        **cut.launch.options(),
     )  # fmt: skip
     cut.finish_sums(outputs, sums)
-    return dx, dbranch, *outputs
+    return dx, dbranch, *outputs, common.finish_bias(total, bias, h)
 
 
 def _backward_fake(
-    dy: Tensor, dh: Tensor | None, h: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor,
-    sample_of_row: Tensor | None,
+    dy: Tensor, dh: Tensor | None, h: Tensor, gate: Tensor, branch: Tensor, scale: Tensor, bias: Tensor | None,
+    mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None,
 ):  # fmt: skip
-    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (h, branch, gate, scale, scale))
+    grads = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (h, branch, gate, scale, scale))
+    return *grads, common.like_bias(bias, h)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    _, gate, branch, _, scale, sample_of_row, _ = inputs
+    _, gate, branch, _, scale, bias, sample_of_row, _ = inputs
     h, _, mean, rstd = output
     ctx.set_materialize_grads(False)  # an output that the loss does not see costs no zeros and no reading of them
-    ctx.save_for_backward(h, gate, branch, scale, mean, rstd, sample_of_row)
+    ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row)
 
 
 def _autograd_backward(ctx, dh, dy, dmean, drstd):
-    h, gate, branch, scale, mean, rstd, sample_of_row = ctx.saved_tensors
+    h, gate, branch, scale, bias, mean, rstd, sample_of_row = ctx.saved_tensors
+    if dy is None and dh is None:
+        return (None,) * 8
+    dshift = dscale = None
     if dy is None:
-        if dh is None:
-            return (None,) * 7
-        dbranch, dgate = torch.ops.opendit.gate_residual_backward(dh, gate, branch, sample_of_row)
-        return dh, dgate, dbranch, None, None, None, None
-    dx, dbranch, dgate, dshift, dscale = torch.ops.opendit.gate_residual_layernorm_modulate_backward(
-        dy, dh, h, gate, branch, scale, mean, rstd, sample_of_row
-    )
-    return dx, dgate, dbranch, dshift, dscale, None, None
+        dx = dh
+        dbranch, dgate, dbias = torch.ops.opendit.gate_residual_backward(dh, gate, branch, bias, sample_of_row)
+    else:
+        dx, dbranch, dgate, dshift, dscale, dbias = torch.ops.opendit.gate_residual_layernorm_modulate_backward(
+            dy, dh, h, gate, branch, scale, bias, mean, rstd, sample_of_row
+        )
+    return dx, dgate, dbranch, dshift, dscale, None if bias is None else dbias, None, None
 
 
 register(
     "gate_residual_layernorm_modulate_backward(Tensor dy, Tensor? dh, Tensor h, Tensor gate, Tensor branch, "
-    "Tensor scale, Tensor mean, Tensor rstd, Tensor? sample_of_row) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor scale, Tensor? bias, Tensor mean, Tensor rstd, Tensor? sample_of_row) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
 register(
     "gate_residual_layernorm_modulate(Tensor x, Tensor gate, Tensor branch, Tensor shift, Tensor scale, "
-    "Tensor? sample_of_row, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? bias, Tensor? sample_of_row, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
     _autograd_backward,
@@ -307,19 +348,26 @@ def gate_residual_layernorm_modulate(
     branch: Tensor,
     shift: Tensor,
     scale: Tensor,
+    bias: Tensor | None = None,
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """h = x + gate * branch and y = LN(h) * (1 + scale) + shift by Triton kernels, differentiable in all five.
+    """h = x + gate * (branch + bias) and y = LN(h) * (1 + scale) + shift by Triton kernels, differentiable in all six.
 
     Args:
         x, branch: (B, N, D) bf16, fp16 or fp32, not necessarily one dtype; or (rows, D) with ``sample_of_row``.
         gate, shift, scale: (B, D), shift and scale of one dtype; rows may be strided (chunks of a (B, 6 D) tensor).
+        bias: (D,) bf16, fp16 or fp32, or None.
         sample_of_row: (rows,) int32 or int64, non-decreasing, the sample each row belongs to.
 
     Returns:
         (h, y), both of x's shape and dtype; y is normalised from h as rounded to that dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices don't fit.
     """
-    common.check_inputs(x, sample_of_row, {"branch": branch}, gate=gate, shift=shift, scale=scale)
-    outputs = torch.ops.opendit.gate_residual_layernorm_modulate(x, gate, branch, shift, scale, sample_of_row, eps)
+    common.check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)
+    outputs = torch.ops.opendit.gate_residual_layernorm_modulate(
+        x, gate, branch, shift, scale, bias, sample_of_row, eps
+    )
     return outputs[0], outputs[1]

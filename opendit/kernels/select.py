@@ -1,14 +1,20 @@
 """Which kernels a run uses, and why: flags and hardware in, operations for the model and one line each out."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from opendit.config import SpeedFlags
+from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.common import kernels_available
+from opendit.kernels.gate_residual import gate_residual
+from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
+from opendit.kernels.split_heads import split_heads
 from opendit.models.layers import BlockOps, layer_norm, modulate
 
 
@@ -31,6 +37,11 @@ def select_kernels(
     """
     ops, ops_note = _block_ops(flags, device, dtype)
     attend, attention_note = _attention(flags, device, dtype, head_dim, tokens)
+    if flags.enable_flashattn:
+        usable, why = kernels_available(device, dtype)
+        if usable:
+            ops = replace(ops, linear_heads=_linear_heads)
+        attention_note += "; qkv's gradient in one pass" if usable else f"; qkv's gradient by torch: {why}"
     return KernelChoice(ops, attend, ops_note, attention_note)
 
 
@@ -57,19 +68,42 @@ def _block_ops(flags, device, dtype) -> tuple[BlockOps, str]:
         reason = f"; no modulate kernel: {why}" if flags.enable_modulate_kernel else ""
         ops = BlockOps() if norm is None else BlockOps(layernorm_modulate=_after(norm, modulate))
         return ops, norm_note + reason
-    from opendit.kernels import gate_residual as gate
-    from opendit.kernels import gate_residual_layernorm_modulate as joined
-    from opendit.kernels import layernorm_modulate as adaln
-
+    ops = BlockOps(linear_gelu=_linear_gelu, linear_gate_residual=_linear_gate_residual)
     if flags.enable_layernorm_kernel:
-        return BlockOps(
+        return replace(
+            ops,
             layernorm_modulate=adaln.layernorm_modulate,
-            gate_residual=gate.gate_residual,
-            gate_residual_layernorm_modulate=joined.gate_residual_layernorm_modulate,
-        ), f"LayerNorm + modulate + gated residual fused ({why})"
-    return BlockOps(
-        layernorm_modulate=_after(norm or layer_norm, adaln.modulate), gate_residual=gate.gate_residual
-    ), f"modulate and gated residual fused, {norm_note} ({why})"
+            linear_gate_residual_layernorm_modulate=_linear_gate_residual_layernorm_modulate,
+        ), f"LayerNorm + modulate, gated residual and biases fused ({why})"
+    return replace(
+        ops, layernorm_modulate=_after(norm or layer_norm, adaln.modulate)
+    ), f"modulate, gated residual and biases fused, {norm_note} ({why})"
+
+
+# ------------------------------------------------------------------------- BlockOps by kernels: the biases move to them
+
+
+def _linear_heads(x: Tensor, linear: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    bias = linear.bias
+    # The matrix product adds a bias for nothing; only its gradient moves to the kernel. Not so for a parameter that
+    # watches torch's calls: Gemini fetches it for one call and may free it before the next, so detach() gives no hold.
+    if torch.overrides.has_torch_function((bias,)):
+        return split_heads(linear(x), num_heads)
+    return split_heads(F.linear(x, linear.weight, bias.detach()), num_heads, bias)
+
+
+def _linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
+    return bias_gelu(F.linear(x, linear.weight), linear.bias)
+
+
+def _linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear) -> Tensor:
+    return gate_residual(x, gate, F.linear(z, linear.weight), linear.bias)
+
+
+def _linear_gate_residual_layernorm_modulate(
+    x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    return gate_residual_layernorm_modulate(x, gate, F.linear(z, linear.weight), shift, scale, linear.bias)
 
 
 def _after(norm, modulation):

@@ -93,6 +93,34 @@ def store_tiles(
         store_tile(ptr, tail, row, live, MAIN, TAIL, D, ROWS)
 
 
+# --------------------------------------------------------------------------- blocks of columns, where no row is summed
+
+
+@triton.jit
+def load_columns(ptr, column, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns column .. column + BLOCK of one row, fp32 (1, BLOCK); zero beyond D."""
+    cols = column + tl.arange(0, BLOCK)
+    return tl.load(ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def store_column_sums(ptr, sums, column, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of a (ROWS, BLOCK) tile's columns, rounded to the pointer's dtype."""
+    cols = column + tl.arange(0, BLOCK)
+    tl.store(ptr + cols, tl.sum(sums, axis=0).to(ptr.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def column_block(column, start, stop, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """(offsets, mask) of a tile of rows from ``start``, before ``stop``, of those columns."""
+    cols = tl.arange(0, BLOCK)
+    mask = (start + tl.arange(0, ROWS) < stop)[:, None]
+    if D % BLOCK != 0:
+        mask = mask & (column + cols < D)[None, :]
+    first = tl.cast(start, tl.int64) * D + column
+    return first + (tl.arange(0, ROWS)[:, None] * D + cols[None, :]), mask
+
+
 # ----------------------------------------------------------------------------------------------- sums and statistics
 
 

@@ -139,14 +139,14 @@ class DiTBlock(nn.Module):
 
     def forward(self, x: Tensor, c: Tensor, context: Context | None = None) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
-        branch = self.attn(self.ops.layernorm_modulate(x, shift_a, scale_a))
+        heads = self.attn.heads(self.ops.layernorm_modulate(x, shift_a, scale_a), self.ops)
         if self.cross_attn is None:
-            x, y = self.ops.residual_then_norm(x, gate_a, branch, shift_m, scale_m)
+            x, y = self.ops.residual_then_norm(x, gate_a, heads, self.attn.proj, shift_m, scale_m)
         else:
-            x = self.ops.gate_residual(x, gate_a, branch)
+            x = self.ops.linear_gate_residual(x, gate_a, heads, self.attn.proj)
             x = x + self.cross_attn(layer_norm(x), *context)
             y = self.ops.layernorm_modulate(x, shift_m, scale_m)
-        return self.ops.gate_residual(x, gate_m, self.mlp(y))
+        return self.ops.linear_gate_residual(x, gate_m, self.mlp.hidden(y, self.ops), self.mlp.fc2)
 
 
 class FinalLayer(nn.Module):

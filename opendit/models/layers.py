@@ -27,30 +27,49 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return modulate(layer_norm(x), shift, scale)
 
 
-def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
-    """x + gate * branch for x, branch (B, N, D) and gate (B, D): adaLN-Zero's residual connection."""
-    return x + gate.unsqueeze(1) * branch
+def linear_heads(x: Tensor, linear: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (B, H, N, d) of x (B, N, D): views of one projection to 3 D."""
+    B, N, D = x.shape
+    return linear(x).view(B, N, 3, num_heads, D // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
+    """GELU(linear(x)), tanh form."""
+    return F.gelu(linear(x), approximate="tanh")
+
+
+def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear) -> Tensor:
+    """x + gate * linear(z) for x (B, N, D) and gate (B, D): adaLN-Zero's residual connection."""
+    return x + gate.unsqueeze(1) * linear(z)
 
 
 @dataclass(frozen=True)
 class BlockOps:
     """The memory-bound operations of a block; kernels take the place of these torch expressions.
 
-    ``gate_residual_layernorm_modulate(x, gate, branch, shift, scale)``, when given, is the two others in one
-    pass: it returns (h, y) with h = x + gate * branch and y = LN(h) * (1 + scale) + shift.
+    They are given the linear layer next to them, not its output, because kernels take its bias over: adding a bias and
+    summing its gradient cost a pass over the activations each, and nothing where a kernel passes anyway.
+
+    ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)``, when given, is the two others in one
+    pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
     """
 
     layernorm_modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = layernorm_modulate
-    gate_residual: Callable[[Tensor, Tensor, Tensor], Tensor] = gate_residual
-    gate_residual_layernorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = None
+    linear_heads: Callable[[Tensor, nn.Linear, int], tuple[Tensor, Tensor, Tensor]] = linear_heads
+    linear_gelu: Callable[[Tensor, nn.Linear], Tensor] = linear_gelu
+    linear_gate_residual: Callable[[Tensor, Tensor, Tensor, nn.Linear], Tensor] = linear_gate_residual
+    linear_gate_residual_layernorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def residual_then_norm(
-        self, x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor
+        self, x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, shift: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
-        if self.gate_residual_layernorm_modulate is not None:
-            return self.gate_residual_layernorm_modulate(x, gate, branch, shift, scale)
-        h = self.gate_residual(x, gate, branch)
+        if self.linear_gate_residual_layernorm_modulate is not None:
+            return self.linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)
+        h = self.linear_gate_residual(x, gate, z, linear)
         return h, self.layernorm_modulate(h, shift, scale)
+
+
+TORCH_OPS = BlockOps()
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -71,10 +90,13 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = local_attention
 
+    def heads(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
+        """What the heads see, side by side, (B, N, D): all but the output projection, for which see BlockOps."""
+        q, k, v = ops.linear_heads(x, self.qkv, self.num_heads)
+        return self.attend(q, k, v).transpose(1, 2).reshape(x.shape)
+
     def forward(self, x: Tensor) -> Tensor:
-        B, N, D = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.num_heads, D // self.num_heads).permute(2, 0, 3, 1, 4)
-        return self.proj(self.attend(q, k, v).transpose(1, 2).reshape(B, N, D))
+        return self.proj(self.heads(x))
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -116,8 +138,12 @@ class Mlp(nn.Module):
         self.fc1 = nn.Linear(dim, hidden)
         self.fc2 = nn.Linear(hidden, dim)
 
+    def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
+        """The hidden layer (B, N, hidden): all but fc2, for which see BlockOps."""
+        return ops.linear_gelu(x, self.fc1)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        return self.fc2(self.hidden(x))
 
 
 class PatchEmbed(nn.Module):

@@ -27,16 +27,22 @@ Span = tuple[int, int]
 
 @dataclass
 class StepResult:
-    """What a step did: the unscaled gradient norm before clipping, and whether the step was skipped
-    because a gradient was not finite (then no weight, moment or EMA has changed)."""
+    """What a step did, as 0-dim tensors on the device: reading one waits for the device, which a step itself need not.
 
-    grad_norm: float
-    skipped: bool
-    loss_scale: float = 1.0
+    grad_norm: unscaled and before clipping. finite: whether it was, and the step was taken; if not, no weight, moment
+    or average has changed. loss_scale: of fp16's scaler, else 1.
+    """
+
+    grad_norm: Tensor
+    finite: Tensor
+    loss_scale: Tensor | float = 1.0
 
 
 class Engine(ABC):
-    """Drives a module under one plugin. Build with :func:`build_engine`."""
+    """Drives a module under one plugin. Build with :func:`build_engine`.
+
+    skipped, skipped_in_a_row: steps that were not taken, 0-dim int64 tensors on the device.
+    """
 
     def __init__(self, module: nn.Module, mesh: Mesh, plugin: str, precision: str, settings: dict):
         self.mesh, self.precision, self.dtype = mesh, precision, PRECISIONS[precision]
@@ -45,7 +51,7 @@ class Engine(ABC):
         # the fp32 initialisation itself, and position tables stay fp32.
         initial = {n: p.detach().float().cpu().clone() for n, p in module.named_parameters() if p.requires_grad}
         buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
-        adam, self.optimizer_name = colossal.build_optimizer(module, settings["lr"], settings["weight_decay"])
+        adam, self.optimizer_name = colossal.build_optimizer(module, settings["lr"], settings["weight_decay"], plugin)
         self.model, self.optimizer = colossal.boost(
             plugin,
             precision,
@@ -56,6 +62,8 @@ class Engine(ABC):
         )
         self.module, self.adam = module, adam
         self.grad_clip = settings["grad_clip"]
+        self.skipped = torch.zeros((), dtype=torch.int64, device=mesh.device)
+        self.skipped_in_a_row = torch.zeros_like(self.skipped)
         for name, buffer in module.named_buffers():
             buffer.data = buffers[name].to(mesh.device)
         self._locate()
@@ -81,9 +89,26 @@ class Engine(ABC):
     def backward(self, loss: Tensor) -> None:
         self.optimizer.backward(loss)
 
-    @abstractmethod
     def step(self) -> StepResult:
         """Clips, updates the masters and the working weights, and clears the gradients."""
+        result = self._step()
+        self.skipped += ~result.finite
+        self.skipped_in_a_row.add_(1).mul_(~result.finite)
+        return result
+
+    @abstractmethod
+    def _step(self) -> StepResult:
+        """``step`` without the counting."""
+
+    def attach_averages(self, averages: list[dict[str, Tensor]], decays, updates: Tensor) -> bool:
+        """Asks the optimizer to update these averages of the masters in its own pass over memory, if it has one:
+        ``decays(updates)`` gives the decays, and ``updates`` is counted up. Returns whether it will."""
+        return False
+
+    def _on_host(self, grad_norm: float, loss_scale: float) -> StepResult:
+        """The result of a step whose norm the host has read."""
+        norm = torch.tensor(grad_norm, dtype=torch.float64)
+        return StepResult(norm, torch.tensor(math.isfinite(grad_norm), device=self.mesh.device), loss_scale)
 
     def set_lr(self, lr: float) -> None:
         for group in self.adam.param_groups:
@@ -181,10 +206,15 @@ def _even_spans(numel: int, parts: int) -> list[Span]:
 class Zero2Engine(Engine):
     """ZeRO stage 2: gradients, masters and moments sharded flat and even, working weights whole."""
 
-    def step(self) -> StepResult:
-        scale = self.scaler_state().get("scale", 1.0)
+    def _step(self) -> StepResult:
+        scaler = self._scaler()
+        scale = 1.0 if scaler is None else scaler.scale.clone()
         self.optimizer.step()
-        return StepResult(self.optimizer._current_grad_norm, self.optimizer.skipped, scale)
+        return StepResult(self.optimizer.grad_norm, self.optimizer.finite, scale)
+
+    def attach_averages(self, averages, decays, updates):
+        self.optimizer.attach_averages([[pieces[name] for name in self.shapes] for pieces in averages], decays, updates)
+        return True
 
     def _locate(self):
         named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -230,19 +260,18 @@ class DDPEngine(Engine):
     def backward(self, loss):
         self._torch_scaler.scale(loss).backward()
 
-    def step(self) -> StepResult:
+    def _step(self) -> StepResult:
         scale = self._torch_scaler.get_scale()
         self._torch_scaler.unscale_(self.adam)
         params = list(self._params.values())
         bound = self.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(params, bound).item()
-        skipped = not math.isfinite(norm)
-        if not skipped:
+        if math.isfinite(norm):
             self.adam.step()
         if self._torch_scaler.is_enabled():
             self._torch_scaler.update()
         self.adam.zero_grad(set_to_none=True)
-        return StepResult(norm, skipped, scale)
+        return self._on_host(norm, scale)
 
     def master(self, name):
         return self._params[name].detach().view(-1)[slice(*self.span(name))]
@@ -309,14 +338,14 @@ class GeminiEngine(Engine):
 
         mixin.should_skip_step = decide_and_note
 
-    def step(self) -> StepResult:
+    def _step(self) -> StepResult:
         scale = self.scaler_state().get("scale", 1.0)
         self.optimizer.step()
         if self._skipped:
             # Without this the next micro-batch would be added to the bad gradients.
             self.optimizer.chunk_manager.accumulating_grads = False
-            return StepResult(math.inf, True, scale)
-        return StepResult(self.optimizer._current_grad_norm / scale, False, scale)
+            return self._on_host(math.inf, scale)
+        return self._on_host(self.optimizer._current_grad_norm / scale, scale)
 
     def master(self, name):
         # Read the fp32 chunk, never its half-precision pair: that one's memory is reused for gradients.

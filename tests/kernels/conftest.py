@@ -1,10 +1,11 @@
-"""test_operators.py needs TRITON_INTERPRET=1 from before triton's import, which would also turn the kernels of every
-other test in the process into interpreted ones. So it runs in a process of its own (test_interpreter.py starts it)."""
+"""The tests of INTERPRETED need TRITON_INTERPRET=1 from before triton's import, which would also turn the kernels of
+every other test in the process into interpreted ones. So they run in a process of their own (test_interpreter.py)."""
 
 import os
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-collect_ignore = [] if INTERPRETING else ["test_operators.py"]
+INTERPRETED = ["test_operators.py", "test_split_heads.py", "test_kernels_in_models.py"]
+collect_ignore = [] if INTERPRETING else INTERPRETED
 
 
 def let_old_interpreters_loop() -> None:

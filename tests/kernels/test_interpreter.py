@@ -1,5 +1,5 @@
-"""Runs test_operators.py where Triton interprets kernels on the CPU. To see its cases one by one:
-``TRITON_INTERPRET=1 python -m pytest tests/kernels/test_operators.py``."""
+"""Runs conftest.INTERPRETED where Triton interprets kernels on the CPU. To see the cases one by one:
+``TRITON_INTERPRET=1 python -m pytest tests/kernels``."""
 
 import os
 import subprocess
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendit.kernels.common import TRITON, interpreting
+from tests.kernels.conftest import INTERPRETED
 
 
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
@@ -16,7 +17,8 @@ from opendit.kernels.common import TRITON, interpreting
 def test_operators_in_the_interpreter():
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_operators.py"]
+    files = [f"tests/kernels/{name}" for name in INTERPRETED]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert " passed" in result.stdout, result.stdout[-2000:]

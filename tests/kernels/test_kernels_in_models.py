@@ -1,0 +1,97 @@
+"""Whole models with the kernels in Triton's interpreter: what a model with torch's expressions computes."""
+
+import pytest
+import torch
+
+from opendit.config import SpeedFlags
+from opendit.kernels.select import select_kernels
+from opendit.models import DiT, DiTConfig
+from opendit.models.layers import TORCH_OPS
+from tests.models.test_dit import randomised
+from tests.ranks import run_ranks
+
+CONFIG = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3)
+ALL = SpeedFlags(enable_modulate_kernel=True, enable_layernorm_kernel=True, enable_flashattn=True)
+
+
+def with_kernels(model: DiT, flags: SpeedFlags = ALL) -> DiT:
+    choice = select_kernels(flags, torch.device("cpu"), torch.float32, 24, CONFIG.tokens)
+    return model.use(ops=choice.ops, attend=choice.attend)
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 4, 4, generator=generator)
+    return x, torch.tensor([1, 20, 300]), torch.tensor([0, 1, 3])
+
+
+def gradients(model: DiT) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    output = model(*inputs())
+    output.square().mean().backward()
+    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_flags_choose_the_operations():
+    torch_ops = {name for name in vars(TORCH_OPS)}
+    by_flags = {
+        (True, False, False): {"layernorm_modulate", "linear_gelu", "linear_gate_residual"},
+        (False, False, True): {"linear_heads"},
+        (True, True, True): torch_ops,
+    }
+    for flags, replaced in by_flags.items():
+        ops = with_kernels(DiT(CONFIG), SpeedFlags(*flags)).blocks[0].ops
+        assert {name for name in torch_ops if getattr(ops, name) is not getattr(TORCH_OPS, name)} == replaced
+
+
+@pytest.mark.parametrize("flags", ((True, True, True), (True, False, False), (False, False, True)))
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_a_model_with_kernels_is_the_model_without(flags, checkpointed):
+    model = randomised(DiT(CONFIG))
+    for parameter in model.parameters():  # biases that are zero would hide that one was left out
+        if parameter.dim() == 1:
+            parameter.data.normal_(std=0.5)
+    want, want_grads = gradients(model)
+    keys = set(model.state_dict())
+    with_kernels(model, SpeedFlags(*flags)).grad_checkpoint = checkpointed
+    got, got_grads = gradients(model)
+    assert set(model.state_dict()) == keys
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for name, grad in want_grads.items():
+        torch.testing.assert_close(got_grads[name], grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    with torch.no_grad():
+        assert torch.equal(model(*inputs()), got)
+
+
+def test_compiled_blocks_with_kernels():
+    model = with_kernels(randomised(DiT(CONFIG)))
+    want, want_grads = gradients(model)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    got, got_grads = gradients(model)
+    torch.testing.assert_close(got, want)
+    for name, grad in want_grads.items():
+        torch.testing.assert_close(got_grads[name], grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def engine_curve(mesh, plugin: str, precision: str, kernels: bool) -> list[float]:
+    from opendit.parallel.engine import build_engine
+
+    torch.manual_seed(0)
+    model = randomised(DiT(CONFIG))
+    engine = build_engine(with_kernels(model) if kernels else model, mesh, plugin=plugin, precision=precision, lr=1e-2)
+    losses = []
+    for _ in range(4):
+        with engine.micro_batch(last=True):
+            loss = (engine.forward(*inputs()).float() - 1).square().mean()
+            engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("plugin", "precision"), (("zero2", "fp32"), ("ddp", "bf16"), ("gemini", "bf16")))
+def test_plugins_reach_the_biases_that_kernels_took_over(plugin, precision):
+    (want,), (got,) = (run_ranks(1, engine_curve, plugin, precision, kernels) for kernels in (False, True))
+    assert want[-1] < 0.8 * want[0]  # it learns, so every gradient counts
+    assert got == pytest.approx(want, rel=1e-4 if precision == "fp32" else 2e-2)

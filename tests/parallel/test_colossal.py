@@ -1,0 +1,157 @@
+"""What ZeroOptimizer adds to Colossal-AI's: buckets, averages in the step, loss scaling, a count that can be loaded."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.ranks import run_ranks
+
+DECAYS = (0.5, 0.9)
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def build(precision: str, clip: float = 0.0):
+    """A net whose parameter counts don't divide by 2, and a parameter that no loss uses."""
+    from opendit.parallel import colossal
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
+    module.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    adam, _ = colossal.build_optimizer(module, 1e-2, 0.1, plugin="zero2")
+    _, optimizer = colossal.boost(
+        "zero2", precision, module, adam, grad_clip=clip, accumulate=False, initial_scale=64.0
+    )
+    return module, optimizer
+
+
+def loss_of(module, precision: str, step: int, rank: int):
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank)).to(PRECISIONS[precision])
+    return module(x).float().square().mean()
+
+
+def pieces(optimizer):
+    """This rank's masters without padding."""
+    return [m[:n] for m, n in zip(optimizer._masters, optimizer._own_sizes(), strict=True)]
+
+
+def several_steps(mesh, bucket: int):
+    """Gradients in buckets of ``bucket`` elements and gathers of as many bytes; averages kept by hand as well."""
+    from opendit.kernels.adamw_ema import constant_decays
+    from opendit.parallel import colossal
+
+    colossal.GATHER_BYTES = bucket
+    module, optimizer = build("fp32", clip=0.05)
+    optimizer._reduce_bucket_size = bucket
+    averages = [[m.clone() for m in pieces(optimizer)] for _ in DECAYS]
+    expected = [[m.clone() for m in pieces(optimizer)] for _ in DECAYS]
+    updates = torch.zeros(())
+    optimizer.attach_averages(averages, constant_decays(DECAYS, mesh.device), updates)
+    norms = []
+    for step in range(3):
+        for micro in range(2):
+            optimizer.backward(loss_of(module, "fp32", 2 * step + micro, mesh.rank) / 2)
+        optimizer.step()
+        norms.append(optimizer.grad_norm.item())
+        for decay, kept in zip(DECAYS, expected, strict=True):
+            for average, master in zip(kept, pieces(optimizer), strict=True):
+                average.lerp_(master, 1 - decay)
+    assert updates.item() == 3 and all(p.grad is None for p in module.parameters())
+    for got, want in zip(averages, expected, strict=True):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+    return norms, [p.detach().clone() for p in module.parameters()]
+
+
+def plain_steps(world: int):
+    """The same training in one process, with torch alone."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
+    adam = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    norms = []
+    for step in range(3):
+        for micro in range(2):
+            for rank in range(world):
+                (loss_of(module, "fp32", 2 * step + micro, rank) / 2 / world).backward()
+        norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.05).item())
+        adam.step()
+        adam.zero_grad()
+    return norms, list(module.parameters())
+
+
+@pytest.mark.parametrize("world,bucket", [(1, 1), (2, 1), (2, 40), (2, 1 << 20)])
+def test_buckets_and_averages(world, bucket):
+    norms, weights = plain_steps(world)
+    assert min(norms) > 0.05  # clipped every time
+    for rank_norms, rank_weights in run_ranks(world, several_steps, bucket):
+        assert rank_norms == pytest.approx(norms, rel=1e-5)
+        unused, *trained = rank_weights
+        assert torch.equal(unused, torch.ones(3))
+        for got, want in zip(trained, weights, strict=True):
+            torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=1e-6)
+
+
+def steps_without_collectives(mesh):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("a collective on one rank")
+
+    dist.reduce_scatter_tensor = dist.all_gather_into_tensor = dist.all_reduce = forbidden
+    module, optimizer = build("bf16")
+    before = [p.detach().clone() for p in module.parameters()]
+    optimizer.backward(loss_of(module, "bf16", 0, 0))
+    optimizer.step()
+    return [not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)]
+
+
+def test_one_rank_talks_to_nobody():
+    ((moved),) = run_ranks(1, steps_without_collectives)
+    assert sum(moved) >= 6
+
+
+def overflowing_steps(mesh):
+    """fp16: step 0 is good, step 1 overflows on the last rank only, step 2 is good."""
+    module, optimizer = build("fp16", clip=0.05)
+    history = []
+    for step in range(3):
+        loss = loss_of(module, "fp16", step, mesh.rank)
+        bad = step == 1 and mesh.rank == mesh.world_size - 1
+        optimizer.backward(loss * (1e6 if bad else 1.0))
+        before = [m.clone() for m in optimizer._masters]
+        optimizer.step()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, optimizer._masters, strict=True))
+        count = optimizer.optim.state[optimizer._masters[0]]["step"].item()
+        history.append((not optimizer.finite, moved, count, optimizer._scaler()._hysteresis_step))
+    return history, optimizer.grad_norm.item()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_overflow_skips_the_step_and_tells_the_scaler(world):
+    for history, norm in run_ranks(world, overflowing_steps):
+        assert [skipped for skipped, *_ in history] == [False, True, False]
+        assert [moved for _, moved, *_ in history] == [True, False, True]
+        assert [count for _, _, count, _ in history] == [1, 1, 2]
+        assert [overflows for *_, overflows in history] == [0, 1, 1]
+        assert 0 < norm < 20  # the loss scale of 64 is taken out
+
+
+def step_after_loading(mesh, loaded):
+    """One step of a fresh optimizer whose state says that it has taken 9."""
+    module, optimizer = build("fp32")
+    for master in optimizer._masters:
+        state = optimizer.optim.init_state(master)
+        state["exp_avg"].fill_(0.1), state["exp_avg_sq"].fill_(0.01)
+        state["step"] = loaded
+    before = [m.clone() for m in optimizer._masters]
+    optimizer.backward(loss_of(module, "fp32", 0, 0))
+    optimizer.step()
+    counts = {optimizer.optim.state[m]["step"].item() for m in optimizer._masters}
+    return counts, [m - b for m, b in zip(optimizer._masters, before, strict=True)]
+
+
+def test_the_count_of_steps_is_taken_from_the_state():
+    ((counts, by_number),) = run_ranks(1, step_after_loading, 9)
+    assert counts == {10}
+    ((_, by_tensor),) = run_ranks(1, step_after_loading, torch.tensor(9.0))
+    ((_, fresh),) = run_ranks(1, step_after_loading, 0)
+    assert all(torch.equal(a, b) for a, b in zip(by_number, by_tensor, strict=True))
+    assert not any(torch.allclose(a, b, rtol=0.1) for a, b in zip(by_number[1:], fresh[1:], strict=True))
