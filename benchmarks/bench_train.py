@@ -4,7 +4,8 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_train.py --no_plain
 
 A step is what train.py does on cached latents: keyed noise, forward, backward, clipping, optimizer, EMA. The
-variants take turns for --rounds rounds in one process; the median step of all rounds counts.
+variants take turns for --rounds rounds in one process; the median of all rounds counts. Steps are timed in groups of
+GROUP that run on as in training: nothing waits for the device between them.
 """
 
 import argparse
@@ -12,11 +13,13 @@ import gc
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.plain_dit import PlainDiT
 from benchmarks.results import append
@@ -29,7 +32,7 @@ from opendit.parallel.engine import PRECISIONS, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.random import Stream, integers, normal
 
-SEED = 1
+SEED, GROUP = 1, 4
 
 
 class Latents:
@@ -49,8 +52,12 @@ class Latents:
         return ddpm_loss(self.diffusion, forward, self.x, t, noise, y=self.y).loss.mean()
 
 
-def plain_step(args, config, mesh, data):
-    """Meta's recipe with today's switches: fp32 weights, autocast bf16, fused AdamW, EMA over all weights."""
+def plain_step(args, config, mesh, data, compiled: bool = False):
+    """Meta's recipe with today's switches: fp32 weights, autocast bf16, fused AdamW, EMA over all weights.
+
+    compiled: by torch.compile, with cuDNN's attention. (Its gradients are wrong there, see docs/log.md; its speed is
+    what such a run has.)
+    """
     model = PlainDiT(
         config.input_size,
         config.patch_size,
@@ -62,11 +69,14 @@ def plain_step(args, config, mesh, data):
     ).to(mesh.device)
     params = [p for p in model.parameters() if p.requires_grad]
     average = [p.detach().clone() for p in params]
+    run = torch.compile(model, dynamic=False) if compiled else model
+    cudnn = compiled and mesh.device.type == "cuda"
     adam = torch.optim.AdamW(params, lr=1e-4, weight_decay=0, fused=mesh.device.type == "cuda")
 
     def forward(x, t, y):
-        with torch.autocast(mesh.device.type, torch.bfloat16):
-            return model(x, t, y)
+        attention = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else nullcontext()
+        with torch.autocast(mesh.device.type, torch.bfloat16), attention:
+            return run(x, t, y)
 
     def step(number: int) -> None:
         data.loss(forward, number).backward()
@@ -98,26 +108,29 @@ def engine_step(args, config, mesh, data, plugin: str, precision: str, speed: Sp
 
 
 def measure(build, steps: int, warmup: int, mesh: Mesh) -> tuple[list[float], float]:
-    """Seconds of every timed step, and the peak memory in GiB, of a freshly built variant."""
+    """Seconds a step of every timed group, and the peak memory in GiB, of a freshly built variant."""
     cuda = mesh.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     step, times = build(), []
-    for number in range(warmup + steps):
+    for number in range(warmup):
+        step(number)
+    for first in range(warmup, warmup + steps, GROUP):
         mesh.barrier()
         if cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        step(number)
+        for number in range(first, first + GROUP):
+            step(number)
         if cuda:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / GROUP)
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
     del step
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
-    return times[warmup:], peak
+    return times, peak
 
 
 def main() -> None:
@@ -125,13 +138,14 @@ def main() -> None:
     parser.add_argument("--model", default="DiT-XL/2")
     parser.add_argument("--image_size", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=12, help=f"of a variant and round, in groups of {GROUP}")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--plugins", nargs="+", default=["zero2", "ddp", "gemini"])
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp16"])
     parser.add_argument("--no_plain", action="store_true", help="leave the plain baseline out")
-    parser.add_argument("--kernels", action="store_true", help="also each variant with all kernels on")
+    parser.add_argument("--compiled", action="store_true", help="also the plain baseline under torch.compile")
+    parser.add_argument("--kernels", choices=("too", "only"), help="each variant with all kernels on")
     parser.add_argument("--grad_checkpoint", action="store_true")
     parser.add_argument("--results", help="append to this CSV")
     args = parser.parse_args()
@@ -143,7 +157,9 @@ def main() -> None:
     variants = {}
     if not args.no_plain:
         variants["plain autocast bf16"] = lambda: plain_step(args, config, mesh, data)
-    speeds = {"": SpeedFlags()}
+    if args.compiled:
+        variants["plain autocast bf16 compiled"] = lambda: plain_step(args, config, mesh, data, compiled=True)
+    speeds = {} if args.kernels == "only" else {"": SpeedFlags()}
     if args.kernels:
         speeds[" kernels"] = SpeedFlags(True, True, True)
     for plugin in args.plugins:
@@ -169,7 +185,7 @@ def main() -> None:
 def report(args, config, mesh: Mesh, times: dict, peaks: dict) -> None:
     batch, rows = args.batch_size * mesh.world_size, []
     rates = {name: batch / statistics.median(seconds) for name, seconds in times.items()}
-    plain = next((name for name in rates if name.startswith("plain")), None)
+    plain = next((name for name in reversed(rates) if name.startswith("plain")), None)
     print(f"\n{args.model} {args.image_size}px, batch {args.batch_size} x {mesh.world_size}, {torch.__version__}")
     print(f"{'variant':28s} {'img/s':>8s} {'TFLOP/s':>8s} {'ms min':>8s} {'median':>8s} {'max':>8s} {'GiB':>6s}")
     for name, seconds in times.items():

@@ -45,6 +45,8 @@ def refuse_unless_plain(config: DiTConfig, target: str) -> None:
         raise ValueError(f"{target} has no DiT conditioned on captions: this model can't be exported")
     if config.input_size[0] != config.input_size[1]:
         raise ValueError(f"{target}'s DiT takes square latents, this model {' x '.join(map(str, config.input_size))}")
+    if not config.learn_sigma:  # so trained by --objective flow, not by noise prediction
+        raise ValueError(f"{target}'s DiT predicts noise and variance; a model of --objective flow can't be exported")
 
 
 def _suffixes(state: dict[str, Tensor], prefix: str) -> list[str]:
@@ -161,8 +163,6 @@ def export_meta(ckpt: str, output: Path, model: str | None) -> None:
     """Writes a state dict that Meta's DiT loads strictly. Raises ValueError for other kinds of model."""
     network, _ = load_pretrained(ckpt, model)
     refuse_unless_plain(network.config, "Meta's code")
-    if not network.config.learn_sigma:
-        raise ValueError("Meta's released DiTs learn sigma; this model does not")
     torch.save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, output)
 
 

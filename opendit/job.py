@@ -191,13 +191,17 @@ def _agree_on_attention(
     notes: list[str],
 ) -> KernelChoice:
     """Rank 0's attention kernel on every rank; on resuming the checkpoint's, where it runs here. (Other kernels round
-    differently: ranks would disagree, and a resumed run would leave its curve by a little.)"""
+    differently: ranks would disagree, and a resumed run would leave its curve by a little.) --deterministic takes
+    FlashAttention rather than cuDNN, which adds the parts of dq up in any order."""
     backend, note = kernels.attend.backend, kernels.attention_note
-    if flags.enable_flashattn and stored not in (None, "auto", backend):
+    wanted, why = stored, "as in the checkpoint"
+    if flags.deterministic and "cudnn" in (backend, stored):
+        wanted, why = "flash", "--deterministic"
+    if flags.enable_flashattn and wanted not in (None, "auto", backend):
         head_dim = config.hidden_size // config.num_heads
         try:
-            backend, _ = resolve_attention(stored, mesh.device, dtype, head_dim, config.tokens, tiled=True)
-            note = f"{backend}: as in the checkpoint"
+            backend, _ = resolve_attention(wanted, mesh.device, dtype, head_dim, config.tokens, tiled=True)
+            note = f"{backend}: {why}"
         except ValueError as error:
             notes.append(f"the checkpoint's attention kernel is not used, so this run goes on within rounding: {error}")
     backend, note = mesh.broadcast_object((backend, note))

@@ -101,12 +101,14 @@ def test_what_the_others_can_not_express_is_refused(folder, ckpt, vae):
     text = other("text.safetensors", "DiT-Ti/2", num_classes=None, text=TextConfig("bytes", 64, 16, False))
     video = other("video.safetensors", "vDiT-Ti/222", frames=4)
     oblong = other("oblong.safetensors", "DiT-Ti/2", input_size=(8, 4))
+    flow = other("flow.safetensors", "DiT-Ti/2", learn_sigma=False)
     many = other("many.safetensors", "DiT-Ti/2", num_classes=1001)
     for to in ("diffusers", "meta"):
         output = folder / f"never-{to}"
         assert "conditioned on captions" in refusal(to, "--ckpt", text, "--output", output)
         assert "no video DiT" in refusal(to, "--ckpt", video, "--output", output)
         assert "square latents" in refusal(to, "--ckpt", oblong, "--output", output)
+        assert "--objective flow" in refusal(to, "--ckpt", flow, "--output", output)
         assert not output.exists()
     assert "1001 classes" in refusal("diffusers", "--ckpt", many, "--output", folder / "never")
     assert "trained on pixels" in refusal("diffusers", "--ckpt", ckpt[1], "--vae", "none", "--output", folder / "never")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.common import Launch, Rows, block_width, register, tl, triton
+from opendit.kernels.common import Launch, Rows, block_width, operator, tl, triton
 from opendit.kernels.tiles import column_block, load_columns, store_column_sums
 
 # ---------------------------------------------------------------------------------------------------------- reference
@@ -114,11 +114,15 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _autograd_backward(ctx, dy):
-    return torch.ops.opendit.bias_gelu_backward(dy, *ctx.saved_tensors)
+    return _backward_op(dy, *ctx.saved_tensors)
 
 
-register("bias_gelu_backward(Tensor dy, Tensor x, Tensor bias) -> (Tensor, Tensor)", _backward, _backward_fake)
-register("bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _forward_fake, _autograd_backward, _setup_context)
+_backward_op = operator(
+    "bias_gelu_backward(Tensor dy, Tensor x, Tensor bias) -> (Tensor, Tensor)", _backward, _backward_fake
+)
+_forward_op = operator(
+    "bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _forward_fake, _autograd_backward, _setup_context
+)
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
@@ -137,4 +141,4 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias must be (D,) = {tuple(x.shape[-1:])}, not {tuple(bias.shape)}")
     common.check_tensors(x=x, bias=bias)
-    return torch.ops.opendit.bias_gelu(x, bias)
+    return _forward_op(x, bias)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.common import SIZES, Launch, block_width, register, rows_of_samples, tl, triton, unit_columns
+from opendit.kernels.common import SIZES, Launch, block_width, operator, rows_of_samples, tl, triton, unit_columns
 from opendit.kernels.tiles import (
     chunk_of_program,
     column_block,
@@ -182,17 +182,17 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _autograd_backward(ctx, dout):
     gate, branch, bias, sample_of_row = ctx.saved_tensors
-    dbranch, dgate, dbias = torch.ops.opendit.gate_residual_backward(dout, gate, branch, bias, sample_of_row)
+    dbranch, dgate, dbias = gate_residual_backward(dout, gate, branch, bias, sample_of_row)
     return dout, dgate, dbranch, None if bias is None else dbias, None
 
 
-register(
+gate_residual_backward = operator(
     "gate_residual_backward(Tensor dout, Tensor gate, Tensor branch, Tensor? bias, Tensor? sample_of_row) "
     "-> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
-register(
+_forward_op = operator(
     "gate_residual(Tensor x, Tensor gate, Tensor branch, Tensor? bias, Tensor? sample_of_row) -> Tensor",
     _forward,
     _forward_fake,
@@ -219,4 +219,4 @@ def gate_residual(
         ValueError: shapes, dtypes or devices don't fit.
     """
     common.check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate)
-    return torch.ops.opendit.gate_residual(x, gate, branch, bias, sample_of_row)
+    return _forward_op(x, gate, branch, bias, sample_of_row)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common, gate_residual, layernorm_modulate
-from opendit.kernels.common import SIZES, Launch, pipeline_stages, register, split_width, tl, triton, unit_columns
+from opendit.kernels.common import SIZES, Launch, operator, pipeline_stages, split_width, tl, triton, unit_columns
 from opendit.kernels.tiles import (
     chunk_of_program,
     layernorm_backward,
@@ -317,22 +317,22 @@ def _autograd_backward(ctx, dh, dy, dmean, drstd):
     dshift = dscale = None
     if dy is None:
         dx = dh
-        dbranch, dgate, dbias = torch.ops.opendit.gate_residual_backward(dh, gate, branch, bias, sample_of_row)
+        dbranch, dgate, dbias = gate_residual.gate_residual_backward(dh, gate, branch, bias, sample_of_row)
     else:
-        dx, dbranch, dgate, dshift, dscale, dbias = torch.ops.opendit.gate_residual_layernorm_modulate_backward(
+        dx, dbranch, dgate, dshift, dscale, dbias = _backward_op(
             dy, dh, h, gate, branch, scale, bias, mean, rstd, sample_of_row
         )
     return dx, dgate, dbranch, dshift, dscale, None if bias is None else dbias, None, None
 
 
-register(
+_backward_op = operator(
     "gate_residual_layernorm_modulate_backward(Tensor dy, Tensor? dh, Tensor h, Tensor gate, Tensor branch, "
     "Tensor scale, Tensor? bias, Tensor mean, Tensor rstd, Tensor? sample_of_row) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
-register(
+_forward_op = operator(
     "gate_residual_layernorm_modulate(Tensor x, Tensor gate, Tensor branch, Tensor shift, Tensor scale, "
     "Tensor? bias, Tensor? sample_of_row, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
@@ -367,7 +367,5 @@ def gate_residual_layernorm_modulate(
         ValueError: shapes, dtypes or devices don't fit.
     """
     common.check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)
-    outputs = torch.ops.opendit.gate_residual_layernorm_modulate(
-        x, gate, branch, shift, scale, bias, sample_of_row, eps
-    )
+    outputs = _forward_op(x, gate, branch, shift, scale, bias, sample_of_row, eps)
     return outputs[0], outputs[1]

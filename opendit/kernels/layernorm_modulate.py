@@ -17,8 +17,8 @@ from opendit.kernels import common
 from opendit.kernels.common import (
     SIZES,
     Launch,
+    operator,
     pipeline_stages,
-    register,
     rows_of_samples,
     split_width,
     tl,
@@ -250,17 +250,17 @@ def _autograd_backward(ctx, dy, dmean, drstd):
     if dy is None:
         return None, None, None, None, None, None
     x, scale, mean, rstd, sample_of_row = ctx.saved_tensors
-    grads = torch.ops.opendit.layernorm_modulate_backward(dy, x, scale, mean, rstd, sample_of_row, ctx.normalize)
+    grads = _backward_op(dy, x, scale, mean, rstd, sample_of_row, ctx.normalize)
     return *grads, None, None, None
 
 
-register(
+_backward_op = operator(
     "layernorm_modulate_backward(Tensor dy, Tensor x, Tensor scale, Tensor mean, Tensor rstd, Tensor? sample_of_row, "
     "bool normalize) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
-register(
+_forward_op = operator(
     "layernorm_modulate(Tensor x, Tensor shift, Tensor scale, Tensor? sample_of_row, float eps, bool normalize) "
     "-> (Tensor, Tensor, Tensor)",
     _forward,
@@ -284,10 +284,10 @@ def layernorm_modulate(
         x's shape and dtype.
     """
     common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
-    return torch.ops.opendit.layernorm_modulate(x, shift, scale, sample_of_row, eps, True)[0]
+    return _forward_op(x, shift, scale, sample_of_row, eps, True)[0]
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
     """x * (1 + scale) + shift by the same kernels without the normalisation; arguments as above."""
     common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
-    return torch.ops.opendit.layernorm_modulate(x, shift, scale, sample_of_row, 0.0, False)[0]
+    return _forward_op(x, shift, scale, sample_of_row, 0.0, False)[0]

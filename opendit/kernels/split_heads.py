@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.common import Launch, block_width, choose_launch, register, tl, triton
+from opendit.kernels.common import Launch, block_width, choose_launch, operator, tl, triton
 from opendit.kernels.tiles import column_block, store_column_sums
 
 # ---------------------------------------------------------------------------------------------------------- reference
@@ -119,7 +119,7 @@ def _gather_fake(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -
     return dqkv, dqkv.new_empty(0) if sums is None else dqkv.new_empty(3 * H * d, dtype=sums)
 
 
-register(
+_gather_op = operator(
     "gather_heads(Tensor dq, Tensor dk, Tensor dv, ScalarType? sums) -> (Tensor, Tensor)",
     _gather,
     _gather_fake,
@@ -136,7 +136,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):
-        dqkv, dbias = torch.ops.opendit.gather_heads(dq, dk, dv, ctx.sums)
+        dqkv, dbias = _gather_op(dq, dk, dv, ctx.sums)
         return dqkv, None if ctx.sums is None else dbias, None
 
 
