@@ -28,14 +28,6 @@ ARGV = "--model DiT-Ti/2 --image_size 8 --vae none --num_workers 0 --log_every 1
 ARGV += "--mixed_precision fp32 --sample_steps 1 --sample_cfg_scale 1 --batch_size 4".split()
 
 
-@pytest.fixture
-def no_ranks():
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
 def run_to(outputs: Path, steps: int, *more: str) -> Path:
     """Trains in this process; returns the folder of checkpoints."""
     train.main([*ARGV, "--max_steps", str(steps), "--ckpt_every", "1", "--outputs", str(outputs), *more])

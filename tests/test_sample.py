@@ -1,7 +1,6 @@
 """sample.py: the same pictures for any batch size and number of processes; what it writes; bad input."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -18,14 +17,6 @@ from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 
 NAMES = ["zero", "one", "two", "a name that is far too long for its picture", "four"]
-
-
-@pytest.fixture
-def no_ranks():
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")

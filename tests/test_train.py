@@ -28,15 +28,6 @@ def log_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def no_ranks():
-    """Runs of one process in this one leave no rank variables behind."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
 def plain_losses(steps: int, batch: int) -> list[float]:
     """A plain PyTorch loop over the same samples and noise: what train.py must reproduce."""
     flags = parse(TrainConfig, TINY)

@@ -15,7 +15,7 @@ from opendit.models import DiT, model_config
 from opendit.models.pretrained import METADATA_KEY
 from opendit.random import Stream, normal, uniform
 from tests.ranks import run_ranks
-from tests.test_train import QUIET, TINY, log_of, no_ranks, start  # noqa: F401  (no_ranks: a fixture)
+from tests.test_train import QUIET, TINY, log_of, start
 
 FLOW = [*TINY, "--objective", "flow", "--flow_shift", "3", "--max_steps", "4"]
 
@@ -45,7 +45,7 @@ def plain_losses(steps: int, batch: int, shift: float) -> list[float]:
     return losses
 
 
-def test_two_ranks_follow_the_plain_loop_and_the_checkpoint_draws(tmp_path, no_ranks, capsys):  # noqa: F811
+def test_two_ranks_follow_the_plain_loop_and_the_checkpoint_draws(tmp_path, no_ranks, capsys):
     run_ranks(2, start, [*FLOW, *QUIET, "--batch_size", "8", "--outputs", str(tmp_path)])
     run = tmp_path / "000-DiT-Ti-2"
     seen = [line["loss"] for line in log_of(run)]
@@ -73,7 +73,7 @@ def test_two_ranks_follow_the_plain_loop_and_the_checkpoint_draws(tmp_path, no_r
         (["--objective", "flow", "--flow_shift", "0"], "--flow_shift 0.0: must be above 0"),
     ],
 )
-def test_flags_that_do_not_fit(argv, message, tmp_path, no_ranks, capsys):  # noqa: F811
+def test_flags_that_do_not_fit(argv, message, tmp_path, no_ranks, capsys):
     with pytest.raises(SystemExit):
         train.main([*TINY, *argv, "--outputs", str(tmp_path)])
     assert message in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """Captioned pictures and clips through train.py and sample.py, from a CSV and from cached latents."""
 
 import json
-import os
 import re
 
 import numpy as np
@@ -17,15 +16,8 @@ from opendit.data.moving_digits import make_demo
 from tests.encoders.test_text import save_clip  # a small CLIP with a tokenizer, in a folder
 from tests.encoders.test_vae import small_vae
 
+pytestmark = pytest.mark.usefixtures("no_ranks")
 COMMON = "--num_workers 0 --log_every 1 --batch_size 4 --max_steps 2 --sample_steps 2 --lr 1e-3".split()
-
-
-@pytest.fixture(autouse=True)
-def no_ranks():
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def losses(run) -> list[float]:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.common import Launch, Rows, block_width, operator, tl, triton
+from opendit.kernels.common import Launch, Rows, block_width, tl, triton
+from opendit.kernels.operators import operator
 from opendit.kernels.tiles import column_block, load_columns, store_column_sums
 
 # ---------------------------------------------------------------------------------------------------------- reference

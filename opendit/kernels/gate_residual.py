@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.common import SIZES, Launch, block_width, operator, rows_of_samples, tl, triton, unit_columns
+from opendit.kernels.common import SIZES, Launch, block_width, rows_of_samples, tl, triton, unit_columns
+from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
     column_block,

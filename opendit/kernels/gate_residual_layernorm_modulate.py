@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common, gate_residual, layernorm_modulate
-from opendit.kernels.common import SIZES, Launch, operator, pipeline_stages, split_width, tl, triton, unit_columns
+from opendit.kernels.common import SIZES, Launch, pipeline_stages, split_width, tl, triton, unit_columns
+from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
     layernorm_backward,

@@ -17,7 +17,6 @@ from opendit.kernels import common
 from opendit.kernels.common import (
     SIZES,
     Launch,
-    operator,
     pipeline_stages,
     rows_of_samples,
     split_width,
@@ -25,6 +24,7 @@ from opendit.kernels.common import (
     triton,
     unit_columns,
 )
+from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
     layernorm_backward,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.common import Launch, block_width, choose_launch, operator, tl, triton
+from opendit.kernels.common import Launch, block_width, choose_launch, tl, triton
+from opendit.kernels.operators import operator
 from opendit.kernels.tiles import column_block, store_column_sums
 
 # ---------------------------------------------------------------------------------------------------------- reference

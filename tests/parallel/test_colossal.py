@@ -38,9 +38,9 @@ def pieces(optimizer):
 def several_steps(mesh, bucket: int):
     """Gradients in buckets of ``bucket`` elements and gathers of as many bytes; averages kept by hand as well."""
     from opendit.kernels.adamw_ema import constant_decays
-    from opendit.parallel import colossal
+    from opendit.parallel import colossal_zero
 
-    colossal.GATHER_BYTES = bucket
+    colossal_zero.GATHER_BYTES = bucket
     module, optimizer = build("fp32", clip=0.05)
     optimizer._reduce_bucket_size = bucket
     averages = [[m.clone() for m in pieces(optimizer)] for _ in DECAYS]

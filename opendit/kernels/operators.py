@@ -1,0 +1,60 @@
+"""Python functions that run kernels, as operators of torch: for eager mode, torch.compile and autograd."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+_library = torch.library.Library("opendit", "FRAGMENT")
+
+
+def operator(
+    schema: str, implementation: Callable, fake: Callable, backward: Callable | None = None,
+    setup_context: Callable | None = None,
+) -> Callable:  # fmt: skip
+    """A function of tensors that runs kernels: eager, in torch.compile (opaque, shapes from ``fake``), with autograd.
+
+    It is registered as ``torch.ops.opendit.NAME``, which compilers, dispatch modes and tensors that watch torch's calls
+    (Gemini's) get. Plain calls go straight to the implementation: the dispatcher's way through Python costs the host
+    more than such a kernel takes for a small batch. The implementation serves every device: Triton's interpreter
+    takes CPU tensors.
+    """
+    name = schema.partition("(")[0]
+
+    def on_device(x: Tensor, *args):
+        if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
+            return implementation(x, *args)
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            return implementation(x, *args)
+
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, on_device, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"opendit::{name}", fake, lib=_library)
+    direct = on_device
+    if backward is not None:
+        torch.library.register_autograd(f"opendit::{name}", backward, setup_context=setup_context, lib=_library)
+        direct = _differentiable(on_device, backward, setup_context)
+    registered = getattr(torch.ops.opendit, name).default
+
+    def call(*args):
+        traced = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or has_torch_function(args)
+        return registered(*args) if traced else direct(*args)
+
+    return call
+
+
+def _differentiable(implementation: Callable, backward: Callable, setup_context: Callable) -> Callable:
+    class Operator(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):  # (with a setup_context of its own, apply would look at the signature in every call)
+            output = implementation(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx, *grads):
+            return backward(ctx, *grads)
+
+    return Operator.apply
