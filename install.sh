@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 extra=${1:-}
+case $extra in "" | test) ;; *) echo "error: bash install.sh [test], not '$*'" >&2; exit 2 ;; esac
 
 if [ -n "${VIRTUAL_ENV:-}" ] || [ -n "${CONDA_PREFIX:-}" ]; then
   python=$(command -v python)

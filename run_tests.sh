@@ -2,7 +2,8 @@
 # The tests' one command: sets up what is missing, lints, runs the suite. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
-. scripts/env.sh test
+SETUP=test
+. scripts/env.sh
 export OMP_NUM_THREADS=1
 ruff check .
 ruff format --check .

@@ -1,6 +1,8 @@
 # Sourced by the shell scripts: sets OpenDiT up if needed, activates its environment, counts GPUs.
 #   GPUS   number of GPUs        NPROC   processes to start: a process a GPU, 2 on a CPU (set NPROC to change it)
-bash install.sh "$@"
+#   SETUP  what install.sh is to set up besides (test); set it before. Its arguments can't be this file's: a sourced
+#          file has those of the script that sources it, which are the user's flags.
+bash install.sh ${SETUP:-}
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then
   . .venv/bin/activate
 fi

@@ -1,0 +1,67 @@
+"""The shell scripts: what they start, with stand-ins for install.sh, python and torchrun that write down their call."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEED = "--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel".split()
+FLAGS = ["--model", "DiT-B/4", "--data_path", "my pictures"]
+TOOL = """#!/bin/bash
+case "$*" in
+    *device_count*) echo "$FAKE_GPUS" ;;
+    *getaffinity*) echo 4 ;;
+    *) { printf '%s' "$(basename "$0")"; for word; do printf '|%s' "$word"; done; echo; } >> calls ;;
+esac
+"""
+
+
+def calls(folder: Path, script: str, *argv: str, gpus: int = 0) -> list[list[str]]:
+    """Runs a copy of the script; returns every call of the stand-ins, words apart."""
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    shutil.copy(ROOT / script, folder)
+    (folder / "install.sh").write_text(TOOL)
+    tools = folder / "tools"
+    tools.mkdir()
+    for name in ("python", "torchrun", "ruff"):
+        (tools / name).write_text(TOOL)
+        (tools / name).chmod(0o755)
+    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "SETUP", "OUTPUTS", "VIDEOS")}
+    environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "VIRTUAL_ENV": "active", "FAKE_GPUS": str(gpus)}
+    subprocess.run(["bash", str(folder / script), *argv], env=environment, check=True, timeout=60)
+    return [line.split("|") for line in (folder / "calls").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("script", ["train_img.sh", "train_video.sh", "sample_img.sh", "sample_video.sh"])
+@pytest.mark.parametrize("gpus", [0, 3])
+def test_arguments_go_to_the_program_on_all_gpus(script, gpus, tmp_path):
+    setup, run = calls(tmp_path, script, *FLAGS, gpus=gpus)
+    assert setup == ["install.sh"]  # the user's flags are not its own
+    assert run[:3] == ["torchrun", "--standalone", f"--nproc_per_node={gpus or 2}"]
+    assert run[3] == ("train.py" if "train" in script else "sample.py")
+    assert run[-len(FLAGS) :] == FLAGS
+    assert run[4 : -len(FLAGS)] == ["--use_video"] * ("video" in script) + SPEED * (gpus > 0)
+
+
+@pytest.mark.parametrize(("script", "model"), [("train_img.sh", "DiT-Ti/2"), ("train_video.sh", "vDiT-Ti/822")])
+def test_without_arguments_the_demo_runs(script, model, tmp_path):
+    (tmp_path / "outputs" / f"007-{model.replace('/', '-')}").mkdir(parents=True)
+    setup, *made, train, sample = calls(tmp_path, script)
+    assert setup == ["install.sh"] and [call[:2] for call in made] == [["python", "preprocess.py"]] * len(made)
+    assert [call[2] for call in made] == (["demo", "check"] if "video" in script else [])
+    assert train[0] == "torchrun" and train[train.index("--model") + 1] == model
+    assert sample[:2] == ["python", "sample.py"] and sample[sample.index("--ckpt") + 1].startswith("./outputs/007-")
+
+
+def test_the_tests_set_up_what_they_need(tmp_path):
+    setup, *lint, tests = calls(tmp_path, "run_tests.sh", "-k", "nothing")
+    assert setup == ["install.sh", "test"] and [call[0] for call in lint] == ["ruff", "ruff"]
+    assert tests[:3] == ["python", "-m", "pytest"] and tests[-2:] == ["-k", "nothing"]
+
+
+def test_install_refuses_what_it_does_not_know():
+    done = subprocess.run(["bash", str(ROOT / "install.sh"), "--model"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "install.sh [test]" in done.stderr
