@@ -26,6 +26,8 @@ from benchmarks.results import append
 from opendit.config import SpeedFlags
 from opendit.diffusion import DDPM, ddpm_loss
 from opendit.ema import EMA
+from opendit.job import make_deterministic
+from opendit.kernels.attention import LocalAttention
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
 from opendit.parallel.engine import PRECISIONS, build_engine
@@ -95,7 +97,8 @@ def engine_step(args, config, mesh, data, plugin: str, precision: str, speed: Sp
     kernels = select_kernels(
         speed, mesh.device, PRECISIONS[precision], config.hidden_size // config.num_heads, config.tokens
     )
-    model.use(ops=kernels.ops, attend=kernels.attend).grad_checkpoint = args.grad_checkpoint
+    attend = LocalAttention("flash") if args.deterministic else kernels.attend  # as train.py does
+    model.use(ops=kernels.ops, attend=attend).grad_checkpoint = args.grad_checkpoint
     engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision)
     ema = EMA(engine, 0.9999)
 
@@ -147,8 +150,11 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="also the plain baseline under torch.compile")
     parser.add_argument("--kernels", choices=("too", "only"), help="each variant with all kernels on")
     parser.add_argument("--grad_checkpoint", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="as train.py --deterministic")
     parser.add_argument("--results", help="append to this CSV")
     args = parser.parse_args()
+    if args.deterministic:
+        make_deterministic()
     mesh = init_mesh()
     torch.set_float32_matmul_precision("high")
     side = args.image_size // 8
@@ -193,7 +199,8 @@ def report(args, config, mesh: Mesh, times: dict, peaks: dict) -> None:
         low, mid, high = (f(seconds) * 1e3 for f in (min, statistics.median, max))
         print(f"{name:28s} {rates[name]:8.1f} {tflops:8.1f} {low:8.1f} {mid:8.1f} {high:8.1f} {peaks[name]:6.1f}")
         case = f"{args.model} {name} {args.image_size}px batch {args.batch_size}"
-        common = {"bench": "train", "case": case + (" grad_checkpoint" if args.grad_checkpoint else "")}
+        case += " grad_checkpoint" * args.grad_checkpoint + " deterministic" * args.deterministic
+        common = {"bench": "train", "case": case}
         rows.append({**common, "metric": "img/s", "value": f"{rates[name]:.1f}"})
         if plain and name != plain:
             rows[-1].update(baseline=plain, baseline_value=f"{rates[plain]:.1f}")

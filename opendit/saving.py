@@ -60,7 +60,7 @@ def share_out(sizes: dict[str, int], weight_files: list[str], ranks: int) -> dic
 class Checkpoints:
     """Writes checkpoints of one run; build and call it on every rank. At most one is being written at a time.
 
-    A context manager: leaving it waits for the write in flight.
+    A context manager: leaving it waits for the write in flight and frees the host memory; no save after that.
 
     Args:
         folder: the run's checkpoints/ folder.
@@ -108,6 +108,7 @@ class Checkpoints:
 
     def __exit__(self, *_) -> None:
         self.wait()
+        _page_unlock(self._buffer)
 
     @property
     def host_bytes(self) -> int:
@@ -224,9 +225,16 @@ class Checkpoints:
 
 
 def _host_buffer(numel: int, device: torch.device) -> Tensor:
-    """(numel,) fp32 in host memory, page-locked for a GPU's copies where the system allows it."""
+    """(numel,) fp32 in host memory, page-locked for a GPU's copies; :func:`_page_unlock` undoes that."""
     buffer = torch.empty(numel, dtype=torch.float32)
     if device.type == "cuda" and numel:
         # Not pin_memory=True: torch's pinned allocator rounds up to a power of two, 16 GiB for 10.8 GB.
-        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel() * buffer.element_size(), 0)
+        size = buffer.numel() * buffer.element_size()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
     return buffer
+
+
+def _page_unlock(buffer: Tensor) -> None:
+    """The driver would take the pages for locked for ever: the next buffer at this address could not be."""
+    if buffer.is_pinned():
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))
