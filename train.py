@@ -19,6 +19,7 @@ from opendit.config import TrainConfig, parse
 from opendit.data import Batch, build_loader
 from opendit.data.base import to_pixels
 from opendit.ema import EMA
+from opendit.forward_backward import ForwardBackward
 from opendit.interrupt import Interrupt
 from opendit.job import USER_ERRORS, Job, example_captions, open_folder, prepare
 from opendit.models import Condition, DiT, build_model
@@ -55,7 +56,8 @@ def train(job: Job) -> int:
     engine = build_model_and_engine(job)
     ema = EMA(engine, flags.ema_decays, flags.ema_warmup)
     skipped_before = load_checkpoint(job.resume, engine, ema)["skipped"] if job.resume else 0
-    announce(job, engine, ema)
+    forward_backward = build_forward_backward(job, engine)
+    announce(job, engine, ema, forward_backward.note)
     monitor = Monitor(
         job.folder,
         mesh,
@@ -98,10 +100,7 @@ def train(job: Job) -> int:
                 asked = time.perf_counter()
                 batch = next(loader)
                 monitor.loader_wait(time.perf_counter() - asked)
-                with engine.micro_batch(last=micro == flags.grad_accumulation - 1):
-                    loss = batch_loss(job, engine, batch) / flags.grad_accumulation
-                    engine.backward(loss)
-                step_loss += loss.detach()
+                step_loss += forward_backward(*inputs(job, batch), last=micro == flags.grad_accumulation - 1)
             interrupted = interrupt.ask()
             result = engine.step()
             ema.update(result.finite)
@@ -169,16 +168,22 @@ def learning_rate(flags: TrainConfig, step: int, last_step: int) -> float:
     return flags.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def batch_loss(job: Job, engine: Engine, batch: Batch) -> Tensor:
-    """Mean diffusion loss of one micro-batch; all its randomness is keyed by (seed, step, sample)."""
+def inputs(job: Job, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Condition]:
+    """Latents, times, noise, conditions of a micro-batch; all their randomness is keyed by (seed, step, sample)."""
     device, seed, step = job.mesh.device, job.flags.global_seed, batch.step
     index = batch.index.to(device, non_blocking=True)
     latents = job.latents(to_pixels(batch.x.to(device, non_blocking=True)), step, index)
     t = job.objective.times(seed, step, index)
     noise = normal(seed, step, index, Stream.NOISE, tuple(latents.shape[1:]))
     dropped = uniform(seed, step, index, Stream.CONDITION_DROP) < job.flags.label_drop
-    y = job.conditioner.drop(job.conditioner.of_batch(batch), dropped)
-    return job.objective.loss(engine.forward, latents, t, noise, y=y).mean()
+    return latents, t, noise, job.conditioner.drop(job.conditioner.of_batch(batch), dropped)
+
+
+def build_forward_backward(job: Job, engine: Engine) -> ForwardBackward:
+    def loss(x: Tensor, t: Tensor, noise: Tensor, y: Condition) -> Tensor:
+        return job.objective.loss(engine.forward, x, t, noise, y=y).mean() / job.flags.grad_accumulation
+
+    return ForwardBackward(engine, loss, graph=job.flags.enable_cuda_graph, say=tqdm.write)
 
 
 def build_model_and_engine(job: Job) -> Engine:
@@ -207,7 +212,7 @@ def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -
 
     The training module itself takes them for the time; under a plugin that has cut it up, a second one does.
     """
-    mesh, model = job.mesh, None
+    mesh, model, trained = job.mesh, None, monitoring.allocated_gib()
     if mesh.is_main and engine.whole:
         model = engine.module
     elif mesh.is_main:
@@ -217,8 +222,7 @@ def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -
     with ema.applied(model), engine.autocast():
         if model is not None:
             draw(job, model, monitor, step)
-    if mesh.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # the drawing's memory is not the training's
+    monitor.forget_drawing(trained)
     mesh.barrier()
 
 
@@ -257,7 +261,7 @@ def what_to_draw(job: Job) -> tuple[Condition, list[str]]:
     return labels.to(job.mesh.device), [names[label] for label in labels]
 
 
-def announce(job: Job, engine: Engine, ema: EMA) -> None:
+def announce(job: Job, engine: Engine, ema: EMA, graph_note: str) -> None:
     """One block that says what is in use, and why."""
     if not job.mesh.is_main:
         return
@@ -277,6 +281,7 @@ def announce(job: Job, engine: Engine, ema: EMA) -> None:
         f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)",
         "attention": job.kernels.attention_note,
         "kernels": job.kernels.ops_note,
+        "CUDA graph": graph_note,
         "batch": f"{flags.batch_size} x {mesh.dp_size} ranks x {flags.grad_accumulation} micro-batches = "
         f"{job.schedule.global_batch}; {job.schedule.steps_per_epoch} steps an epoch",
         "steps": f"{job.first_step} to {job.last_step}" + (f", resumed from {job.resume}" if job.resume else ""),

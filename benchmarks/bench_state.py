@@ -80,7 +80,7 @@ def measure(args, config, mesh: Mesh, folder: Path) -> dict[str, float]:
 
     def step() -> None:
         with engine.micro_batch(last=True):
-            engine.backward(data.loss(engine.forward, 0))
+            engine.backward(data.loss(engine.forward, *data.inputs(0)))
         result = engine.step()
         if ema is not None:
             ema.update(result.finite)

@@ -9,6 +9,7 @@ GROUP that run on as in training: nothing waits for the device between them.
 """
 
 import argparse
+import functools
 import gc
 import statistics
 import sys
@@ -26,10 +27,11 @@ from benchmarks.results import append
 from opendit.config import SpeedFlags
 from opendit.diffusion import DDPM, ddpm_loss
 from opendit.ema import EMA
+from opendit.forward_backward import EAGER, ForwardBackward
 from opendit.job import make_deterministic
 from opendit.kernels.attention import LocalAttention
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, model_config
+from opendit.models import build_model, model_config
 from opendit.parallel.engine import PRECISIONS, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.random import Stream, integers, normal
@@ -48,10 +50,12 @@ class Latents:
         self.x = torch.randn(shape, device=mesh.device, generator=generator)
         self.y = self.index % config.num_classes
 
-    def loss(self, forward, step: int):
+    def inputs(self, step: int):
         t = integers(SEED, step, self.index, Stream.TIMESTEP, 1000)
-        noise = normal(SEED, step, self.index, Stream.NOISE, tuple(self.x.shape[1:]))
-        return ddpm_loss(self.diffusion, forward, self.x, t, noise, y=self.y).loss.mean()
+        return self.x, t, normal(SEED, step, self.index, Stream.NOISE, tuple(self.x.shape[1:])), self.y
+
+    def loss(self, forward, x, t, noise, y):
+        return ddpm_loss(self.diffusion, forward, x, t, noise, y=y).loss.mean()
 
 
 def plain_step(args, config, mesh, data, compiled: bool = False):
@@ -81,7 +85,7 @@ def plain_step(args, config, mesh, data, compiled: bool = False):
             return run(x, t, y)
 
     def step(number: int) -> None:
-        data.loss(forward, number).backward()
+        data.loss(forward, *data.inputs(number)).backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         adam.step()
         adam.zero_grad()
@@ -91,9 +95,9 @@ def plain_step(args, config, mesh, data, compiled: bool = False):
     return step
 
 
-def engine_step(args, config, mesh, data, plugin: str, precision: str, speed: SpeedFlags):
+def engine_step(args, config, mesh, data, plugin: str, precision: str, speed: SpeedFlags, graph: bool = False):
     with mesh.device:
-        model = DiT(config)
+        model = build_model(config)
     kernels = select_kernels(
         speed, mesh.device, PRECISIONS[precision], config.hidden_size // config.num_heads, config.tokens
     )
@@ -101,10 +105,10 @@ def engine_step(args, config, mesh, data, plugin: str, precision: str, speed: Sp
     model.use(ops=kernels.ops, attend=attend).grad_checkpoint = args.grad_checkpoint
     engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision)
     ema = EMA(engine, 0.9999)
+    forward_backward = ForwardBackward(engine, functools.partial(data.loss, engine.forward), graph=graph)
 
     def step(number: int) -> None:
-        with engine.micro_batch(last=True):
-            engine.backward(data.loss(engine.forward, number))
+        forward_backward(*data.inputs(number), last=True)
         ema.update(engine.step().finite)
 
     return step
@@ -142,13 +146,15 @@ def main() -> None:
     parser.add_argument("--image_size", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--steps", type=int, default=12, help=f"of a variant and round, in groups of {GROUP}")
-    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=EAGER + 2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--plugins", nargs="+", default=["zero2", "ddp", "gemini"])
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp16"])
     parser.add_argument("--no_plain", action="store_true", help="leave the plain baseline out")
     parser.add_argument("--compiled", action="store_true", help="also the plain baseline under torch.compile")
     parser.add_argument("--kernels", choices=("too", "only"), help="each variant with all kernels on")
+    parser.add_argument("--graph", action="store_true", help="each zero2 variant as a CUDA graph too")
+    parser.add_argument("--frames", type=int, help="of a vDiT: latent frames")
     parser.add_argument("--grad_checkpoint", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="as train.py --deterministic")
     parser.add_argument("--results", help="append to this CSV")
@@ -158,22 +164,27 @@ def main() -> None:
     mesh = init_mesh()
     torch.set_float32_matmul_precision("high")
     side = args.image_size // 8
-    config = model_config(args.model, input_size=(side, side), in_channels=4, num_classes=1000)
+    config = model_config(args.model, input_size=(side, side), frames=args.frames, in_channels=4, num_classes=1000)
     data = Latents(config, args.batch_size, mesh)
     variants = {}
     if not args.no_plain:
         variants["plain autocast bf16"] = lambda: plain_step(args, config, mesh, data)
     if args.compiled:
         variants["plain autocast bf16 compiled"] = lambda: plain_step(args, config, mesh, data, compiled=True)
-    speeds = {} if args.kernels == "only" else {"": SpeedFlags()}
+    speeds = {} if args.kernels == "only" else {(): SpeedFlags()}
     if args.kernels:
-        speeds[" kernels"] = SpeedFlags(True, True, True)
+        speeds["kernels",] = SpeedFlags(True, True, True)
     for plugin in args.plugins:
         for precision in args.precisions:
             for suffix, speed in speeds.items():
-                variants[f"{plugin} {precision}{suffix}"] = lambda plugin=plugin, precision=precision, speed=speed: (
-                    engine_step(args, config, mesh, data, plugin, precision, speed)
+                how = plugin, precision, speed
+                variants[" ".join([plugin, precision, *suffix])] = functools.partial(
+                    engine_step, args, config, mesh, data, *how
                 )
+                if args.graph and plugin == "zero2":
+                    variants[" ".join([plugin, precision, *suffix, "graph"])] = functools.partial(
+                        engine_step, args, config, mesh, data, *how, graph=True
+                    )
     times, peaks = {name: [] for name in variants}, {}
     for turn in range(args.rounds):
         for name, build in variants.items():

@@ -95,6 +95,9 @@ class TrainConfig(SpeedFlags):
 
     plugin: str = flag("zero2", "Colossal-AI plugin", group="Speed", choices=("zero2", "ddp", "gemini"))
     mixed_precision: str = flag("fp16", "precision of weights at work", group="Speed", choices=("fp16", "bf16", "fp32"))
+    enable_cuda_graph: bool = flag(
+        False, "replay forward and backward as one CUDA graph: no time lost between kernels (zero2)", group="Speed"
+    )
     grad_checkpoint: bool = flag(False, "recompute blocks in the backward pass: less memory, slower", group="Speed")
     sequence_parallel_size: int = flag(1, "ranks that share one sample's sequence", group="Speed")
 

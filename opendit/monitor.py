@@ -55,6 +55,7 @@ class Monitor:
         self.data_wait = 0.0
         self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # of losses, and how many
         self._steps, self._since = 0, time.perf_counter()
+        self._peak_gib = 0.0  # of memory, before the last drawing
         self.last: dict = {}
         if mesh.is_main:
             from torch.utils.tensorboard import SummaryWriter
@@ -74,6 +75,15 @@ class Monitor:
         self._steps += 1
         if self.mesh.is_main:
             self._bar.update()
+
+    def forget_drawing(self, trained: float) -> None:
+        """Takes the peak of ``allocated_gib()`` before a drawing for the run's: the drawing's memory is not training's.
+
+        (The peak is not just measured again afterwards: a CUDA graph took its memory when it was recorded.)
+        """
+        self._peak_gib = max(self._peak_gib, trained)
+        if self.mesh.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
 
     def pause(self) -> float:
         """A moment to hand to :meth:`resume`: what lies between is not training time."""
@@ -102,7 +112,7 @@ class Monitor:
             "samples_per_s": rate,
             "tflops": flops / 1e12,
             "mfu": flops / self.peak if self.peak else None,
-            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else resident_gib(),
+            "memory_gib": max(self._peak_gib, allocated_gib()) if cuda else resident_gib(),
             "data_wait_s": self.data_wait,
             **more,
         }
@@ -140,6 +150,11 @@ class Monitor:
             self._bar.close()
             self._file.close()
             self._board.close()
+
+
+def allocated_gib() -> float:
+    """Peak of the memory that tensors took on this GPU; 0 without one."""
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 
 def resident_gib() -> float:

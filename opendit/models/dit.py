@@ -250,7 +250,8 @@ class DiT(nn.Module):
         c, context = self.condition(t, y)
         for block in self.blocks:
             if self.grad_checkpoint and torch.is_grad_enabled():
-                x = checkpoint(block, x, c, context, use_reentrant=False)
+                # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
+                x = checkpoint(block, x, c, context, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, c, context)
         return self.unpatchify(self.final_layer(x, c), grid)

@@ -100,6 +100,21 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
                 else:
                     self._shards[id(param)] = piece[:width]
 
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """What the backward passes since the last step have left on this rank, in the order of the parameters."""
+        if self._world == 1:
+            return [p.grad for p in self._params]
+        return [self._shards.get(id(p)) for p in self._params]
+
+    @gradients.setter
+    def gradients(self, gradients: list[Tensor | None]) -> None:
+        for param, gradient in zip(self._params, gradients, strict=True):
+            if self._world == 1:
+                param.grad = gradient
+            elif gradient is not None:
+                self._shards[id(param)] = gradient
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._shards.clear()
         for param in self._params:
@@ -123,12 +138,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         If a gradient of any rank is not finite, nothing is changed.
         """
         fused, scaler = self._fused_step(), self._scaler()
-        if self._world == 1:
-            grads = [p.grad for p in self._params]
-        else:
-            grads = [self._shards.get(id(p)) for p in self._params]
-            grads = [g if g is None else g[: m.numel()] for g, m in zip(grads, fused.masters, strict=True)]
-        total = fused.square_sum(grads)
+        grads = zip(self.gradients, fused.masters, strict=True)
+        total = fused.square_sum([g if g is None or self._world == 1 else g[: m.numel()] for g, m in grads])
         if self._world > 1:
             dist.all_reduce(total, group=self._group)
         scale = 1.0 if scaler is None else scaler.scale
@@ -142,7 +153,9 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
             work.wait()
         self.zero_grad()
         if scaler is not None:
+            scale = scaler._scale
             scaler.update(not self.finite.item())
+            scaler._scale = scale.copy_(scaler._scale)  # in its old place, from which a CUDA graph reads it
 
     def _scaler(self):
         return getattr(self.mixed_precision_mixin, "grad_scaler", None)

@@ -74,6 +74,7 @@ class Engine(ABC):
     # ---------------------------------------------------------------- training
 
     whole = True  # every rank holds all working weights: ``module`` can be called by itself, in ``autocast()``
+    no_graph: str  # why forward and backward can't be recorded as a CUDA graph; empty if they can
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """What a forward pass of ``module`` runs in."""
@@ -206,6 +207,17 @@ def _even_spans(numel: int, parts: int) -> list[Span]:
 class Zero2Engine(Engine):
     """ZeRO stage 2: gradients, masters and moments sharded flat and even, working weights whole."""
 
+    no_graph = ""
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """What this rank has of the gradients since the last step; a replayed graph's are put back by hand."""
+        return self.optimizer.gradients
+
+    @gradients.setter
+    def gradients(self, gradients: list[Tensor | None]) -> None:
+        self.optimizer.gradients = gradients
+
     def _step(self) -> StepResult:
         scaler = self._scaler()
         scale = 1.0 if scaler is None else scaler.scale.clone()
@@ -238,6 +250,8 @@ class Zero2Engine(Engine):
 
 class DDPEngine(Engine):
     """Whole fp32 weights on every rank, autocast in the forward pass; state is *viewed* as even pieces."""
+
+    no_graph = "torch's DDP steers its reductions from the host (--plugin ddp)"
 
     def _locate(self):
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
@@ -303,6 +317,7 @@ class GeminiEngine(Engine):
     """ZeRO stage 3 by chunks: a parameter's piece is where it overlaps this rank's shard of its chunk."""
 
     whole = False
+    no_graph = "Gemini fetches and frees weights from the host (--plugin gemini)"
 
     def _locate(self):
         manager = self.optimizer.chunk_manager

@@ -1,0 +1,39 @@
+"""Steps replayed as a CUDA graph are, bit for bit, the steps run kernel by kernel."""
+
+import pytest
+import torch
+
+from opendit.config import SpeedFlags
+from opendit.models import DiTConfig, TextConfig
+from tests.ranks import run_ranks
+from tests.test_forward_backward import train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+LABELS = DiTConfig((16, 16), 2, 2, 144, 3, 2, num_classes=3)
+CAPTIONS = DiTConfig((16, 16), 2, 2, 144, 2, 2, text=TextConfig("t5", 8, 5, cross_attention=True))
+CASES = [  # configuration, sizes of the micro-batches of each step, precision
+    (LABELS, [[4]] * 10, "bf16"),
+    (LABELS, [[4, 4, 4]] * 5 + [[3, 4, 4], [4, 3, 4], [4, 4, 4]], "bf16"),
+    (LABELS, [[4, 4]] * 8, "fp16"),
+    (CAPTIONS, [[4]] * 8, "fp32"),
+]
+
+
+def both(mesh) -> list[tuple[bool, float]]:
+    """For each case whether graphs change anything, and the last loss."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # flash in place of cuDNN would be needed for all bits
+    found = []
+    for config, sizes, precision in CASES:
+        speed = SpeedFlags(True, True, False)
+        (masters, losses), (again, same) = (
+            train(mesh, config, sizes, None, graph=graph, precision=precision, speed=speed) for graph in (False, True)
+        )
+        equal = torch.equal(losses, same) and all(torch.equal(again[name], m) for name, m in masters.items())
+        found.append((equal, losses[-1].item()))
+    return found
+
+
+def test_replayed_steps_are_the_steps():
+    for found in run_ranks(min(2, torch.cuda.device_count()), both):
+        assert all(equal for equal, _ in found), found
+        assert all(0 < loss < 100 for _, loss in found)
