@@ -27,6 +27,7 @@ from opendit.models.pretrained import load_state
 from opendit.monitor import Monitor
 from opendit.parallel.engine import Engine, build_engine
 from opendit.parallel.mesh import close_mesh, init_mesh
+from opendit.profiling import StepProfiler
 from opendit.random import Stream, normal, uniform
 from opendit.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
 from opendit.saving import Checkpoints
@@ -91,6 +92,7 @@ def train(job: Job) -> int:
         in_use=job.resume,
         say=monitor.say,
     )
+    profiler = StepProfiler(flags.profile and mesh.is_main, job.folder / "profile", mesh.device, monitor.say)
     save_owed = False
     with checkpoints, Interrupt(mesh) as interrupt:
         for step in range(job.first_step, job.last_step):
@@ -105,6 +107,7 @@ def train(job: Job) -> int:
             result = engine.step()
             ema.update(result.finite)
             monitor.add(step_loss, result.finite)
+            profiler.step()
             done, stopping = step + 1, interrupted()
             last = stopping or done == job.last_step
             save_owed |= due(done, flags.ckpt_every)
@@ -131,6 +134,7 @@ def train(job: Job) -> int:
                 monitor.resume(paused)
             if stopping:
                 break
+        profiler.close()
         loader.close()
         checkpoints.wait()
     monitor.close()

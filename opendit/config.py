@@ -107,6 +107,7 @@ class TrainConfig(SpeedFlags):
     ckpt_every: int = flag(1000, "steps between checkpoints; 0: only the one at the end", group="Run")
     ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", group="Run")
     deterministic: bool = flag(False, "the same bits in every run on the same GPUs; slower", group="Run")
+    profile: bool = flag(False, "record a few early steps: a trace and a table of where the time goes", group="Run")
     sample_every: int | None = flag(None, "steps between sample grids (default: as --ckpt_every)", group="Run")
     sample_steps: int = flag(50, "sampling steps of those grids", group="Run")
     sample_cfg_scale: float = flag(4.0, "guidance of those grids", group="Run")
