@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.fused_dit import fused_dit
 from benchmarks.plain_dit import PlainDiT
 from benchmarks.results import append
 from opendit.config import SpeedFlags
@@ -58,13 +59,13 @@ class Latents:
         return ddpm_loss(self.diffusion, forward, x, t, noise, y=y).loss.mean()
 
 
-def plain_step(args, config, mesh, data, compiled: bool = False):
+def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = False):
     """Meta's recipe with today's switches: fp32 weights, autocast bf16, fused AdamW, EMA over all weights.
 
     compiled: by torch.compile, with cuDNN's attention. (Its gradients are wrong there, see docs/log.md; its speed is
-    what such a run has.)
+    what such a run has.) fused: with the five lines of docs/api.md.
     """
-    model = PlainDiT(
+    model = (fused_dit().PlainDiT if fused else PlainDiT)(
         config.input_size,
         config.patch_size,
         config.in_channels,
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--plugins", nargs="+", default=["zero2", "ddp", "gemini"])
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp16"])
     parser.add_argument("--no_plain", action="store_true", help="leave the plain baseline out")
+    parser.add_argument("--fused_plain", action="store_true", help="also the plain model with docs/api.md's change")
     parser.add_argument("--compiled", action="store_true", help="also the plain baseline under torch.compile")
     parser.add_argument("--kernels", choices=("too", "only"), help="each variant with all kernels on")
     parser.add_argument("--graph", action="store_true", help="each zero2 variant as a CUDA graph too")
@@ -169,6 +171,8 @@ def main() -> None:
     variants = {}
     if not args.no_plain:
         variants["plain autocast bf16"] = lambda: plain_step(args, config, mesh, data)
+    if args.fused_plain:
+        variants["plain autocast bf16 five lines"] = lambda: plain_step(args, config, mesh, data, fused=True)
     if args.compiled:
         variants["plain autocast bf16 compiled"] = lambda: plain_step(args, config, mesh, data, compiled=True)
     speeds = {} if args.kernels == "only" else {(): SpeedFlags()}

@@ -65,7 +65,7 @@ class StepProfiler:
 
     def __init__(self, wanted: bool, folder: Path, device: torch.device, say: Callable[[str], None] = print):
         self.folder, self.say, self.cuda = folder, say, device.type == "cuda"
-        self._profile = None
+        self._profile, self._steps = None, 0
         if wanted:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
             when = schedule(wait=WARMUP - 2, warmup=2, active=STEPS, repeat=1)
@@ -73,8 +73,12 @@ class StepProfiler:
             self._profile.start()
 
     def step(self) -> None:
-        if self._profile is not None:
-            self._profile.step()
+        if self._profile is None:
+            return
+        self._steps += 1
+        if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):  # else kernels of the steps before would be counted
+            torch.cuda.synchronize()
+        self._profile.step()
 
     def close(self) -> None:
         running, self._profile = self._profile, None

@@ -14,6 +14,7 @@ from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.common import kernels_available
 from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
+from opendit.kernels.linear import linear as unbiased
 from opendit.kernels.split_heads import split_heads
 from opendit.models.layers import BlockOps, layer_norm, modulate
 
@@ -97,13 +98,13 @@ def _linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
 
 
 def _linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear) -> Tensor:
-    return gate_residual(x, gate, F.linear(z, linear.weight), linear.bias)
+    return gate_residual(x, gate, unbiased(z, linear.weight), linear.bias)
 
 
 def _linear_gate_residual_layernorm_modulate(
     x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return gate_residual_layernorm_modulate(x, gate, F.linear(z, linear.weight), shift, scale, linear.bias)
+    return gate_residual_layernorm_modulate(x, gate, unbiased(z, linear.weight), shift, scale, linear.bias)
 
 
 def _after(norm, modulation):

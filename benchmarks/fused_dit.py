@@ -1,0 +1,30 @@
+"""The plain DiT with the five lines of docs/api.md changed: the page itself is applied to plain_dit.py."""
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).resolve().parent
+
+
+def changes() -> list[tuple[str, str]]:
+    """(old lines, new lines) of the page's diff; a new line without an old one belongs at the top."""
+    page = (HERE.parent / "docs" / "api.md").read_text(encoding="utf-8")
+    lines = re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1].splitlines(True)
+    groups = re.findall(r"((?:-[^\n]*\n)*)((?:\+[^\n]*\n)+)", "".join(lines))
+    return [tuple("".join(line[1:] for line in part.splitlines(True)) for part in group) for group in groups]
+
+
+def fused_dit(stream: str = "bfloat16") -> ModuleType:
+    """plain_dit with the changes, as a module of its own; ``stream``: dtype of the activations between blocks.
+
+    Raises ValueError if the page no longer fits the file.
+    """
+    source = (HERE / "plain_dit.py").read_text(encoding="utf-8")
+    for old, new in changes():
+        if old and source.count(old) != 1:
+            raise ValueError(f"docs/api.md changes a line that plain_dit.py has {source.count(old)} times: {old}")
+        source = source.replace(old, new) if old else new + source
+    module = ModuleType("fused_dit")
+    exec(compile(source.replace("torch.bfloat16", f"torch.{stream}"), "fused_dit", "exec"), module.__dict__)
+    return module

@@ -1,0 +1,35 @@
+"""x W^T whose weight gradient is made by the faster of two equal matrix products.
+
+dW (out, in) is dy^T x, or the transpose of x^T dy. For a layer that narrows, cuBLAS takes the second way faster: on an
+H200, 32,768 rows in bf16, 4608 to 1152, 490 us against 598 (10 MB are turned round after it). Where the layer
+widens the first way is the faster one, 478 us against 582; with in = out they are equal.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import has_torch_function
+
+
+class _Narrowing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, weight = ctx.saved_tensors
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = (x.flatten(0, -2).t() @ dy.flatten(0, -2)).t().contiguous()
+        return dx, dweight
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T without a bias: x (..., in), weight (out, in) to (..., out); ``F.linear``'s results."""
+    # Gemini's parameters watch torch's own calls, and autocast casts inside of them.
+    if weight.shape[1] <= weight.shape[0] or x.dtype != weight.dtype or has_torch_function((x, weight)):
+        return F.linear(x, weight)
+    return _Narrowing.apply(x, weight)
