@@ -26,7 +26,7 @@ from opendit.models.pretrained import read_info
 from opendit.parallel.engine import MOMENTS, Engine
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.side_channel import SideChannel
-from opendit.state_files import damage, sync_folder
+from opendit.state_files import damage, intact_before, sync_folder
 
 FORMAT_VERSION = 2
 MODEL, AVERAGE, STATE = "model.safetensors", "ema.safetensors", "state.json"
@@ -117,8 +117,7 @@ def verify(folder: Path, mesh: Mesh) -> None:
 
 
 def _what_to_load_instead(folder: Path) -> str:
-    earlier = [other for other in sorted(folder.parent.glob("step_*"), reverse=True) if other.name < folder.name]
-    intact = next((other for other in earlier if damage(other) is None), None)
+    intact = intact_before(folder)
     return f"intact is --load {intact}" if intact else "there is no intact checkpoint before it"
 
 

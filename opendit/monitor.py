@@ -1,5 +1,6 @@
 """What a run shows: progress bar, log.jsonl, TensorBoard, throughput, MFU, memory."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -117,10 +118,10 @@ class Monitor:
             **more,
         }
         if self.mesh.is_main:
-            self._file.write(json.dumps(self.last) + "\n")
-            for key, value in self.last.items():
-                if isinstance(value, int | float) and key not in ("step", "epoch"):
-                    self._board.add_scalar(key, value, step)
+            try:
+                self._write(step)
+            except OSError as error:  # a full disk: the run is worth more than its log
+                self.say(f"step {step}: NOT LOGGED, {error}; training goes on")
             shown = {
                 "loss": "-" if loss is None else f"{loss:.4f}",
                 "img/s": f"{rate:.1f}",
@@ -132,6 +133,12 @@ class Monitor:
         self._sums.zero_()
         self._steps, self._since, self.data_wait = 0, now, 0.0
         return self.last
+
+    def _write(self, step: int) -> None:
+        self._file.write(json.dumps(self.last) + "\n")
+        for key, value in self.last.items():
+            if isinstance(value, int | float) and key not in ("step", "epoch"):
+                self._board.add_scalar(key, value, step)
 
     def say(self, text: str) -> None:
         """A line for people, above the progress bar."""
@@ -148,8 +155,9 @@ class Monitor:
     def close(self) -> None:
         if self.mesh.is_main:
             self._bar.close()
-            self._file.close()
-            self._board.close()
+            for file in (self._file, self._board):
+                with contextlib.suppress(OSError):  # what a full disk did not take has been told
+                    file.close()
 
 
 def allocated_gib() -> float:

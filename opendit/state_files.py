@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -92,16 +92,18 @@ def read_manifest(folder: Path) -> dict[str, dict]:
     return files
 
 
-def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> str | None:
     """What is wrong with a checkpoint's files, the damaged one named first; None if all are as they were written.
 
     With ``parts`` above 1 only this share of the bytes' checksums is looked at (sizes always are), so that ranks can
-    share the reading.
+    share the reading. ``only``: the names of the files to look at.
     """
     try:
         files = read_manifest(folder)
     except ValueError as error:
         return str(error)
+    if only is not None:
+        files = {name: entry for name, entry in files.items() if name in only}
     for name, entry in files.items():
         path = folder / name
         if not path.is_file():
@@ -118,6 +120,13 @@ def damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
         if digest != files[name]["sha256"]:
             return f"{folder / name} is damaged: its checksum is not the manifest's"
     return None
+
+
+def intact_before(folder: Path, only: Collection[str] | None = None) -> Path | None:
+    """The newest of a run's checkpoints before this one that is not damaged (in the files named by ``only``)."""
+    folder = folder.resolve()
+    earlier = [other for other in sorted(folder.parent.glob("step_*"), reverse=True) if other.name < folder.name]
+    return next((other for other in earlier if damage(other, only=only) is None), None)
 
 
 def _sha256(path: Path) -> str:

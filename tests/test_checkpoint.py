@@ -1,29 +1,21 @@
-"""Checkpoints under faults: damaged files, full disks, killed processes, signals."""
+"""Checkpoints on disk: the files, damage that is named, what is found and what is kept."""
 
-import errno
 import json
 import os
-import resource
-import signal
-import socket
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import opendit.saving
+import opendit.models.pretrained
+import sample
 import train
-from opendit.models.pretrained import read_info
+from opendit.models.pretrained import load_pretrained, read_info
 from opendit.saving import OPTIMIZER, share_out
-from opendit.state_files import damage, write_tensors
-from tests.ranks import run_ranks
-from tests.test_resume import assert_same_bits
+from opendit.state_files import write_tensors
 
-ROOT = Path(__file__).resolve().parents[1]
 ARGV = "--model DiT-Ti/2 --image_size 8 --vae none --num_workers 0 --log_every 1 --sample_every 0".split()
 ARGV += "--mixed_precision fp32 --sample_steps 1 --sample_cfg_scale 1 --batch_size 4".split()
 
@@ -77,6 +69,19 @@ def test_ranks_write_about_as_much(ranks):
 # ------------------------------------------------------------------------------------------ damage
 
 
+def damaged_forms(content: bytes) -> dict[str, bytes | None]:
+    """What may be left of a file: all but its last byte, all with one bit flipped, nothing."""
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    return {"truncated": content[:-1], "flipped": flipped, "missing": None}
+
+
+def put(path: Path, content: bytes | None) -> None:
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+
+
 def test_damage_is_named_before_a_weight_is_touched(tmp_path, no_ranks, capsys, monkeypatch):
     checkpoints = run_to(tmp_path, 2)
     newest, earlier = checkpoints / "step_0000002", checkpoints / "step_0000001"
@@ -94,21 +99,55 @@ def test_damage_is_named_before_a_weight_is_touched(tmp_path, no_ranks, capsys, 
                              "state.json"]  # fmt: skip
     for name in names:
         content = (newest / name).read_bytes()
-        middle = len(content) // 2
-        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        for damaged in (content[:-1], flipped, None):
+        for damaged in damaged_forms(content).values():
             if damaged is None and name == "state.json":
                 continue  # without it the folder is no checkpoint: --load latest takes the one before
-            (newest / name).unlink()
-            if damaged is not None:
-                (newest / name).write_bytes(damaged)
+            put(newest / name, damaged)
             message = refused()
             assert str(newest / name) in message, (name, message)
             assert f"intact is --load {earlier}" in message, (name, message)
-            (newest / name).write_bytes(content)
+            put(newest / name, content)
     (earlier / "ema.safetensors").write_bytes(b"")
     (newest / "model.safetensors").unlink()
     assert "there is no intact checkpoint before it" in refused()
+
+
+@pytest.mark.parametrize("which", ["ema", "model"])
+def test_damaged_weights_are_named_before_one_is_read(which, tmp_path, no_ranks, capsys, monkeypatch):
+    checkpoints = run_to(tmp_path, 2)
+    newest, file = checkpoints / "step_0000002", f"{which}.safetensors"
+    drawing = ["--output", str(tmp_path / "drawn"), "--weights", which]
+    training = [*ARGV, "--outputs", str(tmp_path / "new")]
+    content = (newest / file).read_bytes()
+    for form, damaged in damaged_forms(content).items():
+        put(newest / file, damaged)
+        commands = [
+            (sample.main, [*drawing, "--ckpt", str(newest)]),
+            (sample.main, [*drawing, "--ckpt", str(checkpoints.parent)]),
+            (sample.main, [*drawing, "--ckpt", "latest", "--outputs", str(tmp_path)]),
+        ]
+        if damaged is not None:
+            commands += [(sample.main, [*drawing, "--ckpt", str(newest / file)])]
+            commands += [(train.main, [*training, "--pretrained", str(newest / file)])]
+        elif which == "ema":
+            commands += [(train.main, [*training, "--pretrained", str(newest)])]
+        for main, argv in commands:
+            capsys.readouterr()
+            with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+                patch.setattr(opendit.models.pretrained, "safe_open", lambda *_, **__: pytest.fail("weights were read"))
+                main(argv)
+            message = capsys.readouterr().err
+            assert stop.value.code == 2 and message.startswith("error: "), (form, argv)
+            assert file in message and ("is missing" if damaged is None else "is damaged") in message, message
+            assert f"take {checkpoints / 'step_0000001'}, whose weights are intact" in message, message
+        load_pretrained(newest, which={"ema": "model", "model": "ema"}[which])  # the other file is as it was
+    put(checkpoints / "step_0000001" / file, content[:-1])
+    with pytest.raises(ValueError, match="take another checkpoint"):
+        load_pretrained(newest, which=which)
+    put(newest / file, content)
+    load_pretrained(newest, which=which)
+    (newest / "manifest.json").unlink()
+    load_pretrained(newest, which=which)  # a lone weights file has none
 
 
 def test_another_version_is_refused(tmp_path, no_ranks, capsys):
@@ -132,52 +171,6 @@ def test_what_a_kill_left_is_found_and_tidied(tmp_path, no_ranks):
     assert [line["step"] for line in lines] == [1, 2, 3]
 
 
-# ------------------------------------------------------------------------------------------ failing writes
-
-
-def test_a_full_disk_leaves_the_last_checkpoint_and_fails_the_exit_code(tmp_path, no_ranks, capsys):
-    checkpoints = run_to(tmp_path, 2)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # a real write fails in the middle of a file
-    try:
-        with pytest.raises(SystemExit) as stop:
-            run_to(tmp_path, 4, "--load", "latest")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert stop.value.code == 1
-    output = capsys.readouterr()
-    said = output.out + output.err
-    assert "step 3: NOT SAVED, rank 0" in said and "safetensors" in said and os.strerror(errno.EFBIG) in said
-    assert steps_in(checkpoints) == [1, 2] and not list(checkpoints.glob(".step*"))
-    assert os.readlink(checkpoints / "latest") == "step_0000002" and damage(checkpoints / "latest") is None
-    lines = [json.loads(line) for line in (checkpoints.parent / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # training went on
-    run_to(tmp_path, 4, "--load", "latest")  # and with room again it resumes
-    assert steps_in(checkpoints) == [1, 2, 3, 4]
-
-
-def one_rank_fails(mesh, outputs: str) -> int | None:
-    write = opendit.saving.write_tensors
-
-    def full_at_step_1(path, *args):
-        if mesh.rank == 1 and "step_0000001" in str(path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write(path, *args)
-
-    opendit.saving.write_tensors = full_at_step_1
-    try:
-        run_to(Path(outputs), 2)
-    except SystemExit as stop:
-        return stop.code
-    return None
-
-
-def test_a_failure_on_one_rank_is_every_ranks(tmp_path):
-    assert run_ranks(2, one_rank_fails, str(tmp_path)) == [1, 1]
-    checkpoints = tmp_path / "000-DiT-Ti-2" / "checkpoints"
-    assert steps_in(checkpoints) == [2] and damage(checkpoints / "step_0000002") is None
-
-
 # ------------------------------------------------------------------------------------------ what is kept
 
 
@@ -189,101 +182,3 @@ def test_keep_deletes_old_ones_only(tmp_path, no_ranks):
     # Back to 5: the later 6 of the attempt before is replaced, not counted.
     run_to(tmp_path, 6, "--ckpt_keep", "1", "--load", str(checkpoints / "step_0000005"))
     assert steps_in(checkpoints) == [5, 6] and os.readlink(checkpoints / "latest") == "step_0000006"
-
-
-# ------------------------------------------------------------------------------------------ kills and signals
-
-
-def launch(argv: list[str], world: int = 2) -> list[subprocess.Popen]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common["OMP_NUM_THREADS"] = "1"
-    return [
-        subprocess.Popen(
-            [sys.executable, "train.py", *argv],
-            cwd=ROOT,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(world)
-    ]
-
-
-def wait_for(condition, processes: list[subprocess.Popen]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end and all(process.poll() is None for process in processes)
-        time.sleep(0.0005)
-
-
-def kill(processes: list[subprocess.Popen]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.timeout(600)  # many processes that each import everything
-def test_kills_in_a_save_and_a_sigterm_change_nothing(tmp_path):
-    steps = 60
-    argv = [*ARGV, "--max_steps", str(steps), "--ckpt_every", "1", "--ckpt_keep", "2"]
-    whole = launch([*argv, "--outputs", str(tmp_path / "whole")])
-    assert [process.wait(timeout=200) for process in whole] == [0, 0]
-    outputs = tmp_path / "parts"
-    checkpoints = outputs / "000-DiT-Ti-2" / "checkpoints"
-    again = [*argv, "--outputs", str(outputs), "--load", "latest"]
-    for victim, at_least in enumerate((3, 12, 21)):
-        processes = launch(again)
-        wait_for(lambda bar=at_least: max(steps_in(checkpoints), default=0) >= bar, processes)
-        wait_for(lambda: any(checkpoints.glob(".step_*.incomplete")), processes)
-        processes[victim % 2].kill()  # one rank, in the middle of a save; then, as torchrun does, the other
-        kill(processes)
-    processes = launch(again)
-    wait_for(lambda: max(steps_in(checkpoints)) >= 30, processes)
-    processes[1].send_signal(signal.SIGTERM)  # one rank hears of it, both stop after the same step
-    assert [process.wait(timeout=100) for process in processes] == [0, 0]
-    log = checkpoints.parent / "log.jsonl"
-    stopped = [json.loads(line)["step"] for line in log.read_text().splitlines()]
-    assert stopped[-1] < steps and os.readlink(checkpoints / "latest") == f"step_{stopped[-1]:07d}"
-    assert [process.wait(timeout=200) for process in launch(again)] == [0, 0]
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, steps + 1))
-    undisturbed = tmp_path / "whole/000-DiT-Ti-2"
-    assert_same_bits(undisturbed / "checkpoints/latest", checkpoints / "latest")
-    curves = [
-        [json.loads(line)["loss"] for line in open(run / "log.jsonl")] for run in (undisturbed, checkpoints.parent)
-    ]
-    assert curves[0] == curves[1]
-
-
-TWO_SIGNALS = """
-import os, signal, torch
-from opendit.interrupt import Interrupt
-from opendit.parallel.mesh import Mesh
-with Interrupt(Mesh(0, 1, 0, torch.device("cpu"))) as interrupt:
-    assert not interrupt.ask()()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert interrupt.ask()()
-    print("noted", flush=True)
-    os.kill(os.getpid(), signal.SIGINT)
-    print("still here", flush=True)
-"""
-
-
-def test_a_second_signal_quits_at_once():
-    done = subprocess.run([sys.executable, "-c", TWO_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == -signal.SIGINT and done.stdout == "noted\n", done
-    assert "SIGTERM: finishing the step and saving" in done.stderr
-    # Also where Python never gets to a handler, as inside a collective whose peer is gone.
-    endless = "__import__('hashlib').pbkdf2_hmac('md5', b'', b'', 2**31 - 1)"
-    stuck = TWO_SIGNALS.replace("os.kill(os.getpid(), signal.SIGINT)", endless)
-    process = subprocess.Popen([sys.executable, "-c", stuck], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "noted\n"
-    time.sleep(0.5)  # it is inside now
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == -signal.SIGINT
-    # torchrun hands a Ctrl-C on to processes that have it already: the same signal within a second is one signal.
-    env = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
-    done = subprocess.run([sys.executable, "-c", TWO_SIGNALS], cwd=ROOT, capture_output=True, text=True, env=env)
-    assert done.returncode == 0 and "still here" in done.stdout, done

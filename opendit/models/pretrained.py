@@ -11,6 +11,7 @@ from torch import Tensor
 
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.zoo import SIZES, build_model, canonical_name, config_from_dict, is_video, model_config
+from opendit.state_files import MANIFEST, damage, intact_before
 
 METADATA_KEY = "opendit"
 
@@ -31,6 +32,8 @@ class Weights:
 def find_weights(path: str | Path, which: str = "ema") -> Path:
     """The weights file of a path: a file, a checkpoint folder, or a run folder (its newest checkpoint).
 
+    A file that a checkpoint has lost is returned too: :func:`read_weights` says what to do about it.
+
     Raises:
         FileNotFoundError: nothing of the kind is there; the message says what was looked for.
     """
@@ -38,7 +41,7 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
     if path.is_file():
         return path
     for folder in (path, path / "checkpoints" / "latest"):
-        if (folder / f"{which}.safetensors").is_file():
+        if (folder / f"{which}.safetensors").is_file() or (folder / MANIFEST).is_file():
             return folder / f"{which}.safetensors"
     raise FileNotFoundError(
         f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors, "
@@ -58,14 +61,16 @@ def read_info(path: Path) -> dict:
 
 
 def read_weights(path: Path) -> Weights:
-    """Reads a weights file into CPU memory. Pickles are read with ``weights_only``: they run no code.
+    """Reads a weights file into CPU memory, verified if it is a checkpoint's. Pickles are read with ``weights_only``:
+    they run no code.
 
     Meta's training checkpoints hold ``model``, ``ema``, ``opt`` and ``args``; ``ema`` is taken.
 
     Raises:
-        ValueError: the file can't be read, or holds no state dict.
+        ValueError: the file is damaged, can't be read, or holds no state dict.
     """
     if path.suffix == ".safetensors":
+        _verify(path)
         info = read_info(path)
         with safe_open(path, framework="pt") as file:
             return Weights({name: file.get_tensor(name) for name in file.keys()}, path, info)
@@ -82,6 +87,15 @@ def read_weights(path: Path) -> Weights:
     if not isinstance(content, dict) or not all(isinstance(v, Tensor) for v in content.values()):
         raise ValueError(f"{path} holds no state dict of a model")
     return Weights({name.removeprefix("module."): tensor for name, tensor in content.items()}, path)
+
+
+def _verify(path: Path) -> None:
+    """Compares a weights file with the manifest beside it, where there is one. Raises ValueError naming the damage and
+    the newest earlier checkpoint whose weights are intact."""
+    if (path.parent / MANIFEST).is_file() and (problem := damage(path.parent, only=[path.name])):
+        earlier = intact_before(path.parent, only=[path.name])
+        fix = f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
+        raise ValueError(f"{problem}; {fix}")
 
 
 def infer_config(state: dict[str, Tensor], name: str, path: Path) -> DiTConfig:

@@ -202,4 +202,20 @@ def boost(
         model, optimizer, *_ = Booster(plugin=built).boost(module, optimizer)
     if plugin == "gemini" and precision == "bf16":
         optimizer.mix_precision_mixin = _FiniteBF16(model.chunk_manager)
+    if plugin == "ddp":
+        _settle_buckets(model.module)
     return model, optimizer
+
+
+def _settle_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Lets torch choose its gradient buckets before the first step.
+
+    It lays them out anew after the first backward pass, in the order in which gradients became ready, and the layout
+    decides in which order more than two ranks are summed: the first step of a resumed run would round differently. A
+    pass of zeros is that first one. Autograd walks the sum from its end, so that the buckets begin with the last
+    layers, whose gradients are ready first in a real pass too.
+    """
+    params = [p for p in ddp.parameters() if p.requires_grad]
+    ddp.reducer.prepare_for_backward([])
+    sum(p.sum() * 0 for p in params).backward()
+    ddp.zero_grad(set_to_none=True)

@@ -1,0 +1,142 @@
+"""Does a run survive kills? `kill -9` of a random rank at random moments; the end must be that of an undisturbed run.
+
+    python benchmarks/bench_kills.py [--kills 30] [--results FILE]
+
+Two gloo ranks train a tiny model on a CPU and save every step. Again and again one of them is killed, then the other,
+as torchrun does, and the run is started anew with ``--load latest``. Every second kill falls into a save, the others
+anywhere between the middle of a start-up and a second after it. A kill counts as inside a save if the folder of an
+incomplete checkpoint was there just before it and still there after the process was gone. The exit code is not 0 if
+weights, moments or average differ from the undisturbed run's in one bit, if a loss does, or if too few kills fell into
+a save.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+
+from benchmarks.results import append
+from opendit.checkpoint import newest_checkpoint
+from opendit.state_files import damage
+from tests.test_checkpoint import ARGV, steps_in
+from tests.test_faults import kill, launch, wait_for
+from tests.test_resume import assert_same_bits
+
+WORLD = 2
+RUN = "000-DiT-Ti-2"
+
+
+@dataclass
+class Kill:
+    """What one kill met: the newest checkpoint before it, and whether a save was under way."""
+
+    rank: int
+    step: int
+    after_s: float
+    in_save: bool
+
+
+def saving(checkpoints: Path) -> set[str]:
+    """The checkpoints that are being written."""
+    return {path.name for path in checkpoints.glob(".step_*.incomplete")}
+
+
+def kill_once(argv: list[str], checkpoints: Path, choose: random.Random, in_save: bool, startup: float) -> Kill:
+    """Starts the run and kills a rank of it: in a save one to three steps on, or around the end of its start-up, which
+    takes about ``startup`` seconds."""
+    processes, began = launch(argv, WORLD), time.monotonic()
+    try:
+        if in_save:
+            goal = max(steps_in(checkpoints), default=0) + choose.randint(1, 3)
+            wait_for(lambda: max(steps_in(checkpoints), default=0) >= goal, processes)
+            time.sleep(choose.uniform(0, 0.05))
+            wait_for(lambda: saving(checkpoints), processes)
+        else:
+            end = began + choose.uniform(startup / 2, startup + 1)
+            wait_for(lambda: time.monotonic() >= end, processes)
+        rank, before = choose.randrange(WORLD), saving(checkpoints)
+        kill([processes[rank]])
+        after_s, hit = time.monotonic() - began, bool(before & saving(checkpoints))
+        step = max(steps_in(checkpoints), default=0)
+        time.sleep(choose.uniform(0, 0.2))  # the other one's last moments: torchrun does not notice at once
+    finally:
+        kill(processes)
+    return Kill(rank, step, after_s, hit)
+
+
+def finish(argv: list[str]) -> None:
+    codes = [process.wait() for process in launch(argv, WORLD)]
+    if any(codes):
+        raise SystemExit(f"a run that nobody killed ended with exit codes {codes}")
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in map(json.loads, (run / "log.jsonl").read_text().splitlines())}
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What of two finished runs is not the same, to the bit."""
+    found = []
+    try:
+        assert_same_bits(one / "checkpoints/latest", other / "checkpoints/latest")
+    except AssertionError as error:
+        found.append(f"tensors of {error}")
+    if losses(one) != losses(other):
+        found.append("losses")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    parser.add_argument("--results", help="append to this CSV")
+    args = parser.parse_args()
+    choose, began = random.Random(args.seed), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = {name: Path(folder, name) for name in ("whole", "killed")}
+        # More than the run gets on between the kills; what is left after the last one is trained in one go.
+        argv = [*ARGV, "--max_steps", str(40 + 5 * args.kills), "--ckpt_every", "1", "--ckpt_keep", "2"]
+        finish([*argv, "--outputs", str(outputs["whole"])])
+        again = [*argv, "--outputs", str(outputs["killed"]), "--load", "latest"]
+        run = outputs["killed"] / RUN
+        checkpoints, kills, startup = run / "checkpoints", [], 0.0
+        for number in range(1, args.kills + 1):
+            # The first one falls into a save too: before there is a checkpoint, a restart is another run.
+            in_save = 2 * sum(one.in_save for one in kills) <= len(kills)
+            made = kill_once(again, checkpoints, choose, in_save, startup)
+            startup = made.after_s if in_save else startup
+            kills.append(made)
+            newest = newest_checkpoint(run)
+            damaged = damage(newest)
+            print(
+                f"kill {number:3d}: rank {made.rank} {made.after_s:5.2f} s after the start, step {made.step:4d}, "
+                f"{'inside a save' if made.in_save else 'outside saves'}; latest is {newest.name}, "
+                f"{damaged or 'intact'}",
+                flush=True,
+            )
+        finish(again)
+        different = differences(outputs["whole"] / RUN, run)
+        steps = max(losses(run))
+    inside = sum(made.in_save for made in kills)
+    different += [f"only {inside} kills inside a save"] if 2 * inside < args.kills else []
+    print("\n| kills | inside a save | of rank 0 | steps | minutes | weights, moments, EMA, losses |")
+    print("|---|---|---|---|---|---|")
+    result = f"DIFFERENT: {'; '.join(different)}" if different else "bit for bit"
+    minutes = (time.monotonic() - began) / 60
+    print(f"| {len(kills)} | {inside} | {sum(made.rank == 0 for made in kills)} | {steps} | {minutes:.1f} | {result} |")
+    if args.results:
+        case = f"DiT-Ti/2 fp32, {WORLD} gloo ranks, saves every step"
+        figures = {"kills": len(kills), "kills inside a save": inside, "differences": len(different)}
+        append([dict(bench="kills", case=case, metric=m, value=str(v)) for m, v in figures.items()], args.results)
+    sys.exit(bool(different))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""What a run survives: failing writes, full disks, gradients that are not finite, killed processes, signals."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import opendit.saving
+import train
+from opendit.checkpoint import read_state
+from opendit.monitor import Monitor
+from opendit.state_files import damage
+from tests.ranks import run_ranks
+from tests.test_checkpoint import ARGV, run_to, steps_in
+from tests.test_resume import assert_same_bits
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# ------------------------------------------------------------------------------------------ failing writes
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_fails_the_exit_code(tmp_path, no_ranks, capsys):
+    checkpoints = run_to(tmp_path, 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # a real write fails in the middle of a file
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run_to(tmp_path, 4, "--load", "latest")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert stop.value.code == 1
+    output = capsys.readouterr()
+    said = output.out + output.err
+    assert "step 3: NOT SAVED, rank 0" in said and "safetensors" in said and os.strerror(errno.EFBIG) in said
+    assert steps_in(checkpoints) == [1, 2] and not list(checkpoints.glob(".step*"))
+    assert os.readlink(checkpoints / "latest") == "step_0000002" and damage(checkpoints / "latest") is None
+    lines = [json.loads(line) for line in (checkpoints.parent / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # training went on
+    run_to(tmp_path, 4, "--load", "latest")  # and with room again it resumes
+    assert steps_in(checkpoints) == [1, 2, 3, 4]
+
+
+FULL_DISK = """
+mount -t tmpfs -o size={size} tmpfs {disk} || exit 99
+{train} --max_steps 4
+echo $? > {told}/code
+cp -a {disk}/000-DiT-Ti-2 {told}/run
+mount -o remount,size={room} {disk}
+{train} --max_steps 5 --load latest >&2 || exit 98
+ls {disk}/000-DiT-Ti-2/checkpoints > {told}/after
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path, no_ranks):
+    """A small tmpfs, mounted where only the child sees it: two checkpoints and a half fit."""
+    environment = dict(os.environ)  # before a training in this process puts its rank there
+    one = sum(path.stat().st_size for path in (run_to(tmp_path / "elsewhere", 1) / "latest").iterdir())
+    disk, told = tmp_path / "disk", tmp_path / "told"
+    disk.mkdir()
+    told.mkdir()
+    train_py = [sys.executable, ROOT / "train.py", *ARGV, "--ckpt_every", "1", "--outputs", disk]
+    script = FULL_DISK.format(
+        size=int(2.5 * one), room=10 * one, disk=disk, told=told, train=" ".join(map(str, train_py))
+    )
+    command = ["unshare", "-rm", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if not (told / "code").exists():
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert (told / "code").read_text() == "1\n"
+    for step in (3, 4):
+        assert f"step {step}: NOT SAVED, rank 0: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}: " in done.stdout
+        assert f"{disk}/000-DiT-Ti-2/checkpoints/.step_000000{step}.incomplete/" in done.stdout
+    checkpoints = told / "run" / "checkpoints"
+    assert steps_in(checkpoints) == [1, 2] and not list(checkpoints.glob(".step*"))
+    assert os.readlink(checkpoints / "latest") == "step_0000002" and damage(checkpoints / "latest") is None
+    lines = [json.loads(line) for line in (told / "run/log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # training went on
+    assert "resumed from" in done.stderr and "step_0000005" in (told / "after").read_text()
+
+
+def one_rank_fails(mesh, outputs: str) -> int | None:
+    write = opendit.saving.write_tensors
+
+    def full_at_step_1(path, *args):
+        if mesh.rank == 1 and "step_0000001" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *args)
+
+    opendit.saving.write_tensors = full_at_step_1
+    try:
+        run_to(Path(outputs), 2)
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+def test_a_failure_on_one_rank_is_every_ranks(tmp_path):
+    assert run_ranks(2, one_rank_fails, str(tmp_path)) == [1, 1]
+    checkpoints = tmp_path / "000-DiT-Ti-2" / "checkpoints"
+    assert steps_in(checkpoints) == [2] and damage(checkpoints / "step_0000002") is None
+
+
+# ------------------------------------------------------------------------------------------ steps that are skipped
+
+
+def bad_steps(mesh, outputs: str) -> None:
+    """Rank 1's losses are not finite in steps 3 and 4, and then from step 8 on; the other rank's always are."""
+    train.close_mesh = lambda: None  # the next training meets in the same group
+    true_inputs, bad = train.inputs, {3, 4}
+
+    def inputs(job, batch):
+        latents, t, noise, y = true_inputs(job, batch)
+        worse = float("inf") if mesh.rank == 1 and batch.step + 1 in bad else 1.0
+        return latents, t, noise * worse, y
+
+    train.inputs = inputs
+    run_to(Path(outputs), 7, "--ckpt_every", "3")
+    bad = set(range(8, 100))
+    with pytest.raises(FloatingPointError, match="3 steps in a row"):
+        run_to(Path(outputs), 20, "--load", "latest", "--max_bad_steps", "3")
+
+
+def test_no_save_while_steps_are_skipped(tmp_path):
+    run_ranks(2, bad_steps, str(tmp_path))
+    checkpoints = tmp_path / "000-DiT-Ti-2" / "checkpoints"
+    # 3 was skipped, and so was 4: its save was made after 5. After 7 no step was good, so there is no other.
+    assert steps_in(checkpoints) == [5, 6, 7]
+    states = [read_state(path) for path in sorted(checkpoints.glob("step_*"))]
+    assert [(state["optimizer_steps"], state["skipped"]) for state in states] == [(3, 2), (4, 2), (5, 2)]
+    assert os.readlink(checkpoints / "latest") == "step_0000007" and damage(checkpoints / "latest") is None
+    assert not list(checkpoints.glob(".step*"))
+    run_ranks(2, resume_to_9, str(tmp_path))
+    assert steps_in(checkpoints) == [5, 6, 7, 8, 9]
+
+
+def resume_to_9(mesh, outputs: str) -> None:
+    run_to(Path(outputs), 9, "--load", "latest")
+
+
+# ------------------------------------------------------------------------------------------ kills and signals
+
+
+def launch(argv: list[str], world: int = 2) -> list[subprocess.Popen]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common["OMP_NUM_THREADS"] = "1"
+    return [
+        subprocess.Popen(
+            [sys.executable, "train.py", *argv],
+            cwd=ROOT,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(world)
+    ]
+
+
+def wait_for(condition, processes: list[subprocess.Popen]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end and all(process.poll() is None for process in processes)
+        time.sleep(0.0005)
+
+
+def kill(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.timeout(600)  # many processes that each import everything
+def test_kills_in_a_save_and_a_sigterm_change_nothing(tmp_path):
+    steps = 60
+    argv = [*ARGV, "--max_steps", str(steps), "--ckpt_every", "1", "--ckpt_keep", "2"]
+    whole = launch([*argv, "--outputs", str(tmp_path / "whole")])
+    assert [process.wait(timeout=200) for process in whole] == [0, 0]
+    outputs = tmp_path / "parts"
+    checkpoints = outputs / "000-DiT-Ti-2" / "checkpoints"
+    again = [*argv, "--outputs", str(outputs), "--load", "latest"]
+    for victim, at_least in enumerate((3, 12, 21)):
+        processes = launch(again)
+        wait_for(lambda bar=at_least: max(steps_in(checkpoints), default=0) >= bar, processes)
+        wait_for(lambda: any(checkpoints.glob(".step_*.incomplete")), processes)
+        processes[victim % 2].kill()  # one rank, in the middle of a save; then, as torchrun does, the other
+        kill(processes)
+    processes = launch(again)
+    wait_for(lambda: max(steps_in(checkpoints)) >= 30, processes)
+    processes[1].send_signal(signal.SIGTERM)  # one rank hears of it, both stop after the same step
+    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    log = checkpoints.parent / "log.jsonl"
+    stopped = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert stopped[-1] < steps and os.readlink(checkpoints / "latest") == f"step_{stopped[-1]:07d}"
+    assert [process.wait(timeout=200) for process in launch(again)] == [0, 0]
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, steps + 1))
+    undisturbed = tmp_path / "whole/000-DiT-Ti-2"
+    assert_same_bits(undisturbed / "checkpoints/latest", checkpoints / "latest")
+    curves = [
+        [json.loads(line)["loss"] for line in open(run / "log.jsonl")] for run in (undisturbed, checkpoints.parent)
+    ]
+    assert curves[0] == curves[1]
+
+
+TWO_SIGNALS = """
+import os, signal, torch
+from opendit.interrupt import Interrupt
+from opendit.parallel.mesh import Mesh
+with Interrupt(Mesh(0, 1, 0, torch.device("cpu"))) as interrupt:
+    assert not interrupt.ask()()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupt.ask()()
+    print("noted", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("still here", flush=True)
+"""
+
+
+def test_a_second_signal_quits_at_once():
+    done = subprocess.run([sys.executable, "-c", TWO_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGINT and done.stdout == "noted\n", done
+    assert "SIGTERM: finishing the step and saving" in done.stderr
+    # Also where Python never gets to a handler, as inside a collective whose peer is gone.
+    endless = "__import__('hashlib').pbkdf2_hmac('md5', b'', b'', 2**31 - 1)"
+    stuck = TWO_SIGNALS.replace("os.kill(os.getpid(), signal.SIGINT)", endless)
+    process = subprocess.Popen([sys.executable, "-c", stuck], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "noted\n"
+    time.sleep(0.5)  # it is inside now
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == -signal.SIGINT
+    # torchrun hands a Ctrl-C on to processes that have it already: the same signal within a second is one signal.
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
+    done = subprocess.run([sys.executable, "-c", TWO_SIGNALS], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "still here" in done.stdout, done
+
+
+# ------------------------------------------------------------------------------------------ the log
+
+
+def log_on_a_full_disk(mesh, folder: str) -> list[str]:
+    (Path(folder) / "log.jsonl").symlink_to("/dev/full")  # every write to it fails for lack of space
+    of_run = dict(first_step=0, last_step=2, samples_per_step=1, flops_per_sample=1.0, precision="fp32")
+    monitor, said = Monitor(Path(folder), mesh, **of_run), []
+    monitor.say = said.append
+    for step in (1, 2):
+        monitor.add(torch.tensor(0.5), torch.tensor(True))
+        assert monitor.log(step, 0, 1e-4, 1.0)["loss"] == 0.5
+    monitor.close()
+    return said
+
+
+def test_a_log_that_can_not_be_written_does_not_end_training(tmp_path):
+    (said,) = run_ranks(1, log_on_a_full_disk, str(tmp_path))
+    assert [text.split(",")[0] for text in said] == ["step 1: NOT LOGGED", "step 2: NOT LOGGED"]
+    assert all(os.strerror(errno.ENOSPC) in text for text in said)
