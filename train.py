@@ -5,8 +5,10 @@ Several GPUs:    torchrun --standalone --nproc_per_node=8 train.py --model DiT-X
 """
 
 import math
+import os
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,11 +24,12 @@ from opendit.ema import EMA
 from opendit.forward_backward import ForwardBackward
 from opendit.interrupt import Interrupt
 from opendit.job import USER_ERRORS, Job, example_captions, open_folder, prepare
+from opendit.memory import USABLE, advice, describe
 from opendit.models import Condition, DiT, build_model
 from opendit.models.pretrained import load_state
 from opendit.monitor import Monitor
 from opendit.parallel.engine import Engine, build_engine
-from opendit.parallel.mesh import close_mesh, init_mesh
+from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.profiling import StepProfiler
 from opendit.random import Stream, normal, uniform
 from opendit.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
@@ -35,11 +38,11 @@ from opendit.saving import Checkpoints
 
 def main(argv: list[str]) -> None:
     flags = parse(TrainConfig, argv)
-    mesh = init_mesh()
     try:
+        mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size)
         job = prepare(flags, mesh)
     except USER_ERRORS as error:
-        if mesh.local_rank == 0:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         close_mesh()
         sys.exit(2)
@@ -58,7 +61,7 @@ def train(job: Job) -> int:
     ema = EMA(engine, flags.ema_decays, flags.ema_warmup)
     skipped_before = load_checkpoint(job.resume, engine, ema)["skipped"] if job.resume else 0
     forward_backward = build_forward_backward(job, engine)
-    announce(job, engine, ema, forward_backward.note)
+    announce(job, engine, ema, forward_backward.note, compile_blocks(job, engine))
     monitor = Monitor(
         job.folder,
         mesh,
@@ -80,7 +83,7 @@ def train(job: Job) -> int:
         num_workers=flags.num_workers,
         pin_memory=True,
         max_bad=flags.max_bad,
-        on_skip=lambda file: tqdm.write(f"rank {mesh.rank}: skipped {file}"),
+        on_skip=partial(say_skipped, mesh),
         as_bytes=True,  # a quarter of the memory traffic and of the transfer; the device makes the floats
     )
     checkpoints = Checkpoints(
@@ -120,7 +123,8 @@ def train(job: Job) -> int:
             if saving or due(done, flags.log_every):  # a line at every save: a resumed run starts a new mean there too
                 grad_norm = result.grad_norm.item() if result.finite else None
                 skipped = skipped_before + int(engine.skipped)
-                bad_files, short_clips = mesh.sum(torch.tensor([loader.skipped, loader.shortened], device=mesh.device))
+                seen = torch.tensor([loader.skipped, loader.shortened], device=mesh.device)
+                bad_files, short_clips = mesh.sum(seen) // mesh.sp_size  # the ranks of a sequence group read the same
                 counts = {"loss_scale": float(result.loss_scale), "skipped": skipped, "bad_files": int(bad_files)}
                 counts |= {"short_clips": int(short_clips), "failed_saves": len(checkpoints.failures)}
                 monitor.log(done, batch.epoch, lr, grad_norm, **counts)
@@ -141,6 +145,11 @@ def train(job: Job) -> int:
     if mesh.is_main:
         summarise(job, monitor, checkpoints)
     return len(checkpoints.failures)
+
+
+def say_skipped(mesh: Mesh, file: str) -> None:
+    if mesh.sp_rank == 0:  # the others of the group skip the same
+        tqdm.write(f"rank {mesh.rank}: skipped {file}")
 
 
 def due(done: int, every: int) -> bool:
@@ -198,7 +207,8 @@ def build_model_and_engine(job: Job) -> Engine:
         model = build_model(job.model_config)
     if job.initial is not None:
         load_state(model, job.initial)
-    model.use(ops=job.kernels.ops, attend=job.kernels.attend).grad_checkpoint = flags.grad_checkpoint
+    model.use(ops=job.kernels.ops, attend=job.kernels.attend, sequence=job.sequence)
+    model.grad_checkpoint = flags.grad_checkpoint
     return build_engine(
         model.train(),
         job.mesh,
@@ -209,6 +219,16 @@ def build_model_and_engine(job: Job) -> Engine:
         grad_clip=flags.grad_clip,
         grad_accumulation=flags.grad_accumulation,
     )
+
+
+def compile_blocks(job: Job, engine: Engine) -> str:
+    """--compile, in place; returns whether it was done, and if not, why."""
+    if not job.flags.compile:
+        return "off (--compile is)"
+    if not engine.whole:
+        return "off: Gemini fetches weights through __torch_function__ and frees them after use, in no graph of compile"
+    engine.module.compile_blocks()
+    return "blocks and final layer, when they first meet a shape"
 
 
 def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -> None:
@@ -225,7 +245,9 @@ def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -
         model.place(mesh.device, engine.dtype).use(ops=job.kernels.ops, attend=job.kernels.attend)
     with ema.applied(model), engine.autocast():
         if model is not None:
+            model.sequence = None  # rank 0 is alone here
             draw(job, model, monitor, step)
+            model.sequence = job.sequence
     monitor.forget_drawing(trained)
     mesh.barrier()
 
@@ -265,13 +287,14 @@ def what_to_draw(job: Job) -> tuple[Condition, list[str]]:
     return labels.to(job.mesh.device), [names[label] for label in labels]
 
 
-def announce(job: Job, engine: Engine, ema: EMA, graph_note: str) -> None:
+def announce(job: Job, engine: Engine, ema: EMA, graph_note: str, compile_note: str) -> None:
     """One block that says what is in use, and why."""
     if not job.mesh.is_main:
         return
     open_folder(job)
     flags, mesh, config = job.flags, job.mesh, job.model_config
     cuda = mesh.device.type == "cuda"
+    card, setup = torch.cuda.get_device_properties(mesh.device).total_memory if cuda else None, job.memory_setup()
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
     rows = {
         "model": f"{flags.model}: {config.parameters() / 1e6:.1f} M parameters, {config.tokens} tokens, "
@@ -284,15 +307,21 @@ def announce(job: Job, engine: Engine, ema: EMA, graph_note: str) -> None:
         "EMA": f"decay {', '.join(map(str, ema.decays))}{', warm-up' if ema.warmup else ''}; "
         f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)",
         "attention": job.kernels.attention_note,
+        "sequence": f"over {mesh.sp_size} ranks, {job.sequence.plan}" if job.sequence else "whole on every rank",
         "kernels": job.kernels.ops_note,
         "CUDA graph": graph_note,
+        "compile": compile_note,
+        "memory": describe(config, setup, flags.batch_size, card),
         "batch": f"{flags.batch_size} x {mesh.dp_size} ranks x {flags.grad_accumulation} micro-batches = "
         f"{job.schedule.global_batch}; {job.schedule.steps_per_epoch} steps an epoch",
         "steps": f"{job.first_step} to {job.last_step}" + (f", resumed from {job.resume}" if job.resume else ""),
         "run folder": str(job.folder),
     }
     monitoring.print_block("OpenDiT training", rows)
-    for note in job.notes:
+    notes = job.notes
+    if cuda and (way_out := advice(config, setup, flags.batch_size, USABLE * card)):
+        notes = [*notes, f"memory: the estimate is above what the GPU has; the cheapest way out is {way_out}"]
+    for note in notes:
         print(f"note: {note}", flush=True)
 
 

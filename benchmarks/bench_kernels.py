@@ -31,6 +31,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Tensors of activations that forward and backward have to read or write, by the operator's function.
 TENSORS = {
     "layernorm_modulate": (2, 3),
+    "residual_layernorm_modulate": (2, 4),  # x is handed on as it is; its other gradient is added
     "modulate": (2, 3),
     "gate_residual": (3, 3),
     "gate_residual_layernorm_modulate": (4, 6),

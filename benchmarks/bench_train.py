@@ -31,6 +31,7 @@ from opendit.ema import EMA
 from opendit.forward_backward import EAGER, ForwardBackward
 from opendit.job import make_deterministic
 from opendit.kernels.attention import LocalAttention
+from opendit.kernels.recompute import recomputing
 from opendit.kernels.select import select_kernels
 from opendit.models import build_model, model_config
 from opendit.parallel.engine import PRECISIONS, build_engine
@@ -96,15 +97,20 @@ def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = F
     return step
 
 
-def engine_step(args, config, mesh, data, plugin: str, precision: str, speed: SpeedFlags, graph: bool = False):
+def engine_step(
+    args, config, mesh, data, plugin: str, precision: str, speed: SpeedFlags, graph: bool = False,
+    recompute: str = "none", compiled: bool = False,
+):  # fmt: skip
     with mesh.device:
         model = build_model(config)
     kernels = select_kernels(
         speed, mesh.device, PRECISIONS[precision], config.hidden_size // config.num_heads, config.tokens
     )
     attend = LocalAttention("flash") if args.deterministic else kernels.attend  # as train.py does
-    model.use(ops=kernels.ops, attend=attend).grad_checkpoint = args.grad_checkpoint
+    model.use(ops=recomputing(kernels.ops, recompute), attend=attend).grad_checkpoint = args.grad_checkpoint
     engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision)
+    if compiled:
+        model.compile_blocks()
     ema = EMA(engine, 0.9999)
     forward_backward = ForwardBackward(engine, functools.partial(data.loss, engine.forward), graph=graph)
 
@@ -155,7 +161,10 @@ def main() -> None:
     parser.add_argument("--fused_plain", action="store_true", help="also the plain model with docs/api.md's change")
     parser.add_argument("--compiled", action="store_true", help="also the plain baseline under torch.compile")
     parser.add_argument("--kernels", choices=("too", "only"), help="each variant with all kernels on")
+    parser.add_argument("--fp8", action="store_true", help="with --kernels: each also with the block linears in FP8")
     parser.add_argument("--graph", action="store_true", help="each zero2 variant as a CUDA graph too")
+    parser.add_argument("--compile", action="store_true", help="each zero2 and ddp variant with compiled blocks too")
+    parser.add_argument("--recompute", nargs="+", choices=("cheap", "mlp"), default=[], help="likewise, one each")
     parser.add_argument("--frames", type=int, help="of a vDiT: latent frames")
     parser.add_argument("--grad_checkpoint", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="as train.py --deterministic")
@@ -178,6 +187,8 @@ def main() -> None:
     speeds = {} if args.kernels == "only" else {(): SpeedFlags()}
     if args.kernels:
         speeds["kernels",] = SpeedFlags(True, True, True)
+    if args.kernels and args.fp8:
+        speeds["fp8",] = SpeedFlags(True, True, True, fp8=True)
     for plugin in args.plugins:
         for precision in args.precisions:
             for suffix, speed in speeds.items():
@@ -185,9 +196,14 @@ def main() -> None:
                 variants[" ".join([plugin, precision, *suffix])] = functools.partial(
                     engine_step, args, config, mesh, data, *how
                 )
-                if args.graph and plugin == "zero2":
-                    variants[" ".join([plugin, precision, *suffix, "graph"])] = functools.partial(
-                        engine_step, args, config, mesh, data, *how, graph=True
+                ways = {"graph": {"graph": True}} if args.graph and plugin == "zero2" else {}
+                if args.compile and plugin != "gemini" and not speed.fp8:
+                    ways["compile"] = {"compiled": True}
+                if plugin != "gemini" and not speed.fp8:
+                    ways |= {f"recompute {level}": {"recompute": level} for level in args.recompute}
+                for way, settings in ways.items():
+                    variants[" ".join([plugin, precision, *suffix, way])] = functools.partial(
+                        engine_step, args, config, mesh, data, *how, **settings
                     )
     times, peaks = {name: [] for name in variants}, {}
     for turn in range(args.rounds):

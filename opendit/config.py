@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from opendit.diffusion import ALL_SAMPLERS, OBJECTIVES
 from opendit.diffusion.flow import TIME_SAMPLING
 from opendit.models.zoo import NAMES, VIDEO_NAMES, canonical_name, is_video
+from opendit.parallel.mesh import check_sequence_parallel
+from opendit.parallel.sequence.choose import KINDS as SEQUENCE_TYPES
 
 T = TypeVar("T")
 GROUPS = ("Model", "Data", "Training", "Sampling", "Speed", "Run", "Output")  # their order in --help
@@ -42,6 +44,7 @@ class SpeedFlags:
     enable_flashattn: bool = flag(
         False, "never materialise the N x N attention matrix; the fastest kernel for the card", group="Speed"
     )
+    fp8: bool = flag(False, "block linears in FP8, with all fused kernels (Hopper and newer)", group="Speed")
 
 
 @dataclass
@@ -98,8 +101,19 @@ class TrainConfig(SpeedFlags):
     enable_cuda_graph: bool = flag(
         False, "replay forward and backward as one CUDA graph: no time lost between kernels (zero2)", group="Speed"
     )
+    compile: bool = flag(False, "torch.compile for blocks and final layer (zero2, ddp)", group="Speed")
     grad_checkpoint: bool = flag(False, "recompute blocks in the backward pass: less memory, slower", group="Speed")
+    recompute: str = flag(
+        "none", "of a block's backward: LayerNorms and GELU (cheap), fc1 too (mlp)", group="Speed",
+        choices=("none", "cheap", "mlp"),
+    )  # fmt: skip
     sequence_parallel_size: int = flag(1, "ranks that share one sample's sequence", group="Speed")
+    sequence_parallel_type: str = flag(
+        "auto", "how they do; auto: what suits ranks, tokens and heads", group="Speed", choices=SEQUENCE_TYPES
+    )
+    keep_gathered: bool = flag(
+        False, "fastseq: keep the gathered input for the backward pass: more memory, less traffic", group="Speed"
+    )
 
     outputs: str = flag("./outputs", "folder of the run folders", group="Run")
     load: str | None = flag(None, "resume: latest, a run folder or a checkpoint folder", group="Run")
@@ -138,8 +152,13 @@ class TrainConfig(SpeedFlags):
             raise ValueError(
                 "--plugin gemini works in bf16 and fp16 only: use --mixed_precision bf16, or --plugin zero2 for fp32"
             )
+        if self.fp8 and self.plugin == "gemini":
+            raise ValueError("--fp8 does not work with --plugin gemini; use --plugin zero2, or leave --fp8 out")
+        if self.fp8 and self.sequence_parallel_size > 1:
+            raise ValueError("--fp8 does not work with --sequence_parallel_size above 1; leave one of them out")
+        notes += self._settle_recompute()
         positive(self, "image_size", "batch_size", "grad_accumulation", "epochs", "log_every", "sample_steps")
-        positive(self, "sequence_parallel_size", "lr", "max_bad_steps", "num_frames", "frame_interval")
+        positive(self, "lr", "max_bad_steps", "num_frames", "frame_interval")
         at_least_zero(self, "num_workers", "warmup_steps", "weight_decay", "grad_clip", "ckpt_every", "ckpt_keep")
         at_least_zero(self, "sample_cfg_scale")
         positive(self, "flow_shift")
@@ -155,15 +174,33 @@ class TrainConfig(SpeedFlags):
                 raise ValueError(f"--{name} {value}: must be at least 0 and below 1")
         if len(set(self.ema_decays)) < len(self.ema_decays):
             raise ValueError(f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice")
-        if world_size % self.sequence_parallel_size:
-            raise ValueError(
-                f"--sequence_parallel_size {self.sequence_parallel_size} does not divide the {world_size} processes; "
-                "change it or torchrun's --nproc_per_node"
-            )
-        if self.sequence_parallel_size > 1:
-            raise ValueError("--sequence_parallel_size above 1 is not available in this version; use 1")
+        check_sequence_parallel(self.sequence_parallel_size, world_size)
+        for name in ("sequence_parallel_type", "keep_gathered"):
+            if name in self.given and self.sequence_parallel_size == 1:
+                raise ValueError(f"--{name} needs --sequence_parallel_size above 1; add that, or leave it out")
+        if self.keep_gathered and self.sequence_parallel_type not in ("auto", "fastseq"):
+            raise ValueError(f"--keep_gathered: --sequence_parallel_type {self.sequence_parallel_type} gathers nothing")
         check_writable(self.outputs, "--outputs")
         return notes
+
+    def _settle_recompute(self) -> list[str]:
+        if self.recompute == "none":
+            return []
+        for name, why in (
+            ("grad_checkpoint", "recomputes whole blocks already"),
+            ("compile", "decides by itself what a block keeps"),
+        ):
+            if getattr(self, name):
+                raise ValueError(f"--recompute {self.recompute}: --{name} {why}; choose one of the two")
+        why = None
+        if self.plugin == "gemini":
+            why = "--plugin gemini has freed the weights by then"
+        elif self.fp8:
+            why = "--fp8 keeps these activations in one byte each, and can't make them again"
+        if why is None:
+            return []
+        note, self.recompute = f"recompute: none, not {self.recompute}, because {why}", "none"
+        return [note]
 
 
 @dataclass

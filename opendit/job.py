@@ -19,12 +19,16 @@ from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec, sample_moments
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
 from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.recompute import recomputing
 from opendit.kernels.select import KernelChoice, select_kernels
+from opendit.memory import Setup
 from opendit.models import DiTConfig, TextConfig, config_from_dict, model_config
 from opendit.models.pretrained import Weights, find_weights, infer_config, read_weights
 from opendit.models.zoo import patch_size
 from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.sequence import SequenceParallel, sequence_parallel
+from opendit.parallel.sequence.choose import Shape
 from opendit.random import Stream, normal
 
 USER_ERRORS = (ValueError, OSError, DataError)  # of prepare(): the message is enough, no traceback needed
@@ -44,6 +48,7 @@ class Job:
     conditioner: Conditioner
     objective: Objective
     kernels: KernelChoice
+    sequence: SequenceParallel | None
     folder: Path
     resume: Path | None
     first_step: int
@@ -71,13 +76,31 @@ class Job:
         shape = (moments.shape[1] // 2, *moments.shape[2:])
         return normal(self.flags.global_seed, step, index, Stream.VAE, shape)
 
+    def memory_setup(self) -> Setup:
+        """What the estimate of the memory needs to know."""
+        flags = self.flags
+        return Setup(
+            plugin=flags.plugin,
+            precision=flags.mixed_precision,
+            world=self.mesh.world_size,
+            sequence_parallel=self.mesh.sp_size,
+            averages=len(flags.ema_decays),
+            accumulate=flags.grad_accumulation > 1,
+            fused=self.kernels.ops.linear_gate_residual_layernorm_modulate is not None,
+            fp8=flags.fp8,
+            recompute=flags.recompute,
+            grad_checkpoint=flags.grad_checkpoint,
+        )
+
     def facts(self) -> dict:
         """What decides whether a resumed run goes on bit for bit; checkpoints store it."""
         return {
             "world_size": self.mesh.world_size,
             "plugin": self.flags.plugin,
             "precision": self.flags.mixed_precision,
+            "fp8": self.flags.fp8,
             "attention": self.kernels.attend.backend,
+            "sequence_parallel": self.sequence and f"{self.sequence.plan.kind} over {self.mesh.sp_size} ranks",
             "global_batch": self.schedule.global_batch,
             "seed": self.flags.global_seed,
             "objective": self.objective.to_dict(),
@@ -131,6 +154,9 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         learn_sigma=objective.learn_sigma,
         **condition,
     )
+    dtype = PRECISIONS[flags.mixed_precision]
+    shape = Shape(config.tokens, config.hidden_size, config.num_heads, flags.batch_size, dtype.itemsize)
+    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, keep_gathered=flags.keep_gathered)
     resume = find_checkpoint(flags.load, flags.outputs, flags.model) if flags.load else None
     if flags.load and resume is None:
         notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
@@ -138,9 +164,9 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     initial = _check_pretrained(flags, config) if flags.pretrained and not resume else None
     codec = _load_codec(flags, dataset, vae, mesh, notes)
     conditioner = _conditioner(flags, config, dataset, mesh)
-    dtype = PRECISIONS[flags.mixed_precision]
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
     kernels = _agree_on_attention(kernels, stored.get("attention"), flags, config, dtype, mesh, notes)
+    kernels = replace(kernels, ops=recomputing(kernels.ops, flags.recompute))
     folder = resume.parent.parent if resume else run_folder(flags.outputs, flags.model) if mesh.is_main else None
     folder = Path(mesh.broadcast_object(str(folder)))
     last_step = min(flags.epochs * schedule.steps_per_epoch, flags.max_steps or flags.epochs * len(dataset))
@@ -158,6 +184,7 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         conditioner=conditioner,
         objective=objective,
         kernels=kernels,
+        sequence=sequence,
         folder=folder,
         resume=resume,
         first_step=first_step,

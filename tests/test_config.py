@@ -72,6 +72,8 @@ def test_unknown_flags_are_refused(capsys):
         (["--mixed_precision", "fp16"], "--mixed_precision fp16 needs a GPU"),
         (["--plugin", "gemini", "--mixed_precision", "fp32"], "use --mixed_precision bf16"),
         (["--plugin", "gemini"], "--plugin gemini works in bf16"),  # the CPU fallback is fp32
+        (["--plugin", "gemini", "--mixed_precision", "bf16", "--fp8"], "--fp8 does not work with --plugin gemini"),
+        (["--fp8", "--sequence_parallel_size", "2"], "--fp8 does not work with --sequence_parallel_size"),
         (["--batch_size", "0"], "--batch_size 0"),
         (["--lr", "-1"], "--lr"),
         (["--label_drop", "1"], "--label_drop"),

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.kernels import common
+from opendit.kernels import common, fp8
 from opendit.kernels.common import Launch, Rows, block_width, tl, triton
+from opendit.kernels.fp8 import Float8
+from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import column_block, load_columns, store_column_sums
 
@@ -27,6 +29,7 @@ def bias_gelu_reference(x: Tensor, bias: Tensor) -> Tensor:
 
 FORWARD = Launch(rows=32, tiles=1, warps=4)
 BACKWARD = Launch(rows=16, tiles=16, warps=4)
+FORWARD_FLOAT8 = Launch(rows=32, tiles=4, warps=4)  # fewer programs: each begins with reading what the scale is made of
 
 
 @triton.jit
@@ -37,30 +40,41 @@ def _sigmoid(u):
 
 @triton.jit(do_not_specialize=("rows",))
 def _forward_kernel(
-    x_ptr, bias_ptr, y_ptr, rows,
+    x_ptr, bias_ptr, y_ptr, partial_ptr, descale_ptr, rows,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     first = (tl.program_id(0) // BLOCKS) * CHUNK
     stop = tl.minimum(first + CHUNK, rows)
+    factor = 1.0
+    if FLOAT8:
+        factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
     bias = load_columns(bias_ptr, column, D, BLOCK)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
         offsets, mask = column_block(column, start, stop, D, BLOCK, ROWS)
         u = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) + bias
-        tl.store(y_ptr + offsets, (u * _sigmoid(u)).to(y_ptr.dtype.element_ty), mask=mask)
+        y = u * _sigmoid(u)
+        if FLOAT8:
+            y = float8_range(y, factor, LIMIT)
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=("rows",))
 def _backward_kernel(
-    dy_ptr, x_ptr, bias_ptr, dx_ptr, dbias_ptr, rows,
+    dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, descale_ptr, dbias_ptr, rows,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     program = tl.program_id(0) // BLOCKS
     first = program * CHUNK
     stop = tl.minimum(first + CHUNK, rows)
+    factor = 1.0
+    if FLOAT8:
+        factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
     bias = load_columns(bias_ptr, column, D, BLOCK)
     total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
@@ -69,8 +83,10 @@ def _backward_kernel(
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         s = _sigmoid(u)
         dx = dy * (s + u * s * (1.0 - s) * (1.5957691216057308 + 0.2140644488178144 * u * u))
-        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         total += dx  # rows beyond ``stop`` have dy = 0
+        if FLOAT8:
+            dx = float8_range(dx, factor, LIMIT)
+        tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     store_column_sums(dbias_ptr + tl.cast(program, tl.int64) * D, total, column, D, BLOCK)
 
 
@@ -86,10 +102,16 @@ def _cut(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict]:
     return cut, {"D": width, "BLOCK": block, "BLOCKS": blocks, **cut.launch.options()}
 
 
+def _launch_forward(x: Tensor, bias: Tensor, y: Tensor | Float8, partial: Tensor | None = None) -> None:
+    cut, options = _cut("bias_gelu_forward", FORWARD if isinstance(y, Tensor) else FORWARD_FLOAT8, x)
+    pointers, format_options = fp8.kernel_arguments(y, partial, fp8.SAMPLED)
+    grid = (cut.programs * options["BLOCKS"],)
+    _forward_kernel[grid](cut.x, bias, *pointers, cut.length, **options, **format_options)
+
+
 def _forward(x: Tensor, bias: Tensor) -> Tensor:
-    cut, options = _cut("bias_gelu_forward", FORWARD, x)
     y = _forward_fake(x, bias)
-    _forward_kernel[(cut.programs * options["BLOCKS"],)](cut.x, bias, y, cut.length, **options)
+    _launch_forward(x, bias, y)
     return y
 
 
@@ -97,17 +119,36 @@ def _forward_fake(x: Tensor, bias: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def bias_gelu_float8(x: Tensor, bias: Tensor) -> Float8:
+    """GELU(x + bias) of x (..., D) in e4m3."""
+    y = Float8.empty(x.shape, fp8.E4M3, x.device)
+    _launch_forward(x, bias, y, fp8.amax(x, bias=bias))
+    return y
+
+
+def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor, dx: Tensor | Float8, partial: Tensor | None = None) -> Tensor:
+    """Writes dx, returns the bias's gradient."""
     cut, options = _cut("bias_gelu_backward", BACKWARD, x)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = cut.new_total()
+    pointers, format_options = fp8.kernel_arguments(dx, partial, fp8.SAMPLED_GRADIENT)
     grid = (cut.programs * options["BLOCKS"],)
-    _backward_kernel[grid](dy.contiguous(), cut.x, bias, dx, total, cut.length, **options)
-    return dx, common.finish_total(total, bias.dtype)
+    _backward_kernel[grid](dy, cut.x, bias, *pointers, total, cut.length, **options, **format_options)
+    return common.finish_total(total, bias.dtype)
+
+
+def _backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return dx, _launch_backward(dy.contiguous(), x, bias, dx)
 
 
 def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, bias))
+
+
+def bias_gelu_backward_float8(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Float8, Tensor]:
+    """(dx in e5m2, dbias). The scale is from dy: |GELU'| <= 1.13, well inside the margin."""
+    dy, dx = dy.contiguous(), Float8.empty(x.shape, fp8.E5M2, x.device)
+    return dx, _launch_backward(dy, x, bias, dx, fp8.amax(dy))
 
 
 def _setup_context(ctx, inputs, output) -> None:

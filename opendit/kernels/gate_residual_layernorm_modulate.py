@@ -15,8 +15,10 @@ backward pass, which, given dh and dy, is
 import torch
 from torch import Tensor
 
-from opendit.kernels import common, gate_residual, layernorm_modulate
+from opendit.kernels import common, fp8, gate_residual, layernorm_modulate
 from opendit.kernels.common import SIZES, Launch, pipeline_stages, split_width, tl, triton, unit_columns
+from opendit.kernels.fp8 import Float8
+from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
@@ -87,8 +89,9 @@ def _load_branch(
 @triton.jit
 def _forward_rows(
     x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps,
+    factor,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HOLD: tl.constexpr, HAS_BIAS: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample."""
     if HOLD:
@@ -113,16 +116,23 @@ def _forward_rows(
         store_rows(rstd_ptr, rstd, row, live, ROWS)
         y = h * rstd * (1.0 + scale) + shift
         yt = ht * rstd * (1.0 + scale_t) + shift_t
+        if FLOAT8:
+            y = float8_range(y, factor, LIMIT)
+            yt = float8_range(yt, factor, LIMIT)
         store_tiles(y_ptr, y, yt, row, live, D, MAIN, TAIL, ROWS)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
-    x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr, sample_ptr, rows,
-    length, chunks_per_sample, gate_stride, shift_stride, scale_stride, eps,
+    x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, partial_ptr, descale_ptr,
+    mean_ptr, rstd_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride, shift_stride, scale_stride, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr, FLOAT8: tl.constexpr,
+    PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
+    factor = 1.0
+    if FLOAT8:
+        factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
     sample, first, stop = chunk_of_program(tl.program_id(0), rows, length, chunks_per_sample, CHUNK, PACKED)
     if PACKED:
         while first < stop:
@@ -130,14 +140,16 @@ def _forward_kernel(
             _forward_rows(
                 x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
                 of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
-                h_ptr, y_ptr, mean_ptr, rstd_ptr, first, end, eps, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_BIAS,
+                h_ptr, y_ptr, mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_BIAS,
+                FLOAT8, LIMIT,
             )  # fmt: skip
             first = end
     else:
         _forward_rows(
             x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
             of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
-            h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_BIAS,
+            h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_BIAS,
+            FLOAT8, LIMIT,
         )  # fmt: skip
 
 
@@ -233,10 +245,11 @@ def _backward_kernel(
 # ----------------------------------------------------------------------------------------------------------- operator
 
 
-def _forward(
+def _launch_forward(
     x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None,
-    sample_of_row: Tensor | None, eps: float,
-):  # fmt: skip
+    sample_of_row: Tensor | None, eps: float, h: Tensor, y: Tensor | Float8, mean: Tensor, rstd: Tensor,
+    partial: Tensor | None = None,
+) -> None:  # fmt: skip
     gate, shift, scale = unit_columns(gate, shift, scale)
     width = x.shape[-1]
     cut = common.cut_rows(
@@ -246,14 +259,36 @@ def _forward(
         gate.shape[0],
         sample_of_row,
     )
-    outputs = _forward_fake(x, gate, branch, shift, scale, bias, sample_of_row, eps)
     main, tail = split_width(width)
+    pointers, format_options = fp8.kernel_arguments(y, partial, fp8.EXACT)
     _forward_kernel[(cut.programs,)](
-        cut.x, gate, branch.contiguous(), common.or_unused(bias, x), shift, scale, *outputs, *cut.shape_arguments,
-        gate.stride(0), shift.stride(0), scale.stride(0), eps,
+        cut.x, gate, branch.contiguous(), common.or_unused(bias, x), shift, scale, h, *pointers, mean, rstd,
+        *cut.shape_arguments, gate.stride(0), shift.stride(0), scale.stride(0), eps,
         D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, HAS_BIAS=bias is not None, **cut.launch.options(),
+        **format_options,
     )  # fmt: skip
+
+
+def _forward(
+    x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None,
+    sample_of_row: Tensor | None, eps: float,
+):  # fmt: skip
+    outputs = _forward_fake(x, gate, branch, shift, scale, bias, sample_of_row, eps)
+    _launch_forward(x, gate, branch, shift, scale, bias, sample_of_row, eps, *outputs)
     return outputs
+
+
+def gate_residual_layernorm_modulate_float8(
+    x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor, eps: float = 1e-6
+) -> tuple[Tensor, Float8, Tensor, Tensor]:
+    """(h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32)."""
+    rows = x.numel() // x.shape[-1]
+    h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    y = Float8.empty(x.shape, fp8.E4M3, x.device)
+    partial = fp8.amax(*unit_columns(shift, scale), normalized=True)
+    _launch_forward(x, gate, branch, shift, scale, bias, None, eps, h, y, mean, rstd, partial)
+    return h, y, mean, rstd
 
 
 def _forward_fake(
@@ -320,13 +355,13 @@ def _autograd_backward(ctx, dh, dy, dmean, drstd):
         dx = dh
         dbranch, dgate, dbias = gate_residual.gate_residual_backward(dh, gate, branch, bias, sample_of_row)
     else:
-        dx, dbranch, dgate, dshift, dscale, dbias = _backward_op(
+        dx, dbranch, dgate, dshift, dscale, dbias = gate_residual_layernorm_modulate_backward(
             dy, dh, h, gate, branch, scale, bias, mean, rstd, sample_of_row
         )
     return dx, dgate, dbranch, dshift, dscale, None if bias is None else dbias, None, None
 
 
-_backward_op = operator(
+gate_residual_layernorm_modulate_backward = operator(
     "gate_residual_layernorm_modulate_backward(Tensor dy, Tensor? dh, Tensor h, Tensor gate, Tensor branch, "
     "Tensor scale, Tensor? bias, Tensor mean, Tensor rstd, Tensor? sample_of_row) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",

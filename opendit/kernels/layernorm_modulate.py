@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.kernels import common
+from opendit.kernels import common, fp8
 from opendit.kernels.common import (
     SIZES,
     Launch,
@@ -24,6 +24,8 @@ from opendit.kernels.common import (
     triton,
     unit_columns,
 )
+from opendit.kernels.fp8 import Float8
+from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
@@ -55,6 +57,13 @@ def layernorm_modulate_reference(
     return modulate_reference(F.layer_norm(x, x.shape[-1:], eps=eps), shift, scale, sample_of_row)
 
 
+def residual_layernorm_modulate_reference(
+    x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x, and LN(x) * (1 + scale) + shift, in torch."""
+    return x, layernorm_modulate_reference(x, shift, scale, eps, sample_of_row)
+
+
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
@@ -81,9 +90,9 @@ def backward_launch(width: int, element_size: int) -> Launch:
 
 @triton.jit
 def _forward_rows(
-    x_ptr, shift_ptr, scale_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps,
+    x_ptr, shift_ptr, scale_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, NORMALIZE: tl.constexpr,
+    HOLD: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample."""
     if HOLD:
@@ -104,37 +113,45 @@ def _forward_rows(
             xt = xt * rstd
         y = x * (1.0 + scale) + shift
         yt = xt * (1.0 + scale_t) + shift_t
+        if FLOAT8:
+            y = float8_range(y, factor, LIMIT)
+            yt = float8_range(yt, factor, LIMIT)
         store_tiles(y_ptr, y, yt, row, live, D, MAIN, TAIL, ROWS)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _forward_kernel(
-    x_ptr, shift_ptr, scale_ptr, y_ptr, mean_ptr, rstd_ptr, sample_ptr, rows, length, chunks_per_sample,
-    shift_stride, scale_stride, eps,
+    x_ptr, shift_ptr, scale_ptr, y_ptr, partial_ptr, descale_ptr, mean_ptr, rstd_ptr, sample_ptr, rows,
+    length, chunks_per_sample, shift_stride, scale_stride, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT8: tl.constexpr,
+    PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
+    factor = 1.0
+    if FLOAT8:
+        factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
     sample, first, stop = chunk_of_program(tl.program_id(0), rows, length, chunks_per_sample, CHUNK, PACKED)
     if PACKED:
         while first < stop:
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
             _forward_rows(
                 x_ptr, of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride), y_ptr,
-                mean_ptr, rstd_ptr, first, end, eps, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE,
+                mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, FLOAT8,
+                LIMIT,
             )  # fmt: skip
             first = end
     else:
         _forward_rows(
             x_ptr, of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride), y_ptr,
-            mean_ptr, rstd_ptr, first, stop, eps, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE,
+            mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, FLOAT8, LIMIT,
         )  # fmt: skip
 
 
 @triton.jit
 def _backward_rows(
-    dy_ptr, x_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, first, stop,
+    dy_ptr, x_ptr, other_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, first, stop,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, NORMALIZE: tl.constexpr,
+    HOLD: tl.constexpr, NORMALIZE: tl.constexpr, HAS_OTHER: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample: their dx and, to one slot, their sums for shift and scale."""
     if HOLD:
@@ -146,6 +163,8 @@ def _backward_rows(
         row = tl.cast(start, tl.int64)
         x, xt = load_tiles(x_ptr, row, live, D, MAIN, TAIL, ROWS)
         dy, dyt = load_tiles(dy_ptr, row, live, D, MAIN, TAIL, ROWS)
+        if HAS_OTHER:
+            other, other_t = load_tiles(other_ptr, row, live, D, MAIN, TAIL, ROWS)
         if not HOLD:
             scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
         if NORMALIZE:
@@ -157,6 +176,9 @@ def _backward_rows(
         else:
             dx = dy * (1.0 + scale)
             dxt = dyt * (1.0 + scale_t)
+        if HAS_OTHER:
+            dx += other
+            dxt += other_t
         store_tiles(dx_ptr, dx, dxt, row, live, D, MAIN, TAIL, ROWS)
         dshift += tl.sum(dy, axis=0)
         dscale += tl.sum(dy * x, axis=0)
@@ -169,10 +191,10 @@ def _backward_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def _backward_kernel(
-    dy_ptr, x_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, sample_ptr, rows, length,
+    dy_ptr, x_ptr, other_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, sample_ptr, rows, length,
     chunks_per_sample, scale_stride,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr, HAS_OTHER: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
@@ -180,31 +202,52 @@ def _backward_kernel(
         while first < stop:
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
             _backward_rows(
-                dy_ptr, x_ptr, of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr,
+                dy_ptr, x_ptr, other_ptr, of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr,
                 of_sample(dshift_ptr, program + sample, D), of_sample(dscale_ptr, program + sample, D), first, end,
-                D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE,
+                D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, HAS_OTHER,
             )  # fmt: skip
             first = end
     else:
         _backward_rows(
-            dy_ptr, x_ptr, of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr,
+            dy_ptr, x_ptr, other_ptr, of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr,
             of_sample(dshift_ptr, program, D), of_sample(dscale_ptr, program, D), first, stop,
-            D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE,
+            D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, HAS_OTHER,
         )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- operator
 
 
-def _forward(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float, normalize: bool):
+def _launch_forward(
+    x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float, normalize: bool,
+    y: Tensor | Float8, mean: Tensor, rstd: Tensor, partial: Tensor | None = None,
+) -> None:  # fmt: skip
     shift, scale = unit_columns(shift, scale)
     cut = common.cut_rows("layernorm_modulate_forward", forward_launch(x.shape[-1]), x, shift.shape[0], sample_of_row)
-    y, mean, rstd = _forward_fake(x, shift, scale, sample_of_row, eps, normalize)
     main, tail = split_width(x.shape[-1])
+    pointers, format_options = fp8.kernel_arguments(y, partial, fp8.EXACT)
     _forward_kernel[(cut.programs,)](
-        cut.x, shift, scale, y, mean, rstd, *cut.shape_arguments, shift.stride(0), scale.stride(0), eps,
+        cut.x, shift, scale, *pointers, mean, rstd, *cut.shape_arguments, shift.stride(0), scale.stride(0), eps,
         D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, **cut.launch.options(),
+        **format_options,
     )  # fmt: skip
+
+
+def _forward(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float, normalize: bool):
+    outputs = _forward_fake(x, shift, scale, sample_of_row, eps, normalize)
+    _launch_forward(x, shift, scale, sample_of_row, eps, normalize, *outputs)
+    return outputs
+
+
+def layernorm_modulate_float8(
+    x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6
+) -> tuple[Float8, Tensor, Tensor]:
+    """LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3; mean and rstd (B * N,) fp32."""
+    rows = x.numel() // x.shape[-1]
+    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    y = Float8.empty(x.shape, fp8.E4M3, x.device)
+    partial = fp8.amax(*unit_columns(shift, scale), normalized=True)
+    _launch_forward(x, shift, scale, None, eps, True, y, mean, rstd, partial)
     return y, mean, rstd
 
 
@@ -215,8 +258,9 @@ def _forward_fake(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor
 
 
 def _backward(
-    dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None, normalize: bool
-):
+    dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None, normalize: bool,
+    other: Tensor | None,
+):  # fmt: skip
     (scale,) = unit_columns(scale)
     cut = common.cut_rows(
         "layernorm_modulate_backward", backward_launch(x.shape[-1], x.element_size()), x, scale.shape[0], sample_of_row
@@ -225,16 +269,19 @@ def _backward(
     outputs, sums = cut.new_sums((scale, scale))
     main, tail = split_width(x.shape[-1])
     _backward_kernel[(cut.programs,)](
-        dy.contiguous(), cut.x, scale, mean, rstd, dx, *sums, *cut.shape_arguments, scale.stride(0),
-        D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, **cut.launch.options(),
+        dy.contiguous(), cut.x, dy if other is None else other.contiguous(), scale, mean, rstd, dx, *sums,
+        *cut.shape_arguments, scale.stride(0),
+        D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, HAS_OTHER=other is not None,
+        **cut.launch.options(),
     )  # fmt: skip
     cut.finish_sums(outputs, sums)
     return dx, *outputs
 
 
 def _backward_fake(
-    dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None, normalize: bool
-):
+    dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, sample_of_row: Tensor | None, normalize: bool,
+    other: Tensor | None,
+):  # fmt: skip
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return dx, *(torch.empty(scale.shape, dtype=scale.dtype, device=scale.device) for _ in range(2))
 
@@ -250,13 +297,13 @@ def _autograd_backward(ctx, dy, dmean, drstd):
     if dy is None:
         return None, None, None, None, None, None
     x, scale, mean, rstd, sample_of_row = ctx.saved_tensors
-    grads = _backward_op(dy, x, scale, mean, rstd, sample_of_row, ctx.normalize)
+    grads = layernorm_modulate_backward(dy, x, scale, mean, rstd, sample_of_row, ctx.normalize, None)
     return *grads, None, None, None
 
 
-_backward_op = operator(
+layernorm_modulate_backward = operator(
     "layernorm_modulate_backward(Tensor dy, Tensor x, Tensor scale, Tensor mean, Tensor rstd, Tensor? sample_of_row, "
-    "bool normalize) -> (Tensor, Tensor, Tensor)",
+    "bool normalize, Tensor? other) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
 )
@@ -285,6 +332,32 @@ def layernorm_modulate(
     """
     common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return _forward_op(x, shift, scale, sample_of_row, eps, True)[0]
+
+
+class _Residual(torch.autograd.Function):
+    """Not an operator of the library like the others, because it returns its input."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, shift: Tensor, scale: Tensor, eps: float, sample_of_row: Tensor | None):
+        y, mean, rstd = _forward_op(x, shift, scale, sample_of_row, eps, True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
+        return x.view_as(x), y
+
+    @staticmethod
+    def backward(ctx, other, dy):
+        if dy is None:
+            return other, None, None, None, None
+        return *layernorm_modulate_backward(dy, *ctx.saved_tensors, True, other), None, None
+
+
+def residual_layernorm_modulate(
+    x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(x, LN(x) * (1 + scale) + shift), for what goes on with x too: the backward pass adds both gradients of x in the
+    same pass over memory, where autograd would take one more, of three tensors. Arguments as above."""
+    common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
+    return _Residual.apply(x, shift, scale, eps, sample_of_row)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.common import kernels_available
+from opendit.kernels.fp8_linear import float8_available, float8_ops
 from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
 from opendit.kernels.linear import linear as unbiased
@@ -43,6 +44,12 @@ def select_kernels(
         if usable:
             ops = replace(ops, linear_heads=_linear_heads)
         attention_note += "; qkv's gradient in one pass" if usable else f"; qkv's gradient by torch: {why}"
+    if flags.fp8:
+        usable, why = float8_available(device, dtype)
+        if usable:
+            ops, ops_note = float8_ops(), f"block linears in FP8, fused with everything between them ({why})"
+        else:
+            ops_note += f"; no FP8: {why}"
     return KernelChoice(ops, attend, ops_note, attention_note)
 
 
@@ -74,6 +81,7 @@ def _block_ops(flags, device, dtype) -> tuple[BlockOps, str]:
         return replace(
             ops,
             layernorm_modulate=adaln.layernorm_modulate,
+            residual_layernorm_modulate=adaln.residual_layernorm_modulate,
             linear_gate_residual_layernorm_modulate=_linear_gate_residual_layernorm_modulate,
         ), f"LayerNorm + modulate, gated residual and biases fused ({why})"
     return replace(

@@ -10,8 +10,10 @@ projection has added already:
 import torch
 from torch import Tensor
 
-from opendit.kernels import common
+from opendit.kernels import common, fp8
 from opendit.kernels.common import Launch, block_width, choose_launch, tl, triton
+from opendit.kernels.fp8 import Float8
+from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import column_block, store_column_sums
 
@@ -22,10 +24,11 @@ def split_heads_reference(qkv: Tensor, num_heads: int, bias: Tensor | None = Non
     """q, k, v (B, H, N, d) of qkv (B, N, 3 D) in torch; ``bias`` (3 D,) is in qkv and receives its gradient here."""
     if bias is not None:
         qkv = qkv + (bias - bias.detach())
-    return _views(qkv, num_heads)
+    return head_views(qkv, num_heads)
 
 
-def _views(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def head_views(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (B, H, N, d): views of qkv (B, N, 3 D), for whom somebody else makes the gradient."""
     B, N, width = qkv.shape
     return qkv.view(B, N, 3, num_heads, width // (3 * num_heads)).permute(2, 0, 3, 1, 4).unbind(0)
 
@@ -33,13 +36,16 @@ def _views(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------------------- kernel
 
 BACKWARD = Launch(rows=32, tiles=4, warps=4)
+BACKWARD_FLOAT8 = Launch(
+    rows=32, tiles=16, warps=4
+)  # fewer programs: each begins with reading what the scale is made of
 
 
 @triton.jit
 def _gather_rows(
-    source_ptr, dqkv_ptr, total_ptr, column, first, stop, length, batch_stride, head_stride, token_stride,
+    source_ptr, dqkv_ptr, total_ptr, factor, column, first, stop, length, batch_stride, head_stride, token_stride,
     D: tl.constexpr, HEAD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    STAGES: tl.constexpr, SUMS: tl.constexpr,
+    STAGES: tl.constexpr, SUMS: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop of one of the three, to their place; ``total_ptr`` is that place in the slot of sums.
 
@@ -53,65 +59,96 @@ def _gather_rows(
         rows = start + tl.arange(0, ROWS)
         source = (rows // length).to(tl.int64) * batch_stride + (rows % length).to(tl.int64) * token_stride
         value = tl.load(source_ptr + (source * UNIT)[:, None] + inside[None, :], mask=mask, other=0.0)
-        tl.store(dqkv_ptr + (rows.to(tl.int64) * (3 * D))[:, None] + cols[None, :], value, mask=mask)
         if SUMS:
             total += value.to(tl.float32)
+        if FLOAT8:
+            value = float8_range(value.to(tl.float32), factor, LIMIT).to(dqkv_ptr.dtype.element_ty)
+        tl.store(dqkv_ptr + (rows.to(tl.int64) * (3 * D))[:, None] + cols[None, :], value, mask=mask)
     if SUMS:
         store_column_sums(total_ptr, total, column, D, BLOCK)
 
 
 @triton.jit(do_not_specialize=("rows", "length", "batch_stride", "head_stride", "token_stride"))
 def _gather_kernel(
-    dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, total_ptr, rows, length, batch_stride, head_stride, token_stride,
+    dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, partial_ptr, descale_ptr, total_ptr, rows, length, batch_stride,
+    head_stride, token_stride,
     D: tl.constexpr, HEAD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr, SUMS: tl.constexpr,
+    FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     which = (tl.program_id(0) // BLOCKS) % 3
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     program = tl.program_id(0) // (3 * BLOCKS)
     first = program * CHUNK
     stop = tl.minimum(first + CHUNK, rows)
+    factor = 1.0
+    if FLOAT8:
+        factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
     dqkv_ptr += which * D
     total_ptr += tl.cast(program, tl.int64) * (3 * D) + which * D
     if which == 0:
         _gather_rows(
-            dq_ptr, dqkv_ptr, total_ptr, column, first, stop, length, batch_stride, head_stride, token_stride,
-            D, HEAD, UNIT, BLOCK, ROWS, STAGES, SUMS,
+            dq_ptr, dqkv_ptr, total_ptr, factor, column, first, stop, length, batch_stride, head_stride, token_stride,
+            D, HEAD, UNIT, BLOCK, ROWS, STAGES, SUMS, FLOAT8, LIMIT,
         )  # fmt: skip
     elif which == 1:
         _gather_rows(
-            dk_ptr, dqkv_ptr, total_ptr, column, first, stop, length, batch_stride, head_stride, token_stride,
-            D, HEAD, UNIT, BLOCK, ROWS, STAGES, SUMS,
+            dk_ptr, dqkv_ptr, total_ptr, factor, column, first, stop, length, batch_stride, head_stride, token_stride,
+            D, HEAD, UNIT, BLOCK, ROWS, STAGES, SUMS, FLOAT8, LIMIT,
         )  # fmt: skip
     else:
         _gather_rows(
-            dv_ptr, dqkv_ptr, total_ptr, column, first, stop, length, batch_stride, head_stride, token_stride,
-            D, HEAD, UNIT, BLOCK, ROWS, STAGES, SUMS,
+            dv_ptr, dqkv_ptr, total_ptr, factor, column, first, stop, length, batch_stride, head_stride, token_stride,
+            D, HEAD, UNIT, BLOCK, ROWS, STAGES, SUMS, FLOAT8, LIMIT,
         )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- operator
 
 
-def _gather(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    if dq.stride(-1) != 1 or not dq.stride() == dk.stride() == dv.stride():
-        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+def _launch(
+    dq: Tensor, dk: Tensor, dv: Tensor, dqkv: Tensor | Float8, sums: torch.dtype | None, partial: Tensor | None = None
+) -> Tensor | None:  # fmt: skip
+    """Writes dqkv, returns the bias's gradient in the dtype ``sums``."""
     B, H, N, d = dq.shape
     width, rows = H * d, B * N
     block = block_width(width)
     blocks = -(-width // block)
-    launch = choose_launch("split_heads_backward", BACKWARD, rows, rows, 3 * blocks)
+    default = BACKWARD if isinstance(dqkv, Tensor) else BACKWARD_FLOAT8
+    launch = choose_launch("split_heads_backward", default, rows, rows, 3 * blocks)
     programs = -(-rows // launch.chunk)
-    dqkv, _ = _gather_fake(dq, dk, dv, None)
-    total = dqkv if sums is None else dq.new_empty(programs, 3 * width, dtype=torch.float32)
+    total = None if sums is None else dq.new_empty(programs, 3 * width, dtype=torch.float32)
     unit = 16 // dq.element_size()
     if any(stride % unit for stride in (d, *dq.stride()[:3])):
         unit = 1
+    pointers, options = fp8.kernel_arguments(dqkv, partial, fp8.SAMPLED_GRADIENT)
     _gather_kernel[(programs * 3 * blocks,)](
-        dq, dk, dv, dqkv, total, rows, N, *(stride // unit for stride in dq.stride()[:3]),
-        D=width, HEAD=d, UNIT=unit, BLOCK=block, BLOCKS=blocks, SUMS=sums is not None, **launch.options(),
+        dq, dk, dv, *pointers, common.or_unused(total, dq), rows, N,
+        *(stride // unit for stride in dq.stride()[:3]),
+        D=width, HEAD=d, UNIT=unit, BLOCK=block, BLOCKS=blocks, SUMS=sums is not None, **launch.options(), **options,
     )  # fmt: skip
-    return dqkv, dqkv.new_empty(0) if sums is None else common.finish_total(total, sums)
+    return None if sums is None else common.finish_total(total, sums)
+
+
+def _of_one_layout(*grads: Tensor) -> tuple[Tensor, ...]:
+    first = grads[0].stride()
+    return grads if first[-1] == 1 and all(g.stride() == first for g in grads) else tuple(g.contiguous() for g in grads)
+
+
+def _gather(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    dqkv, none = _gather_fake(dq, dk, dv, None)
+    dbias = _launch(*_of_one_layout(dq, dk, dv), dqkv, sums)
+    return dqkv, none if dbias is None else dbias
+
+
+def gather_heads_float8(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype) -> tuple[Float8, Tensor]:
+    """(dqkv (B, N, 3 D) in e5m2, dbias (3 D,) in the dtype ``sums``) of dq, dk, dv (B, H, N, d)."""
+    grads = _of_one_layout(dq, dk, dv)
+    B, H, N, d = dq.shape
+    dqkv = Float8.empty((B, N, 3 * H * d), fp8.E5M2, dq.device)
+    # The largest does not depend on the order, so memory that is dense is taken as it lies.
+    rows = [(g if g.is_contiguous() else g.transpose(1, 2)).flatten(2) for g in grads]
+    return dqkv, _launch(*grads, dqkv, sums, fp8.amax(*rows))
 
 
 def _gather_fake(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -133,7 +170,7 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv: Tensor, bias: Tensor | None, num_heads: int):
         ctx.sums = bias.dtype if bias is not None and bias.requires_grad else None
-        return _views(qkv, num_heads)
+        return head_views(qkv, num_heads)
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):

@@ -5,6 +5,7 @@ Parameter names are those of Meta's release, so its checkpoints load strictly.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -23,7 +24,9 @@ from opendit.models.layers import (
     LabelEmbedder,
     Mlp,
     PatchEmbed,
+    Shards,
     TimestepEmbedder,
+    add_table,
     layer_norm,
     local_attention,
     sincos_position_table,
@@ -137,9 +140,10 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         self.ops = BlockOps()
 
-    def forward(self, x: Tensor, c: Tensor, context: Context | None = None) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor, context: Context | None = None, shards: Shards | None = None) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
-        heads = self.attn.heads(self.ops.layernorm_modulate(x, shift_a, scale_a), self.ops)
+        x, y = self.ops.residual_and_norm(x, shift_a, scale_a)
+        heads = self.attn.heads(y, self.ops, shards)
         if self.cross_attn is None:
             x, y = self.ops.residual_then_norm(x, gate_a, heads, self.attn.proj, shift_m, scale_m)
         else:
@@ -186,6 +190,7 @@ class DiT(nn.Module):
         )
         self.final_layer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
         self.grad_checkpoint = False
+        self.sequence: Callable[[int], Shards] | None = None  # N tokens as the ranks of a group share them
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
@@ -212,13 +217,28 @@ class DiT(nn.Module):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
-    def use(self, *, ops: BlockOps | None = None, attend=None) -> "DiT":
-        """Puts kernels or a parallel strategy in the place of the torch expressions; returns self."""
+    def use(
+        self, *, ops: BlockOps | None = None, attend=None, sequence: Callable[[int], Shards] | None = None
+    ) -> "DiT":
+        """Puts kernels or a parallel strategy in the place of the torch expressions; returns self.
+
+        With ``sequence`` (opendit.parallel.sequence) several ranks share every sample: all of them call the model with
+        the same arguments, and all get the whole result. Gradients are those of their own tokens, times their number.
+        """
+        self.sequence = sequence
         for block in self.blocks:
             block.ops = ops or BlockOps()
             block.attn.attend = attend or local_attention
         self.final_layer.ops = ops or BlockOps()
         return self
+
+    def compile_blocks(self, **options) -> None:
+        """torch.compile for blocks and final layer, in place; options as of torch.compile.
+
+        They share one graph for each shape they meet. The rest is small, and differs in every model.
+        """
+        for part in (*self.blocks, self.final_layer):
+            part.compile(dynamic=False, **options)
 
     def place(self, device: torch.device | str, dtype: torch.dtype) -> "DiT":
         """Moves the model: weights become ``dtype``, position tables stay fp32; returns self."""
@@ -245,16 +265,21 @@ class DiT(nn.Module):
             ValueError: the patch does not divide H or W.
         """
         grid = self.config.grid_of(tuple(x.shape[2:]))
-        x = self.x_embedder(x)
-        x = (x + self.positions(grid)).to(x.dtype)  # added in fp32: bf16 positions of neighbours would coincide
+        patches, positions = self.x_embedder.patches(x), self.positions(grid)
+        shards = self.sequence and self.sequence(patches.shape[1])
+        if shards:
+            patches, positions = shards.take(patches), shards.take(positions)
+        x = self.x_embedder.project(patches)
+        x = add_table(x, positions)  # in fp32: bf16 positions of neighbours would coincide
         c, context = self.condition(t, y)
         for block in self.blocks:
             if self.grad_checkpoint and torch.is_grad_enabled():
                 # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
-                x = checkpoint(block, x, c, context, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, c, context, shards, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, c, context)
-        return self.unpatchify(self.final_layer(x, c), grid)
+                x = block(x, c, context, shards)
+        x = self.final_layer(x, c)
+        return self.unpatchify(shards.gather(x) if shards else x, grid)
 
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
         """The vector (B, D) of adaLN, and what blocks with cross-attention attend to."""

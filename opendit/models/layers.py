@@ -3,12 +3,15 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import handle_torch_function, has_torch_function
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, d) to (B, H, N, d)
 TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
 
@@ -52,6 +55,7 @@ class BlockOps:
 
     ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)``, when given, is the two others in one
     pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
+    ``residual_layernorm_modulate(x, shift, scale)``, when given, returns (x, layernorm_modulate(x, shift, scale)).
     """
 
     layernorm_modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = layernorm_modulate
@@ -59,6 +63,12 @@ class BlockOps:
     linear_gelu: Callable[[Tensor, nn.Linear], Tensor] = linear_gelu
     linear_gate_residual: Callable[[Tensor, Tensor, Tensor, nn.Linear], Tensor] = linear_gate_residual
     linear_gate_residual_layernorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = None
+    residual_layernorm_modulate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def residual_and_norm(self, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        if self.residual_layernorm_modulate is not None:
+            return self.residual_layernorm_modulate(x, shift, scale)
+        return x, self.layernorm_modulate(x, shift, scale)
 
     def residual_then_norm(
         self, x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, shift: Tensor, scale: Tensor
@@ -77,6 +87,19 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
+class Shards(Protocol):
+    """The tokens of a sequence that several ranks share, as a model sees them (opendit.parallel.sequence)."""
+
+    def take(self, x: Tensor) -> Tensor:
+        """This rank's tokens (B, n, F) of all (B, N, F)."""
+
+    def heads(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps) -> Tensor:
+        """As :meth:`Attention.heads` over the tokens of all ranks, for this rank's: (B, n, D) to (B, n, D)."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All tokens (B, N, F), on every rank, from this rank's (B, n, F)."""
+
+
 class Attention(nn.Module):
     """Multi-head self-attention with one qkv projection (parameter names of timm: qkv, proj).
 
@@ -88,10 +111,15 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = local_attention
+        self.attend: Attend = local_attention
 
-    def heads(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
-        """What the heads see, side by side, (B, N, D): all but the output projection, for which see BlockOps."""
+    def heads(self, x: Tensor, ops: BlockOps = TORCH_OPS, shards: Shards | None = None) -> Tensor:
+        """What the heads see, side by side, (B, N, D): all but the output projection, for which see BlockOps.
+
+        ``shards``: x holds this rank's tokens only, and this knows how to attend to those of the other ranks.
+        """
+        if shards is not None:
+            return shards.heads(x, self.qkv, self.num_heads, self.attend, ops)
         q, k, v = ops.linear_heads(x, self.qkv, self.num_heads)
         return self.attend(q, k, v).transpose(1, 2).reshape(x.shape)
 
@@ -154,8 +182,46 @@ class PatchEmbed(nn.Module):
         convolution = {2: nn.Conv2d, 3: nn.Conv3d}[len(patch)]
         self.proj = convolution(in_channels, dim, patch, stride=patch)
 
+    def patches(self, x: Tensor) -> Tensor:
+        """The patches' values (B, N, C * prod(patch)), in the order of the convolution's weight."""
+        patch = self.proj.kernel_size
+        sides = [part for side, p in zip(x.shape[2:], patch, strict=True) for part in (side // p, p)]
+        grid, inside = range(2, 2 + len(sides), 2), range(3, 3 + len(sides), 2)
+        x = x.to(self.proj.weight.dtype).reshape(*x.shape[:2], *sides)
+        return x.permute(0, *grid, 1, *inside).flatten(1 + len(patch)).flatten(1, len(patch))
+
+    def project(self, patches: Tensor) -> Tensor:
+        """(B, N, C * prod(patch)) to (B, N, D)."""
+        return _convolve_patches(patches, self.proj.weight, self.proj.bias)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x.to(self.proj.weight.dtype)).flatten(2).transpose(1, 2)
+        return self.project(self.patches(x))
+
+
+def _convolve_patches(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The convolution of patches that don't overlap is a matrix product: some of them can go through it alone."""
+    if has_torch_function((weight, bias)):
+        # Gemini's parameters: they are in memory for the length of one call; a view alone would outlive that.
+        return handle_torch_function(_convolve_patches, (weight, bias), patches, weight, bias)
+    return F.linear(patches, weight.flatten(1), bias)
+
+
+class _AddTable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, table: Tensor) -> Tensor:
+        return torch.add(x, table, out=torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+def add_table(x: Tensor, table: Tensor) -> Tensor:
+    """x (B, N, D) plus a constant table (1, N, D) or (N, D) fp32, added in fp32 and rounded to x's dtype once.
+
+    ``(x + table).to(x.dtype)`` without the tensor of x's size in fp32, forward and backward.
+    """
+    return _AddTable.apply(x, table)
 
 
 def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:

@@ -17,21 +17,28 @@ from torch import Tensor
 class Mesh:
     """A process and the groups it talks to.
 
-    Data-parallel ranks see different samples; the ranks of one sequence-parallel group share theirs.
+    Data parallel x sequence parallel: the ``sp_size`` ranks next to each other are a sequence group and share their
+    samples; data-parallel ranks, one for each group, see different samples.
     """
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
+    sp_size: int = 1
+    sp_group: dist.ProcessGroup | None = None  # of this rank's sequence group; None for groups of one
+
+    @property
+    def sp_rank(self) -> int:
+        return self.rank % self.sp_size
 
     @property
     def dp_rank(self) -> int:
-        return self.rank
+        return self.rank // self.sp_size
 
     @property
     def dp_size(self) -> int:
-        return self.world_size
+        return self.world_size // self.sp_size
 
     @property
     def is_main(self) -> bool:
@@ -46,6 +53,15 @@ class Mesh:
         if self.world_size > 1:
             dist.all_reduce(value)
         return value
+
+    def split_sequence(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """This rank's sequence group as a grid: the ``inner`` ranks next to it, and those ``inner`` apart. Collective
+        over all ranks."""
+        first = range(0, self.world_size, self.sp_size)
+        rows = [[*range(i, i + inner)] for i in range(0, self.world_size, inner)]
+        columns = [[*range(start + i, start + self.sp_size, inner)] for start in first for i in range(inner)]
+        options = _eager_streams(self.device)
+        return tuple(dist.new_subgroups_by_enumeration(grid, pg_options=options)[0] for grid in (rows, columns))
 
     def broadcast_object(self, value):
         """Rank 0's ``value`` on every rank (any picklable object)."""
@@ -66,16 +82,36 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def init_mesh(timeout_minutes: float = 30.0) -> Mesh:
+def check_sequence_parallel(size: int, world_size: int) -> None:
+    """Raises ValueError unless ``world_size`` processes can be cut into sequence groups of ``size``."""
+    if size < 1:
+        raise ValueError(f"--sequence_parallel_size {size}: must be above 0")
+    if size > 1 and world_size == 1:
+        raise ValueError(
+            f"--sequence_parallel_size {size} needs {size} processes and there is one: start it with "
+            f"torchrun --standalone --nproc_per_node={size}, or leave the flag out"
+        )
+    if world_size % size:
+        raise ValueError(
+            f"--sequence_parallel_size {size} does not divide the {world_size} processes; change it or torchrun's "
+            "--nproc_per_node"
+        )
+
+
+def init_mesh(timeout_minutes: float = 30.0, *, sequence_parallel: int = 1) -> Mesh:
     """Starts torch.distributed (nccl on GPUs, gloo on CPUs) and returns this process's mesh.
 
+    sequence_parallel: ranks that share a sequence. They get a process group of their own even where they are all there
+    are: its communication must not queue behind that of the gradients.
+
     Raises:
-        ValueError: more processes on this machine than GPUs.
+        ValueError: more processes on this machine than GPUs, or a number that sequence_parallel does not divide.
     """
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     rank, world, local = (int(os.environ.get(k, "0")) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    check_sequence_parallel(sequence_parallel, world)
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
             raise ValueError(
@@ -94,7 +130,21 @@ def init_mesh(timeout_minutes: float = 30.0) -> Mesh:
             timeout=datetime.timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
-    return Mesh(rank, world, local, device)
+    sp_group = None
+    if sequence_parallel > 1:
+        groups = [[*range(i, i + sequence_parallel)] for i in range(0, world, sequence_parallel)]
+        sp_group, _ = dist.new_subgroups_by_enumeration(groups, pg_options=_eager_streams(device))
+    return Mesh(rank, world, local, device, sequence_parallel, sp_group)
+
+
+def _eager_streams(device: torch.device) -> object | None:
+    """Options of a group whose communication lies in the way of computation: on a GPU its kernels go before others that
+    wait for multiprocessors, for a matrix product under way would let it begin only when it ends itself."""
+    if device.type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
 
 
 def close_mesh() -> None:

@@ -23,6 +23,8 @@ from opendit.kernels.layernorm_modulate import (
     layernorm_modulate_reference,
     modulate,
     modulate_reference,
+    residual_layernorm_modulate,
+    residual_layernorm_modulate_reference,
 )
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 
@@ -53,6 +55,12 @@ OPERATORS = {
     op.name: op
     for op in (
         Operator(layernorm_modulate, layernorm_modulate_reference, ("x", "shift", "scale"), ("y",)),
+        Operator(
+            residual_layernorm_modulate,
+            residual_layernorm_modulate_reference,
+            ("x", "shift", "scale"),
+            ("out", "y"),
+        ),
         Operator(modulate, modulate_reference, ("x", "shift", "scale"), ("y",)),
         Operator(gate_residual, gate_residual_reference, ("x", "gate", "branch"), ("out",)),
         Operator(gate_residual, gate_residual_reference, ("x", "gate", "branch", "bias"), ("out",)),

@@ -79,7 +79,7 @@ def engine_curve(mesh, plugin: str, precision: str, kernels: bool) -> list[float
 
     torch.manual_seed(0)
     model = randomised(DiT(CONFIG))
-    engine = build_engine(with_kernels(model) if kernels else model, mesh, plugin=plugin, precision=precision, lr=1e-2)
+    engine = build_engine(with_kernels(model) if kernels else model, mesh, plugin=plugin, precision=precision, lr=3e-3)
     losses = []
     for _ in range(4):
         with engine.micro_batch(last=True):

@@ -158,6 +158,7 @@ def test_registered_as_torch_wants_it(op):
     leaves, sample_of_row = make_inputs(op, 1, 3, 64, FLOAT32, lengths=(2, 1) if op.modulated else None)
     name, extra = {
         "layernorm_modulate": ("layernorm_modulate", (sample_of_row, 1e-6, True)),
+        "residual_layernorm_modulate": ("layernorm_modulate", (sample_of_row, 1e-6, True)),
         "modulate": ("layernorm_modulate", (sample_of_row, 0.0, False)),
         "gate_residual": ("gate_residual", (None, sample_of_row)),
         "gate_residual_with_bias": ("gate_residual", (sample_of_row,)),

@@ -23,3 +23,8 @@ def test_what_was_asked_for_and_is_not_there_is_said(monkeypatch):
     assert "apex is not installed" in choice.ops_note and "no modulate kernel" in choice.ops_note
     assert "need" in choice.ops_note  # kernels_available's own words on what is missing
     assert choice.attend.backend == "auto" and "cpu" in choice.attention_note
+
+
+def test_fp8_that_can_not_run_is_said():
+    choice = select_kernels(SpeedFlags(fp8=True), CPU, torch.bfloat16, 32, 16)
+    assert choice.ops == BlockOps() and "no FP8: kernels need a CUDA GPU" in choice.ops_note

@@ -1,0 +1,201 @@
+"""One transformer layer, forward and backward, with its sequence shared by all ranks: what communication costs.
+
+    torchrun --standalone --nproc_per_node=4 benchmarks/bench_sequence.py [--results FILE]
+    torchrun --standalone --nproc_per_node=2 benchmarks/bench_sequence.py --tokens 64 --hidden 48 --heads 4     (CPUs)
+
+Every kind of sequence parallelism takes turns with two blocking baselines (benchmarks/sequence_baselines.py) and with
+*compute only*: the same layer without any collective, on numbers that mean nothing. The figure is the time of compute
+only over the time: 1 is communication that costs nothing. On GPUs every variant is a CUDA graph, so that the host's
+launches don't count. First, on a short sequence, each kind's output and gradients are compared with one rank's.
+"""
+
+import argparse
+import functools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.results import append
+from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
+from opendit.config import SpeedFlags
+from opendit.forward_backward import record
+from opendit.kernels.select import select_kernels
+from opendit.models.dit import DiTBlock
+from opendit.parallel.mesh import Mesh, close_mesh, environment_world_size, init_mesh
+from opendit.parallel.sequence import SequenceParallel, Shards, sequence_parallel
+from opendit.parallel.sequence.choose import Plan, Shape
+from opendit.parallel.sequence.collectives import Group
+
+BLOCKING = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
+
+
+def compute_only(x: Tensor, qkv: nn.Linear, num_heads: int, attend, ops, length: int) -> Tensor:
+    """As many operations as a strategy's: this rank's q, k, v are taken for those of all tokens and a part of heads."""
+    (B, _, D), ranks = x.shape, length // x.shape[1]
+    q, k, v = qkv(x).view(B, length, 3, num_heads // ranks, D // num_heads).permute(2, 0, 3, 1, 4)
+    return attend(q, k, v).transpose(1, 2).reshape(x.shape)
+
+
+class Layer:
+    """A DiT block on this rank's tokens of a sequence of ``tokens``, with random weights that all ranks share."""
+
+    def __init__(self, mesh: Mesh, tokens: int, hidden: int, heads: int, dtype: torch.dtype):
+        self.mesh, self.tokens, self.shape = mesh, tokens, Shape(tokens, hidden, heads, 1, dtype.itemsize)
+        torch.manual_seed(0)
+        self.block = DiTBlock(hidden, heads, 4.0).to(mesh.device, dtype)
+        kernels = select_kernels(SpeedFlags(True, True, True), mesh.device, dtype, hidden // heads, tokens)
+        self.block.ops, self.block.attn.attend = kernels.ops, kernels.attend
+        for parameter in self.block.parameters():
+            nn.init.normal_(parameter, std=hidden**-0.5)
+        self.whole = torch.randn(1, tokens, hidden, device=mesh.device).to(dtype)
+        self.c, self.weights = torch.randn(1, hidden, device=mesh.device).to(dtype), torch.randn_like(self.whole)
+
+    def step(self, shards: Shards | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(output, gradient of x, gradients of the weights), for this rank's tokens or, without shards, for all."""
+        x, weights = (t if shards is None else shards.take(t) for t in (self.whole, self.weights))
+        x = x.detach().requires_grad_()
+        output = self.block(x, self.c, None, shards)
+        dx, *grads = torch.autograd.grad(output, [x, *self.block.parameters()], weights)
+        return output.detach(), dx, grads
+
+    def strategy(self, name: str) -> SequenceParallel:
+        if name in ("compute only", *BLOCKING):
+            group = Group.of(self.mesh.sp_group)
+            heads = BLOCKING[name](group) if name in BLOCKING else compute_only
+            return SequenceParallel(group, Plan(name, ""), heads)
+        kind, _, groups = name.partition(" x ")
+        return sequence_parallel(self.mesh, kind, self.shape, groups=int(groups) if groups else None)
+
+    def error(self, name: str) -> float:
+        """The biggest relative error of output, gradient of x and gradients of weights against one rank's."""
+        shards = self.strategy(name)(self.tokens)
+        (output, dx, grads), (want, want_dx, want_grads) = self.step(shards), self.step(None)
+        for grad in grads:
+            dist.all_reduce(grad, group=self.mesh.sp_group)
+        real = shards.take(torch.ones_like(want))  # padding's output is anything
+        pairs = [(output * real, shards.take(want)), (dx, shards.take(want_dx)), *zip(grads, want_grads, strict=True)]
+        worst = torch.stack([(a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-6) for a, b in pairs]).max()
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh.sp_group)
+        return worst.item()
+
+
+def names(ranks: int, heads: int) -> list[str]:
+    """The variants that the number of heads allows."""
+    found = ["compute only"]
+    if heads % ranks == 0:
+        local = heads // ranks
+        found += [*BLOCKING, "fastseq", *(f"ulysses x {g}" for g in (1, 2, 3, 4) if local % g == 0)]
+    return [*found, "ring", "auto"]
+
+
+def captured(mesh: Mesh, work: Callable[[], object]) -> Callable[[], object]:
+    """``work`` as one CUDA graph, where there is a GPU."""
+    if mesh.device.type != "cuda":
+        return work
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.synchronize()
+    kept, replay = record(work, stream, torch.cuda.graph_pool_handle())
+    return functools.partial(_replay_keeping, replay, kept)  # the graph writes to them
+
+
+def _replay_keeping(replay: Callable[[], None], kept: object) -> object:
+    replay()
+    return kept
+
+
+def timed(mesh: Mesh, work: Callable[[], object], repeats: int) -> float:
+    """Seconds a call, of the slowest rank."""
+    cuda = mesh.device.type == "cuda"
+    mesh.barrier()
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    if cuda:
+        torch.cuda.synchronize()
+    took = torch.tensor((time.perf_counter() - start) / repeats, device=mesh.device)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
+def measure(layer: Layer, variants: list[str], rounds: int, budget: float) -> dict[str, float]:
+    """Median seconds a step of every variant; they take turns. ``budget``: seconds a turn may take, about."""
+    mesh = layer.mesh
+    works = {n: captured(mesh, functools.partial(layer.step, layer.strategy(n)(layer.tokens))) for n in variants}
+    once = max(timed(mesh, works["compute only"], 1) for _ in range(2))
+    repeats = max(1, min(50, int(budget / once)))
+    times = {name: [] for name in variants}
+    shuffled = random.Random(0)  # of all ranks alike: a variant that leaves the GPU cool would favour the next one
+    for _ in range(rounds):
+        for name in shuffled.sample(list(works), len(works)):
+            times[name].append(timed(mesh, works[name], repeats))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 65536])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[1152, 3072])
+    parser.add_argument("--heads", type=int, nargs="+", default=[16, 24], help="one for each --hidden")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=0.05, help="seconds a variant's turn takes, about")
+    parser.add_argument("--only", nargs="+", help="these variants, besides compute only")
+    parser.add_argument("--results", help="append to this CSV")
+    args = parser.parse_args()
+    mesh = init_mesh(sequence_parallel=environment_world_size())
+    dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    rows = []
+    for hidden, heads in zip(args.hidden, args.heads, strict=True):
+        variants = names(mesh.world_size, heads)
+        variants = [name for name in variants if not args.only or name in ("compute only", *args.only)]
+        short = Layer(mesh, 16 * mesh.world_size * 3 + 5, hidden, heads, dtype)
+        errors = {name: short.error(name) for name in variants[1:]}
+        for tokens in args.tokens:
+            layer = Layer(mesh, tokens, hidden, heads, dtype)
+            seconds = measure(layer, variants, args.rounds, args.budget)
+            if mesh.is_main:
+                rows += report(layer, seconds, errors, str(layer.strategy("auto").plan))
+            elif "auto" in variants:
+                layer.strategy("auto")  # collective
+            del layer
+            if mesh.device.type == "cuda":
+                torch.cuda.empty_cache()
+    if mesh.is_main and args.results:
+        append(rows, args.results, gpus=mesh.world_size)
+    close_mesh()
+
+
+def report(layer: Layer, seconds: dict[str, float], errors: dict[str, float], auto: str) -> list[dict]:
+    shape, ranks = layer.shape, layer.mesh.world_size
+    case = f"layer {shape.hidden}/{shape.heads} N {shape.tokens} P {ranks}"
+    compute, blocking = seconds["compute only"], seconds.get("blocking ulysses")
+    print(f"\n{case}: compute only {compute * 1e3:.3f} ms; auto: {auto}")
+    rows = []
+    for name, error in errors.items():
+        exposed = (seconds[name] - compute) / (blocking - compute) if blocking else float("nan")
+        ratio = compute / seconds[name]
+        print(f"  {name:17s} {seconds[name] * 1e3:9.3f} ms {ratio:7.3f}  exposed {exposed:6.2f}  error {error:.1e}")
+        fields = dict(
+            value=f"{seconds[name] * 1e3:.3f}", baseline="compute only", baseline_value=f"{compute * 1e3:.3f}"
+        )
+        rows.append(dict(bench="sequence", case=f"{case} {name}", metric="ms", ratio=f"{ratio:.3f}", **fields))
+    sys.stdout.flush()
+    return rows
+
+
+if __name__ == "__main__":
+    main()

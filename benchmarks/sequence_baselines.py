@@ -1,0 +1,82 @@
+"""What opendit.parallel.sequence is measured against: the same layers and adjoints with blocking collectives.
+
+Both take the place of ``SequenceParallel.heads``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from opendit.parallel.sequence.collectives import Group
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group):
+        ctx.group = group
+        gathered = x.new_empty(group.size * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=group.handle)
+        return gathered
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        own = grad.new_empty(len(grad) // ctx.group.size, *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad.contiguous(), group=ctx.group.handle)
+        return own, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group):
+        ctx.group = group
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=group.handle)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _AllToAll.apply(grad, ctx.group), None
+
+
+def _to_heads(x: Tensor, group: Group, length: int) -> Tensor:
+    """(B, n, H, d) of this rank's tokens to (B, h, length, d) of this rank's heads."""
+    B, n, H, d = x.shape
+    received = _AllToAll.apply(x.view(B, n, group.size, -1, d).permute(2, 0, 1, 3, 4), group)
+    return received.transpose(0, 1).flatten(1, 2)[:, :length].transpose(1, 2)
+
+
+def _to_tokens(heads: Tensor, group: Group, rows: int) -> Tensor:
+    """(B, h, N, d) of this rank's heads to (B, n, D) of this rank's tokens."""
+    by_token = F.pad(heads.transpose(1, 2), (0, 0, 0, 0, 0, group.size * rows - heads.shape[2]))
+    received = _AllToAll.apply(by_token.unflatten(1, (group.size, rows)).transpose(0, 1), group)
+    return received.permute(1, 2, 0, 3, 4).flatten(2)
+
+
+@dataclass(frozen=True)
+class BlockingFastSeq:
+    """FastSeq as OpenDiT 1 wrote it: an all-gather of the input, then the projection, attention, an all-to-all."""
+
+    group: Group
+
+    def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend, ops, length: int) -> Tensor:
+        (B, n, D), P, own = x.shape, self.group.size, self.group.rank
+        everyone = _AllGather.apply(x, self.group).view(P, B, n, D).transpose(0, 1).flatten(1, 2)[:, :length]
+        weight, bias = (p.unflatten(0, (3, P, -1))[:, own].flatten(0, 1) for p in (qkv.weight, qkv.bias))
+        q, k, v = F.linear(everyone, weight, bias).view(B, length, 3, num_heads // P, -1).permute(2, 0, 3, 1, 4)
+        return _to_tokens(attend(q, k, v), self.group, n)
+
+
+@dataclass(frozen=True)
+class BlockingUlysses:
+    """Ulysses as DeepSpeed does it: an all-to-all each for q, k and v, and one for the result."""
+
+    group: Group
+
+    def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend, ops, length: int) -> Tensor:
+        B, n, D = x.shape
+        q, k, v = qkv(x).view(B, n, 3, num_heads, D // num_heads).unbind(2)
+        seen = attend(*(_to_heads(part, self.group, length) for part in (q, k, v)))
+        return _to_tokens(seen, self.group, n)

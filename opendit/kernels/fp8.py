@@ -1,0 +1,216 @@
+"""Tensors in float8 for ``torch._scaled_mm``: their scales, the cast, the transposed copy, the product.
+
+Formats as in Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights, e5m2 for
+gradients. A tensor has one scale, a power of two. The scaling has no state: it is *current*, from the tensor itself.
+
+- Weights: from their largest absolute value (amax).
+- LayerNorm + modulate: from a bound, |xhat| <= sqrt(D), so |y| <= sqrt(D) (1 + max|scale|) + max|shift|. A bound above
+  the amax costs no precision, only range at the lower end, and e4m3 has 18 binades.
+- Everything else: from the amax of a sample spread evenly over the tensor's tokens and columns, times a margin: 2^3 in
+  e4m3, 2^6 in e5m2. What lies above even so is cut to the format's largest number. The sample is some 4 million
+  numbers, whatever the size, so its pass is short beside the one that casts.
+
+The kernel that makes a tensor needs its scale first; that is why the amax of exactly this tensor can't come for free,
+and why other recipes take the one of earlier steps (delayed scaling), which is state to keep, to save and to load.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opendit.kernels.common import block_width, next_power_of_2, or_unused, tl, triton
+from opendit.kernels.fp8_tiles import float8_factor, float8_range
+from opendit.kernels.tiles import column_block
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LIMIT = {E4M3: 448.0, E5M2: 57344.0}
+# log2 of where the largest known absolute value goes: below the limit, and a sample's by the margin below it.
+EXACT, SAMPLED, SAMPLED_GRADIENT = 7, 5, 9
+SAMPLE = 1 << 22  # numbers looked at, at least, where a sample is enough
+PARTIALS = 256  # programs of the amax kernel; each leaves one number, and every program of a cast reads them all
+LINES = 16  # runs of numbers a tile of the amax kernel
+
+
+@dataclass(frozen=True)
+class Float8:
+    """``data * descale``: data (..., D) in float8, contiguous; descale (1,) fp32."""
+
+    data: Tensor
+    descale: Tensor
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Float8":
+        """Memory for a kernel to fill."""
+        return cls(torch.empty(shape, dtype=dtype, device=device), torch.empty(1, dtype=torch.float32, device=device))
+
+
+def kernel_arguments(y: Tensor | Float8, partial: Tensor | None = None, target: int = 0) -> tuple[tuple, dict]:
+    """Of a kernel that writes a tensor or a Float8: its pointers (y, partial, descale) and options.
+
+    partial: of :func:`amax`. target: EXACT, SAMPLED or SAMPLED_GRADIENT.
+    """
+    if isinstance(y, Tensor):
+        return (y, y, y), {"FLOAT8": False, "PARTIALS": 1, "TARGET": 0, "LIMIT": 0.0}
+    options = {"FLOAT8": True, "PARTIALS": partial.numel(), "TARGET": target, "LIMIT": LIMIT[y.data.dtype]}
+    return (y.data, partial, y.descale), options
+
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def float8_factor_reference(amax: Tensor, target: int) -> Tensor:
+    """The power of two that brings amax to [2^target, 2^(target + 1))."""
+    return torch.exp2(target - torch.floor(torch.log2(amax.double()))).float()
+
+
+def float8_reference(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * factor in float8, cut to its range; NaN where it is not finite."""
+    scaled = x.float() * factor
+    return torch.where(scaled.isfinite(), scaled.clamp(-LIMIT[dtype], LIMIT[dtype]), torch.nan).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+@triton.jit(do_not_specialize=("lines", "step"))
+def _amax_kernel(
+    x0_ptr, x1_ptr, x2_ptr, bias_ptr, partial_ptr, lines, step,
+    D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
+    PARTIALS: tl.constexpr, TENSORS: tl.constexpr, GELU: tl.constexpr, NORMALIZED: tl.constexpr,
+):  # fmt: skip
+    """Every ``step``-th run of BLOCK numbers of up to three matrices; the runs of a row follow one another."""
+    largest = tl.zeros((LINES, BLOCK), dtype=tl.float32)
+    for line in range(tl.program_id(0) * LINES, lines, PARTIALS * LINES):
+        run = (line + tl.arange(0, LINES)) * step
+        cols = ((run % BLOCKS) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+        mask = (line + tl.arange(0, LINES) < lines)[:, None] & (cols < D)
+        offsets = ((run // BLOCKS).to(tl.int64) * STRIDE)[:, None] + cols
+        x = tl.load(x0_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if GELU:
+            x += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.maximum(x, 0.1702))  # -0.17 <= GELU(x) <= max(x, 0)
+        else:
+            largest = tl.maximum(largest, tl.abs(x))
+        if TENSORS > 1:
+            x = tl.load(x1_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(x))
+        if TENSORS > 2:
+            x = tl.load(x2_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.abs(x))
+    value = tl.max(tl.max(largest, axis=1), axis=0)
+    if NORMALIZED:  # of shift and scale: the bound of what they make of a normalised row
+        value = tl.sqrt(D * 1.0) * (1.0 + value) + value
+    tl.store(partial_ptr + tl.program_id(0), value)
+
+
+@triton.jit(do_not_specialize=("rows",))
+def _cast_kernel(
+    x_ptr, y_ptr, partial_ptr, descale_ptr, rows,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, FLOAT8: tl.constexpr,
+    PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    column = (tl.program_id(0) % BLOCKS) * BLOCK
+    start = (tl.program_id(0) // BLOCKS) * ROWS
+    factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
+    offsets, mask = column_block(column, start, rows, D, BLOCK, ROWS)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offsets, float8_range(x, factor, LIMIT).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=("rows", "sixteens"))
+def _transpose_kernel(
+    x_ptr, y_ptr, rows, sixteens, D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """x (rows, D) bytes to y (D, 16 * sixteens). ROWS is a multiple of 16, so the last tile covers the zeros too."""
+    column = (tl.program_id(0) % BLOCKS) * BLOCK
+    start = (tl.program_id(0) // BLOCKS) * ROWS
+    offsets, mask = column_block(column, start, rows, D, BLOCK, ROWS)
+    tile = tl.load(x_ptr + offsets, mask=mask, other=0)
+    row = start + tl.arange(0, ROWS)
+    cols = column + tl.arange(0, BLOCK)
+    offsets = (cols.to(tl.int64) * (sixteens * 16))[:, None] + row[None, :]
+    tl.store(y_ptr + offsets, tl.trans(tile), mask=(cols < D)[:, None] & (row < sixteens * 16)[None, :])
+
+
+# --------------------------------------------------------------------------------------------------------- operations
+
+CAST = {"ROWS": 16, "num_warps": 4}
+TRANSPOSE = {"ROWS": 64, "num_warps": 4}
+
+
+def sample_step(runs: int, blocks: int) -> int:
+    """Every how many runs one is looked at: SAMPLE numbers at least; prime to the runs of a row, or whole columns
+    would never be."""
+    step = max(1, runs * 128 // SAMPLE)
+    while math.gcd(step, blocks) > 1:
+        step -= 1
+    return step
+
+
+def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, normalized: bool = False) -> Tensor:
+    """(up to PARTIALS,) fp32 whose largest is that of one to three tensors (..., D) of one shape, for float8_factor.
+
+    bias: (D,): of GELU(x + bias), not of x. exact: of all numbers, not of a sample.
+    normalized: the tensors are a modulation's shift and scale (B, D), and it is a bound of what they make of LN(x).
+    """
+    matrices = [t.flatten(0, -2) for t in tensors]
+    if len({m.stride() for m in matrices}) > 1:
+        matrices = [m.contiguous() for m in matrices]
+    first = matrices[0]
+    (rows, width), block = first.shape, block_width(first.shape[-1])
+    blocks = -(-width // block)
+    step = 1 if exact or normalized else sample_step(rows * blocks, blocks)
+    lines = -(-rows * blocks // step)
+    partials = min(PARTIALS, next_power_of_2(-(-lines // LINES)))
+    partial = torch.empty(partials, dtype=torch.float32, device=first.device)
+    _amax_kernel[(partials,)](
+        *(matrices + [first, first])[:3], or_unused(bias, first), partial, lines, step,
+        D=width, STRIDE=first.stride(0), BLOCK=block, BLOCKS=blocks, LINES=LINES, PARTIALS=partials,
+        TENSORS=len(matrices), GELU=bias is not None, NORMALIZED=normalized, num_warps=8,
+    )  # fmt: skip
+    return partial
+
+
+def cast(x: Tensor, dtype: torch.dtype, exact: bool = False) -> Float8:
+    """x (..., D) bf16, fp16 or fp32 in float8; see :func:`amax` for ``exact``."""
+    x, y = x.contiguous(), Float8.empty(x.shape, dtype, x.device)
+    target = EXACT if exact else SAMPLED if dtype == E4M3 else SAMPLED_GRADIENT
+    pointers, options = kernel_arguments(y, amax(x, exact=exact), target)
+    grid, rows, shape = _grid(x, CAST)
+    _cast_kernel[grid](x, *pointers, rows, **shape, **options)
+    return y
+
+
+def transposed(x: Tensor) -> Tensor:
+    """(D, T up to a multiple of 16, zeros at the end) of float8 (..., D), T rows in all.
+
+    A pass of its own: written in both orders by the kernels that make it, a tensor took longer (docs/kernels.md).
+    """
+    grid, rows, shape = _grid(x, TRANSPOSE)
+    sixteens = -(-rows // 16)
+    y = torch.empty(x.shape[-1], 16 * sixteens, dtype=x.dtype, device=x.device)
+    _transpose_kernel[grid](x.view(torch.uint8), y.view(torch.uint8), rows, sixteens, **shape)
+    return y
+
+
+def _grid(x: Tensor, launch: dict) -> tuple[tuple[int], int, dict]:
+    """(grid, rows, options) of a kernel whose programs take a tile each."""
+    width = x.shape[-1]
+    rows, block = x.numel() // width, block_width(width)
+    blocks = -(-width // block)
+    return (-(-rows // launch["ROWS"]) * blocks,), rows, {"D": width, "BLOCK": block, "BLOCKS": blocks, **launch}
+
+
+def product(
+    a: Tensor, b: Tensor, descales: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None,
+    fast: bool = True,
+) -> Tensor:  # fmt: skip
+    """a (M, K) times b (N, K) transposed, both float8 with K and N multiples of 16, as (M, N) of ``dtype``; + bias.
+
+    fast: the sums stay in the tensor cores, which keep some 14 bits of them, over the whole of K.
+    """
+    scale_a, scale_b = descales
+    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)

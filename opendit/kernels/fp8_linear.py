@@ -1,0 +1,235 @@
+"""The block's linear layers in float8, forward and backward, with the operations next to them: ``float8_ops``.
+
+    y = x W^T (e4m3 x e4m3),  dx = dy W (e5m2 x e4m3),  dW = dy^T x (e5m2 x e4m3)
+
+Scales and formats: kernels/fp8.py. The tensor cores want the summed dimension contiguous in both factors, so backward
+needs W, dy and x transposed. Weights are cast from the ones at hand in every forward pass: there is nothing to keep,
+whichever weights they are. Everything else of a block stays as it is.
+
+An activation that only a linear layer reads is written in float8 by the kernel that makes it, and in no other form.
+To autograd it is a stand-in, a tensor of its shape and dtype without memory, which carries the gradient
+(:class:`Quantized`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from opendit.kernels import fp8
+from opendit.kernels import gate_residual_layernorm_modulate as joined
+from opendit.kernels import layernorm_modulate as adaln
+from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
+from opendit.kernels.common import interpreting, kernels_available
+from opendit.kernels.fp8 import E4M3, E5M2, Float8
+from opendit.kernels.gate_residual import gate_residual, gate_residual_backward
+from opendit.kernels.split_heads import gather_heads_float8, head_views
+from opendit.models.layers import BlockOps
+
+EPS = 1e-6
+
+
+def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+    """Whether blocks can run in float8 on ``device`` with activations of ``dtype``, and why (not)."""
+    usable, why = kernels_available(device, dtype)
+    if not usable or interpreting():
+        return usable, why
+    if dtype == torch.float32:
+        return False, "FP8 stands beside bf16 or fp16, not --mixed_precision fp32"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (9, 0):
+        return False, f"FP8 needs compute capability 9.0 (Hopper) or newer, this GPU has {major}.{minor}"
+    return True, why
+
+
+# -------------------------------------------------------------------------------------------- what operations hand over
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An activation (B, N, D) on its way to a linear layer.
+
+    stand_in: what autograd sees; its elements have no memory of their own and are not to be read. data: its values.
+    """
+
+    stand_in: Tensor
+    data: Float8
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.stand_in.shape
+
+
+@dataclass(frozen=True)
+class Modulated:
+    """LN(x) * (1 + scale) + shift that is still to be made: in float8 for a linear layer of a block.
+
+    Any function of torch (the final layer's linear) gets it in x's dtype, by the ordinary kernel.
+    """
+
+    x: Tensor
+    shift: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        make = [adaln.layernorm_modulate(a.x, a.shift, a.scale) if isinstance(a, cls) else a for a in args]
+        return function(*make, **(kwargs or {}))
+
+
+def _quantized(x: Tensor | Quantized | Modulated) -> Quantized:
+    if isinstance(x, Quantized):
+        return x
+    if isinstance(x, Modulated):
+        return Quantized(*_LayerNormModulate.apply(x.x, x.shift, x.scale))
+    return Quantized(x, fp8.cast(x.detach(), E4M3))
+
+
+def _stand_in(like: Tensor, width: int) -> Tensor:
+    return torch.empty_strided((*like.shape[:-1], width), (0,) * like.dim(), dtype=like.dtype, device=like.device)
+
+
+# ------------------------------------------------------------------------------------------------- the three products
+
+
+def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None):
+    """(x W^T + bias (..., out) of ``dtype``; what :func:`_backward_products` wants saved)."""
+    if weight.shape[0] % 16 or weight.shape[1] % 16:
+        raise ValueError(f"--fp8 needs widths that are multiples of 16, not a weight of {tuple(weight.shape)}")
+    w = fp8.cast(weight, E4M3, exact=True)
+    rows = x.data.flatten(0, -2)
+    y = fp8.product(rows, w.data, (x.descale, w.descale), dtype, bias if bias is None else bias.to(dtype))
+    ctx.dtypes = dtype, weight.dtype
+    return y.view(*x.data.shape[:-1], weight.shape[0]), (x.data, x.descale, w.data, w.descale)
+
+
+def _backward_products(ctx, dy: Float8, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """(dx of x's shape, dW (out, in)).
+
+    dW sums over the tokens, many more numbers than the others: it moves its sums to fp32 on the way.
+    """
+    (x, x_descale, w, w_descale), (dtype, weight_dtype) = saved, ctx.dtypes
+    dx = fp8.product(dy.data.flatten(0, -2), fp8.transposed(w), (dy.descale, w_descale), dtype)
+    columns = fp8.transposed(dy.data), fp8.transposed(x)
+    return dx.view(x.shape), fp8.product(*columns, (dy.descale, x_descale), weight_dtype, fast=False)
+
+
+# ---------------------------------------------------------------------------------------------------------- operations
+
+
+class _LayerNormModulate(Function):
+    @staticmethod
+    def forward(ctx, x, shift, scale):
+        y, mean, rstd = adaln.layernorm_modulate_float8(x, shift, scale, EPS)
+        ctx.save_for_backward(x, scale, mean, rstd)
+        return _stand_in(x, x.shape[-1]), y
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        x, scale, mean, rstd = ctx.saved_tensors
+        return adaln.layernorm_modulate_backward(dy, x, scale, mean, rstd, None, True, None)
+
+
+class _LinearHeads(Function):
+    @staticmethod
+    def forward(ctx, stand_in, x, weight, bias, num_heads):
+        qkv, saved = _forward_product(ctx, x, weight, stand_in.dtype, bias)
+        ctx.save_for_backward(*saved)
+        ctx.bias_dtype = bias.dtype
+        return head_views(qkv, num_heads)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        dqkv, dbias = gather_heads_float8(dq, dk, dv, ctx.bias_dtype)
+        dx, dw = _backward_products(ctx, dqkv, ctx.saved_tensors)
+        return dx, None, dw, dbias, None
+
+
+class _LinearGelu(Function):
+    @staticmethod
+    def forward(ctx, stand_in, x, weight, bias):
+        u, saved = _forward_product(ctx, x, weight, stand_in.dtype)
+        ctx.save_for_backward(u, bias, *saved)
+        return _stand_in(stand_in, weight.shape[0]), bias_gelu_float8(u, bias)
+
+    @staticmethod
+    def backward(ctx, dh, _):
+        u, bias, *saved = ctx.saved_tensors
+        du, dbias = bias_gelu_backward_float8(dh, u, bias)
+        dx, dw = _backward_products(ctx, du, saved)
+        return dx, None, dw, dbias
+
+
+class _LinearGateResidual(Function):
+    @staticmethod
+    def forward(ctx, x, gate, stand_in, z, weight, bias):
+        branch, saved = _forward_product(ctx, z, weight, stand_in.dtype)
+        ctx.save_for_backward(gate, branch, bias, *saved)
+        return gate_residual(x, gate, branch, bias)
+
+    @staticmethod
+    def backward(ctx, dout):
+        gate, branch, bias, *saved = ctx.saved_tensors
+        dbranch, dgate, dbias = gate_residual_backward(dout, gate, branch, bias, None)
+        dz, dw = _backward_products(ctx, fp8.cast(dbranch, E5M2), saved)
+        return dout, dgate, dz, None, dw, dbias
+
+
+class _LinearGateResidualLayerNormModulate(Function):
+    @staticmethod
+    def forward(ctx, x, gate, stand_in, z, weight, bias, shift, scale):
+        branch, saved = _forward_product(ctx, z, weight, stand_in.dtype)
+        h, y, mean, rstd = joined.gate_residual_layernorm_modulate_float8(x, gate, branch, shift, scale, bias, EPS)
+        ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, *saved)
+        return h, _stand_in(h, h.shape[-1]), y
+
+    @staticmethod
+    def backward(ctx, dh, dy, _):
+        h, gate, branch, scale, bias, mean, rstd, *saved = ctx.saved_tensors
+        dx, dbranch, dgate, dshift, dscale, dbias = joined.gate_residual_layernorm_modulate_backward(
+            dy, dh, h, gate, branch, scale, bias, mean, rstd, None
+        )
+        dz, dw = _backward_products(ctx, fp8.cast(dbranch, E5M2), saved)
+        return dx, dgate, dz, None, dw, dbias, dshift, dscale
+
+
+# ------------------------------------------------------------------------------------------------------------ BlockOps
+
+
+def linear_heads(x, linear: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (B, H, N, d) of x (B, N, D), views of one projection whose product is in float8."""
+    x = _quantized(x)
+    return _LinearHeads.apply(x.stand_in, x.data, linear.weight, linear.bias, num_heads)
+
+
+def linear_gelu(x, linear: nn.Linear) -> Quantized:
+    """GELU(linear(x)), tanh form, for the next linear layer."""
+    x = _quantized(x)
+    return Quantized(*_LinearGelu.apply(x.stand_in, x.data, linear.weight, linear.bias))
+
+
+def linear_gate_residual(x: Tensor, gate: Tensor, z, linear: nn.Linear) -> Tensor:
+    """x + gate * linear(z)."""
+    z = _quantized(z)
+    return _LinearGateResidual.apply(x, gate, z.stand_in, z.data, linear.weight, linear.bias)
+
+
+def linear_gate_residual_layernorm_modulate(
+    x: Tensor, gate: Tensor, z, linear: nn.Linear, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Quantized]:
+    """h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
+    z = _quantized(z)
+    h, stand_in, data = _LinearGateResidualLayerNormModulate.apply(
+        x, gate, z.stand_in, z.data, linear.weight, linear.bias, shift, scale
+    )
+    return h, Quantized(stand_in, data)
+
+
+def float8_ops() -> BlockOps:
+    """The operations of a block with its linear layers in float8."""
+    return BlockOps(Modulated, linear_heads, linear_gelu, linear_gate_residual, linear_gate_residual_layernorm_modulate)

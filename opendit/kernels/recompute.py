@@ -1,0 +1,167 @@
+"""Activations of a block that are made again in the backward pass instead of being kept for it (``--recompute``).
+
+A block keeps, in tensors of tokens x D, with the fused kernels: its input 1, the first LayerNorm's output 1 (for qkv's
+weight gradient), q, k, v 3, the attention's output 1, its projection 1 (for the gate's gradient), the residual stream
+between the branches 1, the second LayerNorm's output 1 (fc1), fc1's output 4 (GELU), GELU's output 4 (fc2), fc2's
+output 1: 18 in all.
+
+    cheap   neither the LayerNorms' outputs nor GELU's: 12. A pass over memory each makes them again.
+    mlp     nor fc1's output, which takes its product again, a ninth of all of a block's products: 8.
+
+Without the fused LayerNorm + modulate, the normalised input of the modulation is one more tensor at each of the two
+(20 in all), and not kept either.
+
+In place of such a tensor autograd keeps its :class:`Recipe`. The same functions on the same inputs make the same bits
+again, but for one: the second LayerNorm's output, which the forward pass makes together with the residual stream
+(gate_residual_layernorm_modulate), backward makes from that stream by the LayerNorm's own kernel. They normalise alike,
+but a GPU may add a row up in another order, so that a number in half precision now and then rounds to its neighbour.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from opendit.kernels import layernorm_modulate as adaln
+from opendit.kernels.bias_gelu import bias_gelu
+from opendit.models.layers import TORCH_OPS, BlockOps
+
+
+class Recipe:
+    """How to make a tensor again: ``make(*inputs)``, without gradients, under the autocast that is on now.
+
+    Inputs are tensors, which are kept, or recipes. Every use is announced by ``share`` and met by ``take``: the tensor
+    is made for the first and let go with the last of them, so that several uses cost one ``make``; another backward
+    pass through the same graph makes it once more.
+    """
+
+    def __init__(self, device: torch.device, make: Callable[..., Tensor], *inputs: "Tensor | Recipe"):
+        self._make, self._device = make, device.type
+        self._inputs = [i.share() if isinstance(i, Recipe) else i.detach() for i in inputs]
+        self._autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+        self._uses = self._left = 0
+        self._result: Tensor | None = None
+
+    def share(self) -> "Recipe":
+        self._uses += 1
+        return self
+
+    def take(self) -> Tensor:
+        if self._result is None:
+            inputs = [i.take() if isinstance(i, Recipe) else i for i in self._inputs]
+            enabled, dtype = self._autocast
+            with torch.no_grad(), torch.autocast(self._device, dtype, enabled=enabled, cache_enabled=False):
+                self._result = self._make(*inputs)
+            self._left = self._uses
+        self._left -= 1
+        result = self._result
+        if not self._left:
+            self._result = None
+        return result
+
+
+def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``tensor``, which make(*inputs) has made, with its recipe; the inputs' own recipes stand for them."""
+    if torch.is_grad_enabled():
+        tensor.recipe = Recipe(tensor.device, make, *(getattr(i, "recipe", i) for i in inputs))
+    return tensor
+
+
+def _not_keeping(tensor: Tensor) -> AbstractContextManager:
+    """Inside, autograd keeps the recipe of ``tensor``, if it has one, wherever it would keep ``tensor``."""
+    recipe = getattr(tensor, "recipe", None)
+    if recipe is None:
+        return nullcontext()
+    place = tensor.data_ptr(), tensor.numel()
+
+    def pack(kept: Tensor):
+        # (A matrix product keeps a view of its input, (tokens, D).)
+        return (recipe.share(), kept.shape) if (kept.data_ptr(), kept.numel()) == place else kept
+
+    def unpack(packed) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[0].take().view(packed[1])
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _as_a_linear_sees(x: Tensor) -> Tensor:
+    """``x`` in autocast's dtype. A linear layer would make this copy by itself, and keep it: nobody knew its recipe."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x if x.dtype == dtype else _remember(x.to(dtype), lambda x: x.to(dtype), x)
+
+
+def recomputing(ops: BlockOps, level: str) -> BlockOps:
+    """``ops`` (torch's or the kernels' of opendit.kernels.select, not FP8's), keeping less for the backward pass.
+
+    Gradients are the same, for the LayerNorm's rounding see above. Weights must not change between forward and
+    backward, nor be freed. Not for torch.compile, which has no such hooks.
+
+    Args:
+        level: none, cheap or mlp.
+    """
+    if level == "none":
+        return ops
+    norm, joined = ops.layernorm_modulate, ops.linear_gate_residual_layernorm_modulate
+    fused = norm is adaln.layernorm_modulate
+    # The fused kernel keeps nothing but its input; torch's expressions keep what lies between norm and modulation.
+    thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
+    if ops.linear_gelu is TORCH_OPS.linear_gelu:
+        linear, gelu = _linear, _gelu
+    else:
+        linear, gelu = _linear_without_bias, bias_gelu
+
+    def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        return _remember(thrifty(x, shift, scale), norm, x, shift, scale)
+
+    def linear_heads(x: Tensor, layer: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        x = _as_a_linear_sees(x)
+        with _not_keeping(x):
+            return ops.linear_heads(x, layer, num_heads)
+
+    def linear_gelu(x: Tensor, layer: nn.Linear) -> Tensor:
+        x = _as_a_linear_sees(x)
+        with _not_keeping(x):
+            u = linear(x, layer.weight, layer.bias)
+        if level == "mlp":
+            _remember(u, linear, x, layer.weight, layer.bias)
+        with _not_keeping(u):
+            return _remember(gelu(u, layer.bias), gelu, u, layer.bias)
+
+    def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, layer: nn.Linear) -> Tensor:
+        z = _as_a_linear_sees(z)
+        with _not_keeping(z):
+            return ops.linear_gate_residual(x, gate, z, layer)
+
+    def linear_gate_residual_layernorm_modulate(x, gate, z, layer, shift, scale) -> tuple[Tensor, Tensor]:
+        h, y = joined(x, gate, z, layer, shift, scale)
+        return h, _remember(y, norm, h, shift, scale)
+
+    return BlockOps(
+        layernorm_modulate,
+        linear_heads,
+        linear_gelu,
+        linear_gate_residual,
+        joined and linear_gate_residual_layernorm_modulate,
+    )
+
+
+# fc1 and GELU apart, as opendit.models.layers and opendit.kernels.select have them in one.
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _linear_without_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+def _gelu(u: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(u, approximate="tanh")

@@ -1,0 +1,170 @@
+"""How much memory a training step needs, by formula, before anything is allocated.
+
+Two moments compete for a step's peak. When the backward pass begins, every block's activations are there and no
+gradient of this micro-batch; when it ends, every gradient and no activation. Activations are counted in *units* of
+tokens x D in the precision of the activations, where tokens are those of one rank's micro-batch.
+
+Against the peaks that benchmarks/results.csv has of an H200 (DiT-XL/2): within 1 %, gemini in fp16 within 5 %. Not
+counted: the VAE and text encoder, the trained bytes encoder's activations, a CUDA context, NCCL's buffers, what the
+allocator can't use of its memory.
+"""
+
+from dataclasses import dataclass, replace
+
+from opendit.models import DiTConfig
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+GIB = 2**30
+# Of a card's memory, for what the formulas leave out: a CUDA context, NCCL, fragmentation. A rule of thumb.
+USABLE = 0.94
+LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS and cuDNN and the like: what is left of measured peaks at batch 0
+
+# Units that the backward pass of a block takes at its worst beyond what was kept: in fc2's, dout, gate * dout and the
+# gradient of GELU's output, 1 + 1 + 4, less fc2's output, which is not needed any more. Recomputing adds what it has
+# made: GELU's output 4; fc1's output and its input, 4 + 1.
+BACKWARD = {"none": 5, "cheap": 9, "mlp": 14}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What of a run decides its memory, besides model and batch.
+
+    fused: LayerNorm + modulate in one kernel. averages: how many EMAs. accumulate: several micro-batches a step.
+    (Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
+    head.)
+    """
+
+    plugin: str = "zero2"
+    precision: str = "bf16"
+    world: int = 1
+    sequence_parallel: int = 1
+    averages: int = 1
+    accumulate: bool = False
+    fused: bool = True
+    fp8: bool = False
+    recompute: str = "none"
+    grad_checkpoint: bool = False
+
+    @property
+    def autocast(self) -> bool:
+        """Whether weights are fp32 and cast to half precision in the forward pass."""
+        return self.plugin == "ddp" and self.precision != "fp32"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank: states by name, always there; activations when the backward pass begins; gradients then and
+    when it has ended (those that no state holds)."""
+
+    states: dict[str, float]
+    activations: float
+    gradients: float
+    gradients_at_the_end: float
+
+    @property
+    def total(self) -> float:
+        peak = max(self.activations + self.gradients, self.gradients_at_the_end)
+        return sum(self.states.values()) + peak + LIBRARIES
+
+
+def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
+    """The peak of one rank for micro-batches of ``batch`` samples on a GPU."""
+    parameters, size = config.parameters(), BYTES[setup.precision]
+    fp32, world = 4 * parameters, setup.world
+    share = fp32 / world
+    averages = setup.averages * share  # sharded under every plugin
+    if setup.plugin == "ddp":  # whole on every rank; gradients are views of DDP's buckets, which stay
+        states = {"weights": fp32, "gradients": fp32, "moments": 2 * fp32, "averages": averages}
+        states |= {"cast weights": size * parameters} if setup.autocast else {}
+        return Estimate(states, _activations(config, setup, batch), 0, 0)
+    weights = size * parameters / (world if setup.plugin == "gemini" else 1)
+    states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
+    gradients = size * parameters / world
+    if setup.plugin == "gemini":  # gradients take the place of the weights in their chunks, unless they add up
+        gradients = gradients if setup.accumulate else 0
+    return Estimate(states, _activations(config, setup, batch), gradients * setup.accumulate, gradients)
+
+
+def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
+    """The most samples a micro-batch may have where ``capacity`` bytes can be used; 0: the states alone don't fit."""
+    if estimate(config, setup, 0).total > capacity:
+        return 0
+    fixed, one = (estimate(config, setup, batch) for batch in (0, 1))
+    room = capacity - LIBRARIES - sum(fixed.states.values()) - fixed.gradients - fixed.activations
+    return max(0, int(room // (one.activations - fixed.activations)))
+
+
+def block_units(config: DiTConfig, setup: Setup) -> float:
+    """Units that a block keeps for its backward pass; kernels/recompute.py lists them."""
+    text = config.text if config.text is not None and config.text.cross_attention else None
+    wide = config.mlp_ratio
+    # x, qkv, attention, its projection, h, fc2's output; and fc1's output
+    units = 8 + (0 if setup.recompute == "mlp" else wide)
+    if setup.recompute == "none":
+        units += 2 + wide  # the LayerNorms' outputs and GELU's
+        if setup.fp8:
+            units += 0.5 - (2 + wide) / 2  # one byte each; the attention's output is there in both forms
+        elif not setup.fused:
+            # What lies between LayerNorm and modulation. Under autocast LayerNorm works on fp32 copies.
+            units += 6 if setup.autocast else 2
+    if text is not None:
+        # h before it, its LayerNorm, q, attention; k and v of the text
+        units += 4 + setup.autocast + 2 * text.max_tokens / config.tokens
+    return units
+
+
+def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
+    size, width, wide = BYTES[setup.precision], config.hidden_size, config.mlp_ratio
+    tokens = batch * -(-config.tokens // setup.sequence_parallel)
+    unit = tokens * width * size
+    # In fp32: mean and 1 / deviation of two LayerNorms, a log-sum-exp of every head. A sample: modulation, its input.
+    small = 4 * tokens * (4 + config.num_heads) + size * batch * 7 * width
+    block = block_units(config, setup) * unit + small
+    if setup.fp8:
+        block += (4 + 2 * wide) * width**2  # weights in e4m3
+    backward = BACKWARD[setup.recompute] + 5 / 4 * (wide - 4)
+    if setup.grad_checkpoint:  # every block's input, and all of one block
+        return config.depth * unit + (block - unit) + backward * unit
+    return config.depth * block + backward * unit
+
+
+def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
+    """What to change where the step needs more than ``capacity``: the first that is enough of recomputing by parts,
+    recomputing blocks, smaller micro-batches, more ranks. None: nothing."""
+
+    def fits(**changes) -> bool:
+        return estimate(config, replace(setup, **changes), batch).total <= capacity
+
+    if fits():
+        return None
+    if setup.plugin != "gemini" and not (setup.grad_checkpoint or setup.fp8):
+        for level in ("cheap", "mlp"):
+            if fits(recompute=level):
+                return f"--recompute {level}"
+    if fits(grad_checkpoint=True, recompute="none"):
+        return "--grad_checkpoint"
+    smaller = largest_batch(config, replace(setup, accumulate=True), capacity)
+    smaller = next((size for size in range(min(smaller, batch - 1), 0, -1) if batch % size == 0), 0)
+    if smaller:
+        return f"--batch_size {smaller} with {batch // smaller} x the --grad_accumulation"
+    ranks = [setup.world * 2**i for i in range(1, 8)]
+    enough = next((world for world in ranks if setup.plugin != "ddp" and fits(world=world)), None)
+    if enough:
+        return f"{enough} ranks, which share the states"
+    return "a smaller model" if setup.plugin == "gemini" else "--plugin gemini on several ranks, or a smaller model"
+
+
+def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> str:
+    """One line for the block that train.py prints; ``capacity``: bytes of the card, None on a CPU."""
+    needs = estimate(config, setup, batch)
+    states = sum(needs.states.values())
+    total = needs.total - (LIBRARIES if capacity is None else 0)
+    text = (
+        f"{total / GIB:.2f} GiB a rank estimated: states {states / GIB:.2f}, activations {needs.activations / GIB:.2f}"
+    )
+    if setup.recompute != "none":
+        text += f" (--recompute {setup.recompute})"
+    if capacity is None:
+        return f"{text}; on a CPU in {setup.precision}, libraries and loader processes not counted"
+    largest = largest_batch(config, setup, USABLE * capacity)
+    return f"{text}; the GPU has {capacity / GIB:.1f}, enough for --batch_size {largest}"

@@ -1,0 +1,85 @@
+"""Sequence parallelism: the ranks of a group share the tokens of every sample; see docs/sequence_parallel.md."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from opendit.models.layers import Attend, BlockOps
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.sequence.choose import Plan, Shape, make_plan
+from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
+from opendit.parallel.sequence.fastseq import FastSeq
+from opendit.parallel.sequence.ulysses import UlyssesRing
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """What a model is given by ``use(sequence=...)``; build with :func:`sequence_parallel`.
+
+    ``heads(x, qkv, num_heads, attend, ops, length)`` is :meth:`Shards.heads` for sequences of ``length`` tokens.
+    """
+
+    group: Group
+    plan: Plan
+    heads: Callable[..., Tensor]
+
+    def __call__(self, length: int) -> "Shards":
+        return Shards(self, length)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A sequence of ``length`` tokens: every rank has ``rows`` of them, the last ones with padding at the end.
+
+    Padding goes through the layers as zeros or garbage, is cut off before every attention and from the result, and has
+    a gradient of exactly zero. A rank may hold nothing else.
+    """
+
+    sequence: SequenceParallel
+    length: int
+
+    @property
+    def rows(self) -> int:
+        return -(-self.length // self.sequence.group.size)
+
+    def take(self, x: Tensor) -> Tensor:
+        """This rank's tokens (B, rows, F) of all (B, length, F), with zeros for padding."""
+        return take_tokens(x, self.rows, self.sequence.group)
+
+    def heads(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps) -> Tensor:
+        """Self-attention of all tokens but its output projection, for this rank's: (B, rows, D) to (B, rows, D)."""
+        return self.sequence.heads(x, qkv, num_heads, attend, ops, self.length)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All tokens (B, length, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
+        return gather_tokens(x, self.length, self.sequence.group)
+
+
+def sequence_parallel(
+    mesh: Mesh, kind: str, shape: Shape, *, keep_gathered: bool = False, groups: int | None = None
+) -> SequenceParallel | None:
+    """The strategy ``kind`` for this rank's sequence group, None for groups of one. Collective over all ranks.
+
+    Args:
+        kind: auto, fastseq, ulysses, ring or usp.
+        shape: of the model's sequences; auto chooses by it, any other length works too.
+        keep_gathered: see :class:`FastSeq`.
+        groups: parts in which Ulysses exchanges a rank's heads; None: by the cost model.
+
+    Raises:
+        ValueError: the number of heads forbids this kind, or these groups.
+    """
+    if mesh.sp_size == 1:
+        return None
+    plan = make_plan(kind, mesh.sp_size, shape, groups)
+    group = Group.of(mesh.sp_group)
+    if plan.kind == "fastseq":
+        heads = FastSeq(group, keep_gathered)
+    elif plan.kind == "usp":
+        inner, outer = map(Group.of, mesh.split_sequence(plan.heads_over))
+        heads = UlyssesRing(inner, outer, plan.groups)
+    else:
+        alone = Group(None, 0, 1)
+        heads = UlyssesRing(*((alone, group) if plan.kind == "ring" else (group, alone)), plan.groups)
+    return SequenceParallel(group, plan, heads)

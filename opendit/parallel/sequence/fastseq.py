@@ -1,0 +1,132 @@
+"""FastSeq, OpenDiT's own: gather the input of attention, project only this rank's heads, exchange once.
+
+    x_p --ring of shards--> q, k, v of this rank's heads for all tokens --attention--> all-to-all
+
+A rank receives (P - 1)/P of the sequence N x D, while the q, k, v of the shards that are here are computed, and then
+(P - 1)/P^2 of it. Together that is less than Ulysses' 4 (P - 1)/P^2 for 2 ranks, as much for 3, and more for others.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from opendit.models.layers import Attend, BlockOps
+from opendit.parallel.sequence.collectives import Exchange, Flight, Group, Ring, start_gather
+from opendit.parallel.sequence.layout import side_by_side, tokens_by_rank, unpack
+
+
+@dataclass(frozen=True)
+class FastSeq:
+    """keep_gathered: keep the gathered input for the backward pass (N x D a layer) instead of gathering it again."""
+
+    group: Group
+    keep_gathered: bool = False
+
+    def __call__(
+        self,
+        x: Tensor,
+        qkv: nn.Linear,
+        num_heads: int,
+        attend: Attend,
+        ops: BlockOps,
+        length: int,
+    ) -> Tensor:
+        """See :class:`opendit.parallel.sequence.Shards`."""
+        weight, bias, kind = qkv.weight, qkv.bias, x.device.type
+        if torch.is_autocast_enabled(kind):  # before the gather, which then carries half as much
+            dtype = torch.get_autocast_dtype(kind)
+            x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
+        gathered = None if self.keep_gathered else _GatheredAgain(self.group)
+        seen = attend(*unpack(own_heads(x, weight, bias, num_heads, Ring(self.group), gathered), length))
+        if gathered is not None:
+            seen = _GatherAhead.apply(seen, x.detach(), gathered)
+        sent = Exchange(self.group).start(tokens_by_rank(seen, x.shape[1], self.group.size))
+        return side_by_side([sent.finish()])
+
+
+class _GatheredAgain:
+    """Where one node of the backward pass leaves the gather that it started for another."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self._flight: Flight | None = None
+
+    def start(self, shard: Tensor) -> None:
+        self._flight = start_gather(shard, self.group)
+
+    def take(self) -> Tensor:
+        flight, self._flight = self._flight, None
+        return flight.wait()
+
+
+class _GatherAhead(torch.autograd.Function):
+    """Nothing, in the forward pass; in the backward pass, the gather that :func:`own_heads` will need is started before
+    the backward pass of attention, which hides it."""
+
+    @staticmethod
+    def forward(ctx, seen: Tensor, shard: Tensor, gathered: _GatheredAgain):
+        ctx.save_for_backward(shard)
+        ctx.gathered = gathered
+        return seen.view_as(seen)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.gathered.start(*ctx.saved_tensors)
+        return grad, None, None
+
+
+def own_heads(
+    x: Tensor, weight: Tensor, bias: Tensor, num_heads: int, ring: Ring, gathered: _GatheredAgain | None
+) -> Tensor:
+    """q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d): see layout.py.
+
+    x: (B, n, D) of this rank; weight: (3 D, D) and bias (3 D,), whole, in the canonical layout, of x's dtype.
+    gathered: will hold the input of all ranks in the backward pass; None: it is kept.
+    """
+    if has_torch_function((weight, bias)):
+        # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
+        return handle_torch_function(own_heads, (weight, bias), x, weight, bias, num_heads, ring, gathered)
+    return _OwnHeads.apply(x, weight, bias, num_heads, ring, gathered)
+
+
+class _OwnHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, num_heads, ring, gathered):
+        (B, n, D), group = x.shape, ring.group
+        own_weight, own_bias = _own_rows(weight, group), _own_rows(bias, group)
+        packed = x.new_empty(group.size, B, n, len(own_bias))
+        kept = x.new_empty(group.size, B, n, D) if gathered is None else None
+        for source, shard in ring.arriving(x, into=kept):
+            torch.addmm(own_bias, shard.view(-1, D), own_weight.t(), out=packed[source].view(-1, len(own_bias)))
+        ctx.save_for_backward(weight, kept)
+        ctx.ring, ctx.gathered, ctx.shape = ring, gathered, x.shape
+        return packed.unflatten(3, (3, num_heads // group.size, -1))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        weight, kept = ctx.saved_tensors
+        (B, n, D), group, grads = ctx.shape, ctx.ring.group, {}
+        own_weight, rows = _own_rows(weight, group), grad.flatten(3).flatten(1, 2)  # rows: (P, B n, ...)
+
+        def weights() -> None:
+            shards = ctx.gathered.take() if kept is None else kept
+            flat = rows.flatten(0, 1)
+            grads["weight"] = _whole(flat.t() @ shards.view(-1, D), group)
+            grads["bias"] = _whole(flat.sum(0), group)
+
+        dx = ctx.ring.reduce_scatter(lambda rank: rows[rank] @ own_weight, meanwhile=weights)
+        return dx.view(B, n, D), grads["weight"], grads["bias"], None, None, None
+
+
+def _own_rows(parameter: Tensor, group: Group) -> Tensor:
+    """The rows of this rank's heads in q, k and v: (3 h d, ...) of (3 D, ...)."""
+    return parameter.unflatten(0, (3, group.size, -1))[:, group.rank].flatten(0, 1)
+
+
+def _whole(rows: Tensor, group: Group) -> Tensor:
+    """The inverse of :func:`_own_rows`, with zeros for the other heads."""
+    whole = rows.new_zeros(3, group.size, len(rows) // 3, *rows.shape[1:])
+    whole[:, group.rank] = rows.unflatten(0, (3, -1))
+    return whole.flatten(0, 2)

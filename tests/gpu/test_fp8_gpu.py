@@ -1,0 +1,101 @@
+"""FP8 on a GPU: the cases of tests/kernels/test_fp8.py, large tensors, a whole model, and a run on the digits."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from opendit.config import SpeedFlags
+from opendit.kernels import fp8
+from opendit.kernels.common import interpreting
+from opendit.kernels.fp8_linear import float8_available
+from opendit.kernels.select import select_kernels
+from opendit.models import DiT, model_config
+from tests.gpu.test_model_gpu import gradients
+from tests.kernels import test_fp8 as cases
+from tests.models.test_dit import randomised
+
+AVAILABLE, REASON = float8_available("cuda", torch.bfloat16)
+pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason=REASON)
+FORMATS = (fp8.E4M3, fp8.E5M2)
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(monkeypatch):
+    monkeypatch.setattr(cases, "DEVICE", "cuda")
+    monkeypatch.setattr(cases, "ACTIVATIONS", torch.bfloat16)
+
+
+def test_casts():
+    sources, shapes = (torch.bfloat16, torch.float16, torch.float32), ((1, 64), (17, 72), (3, 7, 144), (1000, 1152))
+    for dtype, source, shape, scale in itertools.product(FORMATS, sources, shapes, (1e-3, 3.0)):
+        cases.test_cast_is_torchs_with_the_right_factor(dtype, source, shape, scale)
+    for dtype in FORMATS:
+        cases.test_what_is_not_finite_becomes_nan_and_what_is_too_large_the_limit(dtype)
+    cases.test_zeros_and_the_smallest_numbers()
+
+
+def test_operations():
+    for rows, width in ((1, 64), (37, 200), (1000, 4608)):
+        cases.test_gelu(rows, width)
+    for layout in ("heads first", "tokens first", "packed"):
+        cases.test_gathered_heads(layout)
+    for largest in (1.0, 30.0):
+        cases.test_layernorm_modulate_never_exceeds_the_range(largest)
+
+
+def test_linear_layers():
+    cases.test_linear_layers_against_float64()
+    cases.test_gradients_that_are_not_finite_stay_so()
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_a_large_tensor_from_a_sample(dtype):
+    x = torch.randn(32768, 4608, device="cuda", dtype=torch.bfloat16)
+    got = fp8.cast(x, dtype)
+    sampled = fp8.amax(x).max()
+    assert 0.7 * x.abs().max() < sampled < x.abs().max()  # not all of it was looked at
+    assert torch.equal(got.data.float(), fp8.float8_reference(x, 1 / got.descale, dtype).float())
+    assert torch.equal(fp8.transposed(got.data).view(torch.uint8), got.data.view(torch.uint8).t())
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_a_model_in_fp8_is_near_the_model_in_float64(dtype, checkpointed):
+    torch.manual_seed(0)
+    config = model_config("DiT-S/2", input_size=(16, 16), in_channels=4, num_classes=10)
+    model = randomised(DiT(config)).cuda().double()
+    want, want_grads = gradients(model, torch.float64)
+    positions = model.pos_embed.float()
+    model.to(dtype).pos_embed = positions
+    kernels = select_kernels(SpeedFlags(True, True, True, fp8=True), torch.device("cuda"), dtype, 64, config.tokens)
+    model.use(ops=kernels.ops, attend=kernels.attend).grad_checkpoint = checkpointed
+    output, grads = gradients(model, dtype)
+    assert (output - want).norm() < 0.1 * want.norm()
+    for name, grad in want_grads.items():
+        if not name.endswith("qkv.bias"):  # its keys' part is rounding noise
+            assert (grads[name] - grad).norm() < 0.25 * grad.norm(), name
+
+
+def test_five_hundred_steps_on_the_digits_follow_the_bf16_curve(tmp_path):
+    import train
+
+    curves = []
+    for more in ([], ["--fp8"]):
+        outputs = tmp_path / ("fp8" if more else "bf16")
+        flags = (
+            "--model DiT-S/2 --data_path digits --image_size 8 --vae none --batch_size 256 --max_steps 500 --lr 3e-4"
+        )
+        speed = "--enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn --enable_cuda_graph"
+        run = (
+            "--mixed_precision bf16 --num_workers 0 --log_every 1 --ckpt_every 0 --sample_every 100000 --sample_steps 2"
+        )
+        train.main([*flags.split(), *speed.split(), *run.split(), "--outputs", str(outputs), *more])
+        (log,) = outputs.glob("*/log.jsonl")
+        curves.append(torch.tensor([json.loads(line)["loss"] for line in log.read_text().splitlines()]))
+    want, got = curves
+    assert len(want) == len(got) == 500 and want[-50:].mean() < 0.5 * want[:5].mean()
+    by_fifty = (got - want).view(10, 50).mean(1) / want.view(10, 50).mean(1)
+    print("relative difference of the loss, by 50 steps:", [f"{x:.4f}" for x in by_fifty.tolist()])
+    assert by_fifty.abs().max() < 0.02

@@ -1,0 +1,150 @@
+"""What is made again in the backward pass instead of being kept: same gradients, less memory, for any operations."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from opendit.config import SpeedFlags
+from opendit.kernels import recompute
+from opendit.kernels.recompute import recomputing
+from opendit.kernels.select import select_kernels
+from opendit.models import DiT, DiTConfig, TextCondition, TextConfig
+from opendit.models.layers import TORCH_OPS
+from tests.memory import kept_bytes
+from tests.models.test_dit import randomised
+
+LEVELS = ("none", "cheap", "mlp")
+LABELS = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3)
+CAPTIONS = DiTConfig((4, 4), 2, 2, 72, 1, 3, text=TextConfig("t5", 8, 5, cross_attention=True))
+SPEEDS = {"torch": SpeedFlags(), "kernels": SpeedFlags(True, True, True), "modulate": SpeedFlags(True, False, False)}
+
+
+def model_of(config: DiTConfig, speed: SpeedFlags, level: str) -> DiT:
+    torch.manual_seed(0)
+    model = randomised(DiT(config))
+    for parameter in model.parameters():  # biases that are zero would hide that one was left out
+        if parameter.dim() == 1:
+            parameter.data.normal_(std=0.5)
+    kernels = select_kernels(speed, torch.device("cpu"), torch.float32, 24, config.tokens)
+    return model.use(ops=recomputing(kernels.ops, level), attend=kernels.attend)
+
+
+def inputs(config: DiTConfig, number: int = 0, batch: int = 2):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(batch, 2, *config.input_size, generator=generator)
+    t = torch.arange(batch) * 300 + number
+    if config.text is None:
+        return x, t, torch.arange(batch) % 4
+    tokens = torch.randn(batch, 5, 8, generator=generator)
+    mask = torch.arange(5) <= torch.arange(batch)[:, None]
+    return x, t, TextCondition(tokens, mask, tokens.mean(1))
+
+
+def gradients(model: DiT, passes: int = 1, retain: int = 1, autocast: bool = False) -> dict[str, torch.Tensor]:
+    """Summed over ``passes`` micro-batches and ``retain`` backward passes through each."""
+    model.zero_grad()
+    for number in range(passes):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(*inputs(model.config, number)).float().square().mean()
+        for _ in range(retain):
+            loss.backward(retain_graph=True)
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("config", "speed", "how"),
+    (
+        (LABELS, "torch", {"passes": 2, "retain": 2}),
+        (LABELS, "torch", {"autocast": True}),
+        (CAPTIONS, "torch", {"passes": 2}),
+        (LABELS, "kernels", {}),
+        (LABELS, "modulate", {"autocast": True}),
+        (CAPTIONS, "kernels", {"retain": 2, "autocast": True}),
+    ),
+)
+def test_gradients_are_the_same_bits(config, speed, how):
+    want, *others = (gradients(model_of(config, SPEEDS[speed], level), **how) for level in LEVELS)
+    for got in others:
+        for name, grad in want.items():
+            assert grad.any() and torch.equal(got[name], grad), name
+
+
+@pytest.mark.parametrize(("speed", "autocast"), (("torch", False), ("torch", True), ("kernels", False)))
+def test_a_block_keeps_so_many_tensors(speed, autocast):
+    """Measured by torch's own account of memory: the difference that a second block makes."""
+    config = DiTConfig((16, 16), 2, 2, 72, 2, 3, num_classes=3)
+    x, c = torch.randn(2, config.tokens, 72, requires_grad=True), torch.randn(2, 72, requires_grad=True)
+    if autocast:
+        x = x.bfloat16().detach().requires_grad_()
+    unit = x.numel() * x.element_size()
+    kept = {}
+    for level in LEVELS:
+        blocks = model_of(config, SPEEDS[speed], level).blocks
+
+        def run(count, blocks=blocks):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+                h = x
+                for block in blocks[:count]:
+                    h = block(h, c)
+            return h
+
+        kept[level] = (kept_bytes(lambda: run(2)) - kept_bytes(lambda: run(1))) / unit
+    cast = 18 * 72 * 72 * 2 / unit if autocast else 0  # autocast keeps bf16 copies of a block's weights
+    for level, tensors in zip(LEVELS, (18 if speed == "kernels" else 20, 12, 8), strict=True):
+        # What is small at a usual width: statistics of rows and heads, modulation.
+        assert tensors <= kept[level] - cast < tensors + 0.6, (level, kept)
+
+
+def test_autocasts_copy_of_an_fp32_activation_is_not_kept():
+    """torch's LayerNorm gives fp32 under autocast on a GPU, and with an fp32 input anywhere."""
+    thrifty, layer = recomputing(TORCH_OPS, "cheap"), torch.nn.Linear(72, 216)
+    x, shift = torch.randn(2, 256, 72, requires_grad=True), torch.randn(2, 72, requires_grad=True)
+
+    def run(ops):
+        with torch.autocast("cpu", torch.bfloat16):
+            return ops.linear_heads(ops.layernorm_modulate(x, shift, shift), layer, 3)
+
+    qkv, weight = 3 * x.numel() * 2, 216 * 72 * 2  # the result, and autocast's copy of the weight
+    assert 0 <= kept_bytes(lambda: run(thrifty)) - qkv - weight < x.numel() / 4
+    leaves = x, shift, layer.weight
+    want, got = (torch.autograd.grad(run(ops)[2].square().sum(), leaves) for ops in (TORCH_OPS, thrifty))
+    assert all(map(torch.equal, got, want))
+
+
+def test_fc1s_product_is_made_once(monkeypatch):
+    made = []
+    product = recompute._linear
+    monkeypatch.setattr(recompute, "_linear", lambda *args: made.append(torch.is_grad_enabled()) or product(*args))
+    gradients(model_of(LABELS, SpeedFlags(), "mlp"))
+    assert made == [True, True, False, False]  # forward and backward of two blocks
+
+
+def test_memory_is_released():
+    """After the backward pass nothing made again is left, and after the graph's end no recipe."""
+    seen = []
+    model = model_of(LABELS, SpeedFlags(), "mlp")
+    made = recompute.Recipe.__init__
+
+    def watch(self, *args):
+        made(self, *args)
+        seen.append(weakref.ref(self))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute.Recipe, "__init__", watch)
+        loss = model(*inputs(LABELS)).square().mean()
+    loss.backward(retain_graph=True)
+    alive = [recipe() for recipe in seen if recipe() is not None]
+    assert len(alive) >= 8 and all(recipe._result is None for recipe in alive)
+    del alive, loss
+    gc.collect()
+    assert not any(recipe() for recipe in seen)
+
+
+def test_without_gradients_there_are_no_recipes():
+    model = model_of(LABELS, SpeedFlags(), "mlp")
+    with torch.no_grad():
+        y = model.blocks[0].ops.layernorm_modulate(torch.randn(1, 6, 72), *torch.randn(2, 1, 72))
+        assert not hasattr(y, "recipe")
+        assert torch.equal(model(*inputs(LABELS)), model_of(LABELS, SpeedFlags(), "none")(*inputs(LABELS)))

@@ -1,0 +1,218 @@
+"""Sequence parallelism against one process: outputs, and every parameter's gradient before any optimizer."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
+from opendit.models import DiT, DiTConfig, TextConfig, build_model
+from opendit.models.layers import BlockOps
+from opendit.models.vdit import VDiTConfig
+from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.sequence import SequenceParallel, sequence_parallel
+from opendit.parallel.sequence.choose import Shape
+from tests.models.test_dit import randomised
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-5
+IMAGE = DiTConfig((6, 10), 2, 3, 48, 2, 12, num_classes=5)  # 15 tokens
+VIDEO = VDiTConfig((4, 4, 6), (2, 2, 2), 2, 48, 2, 12, num_classes=5)  # 12 tokens
+TEXT = replace(VIDEO, num_classes=None, text=TextConfig("bytes", 32, 7, cross_attention=True))
+SIX_HEADS = replace(IMAGE, num_heads=6)
+FIVE_HEADS = replace(IMAGE, hidden_size=40, num_heads=5)
+PICTURE = (1, 4, 6)  # for a video model: 6 tokens
+TYPES = {
+    "fastseq": {"kind": "fastseq"},
+    "fastseq, kept": {"kind": "fastseq", "keep_gathered": True},
+    "ulysses": {"kind": "ulysses", "groups": 1},
+    "ulysses in groups": {"kind": "ulysses", "groups": 3},
+    "ring": {"kind": "ring"},
+    "usp": {"kind": "usp"},
+}
+BASELINES = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
+
+
+def inputs(config: DiTConfig, index: Tensor, size: tuple[int, ...]) -> tuple:
+    """x, t, y and the weights of the loss for the samples ``index``; a sample is the same in every batch."""
+    rows = []
+    for i in index.tolist():
+        generator = torch.Generator().manual_seed(i)
+        x = torch.randn(config.in_channels, *size, generator=generator)
+        weights = torch.randn(config.out_channels, *size, generator=generator)
+        words = torch.randint(1, 200, (config.text.max_tokens if config.text else 1,), generator=generator)
+        rows.append((x, torch.tensor(100 * i + 7), words if config.text else torch.tensor(i % 6), weights))
+    return tuple(map(torch.stack, zip(*rows, strict=True)))
+
+
+def run(model: DiT, index: Tensor, size: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    *arguments, weights = inputs(model.config, index, size)
+    model.zero_grad()
+    output = model(*arguments)
+    (output * weights).sum().div(len(index)).backward()
+    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def errors(mesh: Mesh, model: DiT, sequence, size: tuple[int, ...], samples: int) -> tuple[float, float, str]:
+    """Relative errors of output and of the worst gradient against the whole sequence in this process, and whose."""
+    everything = torch.arange(samples * mesh.dp_size)
+    mine = everything.chunk(mesh.dp_size)[mesh.dp_rank]
+    whole, reference = run(model.use(), everything, size)
+    output, grads = run(model.use(sequence=sequence), mine, size)
+    worst, which = 0.0, ""
+    for name, grad in grads.items():
+        dist.all_reduce(grad)  # the mean over all ranks, as ZeRO and DDP take it
+        assert reference[name].norm() > 0, name
+        error = ((grad / mesh.world_size - reference[name]).norm() / reference[name].norm()).item()
+        worst, which = max((worst, which), (error, name))
+    return ((output - whole[mine]).norm() / whole[mine].norm()).item(), worst, which
+
+
+def fresh(config: DiTConfig) -> DiT:
+    torch.manual_seed(0)
+    return randomised(build_model(config))
+
+
+def strategy(mesh: Mesh, name: str, config: DiTConfig) -> SequenceParallel:
+    shape = Shape(config.tokens, config.hidden_size, config.num_heads)
+    if name in BASELINES:
+        made = sequence_parallel(mesh, "ring", shape)
+        return replace(made, heads=BASELINES[name](made.group))
+    return sequence_parallel(mesh, shape=shape, **TYPES[name])
+
+
+def many_cases(mesh: Mesh, cases: list[tuple]) -> list:
+    """Of every case (ranks of a sequence group, type, config, input size, samples, checkpointed)."""
+    meshes = {ranks: init_mesh(sequence_parallel=ranks) for ranks in sorted({ranks for ranks, *_ in cases})}
+    results = []
+    for ranks, name, config, size, samples, checkpointed in cases:
+        model, sequence = fresh(config), strategy(meshes[ranks], name, config)
+        model.grad_checkpoint = checkpointed
+        results.append(errors(meshes[ranks], model, sequence, size or config.input_size, samples))
+    return results
+
+
+def possible(ranks: int, config: DiTConfig) -> list[str]:
+    """The types that this many ranks and heads allow."""
+    names = ["ring"]
+    if config.num_heads % ranks == 0:
+        names += ["fastseq", "fastseq, kept", "ulysses"]
+        names += ["ulysses in groups"] * (config.num_heads // ranks % 3 == 0)
+    return names + ["usp"] * (ranks == 4 and config.num_heads % 2 == 0)
+
+
+def cases_of(world: int) -> list[tuple]:
+    cases = []
+    for ranks in (4, 2) if world == 4 else (world,):  # of 4: also data parallel 2 x sequence parallel 2
+        cases += [(ranks, name, IMAGE, None, 2, False) for name in possible(ranks, IMAGE)]
+        cases += [(ranks, name, TEXT, None, 1, False) for name in possible(ranks, TEXT)]
+        cases += [(ranks, name, VIDEO, PICTURE, 1, True) for name in possible(ranks, VIDEO)]
+    # Ranks that hold nothing but padding: 5 tokens on 4 ranks are 2, 2, 1, 0, and 2 on 3 or 4 leave one or two empty.
+    cases += [(world, name, IMAGE, (2, 10), 2, True) for name in possible(world, IMAGE)]
+    cases += [(world, name, IMAGE, (2, 4), 1, False) for name in possible(world, IMAGE)]
+    cases += [(world, name, IMAGE, None, 2, False) for name in BASELINES]
+    cases += [(world, name, SIX_HEADS, None, 1, False) for name in possible(world, SIX_HEADS)]
+    return [*cases, (world, "ring", FIVE_HEADS, None, 2, False)]
+
+
+def check(world: int, ranks: list) -> None:
+    for rank, results in enumerate(ranks):
+        for case, (output, gradient, name) in zip(cases_of(world), results, strict=True):
+            assert output < TOLERANCE and gradient < TOLERANCE, (rank, case, output, gradient, name)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_outputs_and_every_gradient_equal_one_process(world):
+    check(world, run_ranks(world, many_cases, cases_of(world)))
+
+
+# ------------------------------------------------------------------------- four ranks: one start of them for all tests
+
+
+def in_the_wrong_group(mesh: Mesh) -> list:
+    """Errors of data parallel 2 x sequence parallel 2, in the right groups and with everything said to the world."""
+    right = init_mesh(sequence_parallel=2)
+    meshes = (right, replace(right, sp_group=dist.group.WORLD))
+    return [
+        [errors(mesh, fresh(IMAGE), strategy(mesh, name, IMAGE), IMAGE.input_size, 1) for mesh in meshes]
+        for name in ("fastseq", "ulysses", "ring")
+    ]
+
+
+def gradients_of_padding(mesh: Mesh) -> list:
+    """Of the first block's input: how many numbers are padding's, the sum of their gradients' sizes; the same of
+    tokens."""
+    mesh, results = init_mesh(sequence_parallel=4), []
+    for name in possible(4, IMAGE):
+        model, seen = fresh(IMAGE).use(sequence=strategy(mesh, name, IMAGE)), []
+        keep = seen.append
+        model.blocks[0].register_forward_pre_hook(lambda _, args, keep=keep: args[0].register_hook(keep) and None)
+        for size, real in (((6, 10), 15), ((2, 10), 5)):
+            run(model, torch.arange(2), size)
+            grad = seen.pop()
+            here = min(max(real - mesh.rank * grad.shape[1], 0), grad.shape[1])
+            padding, tokens = grad[:, here:].abs(), grad[:, :here].abs()
+            results.append((padding.numel(), padding.sum().item(), tokens.numel(), tokens.sum().item()))
+    return results
+
+
+def under_autocast(mesh: Mesh) -> list:
+    """Relative distances from fp32 of outputs and gradients under autocast to bf16, whole and shared out."""
+    mesh, results = init_mesh(sequence_parallel=4), []
+    for name in possible(4, IMAGE):
+        model, sequence = fresh(IMAGE), strategy(mesh, name, IMAGE)
+        exact, exact_grads = run(model, torch.arange(2), IMAGE.input_size)
+        distances = []
+        for used in (None, sequence):
+            with torch.autocast("cpu", torch.bfloat16):
+                output, grads = run(model.use(sequence=used), torch.arange(2), IMAGE.input_size)
+            if used:
+                for grad in grads.values():
+                    dist.all_reduce(grad)
+                    grad /= mesh.world_size
+            worst = max(((grads[n] - g).norm() / g.norm()).item() for n, g in exact_grads.items())
+            distances.append((((output - exact).norm() / exact.norm()).item(), worst))
+        results.append(distances)
+    return results
+
+
+FOUR = {"cases": many_cases, "wrong": in_the_wrong_group, "padding": gradients_of_padding, "autocast": under_autocast}
+
+
+def on_four_ranks(mesh: Mesh, cases: list[tuple]) -> dict:
+    return {name: made(mesh, *([cases] if name == "cases" else [])) for name, made in FOUR.items()}
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict]:
+    return run_ranks(4, on_four_ranks, cases_of(4))
+
+
+def test_outputs_and_every_gradient_on_four_ranks(four):
+    check(4, [rank["cases"] for rank in four])
+
+
+def test_talking_to_the_whole_world_would_be_noticed(four):
+    for rank in four:
+        for right, wrong in rank["wrong"]:
+            assert max(right[:2]) < TOLERANCE and min(wrong[:2]) > 0.01
+
+
+def test_padding_has_no_gradient(four):
+    for rank in four:
+        for _, padding, tokens, total in rank["padding"]:
+            assert padding == 0.0 and (total > 0) == (tokens > 0)
+    assert all(count for count, *_ in four[3]["padding"])
+
+
+def test_autocast_rounds_as_in_one_process(four):
+    for rank in four:
+        for (output, gradient), (shared_output, shared_gradient) in rank["autocast"]:
+            assert 1e-3 < output and shared_output < 1.5 * output and shared_gradient < 1.5 * gradient
+
+
+def test_the_model_does_nothing_of_the_kind_alone():
+    model = build_model(IMAGE)
+    assert model.sequence is None and model.use(ops=BlockOps()).sequence is None

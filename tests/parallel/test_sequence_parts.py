@@ -1,0 +1,130 @@
+"""Sequence parallelism's parts without other processes: attention to a part of the keys, the choice, bad input."""
+
+import itertools
+
+import pytest
+import torch
+
+import train
+from opendit.config import TrainConfig, parse
+from opendit.models import DiT
+from opendit.parallel.mesh import check_sequence_parallel
+from opendit.parallel.sequence.choose import Machine, Shape, make_plan
+from opendit.parallel.sequence.partial_attention import (
+    attend_part,
+    attend_part_backward,
+    merge,
+    reference_backward,
+    reference_forward,
+)
+
+
+@pytest.mark.parametrize(
+    "forward,backward", [(attend_part, attend_part_backward), (reference_forward, reference_backward)]
+)
+def test_merged_parts_are_attention_to_all_keys(forward, backward):
+    q, k, v, dout = (torch.randn(2, 3, length, 8, dtype=torch.float64) for length in (5, 9, 9, 5))
+    q *= 3  # log-sum-exps that differ
+    parts = [slice(0, 2), slice(2, 3), slice(3, 9)]
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    exact = torch.softmax(leaves[0] @ leaves[1].mT / 8**0.5, dim=-1) @ leaves[2]
+    exact.backward(dout)
+    for order in itertools.permutations(parts):
+        out, lse = forward(q, k[:, :, order[0]], v[:, :, order[0]])
+        for part in order[1:]:
+            out, lse = merge(out, lse, *forward(q, k[:, :, part], v[:, :, part]))
+        assert torch.allclose(out, exact, rtol=1e-12) and torch.allclose(lse, (q @ k.mT / 8**0.5).logsumexp(-1))
+    grads = [backward(dout, q, k[:, :, part], v[:, :, part], out, lse) for part in parts]
+    dq, dk, dv = sum(g[0] for g in grads), torch.cat([g[1] for g in grads], 2), torch.cat([g[2] for g in grads], 2)
+    for ours, leaf in zip((dq, dk, dv), leaves, strict=True):
+        assert torch.allclose(ours, leaf.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_merging_is_exact_where_one_part_outweighs_the_other():
+    out, lse = torch.randn(1, 1, 2, 4), torch.tensor([[[200.0, -200.0]]])
+    part, part_lse = torch.randn(1, 1, 2, 4), torch.tensor([[[-200.0, 200.0]]])
+    merged, merged_lse = merge(out.clone(), lse, part, part_lse)
+    assert torch.equal(merged[..., 0, :], out[..., 0, :]) and torch.equal(merged[..., 1, :], part[..., 1, :])
+    assert torch.equal(merged_lse, torch.full_like(lse, 200.0))
+
+
+@pytest.mark.parametrize(
+    "kind,ranks,heads,message",
+    [
+        ("fastseq", 3, 16, "fastseq: 16 heads .*3 ranks.*use ring or auto"),
+        ("ulysses", 5, 16, "ulysses: 16 heads .*use ring or auto"),
+        ("usp", 4, 5, "usp: 5 heads"),
+        ("usp", 3, 6, "usp: 6 heads"),  # a prime number of ranks is no grid
+        ("megatron", 2, 4, "choose one of auto, fastseq"),
+    ],
+)
+def test_types_that_the_heads_forbid(kind, ranks, heads, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(kind, ranks, Shape(64, 64, heads))
+
+
+def test_groups_must_divide_the_heads_of_a_rank():
+    assert make_plan("ulysses", 2, Shape(64, 64, 8), groups=4).groups == 4
+    with pytest.raises(ValueError, match="4 heads a rank can't be exchanged in 3 groups"):
+        make_plan("ulysses", 2, Shape(64, 64, 8), groups=3)
+
+
+def test_auto_takes_the_cheapest_that_the_heads_allow():
+    sizes = itertools.product((2, 3, 4, 6, 8), (256, 8192, 65536), ((384, 6), (1152, 16), (3072, 24)))
+    for ranks, tokens, (hidden, heads) in sizes:
+        shape = Shape(tokens, hidden, heads)
+        chosen, others = make_plan("auto", ranks, shape), []
+        for kind in ("fastseq", "ulysses", "ring", "usp"):
+            try:
+                others.append(make_plan(kind, ranks, shape))
+            except ValueError:
+                assert chosen.kind != kind
+        assert chosen.seconds == min(other.seconds for other in others)
+        assert f"{chosen.kind} {chosen.seconds * 1e6:.0f}" in str(chosen)
+    # By volume FastSeq wins below 3 ranks and Ulysses above; a link that costs nothing else leaves only that.
+    slow, shape = (
+        Machine(link=1e9, latency=0, matmul=1e18, attention=1e18, attention_backward=1e18),
+        Shape(8192, 1152, 16),
+    )
+    assert [make_plan("auto", ranks, shape, machine=slow).kind for ranks in (2, 4, 8)] == [
+        "fastseq",
+        "ulysses",
+        "ulysses",
+    ]
+
+
+@pytest.mark.parametrize(
+    "size,world,message",
+    [
+        (2, 1, "needs 2 processes and there is one: .*nproc_per_node=2"),
+        (2, 3, "does not divide the 3 processes"),
+        (8, 4, "does not divide the 4 processes"),
+        (0, 4, "must be above 0"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_processes(size, world, message):
+    with pytest.raises(ValueError, match=message):
+        check_sequence_parallel(size, world)
+    check_sequence_parallel(1, world)
+
+
+def test_train_answers_before_anything_is_made(tmp_path, no_ranks, capsys, monkeypatch):
+    monkeypatch.setattr(DiT, "__init__", lambda *args: pytest.fail("weights were made before the check"))
+    monkeypatch.setattr("opendit.job.build_dataset", lambda *args, **kwargs: pytest.fail("a data set was made"))
+    for words, message in (
+        (["--sequence_parallel_size", "2"], "error: --sequence_parallel_size 2 needs 2 processes"),
+        (["--sequence_parallel_type", "ring"], "error: --sequence_parallel_type needs --sequence_parallel_size"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            train.main([*words, "--outputs", str(tmp_path)])
+        assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_flags_of_a_run_that_fits(tmp_path):
+    words = "--sequence_parallel_size 2 --sequence_parallel_type fastseq --keep_gathered".split()
+    flags = parse(TrainConfig, [*words, "--outputs", str(tmp_path)])
+    flags.check(world_size=4, has_gpu=False)
+    assert (flags.sequence_parallel_size, flags.sequence_parallel_type, flags.keep_gathered) == (2, "fastseq", True)
+    flags.sequence_parallel_type = "ring"
+    with pytest.raises(ValueError, match="--keep_gathered: .*ring gathers nothing"):
+        flags.check(world_size=4, has_gpu=False)
