@@ -226,7 +226,7 @@ def compile_blocks(job: Job, engine: Engine) -> str:
     if not job.flags.compile:
         return "off (--compile is)"
     if not engine.whole:
-        return "off: Gemini fetches weights through __torch_function__ and frees them after use, in no graph of compile"
+        return "off: Gemini fetches weights in __torch_function__ and frees them after use, which compile can't follow"
     engine.module.compile_blocks()
     return "blocks and final layer, when they first meet a shape"
 

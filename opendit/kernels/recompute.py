@@ -20,6 +20,7 @@ but a GPU may add a row up in another order, so that a number in half precision 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +109,8 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     """
     if level == "none":
         return ops
-    norm, joined = ops.layernorm_modulate, ops.linear_gate_residual_layernorm_modulate
+    norm, forked = ops.layernorm_modulate, ops.residual_layernorm_modulate
+    joined = ops.linear_gate_residual_layernorm_modulate
     fused = norm is adaln.layernorm_modulate
     # The fused kernel keeps nothing but its input; torch's expressions keep what lies between norm and modulation.
     thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
@@ -119,6 +121,10 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
     def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         return _remember(thrifty(x, shift, scale), norm, x, shift, scale)
+
+    def residual_layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        same, y = forked(x, shift, scale)
+        return same, _remember(y, norm, x, shift, scale)
 
     def linear_heads(x: Tensor, layer: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         x = _as_a_linear_sees(x)
@@ -143,12 +149,14 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
         h, y = joined(x, gate, z, layer, shift, scale)
         return h, _remember(y, norm, h, shift, scale)
 
-    return BlockOps(
-        layernorm_modulate,
-        linear_heads,
-        linear_gelu,
-        linear_gate_residual,
-        joined and linear_gate_residual_layernorm_modulate,
+    return replace(
+        ops,
+        layernorm_modulate=layernorm_modulate,
+        linear_heads=linear_heads,
+        linear_gelu=linear_gelu,
+        linear_gate_residual=linear_gate_residual,
+        linear_gate_residual_layernorm_modulate=joined and linear_gate_residual_layernorm_modulate,
+        residual_layernorm_modulate=forked and residual_layernorm_modulate,
     )
 
 

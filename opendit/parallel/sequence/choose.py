@@ -23,6 +23,7 @@ class Machine:
     part: float = 239e12  # of the kernel that attends to a part of the keys and says their log-sum-exp
     part_backward: float = 192e12
     memory: float = 4e12  # bytes/s read or written
+    overlap: float = 0.3  # of a transfer, what computation of its length beside it hides
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,19 @@ class _Costs:
         s = self.shape
         return 4 * s.samples * s.tokens**2 * s.hidden / self.ranks
 
+    def exposed(self, transfer: float, work: float) -> float:
+        """What is seen of a transfer with computation beside it. (NCCL's kernels and others take turns on the card.)"""
+        return transfer - self.machine.overlap * min(transfer, work)
+
     def fastseq(self) -> float:
         s, m, P = self.shape, self.machine, self.ranks
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P + m.latency
         heads = self.whole * (P - 1) / P**2 + m.latency
-        again = max(0.0, self.whole * (P - 1) / P + m.latency - 2.5 * self.attention_flop / m.attention_backward)
-        reduced = max(0.0, (P - 1) * hop - (2 * P - 1) * shard)  # under the gradients of input and weight
-        return (P - 1) * max(0.0, hop - shard) + 2 * heads + again + reduced
+        again = self.whole * (P - 1) / P + m.latency
+        again = self.exposed(again, 2.5 * self.attention_flop / m.attention_backward)
+        reduced = self.exposed((P - 1) * hop, (2 * P - 1) * shard)  # under the gradients of input and weight
+        return (P - 1) * self.exposed(hop, shard) + 2 * heads + again + reduced
 
     def ulysses(self, groups: int, ranks: int | None = None) -> float:
         """The first group's q, k, v and the last group's result are never hidden, the others by attention."""
@@ -87,7 +93,7 @@ class _Costs:
         exposed, between = 4 * part + 2 * m.latency, (groups - 1) * (4 * part + 2 * m.latency)
         forward = self.attention_flop / m.attention * (groups - 1) / groups
         backward = 2.5 * self.attention_flop / m.attention_backward * (groups - 1) / groups
-        return 2 * exposed + max(0.0, between - forward) + max(0.0, between - backward)
+        return 2 * exposed + self.exposed(between, forward) + self.exposed(between, backward)
 
     def ring(self, ranks: int | None = None) -> float:
         s, m, P = self.shape, self.machine, ranks or self.ranks
@@ -95,7 +101,7 @@ class _Costs:
         forward, backward = flop / P / m.part, 2.5 * flop / P / m.part_backward
         slower = flop * (1 / m.part - 1 / m.attention + 2.5 / m.part_backward - 2.5 / m.attention_backward)
         merging = 2 * (P - 1) * 16 * s.samples * s.tokens * s.hidden / self.ranks / m.memory  # fp32, read and written
-        return (P - 1) * (max(0.0, hop - forward) + max(0.0, 2 * hop - backward)) + slower + merging
+        return (P - 1) * (self.exposed(hop, forward) + self.exposed(2 * hop, backward)) + slower + merging
 
 
 def _usp_split(ranks: int, heads: int) -> int:

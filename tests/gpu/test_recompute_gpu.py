@@ -1,0 +1,76 @@
+"""Recomputing on a GPU: gradients, the peak against its estimate, and steps recorded as a CUDA graph."""
+
+import pytest
+import torch
+
+from opendit.config import SpeedFlags
+from opendit.forward_backward import ForwardBackward
+from opendit.kernels.recompute import recomputing
+from opendit.kernels.select import select_kernels
+from opendit.memory import Setup, estimate
+from opendit.models import DiT, model_config
+from opendit.parallel.engine import build_engine
+from tests.models.test_dit import randomised
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+CONFIG = model_config("DiT-S/2", input_size=(32, 32), in_channels=4, num_classes=10)
+LEVELS = ("none", "cheap", "mlp")
+BATCH = 64
+
+
+def model_of(level: str, kernels: bool) -> DiT:
+    torch.manual_seed(0)
+    chosen = select_kernels(SpeedFlags(kernels, kernels, True), torch.device("cuda"), torch.bfloat16, 64, 256)
+    return randomised(DiT(CONFIG)).cuda().use(ops=recomputing(chosen.ops, level), attend=chosen.attend)
+
+
+def inputs(number: int = 0):
+    generator = torch.Generator("cuda").manual_seed(number)
+    x, noise = torch.randn(2, BATCH, 4, 32, 32, device="cuda", generator=generator).unbind()
+    index = torch.arange(BATCH, device="cuda")
+    return x, index * 15, noise, index % 10
+
+
+@pytest.mark.parametrize("kernels", (True, False))
+def test_gradients(kernels):
+    """torch's operations: the same bits. Kernels: within the rounding of the second LayerNorm's output."""
+    found, (x, t, noise, y) = {}, inputs()
+    for level in LEVELS:
+        model = model_of(level, kernels).place("cuda", torch.bfloat16)
+        (model(x, t, y).float() * torch.cat([noise, x], 1)).mean().backward()
+        found[level] = {name: p.grad.float() for name, p in model.named_parameters()}
+    for level in LEVELS[1:]:
+        for name, grad in found["none"].items():
+            error = (found[level][name] - grad).norm() / grad.norm()
+            assert error <= (1e-2 if kernels else 1e-3), (level, name, error.item())
+
+
+def steps(mesh, level: str, graph: bool) -> tuple[list[float], int]:
+    """Losses of eight steps, and the peak of the memory."""
+    engine = build_engine(model_of(level, True), mesh, plugin="zero2", precision="bf16", lr=1e-3)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+    def loss(x, t, noise, y):
+        return (engine.forward(x, t, y).float()[:, :4] - noise).square().mean()
+
+    run, losses = ForwardBackward(engine, loss, graph=graph), []
+    for number in range(8):
+        losses.append(run(*inputs(number), last=True).item())
+        engine.step()
+    assert "failed" not in run.note
+    return losses, torch.cuda.max_memory_allocated()
+
+
+def both(mesh, level: str):
+    return [steps(mesh, level, graph) for graph in (False, True)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_recorded_steps_and_peak(level):
+    (((eager, peak), (recorded, _)),) = run_ranks(1, both, level)
+    assert eager[-1] < eager[0]
+    assert recorded == pytest.approx(eager, rel=2e-2)  # cuDNN adds dq up in any order
+    expected = estimate(CONFIG, Setup(recompute=level, averages=0), BATCH).total
+    assert peak == pytest.approx(expected, rel=0.08)  # a small model: libraries weigh more
