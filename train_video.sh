@@ -9,7 +9,8 @@ run=(torchrun --standalone --nproc_per_node="$NPROC" train.py --use_video)
 
 if [ $# -gt 0 ]; then
   if [ "$GPUS" -gt 0 ]; then
-    run+=(--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel)
+    run+=(--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel
+      --enable_cuda_graph)
   fi
   exec "${run[@]}" "$@"
 fi
