@@ -19,7 +19,7 @@ from opendit.profiling import STEPS, WARMUP, Work, kind_of, table
         ("void pytorch_flash::flash_bwd_kernel<Flash_bwd_kernel_traits<96>>", "attention"),
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication"),
         ("_update_kernel", "optimizer and EMA"),
-        ("_backward_kernel", "fused kernels"),
+        ("_bias_gelu_backward_kernel", "fused kernels"),
         ("triton_poi_fused_add_mul_0", "compiled"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::sigmoid_kernel>", "other"),

@@ -39,7 +39,7 @@ def _sigmoid(u):
 
 
 @triton.jit(do_not_specialize=("rows",))
-def _forward_kernel(
+def _bias_gelu_forward_kernel(
     x_ptr, bias_ptr, y_ptr, partial_ptr, descale_ptr, rows,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr,
@@ -62,7 +62,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=("rows",))
-def _backward_kernel(
+def _bias_gelu_backward_kernel(
     dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, descale_ptr, dbias_ptr, rows,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr,
@@ -106,7 +106,7 @@ def _launch_forward(x: Tensor, bias: Tensor, y: Tensor | Float8, partial: Tensor
     cut, options = _cut("bias_gelu_forward", FORWARD if isinstance(y, Tensor) else FORWARD_FLOAT8, x)
     pointers, format_options = fp8.kernel_arguments(y, partial, fp8.SAMPLED)
     grid = (cut.programs * options["BLOCKS"],)
-    _forward_kernel[grid](cut.x, bias, *pointers, cut.length, **options, **format_options)
+    _bias_gelu_forward_kernel[grid](cut.x, bias, *pointers, cut.length, **options, **format_options)
 
 
 def _forward(x: Tensor, bias: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor, dx: Tensor | Float8, p
     total = cut.new_total()
     pointers, format_options = fp8.kernel_arguments(dx, partial, fp8.SAMPLED_GRADIENT)
     grid = (cut.programs * options["BLOCKS"],)
-    _backward_kernel[grid](dy, cut.x, bias, *pointers, total, cut.length, **options, **format_options)
+    _bias_gelu_backward_kernel[grid](dy, cut.x, bias, *pointers, total, cut.length, **options, **format_options)
     return common.finish_total(total, bias.dtype)
 
 

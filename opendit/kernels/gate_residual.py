@@ -58,7 +58,7 @@ def _forward_rows(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _forward_kernel(
+def _gate_residual_forward_kernel(
     x_ptr, gate_ptr, branch_ptr, bias_ptr, out_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -105,7 +105,7 @@ def _backward_rows(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _backward_kernel(
+def _gate_residual_backward_kernel(
     dout_ptr, gate_ptr, branch_ptr, bias_ptr, dbranch_ptr, dgate_ptr, dbias_ptr, sample_ptr, rows, length,
     chunks_per_sample, gate_stride,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -142,7 +142,7 @@ def _forward(x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, sampl
     blocks = -(-width // block)
     cut = common.cut_rows("gate_residual_forward", FORWARD, x, gate.shape[0], sample_of_row, blocks)
     out = _forward_fake(x, gate, branch, bias, sample_of_row)
-    _forward_kernel[(cut.programs * blocks,)](
+    _gate_residual_forward_kernel[(cut.programs * blocks,)](
         cut.x, gate, branch.contiguous(), common.or_unused(bias, x), out, *cut.shape_arguments, gate.stride(0),
         D=width, BLOCK=block, BLOCKS=blocks, PACKED=cut.packed, HAS_BIAS=bias is not None, **cut.launch.options(),
     )  # fmt: skip
@@ -162,7 +162,7 @@ def _backward(dout: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None, s
     dbranch = torch.empty(branch.shape, dtype=branch.dtype, device=branch.device)
     outputs, sums = cut.new_sums((gate,))
     total = None if bias is None else cut.new_total()
-    _backward_kernel[(cut.programs * blocks,)](
+    _gate_residual_backward_kernel[(cut.programs * blocks,)](
         dout.contiguous(), gate, cut.x, common.or_unused(bias, branch), dbranch, *sums,
         common.or_unused(total, branch), *cut.shape_arguments, gate.stride(0),
         D=width, BLOCK=block, BLOCKS=blocks, PACKED=cut.packed, HAS_BIAS=bias is not None, **cut.launch.options(),

@@ -123,7 +123,7 @@ def _forward_rows(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _forward_kernel(
+def _gate_residual_layernorm_modulate_forward_kernel(
     x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, partial_ptr, descale_ptr,
     mean_ptr, rstd_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride, shift_stride, scale_stride, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -213,7 +213,7 @@ def _backward_rows(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _backward_kernel(
+def _gate_residual_layernorm_modulate_backward_kernel(
     dh_ptr, dy_ptr, h_ptr, gate_ptr, branch_ptr, bias_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
     dgate_ptr, dshift_ptr, dscale_ptr, dbias_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride,
     scale_stride,
@@ -261,7 +261,7 @@ def _launch_forward(
     )
     main, tail = split_width(width)
     pointers, format_options = fp8.kernel_arguments(y, partial, fp8.EXACT)
-    _forward_kernel[(cut.programs,)](
+    _gate_residual_layernorm_modulate_forward_kernel[(cut.programs,)](
         cut.x, gate, branch.contiguous(), common.or_unused(bias, x), shift, scale, h, *pointers, mean, rstd,
         *cut.shape_arguments, gate.stride(0), shift.stride(0), scale.stride(0), eps,
         D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, HAS_BIAS=bias is not None, **cut.launch.options(),
@@ -320,7 +320,7 @@ def _backward(
     total = None if bias is None else cut.new_total()
     dy = dy.contiguous()
     main, tail = split_width(width)
-    _backward_kernel[(cut.programs,)](
+    _gate_residual_layernorm_modulate_backward_kernel[(cut.programs,)](
         dy if dh is None else dh.contiguous(), dy, cut.x, gate, branch.contiguous(), common.or_unused(bias, h), scale,
         mean, rstd, dx, dbranch, *sums, common.or_unused(total, h), *cut.shape_arguments,
         gate.stride(0), scale.stride(0),

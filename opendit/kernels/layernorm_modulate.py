@@ -120,7 +120,7 @@ def _forward_rows(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _forward_kernel(
+def _layernorm_modulate_forward_kernel(
     x_ptr, shift_ptr, scale_ptr, y_ptr, partial_ptr, descale_ptr, mean_ptr, rstd_ptr, sample_ptr, rows,
     length, chunks_per_sample, shift_stride, scale_stride, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -190,7 +190,7 @@ def _backward_rows(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _backward_kernel(
+def _layernorm_modulate_backward_kernel(
     dy_ptr, x_ptr, other_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, sample_ptr, rows, length,
     chunks_per_sample, scale_stride,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -226,7 +226,7 @@ def _launch_forward(
     cut = common.cut_rows("layernorm_modulate_forward", forward_launch(x.shape[-1]), x, shift.shape[0], sample_of_row)
     main, tail = split_width(x.shape[-1])
     pointers, format_options = fp8.kernel_arguments(y, partial, fp8.EXACT)
-    _forward_kernel[(cut.programs,)](
+    _layernorm_modulate_forward_kernel[(cut.programs,)](
         cut.x, shift, scale, *pointers, mean, rstd, *cut.shape_arguments, shift.stride(0), scale.stride(0), eps,
         D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, **cut.launch.options(),
         **format_options,
@@ -268,7 +268,7 @@ def _backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     outputs, sums = cut.new_sums((scale, scale))
     main, tail = split_width(x.shape[-1])
-    _backward_kernel[(cut.programs,)](
+    _layernorm_modulate_backward_kernel[(cut.programs,)](
         dy.contiguous(), cut.x, dy if other is None else other.contiguous(), scale, mean, rstd, dx, *sums,
         *cut.shape_arguments, scale.stride(0),
         D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, HAS_OTHER=other is not None,

@@ -69,7 +69,7 @@ def _gather_rows(
 
 
 @triton.jit(do_not_specialize=("rows", "length", "batch_stride", "head_stride", "token_stride"))
-def _gather_kernel(
+def _gather_heads_kernel(
     dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, partial_ptr, descale_ptr, total_ptr, rows, length, batch_stride,
     head_stride, token_stride,
     D: tl.constexpr, HEAD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
@@ -122,7 +122,7 @@ def _launch(
     if any(stride % unit for stride in (d, *dq.stride()[:3])):
         unit = 1
     pointers, options = fp8.kernel_arguments(dqkv, partial, fp8.SAMPLED_GRADIENT)
-    _gather_kernel[(programs * 3 * blocks,)](
+    _gather_heads_kernel[(programs * 3 * blocks,)](
         dq, dk, dv, *pointers, common.or_unused(total, dq), rows, N,
         *(stride // unit for stride in dq.stride()[:3]),
         D=width, HEAD=d, UNIT=unit, BLOCK=block, BLOCKS=blocks, SUMS=sums is not None, **launch.options(), **options,
