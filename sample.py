@@ -4,10 +4,13 @@
     python sample.py --model DiT-XL/2 --image_size 256 --ckpt ./model.pt            (Meta's weights)
     python sample.py --ckpt outputs/000-vDiT-XL-222 --use_video --prompt "a seven moving left"
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --num_samples 50000 --npz fid.npz
+    torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --sequence_parallel_size 4 --cfg_parallel
 
-Several processes split the samples; the noise of a sample depends on --seed and its number only.
+Several processes split the samples, or share each of them; its noise depends on --seed and its number only.
 """
 
+import math
+import os
 import sys
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -32,7 +35,10 @@ from opendit.models import Condition, DiT, VDiTConfig
 from opendit.models.pretrained import Weights, load_pretrained
 from opendit.monitor import print_block
 from opendit.parallel.engine import PRECISIONS
+from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.parallel.sequence import SequenceParallel, sequence_parallel
+from opendit.parallel.sequence.choose import Shape
 from opendit.sampling import (
     grid_columns,
     preview_labels,
@@ -53,10 +59,12 @@ class Job:
 
     flags: SampleConfig
     mesh: Mesh
+    replica: Replica
     model: DiT
-    codec: ImageCodec | VideoCodec
+    codec: ImageCodec | VideoCodec | None  # only the rank that leads a replica has one
     objective: Objective
     kernels: KernelChoice
+    sequence: SequenceParallel | None
     conditioner: Conditioner
     conditions: Condition  # of every class or prompt
     choices: Tensor
@@ -74,11 +82,11 @@ class Job:
 
 def main(argv: list[str]) -> None:
     flags = parse(SampleConfig, argv)
-    mesh = init_mesh()
     try:
+        mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size)
         job = prepare(flags, mesh)
     except (ValueError, OSError) as error:
-        if mesh.local_rank == 0:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         close_mesh()
         sys.exit(2)
@@ -90,7 +98,7 @@ def main(argv: list[str]) -> None:
 
 def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
     """Loads the model and its VAE. Raises ValueError or OSError with a message for the user."""
-    notes = flags.check(mesh.device.type == "cuda")
+    notes = flags.check(mesh.world_size, mesh.device.type == "cuda")
     if flags.npz and not Path(flags.npz).resolve().parent.is_dir():
         raise ValueError(f"--npz {flags.npz}: its folder does not exist")
     ckpt = flags.ckpt
@@ -107,20 +115,30 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
     objective.choose(flags.sampler)
     dtype = PRECISIONS[flags.mixed_precision]
     size = latent_size(flags, model, weights)
+    replica, sequence = make_replicas(mesh, flags.cfg_parallel), share_sequence(flags, model, size, mesh)
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
-    model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend)
+    model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
     half = torch.float32 if flags.mixed_precision == "fp32" else torch.float16  # closer to fp32 than bf16 for a VAE
-    load = load_video_codec if isinstance(config, VDiTConfig) else load_codec
-    codec = load(vae_of(flags, weights), channels=config.in_channels, device=mesh.device, dtype=half)
+    codec = None
+    if replica.leads:
+        load = load_video_codec if isinstance(config, VDiTConfig) else load_codec
+        codec = load(vae_of(flags, weights), channels=config.in_channels, device=mesh.device, dtype=half)
     conditioner, conditions, choices, names = what_to_draw(flags, model, weights, half, mesh)
+    if len(choices) < replica.count:
+        notes.append(
+            f"processes: {replica.count - len(choices)} of the {replica.count} groups have nothing to draw; "
+            "--sequence_parallel_size and --cfg_parallel let several processes share a sample"
+        )
     interval = flags.frame_interval or weights.info.get("frame_interval", 1)
     return Job(
         flags=flags,
         mesh=mesh,
+        replica=replica,
         model=model,
         codec=codec,
         objective=objective,
         kernels=kernels,
+        sequence=sequence,
         conditioner=conditioner,
         conditions=conditions,
         choices=choices,
@@ -155,6 +173,20 @@ def latent_size(flags: SampleConfig, model: DiT, weights: Weights) -> tuple[int,
         )
     config.grid_of((*frames, height, width))  # raises ValueError if the patch does not divide the frames
     return (*frames, height, width)
+
+
+def share_sequence(flags: SampleConfig, model: DiT, size: tuple[int, ...], mesh: Mesh) -> SequenceParallel | None:
+    """How the ranks of a sequence group share latents of ``size``. Raises ValueError if the heads forbid it."""
+    config = model.config
+    halves = 1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2
+    shape = Shape(
+        tokens=math.prod(config.grid_of(size)),
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        samples=halves * flags.batch_size,
+        bytes=PRECISIONS[flags.mixed_precision].itemsize,
+    )
+    return sequence_parallel(mesh, flags.sequence_parallel_type, shape)
 
 
 def what_to_draw(
@@ -210,11 +242,10 @@ def choose(flags: SampleConfig, num_classes: int) -> Tensor:
 
 
 def run(job: Job) -> None:
-    flags, mesh = job.flags, job.mesh
+    flags, mesh, replica = job.flags, job.mesh, job.replica
     output = Path(flags.output)
     announce(job)
-    count = len(job.choices)
-    mine = torch.arange(count).tensor_split(mesh.world_size)[mesh.rank]
+    mine = torch.arange(len(job.choices)).tensor_split(replica.count)[replica.number]
     progress = tqdm(total=len(mine), unit="sample", disable=not mesh.is_main, dynamic_ncols=True)
     torch.set_float32_matmul_precision("highest")
     batches = sample_in_batches(
@@ -230,11 +261,15 @@ def run(job: Job) -> None:
         sampler=flags.sampler,
         cfg_scale=flags.cfg_scale,
         cfg_channels=flags.cfg_channels,
+        cfg_interval=tuple(flags.cfg_interval) or None,
         size=job.size,
+        forward=SharedBatch(job.model, replica.halves) if replica.halves else None,
     )
     # Through a file: with 50,000 pictures the .npz does not fit in every process's memory.
-    part, part_path, captions = None, output / f".part-{mesh.rank:04d}.npy", job.captions
+    part, part_path, captions = None, output / f".part-{replica.number:04d}.npy", job.captions
     for index, pictures in batches:
+        if pictures is None:
+            continue
         if part is None:
             part = np.lib.format.open_memmap(part_path, "w+", np.uint8, (len(mine), *pictures.shape[1:]))
         for number, picture in zip(index.tolist(), pictures, strict=True):
@@ -249,14 +284,15 @@ def run(job: Job) -> None:
     if mesh.is_main:
         collect(job, output)
     mesh.barrier()
-    part_path.unlink(missing_ok=True)
+    if part is not None:
+        part_path.unlink()
 
 
 def collect(job: Job, output: Path) -> None:
-    """Rank 0: the sheet and the .npz from all ranks' parts."""
+    """Rank 0: the sheet and the .npz from all replicas' parts."""
     flags, captions = job.flags, job.captions
-    sizes = [len(part) for part in torch.arange(len(captions)).tensor_split(job.mesh.world_size)]
-    parts = [np.load(output / f".part-{rank:04d}.npy", mmap_mode="r") for rank, size in enumerate(sizes) if size]
+    sizes = [len(part) for part in torch.arange(len(captions)).tensor_split(job.replica.count)]
+    parts = [np.load(output / f".part-{number:04d}.npy", mmap_mode="r") for number, size in enumerate(sizes) if size]
     clips = parts[0].ndim == 5
     shown = np.stack(list(islice(chain.from_iterable(parts), SHEET_CLIPS if clips else GRID_PICTURES)))
     if clips:
@@ -281,15 +317,18 @@ def announce(job: Job) -> None:
     flags, device = job.flags, job.mesh.device
     processor = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     sampler = job.objective.choose(flags.sampler)
+    shares = f", shared out over {job.replica.count}" if job.replica.count > 1 else ""
     rows = {
         "weights": str(job.source),
         "model": f"{sum(p.numel() for p in job.model.parameters()) / 1e6:.1f} M parameters, {flags.mixed_precision}",
-        "sampler": f"{sampler}, {flags.num_sampling_steps} steps, guidance {flags.cfg_scale}",
+        "sampler": f"{sampler}, {flags.num_sampling_steps} steps, guidance {flags.cfg_scale}"
+        f"{', its halves on different processes' if job.replica.halves else ''}",
         "vae": job.codec.name,
         "attention": job.kernels.attention_note,
         "kernels": job.kernels.ops_note,
+        "sequence": f"over {job.mesh.sp_size} ranks, {job.sequence.plan}" if job.sequence else "whole on every rank",
         "processes": f"{job.mesh.world_size} ({processor})",
-        "samples": f"{len(job.choices)}, seed {flags.seed}",
+        "samples": f"{len(job.choices)}{shares}, seed {flags.seed}",
     }
     print_block("OpenDiT sampling", rows)
     for note in job.notes:

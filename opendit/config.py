@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from opendit.diffusion import ALL_SAMPLERS, OBJECTIVES
+from opendit.diffusion import ALL_SAMPLERS, OBJECTIVES, PREDICTIONS
 from opendit.diffusion.flow import TIME_SAMPLING
 from opendit.models.zoo import NAMES, VIDEO_NAMES, canonical_name, is_video
+from opendit.parallel.guidance import check_cfg_parallel
 from opendit.parallel.mesh import check_sequence_parallel
 from opendit.parallel.sequence.choose import KINDS as SEQUENCE_TYPES
 
 T = TypeVar("T")
+OBJECTIVE_FLAGS = {"prediction": "ddpm", "min_snr": "ddpm", "flow_shift": "flow", "flow_times": "flow",
+                   "edm_mean": "edm", "edm_std": "edm", "edm_sigma_data": "edm"}  # fmt: skip
 GROUPS = ("Model", "Data", "Training", "Sampling", "Speed", "Run", "Output")  # their order in --help
 
 
@@ -89,10 +92,16 @@ class TrainConfig(SpeedFlags):
     )
     ema_warmup: bool = flag(False, "smaller decays at first: (1 + n) / (10 + n) after n updates", group="Training")
     objective: str = flag(
-        "ddpm", "ddpm: noise and variance (the DiT paper); flow: velocity", group="Training", choices=tuple(OBJECTIVES)
-    )
+        "ddpm", "ddpm: noise and variance (the DiT paper); flow: velocity; edm: a preconditioned denoiser",
+        group="Training", choices=tuple(OBJECTIVES),
+    )  # fmt: skip
+    prediction: str = flag("eps", "of ddpm: the noise, or v, the velocity", group="Training", choices=PREDICTIONS)
+    min_snr: float | None = flag(None, "of ddpm: gamma of min-SNR loss weights, usually 5", group="Training")
     flow_shift: float = flag(1.0, "of flow's times, above 1 to more noise: large pictures, clips", group="Training")
     flow_times: str = flag("uniform", "of flow's training samples", group="Training", choices=tuple(TIME_SAMPLING))
+    edm_mean: float = flag(-1.2, "of the log of edm's noise levels in training (P_mean)", group="Training")
+    edm_std: float = flag(1.2, "their standard deviation (P_std)", group="Training")
+    edm_sigma_data: float = flag(0.5, "of edm: the standard deviation of what the model learns", group="Training")
     global_seed: int = flag(42, "seed of everything random", group="Training")
     max_bad_steps: int = flag(100, "stop after this many skipped (non-finite) steps in a row", group="Training")
 
@@ -161,11 +170,11 @@ class TrainConfig(SpeedFlags):
         positive(self, "lr", "max_bad_steps", "num_frames", "frame_interval")
         at_least_zero(self, "num_workers", "warmup_steps", "weight_decay", "grad_clip", "ckpt_every", "ckpt_keep")
         at_least_zero(self, "sample_cfg_scale")
-        positive(self, "flow_shift")
-        for name in ("flow_shift", "flow_times"):
-            if name in self.given and self.objective != "flow":
-                raise ValueError(f"--{name} belongs to --objective flow; add that, or leave it out")
-        for name in ("max_steps", "max_text_tokens"):
+        positive(self, "flow_shift", "edm_std", "edm_sigma_data")
+        for name, objective in OBJECTIVE_FLAGS.items():
+            if name in self.given and self.objective != objective:
+                raise ValueError(f"--{name} belongs to --objective {objective}; add that, or leave it out")
+        for name in ("max_steps", "max_text_tokens", "min_snr"):
             if getattr(self, name) is not None:
                 positive(self, name)
         shares = [(name, getattr(self, name)) for name in ("label_drop", "max_bad")]
@@ -222,13 +231,19 @@ class SampleConfig(SpeedFlags):
     num_samples: int | None = flag(None, "pictures (default: one a label, or up to 16)", group="Sampling")
     num_sampling_steps: int = flag(250, "denoising steps", group="Sampling")
     sampler: str | None = flag(
-        None, "one of the model's objective (default: ddpm, or euler for flow)", group="Sampling", choices=ALL_SAMPLERS
+        None, "of the model's objective (default: ddpm; flow: euler; edm: heun)", group="Sampling", choices=ALL_SAMPLERS
     )
     cfg_scale: float = flag(4.0, "classifier-free guidance; 1: off", group="Sampling")
+    cfg_interval: list[float] = flag([], "LOW HIGH: guide at noise levels sigma between only", group="Sampling")
     cfg_channels: int | None = flag(None, "guide only the first channels (Meta's figures: 3)", group="Sampling")
     seed: int = flag(0, "seed of the noise", group="Sampling")
-    batch_size: int = flag(32, "pictures at a time per process", group="Sampling")
+    batch_size: int = flag(32, "pictures at a time per process, or per group that shares them", group="Sampling")
     mixed_precision: str = flag("bf16", "precision of the model", group="Speed", choices=("fp16", "bf16", "fp32"))
+    sequence_parallel_size: int = flag(1, "processes that share one sample's sequence", group="Speed")
+    sequence_parallel_type: str = flag(
+        "auto", "how they do; auto: what suits ranks, tokens and heads", group="Speed", choices=SEQUENCE_TYPES
+    )
+    cfg_parallel: bool = flag(False, "the two halves of guidance on different processes", group="Speed")
 
     outputs: str = flag("./outputs", "where --ckpt latest looks for runs", group="Output")
     output: str = flag("./samples", "folder for the grid and the single pictures", group="Output")
@@ -237,17 +252,28 @@ class SampleConfig(SpeedFlags):
 
     given: frozenset[str] = frozenset()
 
-    def check(self, has_gpu: bool) -> list[str]:
+    def check(self, world_size: int, has_gpu: bool) -> list[str]:
         """As :meth:`TrainConfig.check`."""
         self.mixed_precision, notes = settle_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
         positive(self, "num_sampling_steps", "batch_size")
         at_least_zero(self, "cfg_scale")
+        if self.cfg_interval:
+            check_interval(self.cfg_interval)
         if self.num_samples is not None:
             positive(self, "num_samples")
         if self.num_sampling_steps > 1000:
             raise ValueError(f"--num_sampling_steps {self.num_sampling_steps}: the models have 1000 steps at most")
         if self.model is not None:
             self.model = canonical_name(self.model)
+        check_sequence_parallel(self.sequence_parallel_size, world_size)
+        if "sequence_parallel_type" in self.given and self.sequence_parallel_size == 1:
+            raise ValueError("--sequence_parallel_type needs --sequence_parallel_size above 1; add that")
+        if self.fp8 and self.sequence_parallel_size > 1:
+            raise ValueError("--fp8 does not work with --sequence_parallel_size above 1; leave one of them out")
+        if self.cfg_parallel:
+            if self.cfg_scale == 1:
+                raise ValueError("--cfg_parallel: --cfg_scale 1 is no guidance and has one half; leave one of them out")
+            check_cfg_parallel(self.sequence_parallel_size, world_size)
         check_writable(self.output, "--output")
         return notes
 
@@ -274,6 +300,12 @@ def at_least_zero(config, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 0:
             raise ValueError(f"--{name} {getattr(config, name)}: must not be negative")
+
+
+def check_interval(interval: list[float]) -> None:
+    if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
+        given = " ".join(f"{level:g}" for level in interval)
+        raise ValueError(f"--cfg_interval {given}: takes two noise levels, LOW HIGH, with 0 <= LOW < HIGH")
 
 
 def check_writable(folder: str, flag_name: str) -> None:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.vae import HUB, load_codec
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.pretrained import METADATA_KEY, Weights, load_pretrained
@@ -37,7 +38,7 @@ BLOCK = {"adaLN_modulation.1": "norm1.linear", "attn.proj": "attn1.to_out.0", "m
 QKV = ("attn1.to_q", "attn1.to_k", "attn1.to_v")
 
 
-def refuse_unless_plain(config: DiTConfig, target: str) -> None:
+def refuse_unless_plain(config: DiTConfig, info: dict, target: str) -> None:
     """Raises ValueError for models that Meta's DiT, and so diffusers', can't express."""
     if config.kind != DiTConfig.kind:
         raise ValueError(f"{target} has no video DiT: a {config.kind} can't be exported")
@@ -45,8 +46,12 @@ def refuse_unless_plain(config: DiTConfig, target: str) -> None:
         raise ValueError(f"{target} has no DiT conditioned on captions: this model can't be exported")
     if config.input_size[0] != config.input_size[1]:
         raise ValueError(f"{target}'s DiT takes square latents, this model {' x '.join(map(str, config.input_size))}")
-    if not config.learn_sigma:  # so trained by --objective flow, not by noise prediction
-        raise ValueError(f"{target}'s DiT predicts noise and variance; a model of --objective flow can't be exported")
+    predicts = objective_from_dict(info.get("objective")).predicts
+    flags = " ".join(f"--{name} {value}" for name, value in predicts.items())
+    if predicts != DDPMObjective().predicts:
+        raise ValueError(f"{target}'s DiT predicts noise and variance; a model of {flags} can't be exported")
+    if not config.learn_sigma:
+        raise ValueError(f"{target}'s DiT predicts noise and variance; this model's output has no variance")
 
 
 def _suffixes(state: dict[str, Tensor], prefix: str) -> list[str]:
@@ -121,7 +126,7 @@ def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None
     """
     network, weights = load_pretrained(ckpt, model)
     config, vae = network.config, vae or weights.info.get("vae", "ema")
-    refuse_unless_plain(config, "diffusers")
+    refuse_unless_plain(config, weights.info, "diffusers")
     if config.num_classes > NULL_CLASS:
         raise ValueError(f"DiTPipeline's null class is number {NULL_CLASS}: {config.num_classes} classes don't fit")
     if vae == "none":
@@ -161,8 +166,8 @@ def stock_deviation(network: DiT, transformer) -> float:
 
 def export_meta(ckpt: str, output: Path, model: str | None) -> None:
     """Writes a state dict that Meta's DiT loads strictly. Raises ValueError for other kinds of model."""
-    network, _ = load_pretrained(ckpt, model)
-    refuse_unless_plain(network.config, "Meta's code")
+    network, weights = load_pretrained(ckpt, model)
+    refuse_unless_plain(network.config, weights.info, "Meta's code")
     torch.save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, output)
 
 

@@ -19,6 +19,7 @@ from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec, sample_moments
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
 from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.fp8_linear import Modulated
 from opendit.kernels.recompute import recomputing
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.memory import Setup
@@ -87,7 +88,7 @@ class Job:
             averages=len(flags.ema_decays),
             accumulate=flags.grad_accumulation > 1,
             fused=self.kernels.ops.linear_gate_residual_layernorm_modulate is not None,
-            fp8=flags.fp8,
+            fp8=self.kernels.ops.layernorm_modulate is Modulated,
             recompute=flags.recompute,
             grad_checkpoint=flags.grad_checkpoint,
         )
@@ -160,7 +161,7 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     resume = find_checkpoint(flags.load, flags.outputs, flags.model) if flags.load else None
     if flags.load and resume is None:
         notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
-    stored = _check_resume(resume, config, mesh) if resume else {}
+    stored = _check_resume(resume, config, objective, mesh) if resume else {}
     initial = _check_pretrained(flags, config) if flags.pretrained and not resume else None
     codec = _load_codec(flags, dataset, vae, mesh, notes)
     conditioner = _conditioner(flags, config, dataset, mesh)
@@ -245,8 +246,12 @@ def _what_changed(stored: dict, now: dict) -> list[str]:
 
 
 def _objective(flags: TrainConfig) -> Objective:
-    settings = {"shift": flags.flow_shift, "times_are": flags.flow_times} if flags.objective == "flow" else {}
-    return objective_from_dict({"name": flags.objective, **settings})
+    settings = {
+        "ddpm": {"prediction": flags.prediction, "min_snr": flags.min_snr},
+        "flow": {"shift": flags.flow_shift, "times_are": flags.flow_times},
+        "edm": {"mean": flags.edm_mean, "std": flags.edm_std, "sigma_data": flags.edm_sigma_data},
+    }
+    return objective_from_dict({"name": flags.objective, **settings[flags.objective]})
 
 
 def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict:
@@ -324,7 +329,7 @@ def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, in
     return flags.vae, channels, (flags.image_size // downscale,) * 2, frames
 
 
-def _check_resume(resume: Path, config: DiTConfig, mesh: Mesh) -> dict:
+def _check_resume(resume: Path, config: DiTConfig, objective: Objective, mesh: Mesh) -> dict:
     """The state of a checkpoint whose files are intact and whose model is this one. Raises ValueError otherwise."""
     verify(resume, mesh)
     found = config_from_dict(checkpoint_config(resume))
@@ -335,7 +340,15 @@ def _check_resume(resume: Path, config: DiTConfig, mesh: Mesh) -> dict:
             if value != config.to_dict()[key]
         ]
         raise ValueError(f"--load: {resume} is a checkpoint of another model: {'; '.join(differences)}")
-    return read_state(resume)
+    state = read_state(resume)
+    then = objective_from_dict(state.get("objective")).predicts
+    if then != objective.predicts:
+        flags = " ".join(f"--{name} {value}" for name, value in then.items())
+        raise ValueError(
+            f"--load: the model in {resume} learned another objective: repeat its {flags}, or give it to --pretrained "
+            "to start from its weights"
+        )
+    return state
 
 
 def _check_pretrained(flags: TrainConfig, config: DiTConfig) -> Weights:

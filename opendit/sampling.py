@@ -1,7 +1,7 @@
 """Pictures from a model: labels and a seed in, pixels out; grids and files."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from opendit.diffusion import Objective, cfg_model
+from opendit.diffusion import Objective, cfg_model, guided_within
 from opendit.models import Condition, DiT
 
 
@@ -26,7 +26,9 @@ def sample_latents(
     sampler: str | None = None,
     cfg_scale: float = 4.0,
     cfg_channels: int | None = None,
+    cfg_interval: tuple[float, float] | None = None,
     size: tuple[int, ...] | None = None,
+    forward: Callable[[Tensor, Tensor, Condition], Tensor] | None = None,
     progress=None,
 ) -> Tensor:
     """Draws latents (B, C, h, w), or (B, C, t, h, w) of a clip model, fp32.
@@ -39,11 +41,16 @@ def sample_latents(
         objective: what the model was trained by.
         steps: of the sampler.
         sampler: one of the objective's; None for its default.
+        cfg_interval: the noise levels between which guidance is at work, in the objective's ``noise_level``; None: all.
         size: (h, w) or (t, h, w) of the latents; the model's own when left out.
+        forward: what guidance calls in the model's place, as ``forward(x, t, y)``: a parallel strategy around it.
         progress: wraps the iterable of steps, e.g. tqdm.
     """
     shape = (model.config.in_channels, *(size or model.config.input_size))
-    guided = cfg_model(model, y, null, cfg_scale, cfg_channels)
+    guided = cfg_model(forward or model, y, null, cfg_scale, cfg_channels)
+    if cfg_interval is not None:
+        conditional = cfg_model(forward or model, y, null, 1.0)
+        guided = guided_within(cfg_interval, objective.noise_level, guided, conditional)
     return objective.sample(guided, index, shape, seed=seed, steps=steps, sampler=sampler, progress=progress)
 
 
@@ -57,13 +64,14 @@ def to_uint8(pixels: Tensor) -> np.ndarray:
 
 def sample_in_batches(
     model: DiT, codec, y: Condition, null: Condition, index: Tensor, batch_size: int, **settings
-) -> Iterator[tuple[Tensor, np.ndarray]]:
+) -> Iterator[tuple[Tensor, np.ndarray | None]]:
     """Yields (index, uint8 pictures (B, H, W, 3) or clips (B, T, H, W, 3)) batch by batch; see
-    :func:`sample_latents`. ``index`` may lie on the CPU."""
-    for rows in torch.arange(len(index)).split(batch_size):
-        numbers = index[rows].to(model.pos_embed.device)
-        latents = sample_latents(model, y[rows.to(numbers.device)], null, numbers, **settings)
-        yield index[rows], to_uint8(codec.decode(latents))
+    :func:`sample_latents`. ``index`` may lie on the CPU. Without a ``codec``, on ranks that help another one to draw
+    its samples, there are no pictures (None)."""
+    for first in range(0, len(index), batch_size):
+        rows = slice(first, first + batch_size)
+        latents = sample_latents(model, y[rows], null, index[rows].to(model.pos_embed.device), **settings)
+        yield index[rows], None if codec is None else to_uint8(codec.decode(latents))
 
 
 def preview_labels(num_classes: int, count: int) -> Tensor:

@@ -80,6 +80,14 @@ def test_one_and_three_processes_write_the_same_pictures(tmp_path, ckpt):
     assert np.array_equal(first, three["arr_0"][6])
 
 
+def test_more_processes_than_samples(tmp_path, ckpt):
+    argv = f"--ckpt {ckpt} --class_labels 3 1 --num_sampling_steps 3 --output {tmp_path} --npz {tmp_path}/s.npz"
+    run_ranks(3, start, argv.split())
+    archive = np.load(tmp_path / "s.npz")
+    assert archive["arr_0"].shape == (2, 8, 8, 3) and archive["arr_1"].tolist() == [3, 1]
+    assert not list(tmp_path.glob(".part*"))
+
+
 @pytest.mark.parametrize(
     "argv,message",
     [

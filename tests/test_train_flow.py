@@ -66,6 +66,18 @@ def test_two_ranks_follow_the_plain_loop_and_the_checkpoint_draws(tmp_path, no_r
     assert "sampled by euler or heun" in capsys.readouterr().err
 
 
+def test_a_resume_keeps_what_the_network_predicts(tmp_path, no_ranks, capsys):
+    """All these have networks of one shape; a weight of the loss may change, the meaning of the output may not."""
+    outputs = ["--outputs", str(tmp_path), "--load", "latest"]
+    edm, flow = [*TINY, "--objective", "edm"], [*TINY, "--objective", "flow"]
+    train.main([*flow, *outputs, "--max_steps", "1"])
+    train.main([*flow, "--flow_shift", "2", *outputs, "--max_steps", "2"])
+    assert "resuming within rounding" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        train.main([*edm, *outputs, "--max_steps", "3"])
+    assert "repeat its --objective flow, or give it to --pretrained" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -2,9 +2,12 @@
 
     [H] Ho, Jain, Abbeel, "Denoising Diffusion Probabilistic Models", 2020
     [N] Nichol, Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021
+    [S] Salimans, Ho, "Progressive Distillation for Fast Sampling of Diffusion Models", 2022
+    [M] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
 
 This is the objective of the DiT paper: the network predicts the noise eps and, in C more channels, v, which
-interpolates the log variance of the reverse step between its two bounds. Below, a bar-alpha of the papers is
+interpolates the log variance of the reverse step between its two bounds. In place of eps it may predict the velocity
+of [S], which its users call v-prediction; in this code v is [N]'s. Below, a bar-alpha of the papers is
 ``alphas_cumprod``. Tables are float64 on the CPU; what is looked up from them is float32. Arithmetic on tensors
 runs in float32 at least: bf16 and fp16 arguments are promoted by the float32 coefficients.
 """
@@ -16,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+PREDICTIONS = ("eps", "v")  # what the network predicts of x_t: the noise, or the velocity
 
 
 def linear_betas(T: int = 1000) -> Tensor:
@@ -100,9 +105,29 @@ class DDPM:
         return len(self.betas)
 
     def respaced(self, num_steps: int) -> "DDPM":
-        """The schedule over ``space_timesteps(n, num_steps)``: betas such that the noise levels at the steps kept
-        are unchanged ([N] eq. 19). Raises ValueError unless 1 <= num_steps <= n."""
-        keep = torch.tensor(space_timesteps(self.num_steps, num_steps), device="cpu")
+        """The schedule over ``space_timesteps(n, num_steps)``. Raises ValueError unless 1 <= num_steps <= n."""
+        return self._keeping(torch.tensor(space_timesteps(self.num_steps, num_steps), device="cpu"))
+
+    def respaced_by_noise(self, num_steps: int) -> "DDPM":
+        """The schedule over ``num_steps`` timesteps that are as even in log(sigma / alpha) as whole ones can be; both
+        ends are among them. Raises ValueError unless 1 <= num_steps <= n.
+
+        DPM-Solver extrapolates along log(sigma / alpha), and must not take a step there that is much longer than the
+        one before, as the last one of ``respaced`` is; its authors space timesteps so too (Lu et al. 2022).
+        """
+        if not 1 <= num_steps <= self.num_steps:
+            raise ValueError(f"the number of sampling steps must be from 1 to {self.num_steps}, got {num_steps}")
+        logs = torch.logit(self.alphas_cumprod)
+        even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64, device="cpu")
+        nearest = (even[:, None] - logs).abs().argmin(1)
+        # Near the data neighbouring timesteps are further apart than that: there all of them are taken, once.
+        order = torch.arange(num_steps, device="cpu")
+        distinct = (nearest - order).cummax(0).values + order
+        return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))
+
+    def _keeping(self, keep: Tensor) -> "DDPM":
+        """The schedule over the timesteps ``keep``, int64, ascending: betas such that the noise levels there are
+        unchanged ([N] eq. 19)."""
         kept = self.alphas_cumprod[keep]
         previous = torch.cat((torch.ones_like(kept[:1]), kept[:-1]))
         return DDPM.from_betas(1 - kept / previous, self.timestep_map[keep])
@@ -120,6 +145,7 @@ class DDPM:
                 "mean_xt": self.posterior_mean_xt,
                 "min_log_var": self.posterior_log_variance,
                 "max_log_var": self.betas.log(),
+                "snr": ac / (1 - ac),
             }
             # A table first used under inference_mode would otherwise be an inference tensor for good, and training
             # could not save it for its backward pass.
@@ -150,6 +176,18 @@ class DDPM:
         """The noise from x_t and x_0: ``q_sample`` solved for noise."""
         return (self._at("sqrt_recip_ac", t, xt) * xt - x0) / self._at("sqrt_recip_ac_m1", t, xt)
 
+    def velocity(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """[S] appendix D: the derivative of x_t along the angle arctan(sigma / alpha), alpha noise - sigma x_0."""
+        return self._at("sqrt_ac", t, x0) * noise - self._at("sqrt_1m_ac", t, x0) * x0
+
+    def eps_of_velocity(self, xt: Tensor, t: Tensor, velocity: Tensor) -> Tensor:
+        """The noise from x_t and its velocity: ``q_sample`` and ``velocity`` solved for noise."""
+        return self._at("sqrt_1m_ac", t, xt) * xt + self._at("sqrt_ac", t, xt) * velocity
+
+    def noise_level(self, t: Tensor) -> Tensor:
+        """Noise over signal in x_t, sigma / alpha: (B,) float32."""
+        return self._tables(t.device)["sqrt_recip_ac_m1"][t]
+
     def posterior(self, x0: Tensor, xt: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (shape of x) and clipped log variance (B, 1, ..., 1) of q(x_{t-1} | x_t, x_0), [H] eq. 6 and 7."""
         mean = self._at("mean_x0", t, xt) * x0 + self._at("mean_xt", t, xt) * xt
@@ -165,12 +203,20 @@ class DiffusionLoss(NamedTuple):
     """One number a sample, each (B,), float32: ``loss = mse + vb``."""
 
     loss: Tensor
-    mse: Tensor
+    mse: Tensor  # weighted, if weights are asked for
     vb: Tensor  # bits per dimension; zero for a model without learned variance
 
 
 def training_loss(
-    schedule: DDPM, model_output: Tensor, x0: Tensor, xt: Tensor, t: Tensor, noise: Tensor
+    schedule: DDPM,
+    model_output: Tensor,
+    x0: Tensor,
+    xt: Tensor,
+    t: Tensor,
+    noise: Tensor,
+    *,
+    prediction: str = "eps",
+    min_snr: float | None = None,
 ) -> DiffusionLoss:
     """The loss of each sample, from a model output that was evaluated at ``xt = q_sample(x0, t, noise)``.
 
@@ -178,25 +224,52 @@ def training_loss(
     v, which gives the hybrid loss, [N] eq. 16, where the term of the variational bound trains the variance only: its
     mean is detached. As in Meta's DiT that term is in bits, averaged over dimensions, and has weight 1: the paper's
     0.001 times the 1000 terms of the bound, of which one is drawn at random.
-    Computed in float32. Raises ValueError if the shapes don't fit each other.
+    ``prediction``: one of PREDICTIONS; "v" puts the velocity in the place of eps. ``min_snr``: weighs the squared error
+    as ``min_snr_weight`` does; the bound's term, which trains nothing else but the variance, keeps its weight.
+    Computed in float32. Raises ValueError if the shapes don't fit each other, and for another ``prediction``.
     """
+    if prediction not in PREDICTIONS:
+        raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction}")
     if not x0.shape == xt.shape == noise.shape:
         raise ValueError(f"x0, xt and noise differ in shape: {[tuple(a.shape) for a in (x0, xt, noise)]}")
     model_output, x0, xt, noise = (at_least_float32(a) for a in (model_output, x0, xt, noise))
-    eps, v = split_output(model_output, x0)
-    mse = _mean_per_sample((noise - eps) ** 2)
+    predicted, v = split_output(model_output, x0)
+    mse = _mean_per_sample(((schedule.velocity(x0, t, noise) if prediction == "v" else noise) - predicted) ** 2)
+    if min_snr is not None:
+        mse = min_snr_weight(schedule, t, min_snr, prediction) * mse
     if v is None:
         return DiffusionLoss(mse, mse, torch.zeros_like(mse))
-    vb = _variational_bound(schedule, eps.detach(), v, x0, xt, t)
+    eps = predicted.detach()
+    if prediction == "v":
+        eps = schedule.eps_of_velocity(xt, t, eps)
+    vb = _variational_bound(schedule, eps, v, x0, xt, t)
     return DiffusionLoss(mse + vb, mse, vb)
 
 
+def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
+    """The weights (B,) float32 that make a squared error that of x_0 times min(SNR, gamma), [M] sec. 3.4.
+
+    An error of eps is SNR times that of x_0, one of the velocity SNR + 1 times; SNR is alpha^2 / sigma^2.
+    """
+    snr = schedule._tables(t.device)["snr"][t]
+    return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
+
+
 def ddpm_loss(
-    schedule: DDPM, model: Callable[..., Tensor], x0: Tensor, t: Tensor, noise: Tensor, **model_kwargs
+    schedule: DDPM,
+    model: Callable[..., Tensor],
+    x0: Tensor,
+    t: Tensor,
+    noise: Tensor,
+    *,
+    prediction: str = "eps",
+    min_snr: float | None = None,
+    **model_kwargs,
 ) -> DiffusionLoss:
     """``training_loss`` of ``model(xt, timesteps, **model_kwargs)``; xt is float32, timesteps (B,) int64."""
     xt = schedule.q_sample(x0, t, noise)
-    return training_loss(schedule, model(xt, schedule.model_timesteps(t), **model_kwargs), x0, xt, t, noise)
+    output = model(xt, schedule.model_timesteps(t), **model_kwargs)
+    return training_loss(schedule, output, x0, xt, t, noise, prediction=prediction, min_snr=min_snr)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32
+from opendit.diffusion.solvers import integrate
 
 TIME_SCALE = 1000.0  # the network's timestep at t = 1
 
@@ -86,7 +87,8 @@ def sample_euler(
     x: (B, C, ...) standard normal at times[0] = 1. times: (n + 1,), falling; see ``sampling_times``. progress and
     callback: as of opendit.diffusion.samplers, with ``timestep`` the time. Returns x at times[-1], float32 at least.
     """
-    return _integrate(model, x, times, heun=False, progress=progress, callback=callback)
+    slope, x = _slope(model), at_least_float32(x)
+    return integrate(slope, x, times.tolist(), corrected=lambda after: False, progress=progress, callback=callback)
 
 
 @torch.no_grad()
@@ -95,25 +97,12 @@ def sample_heun(
 ) -> Tensor:
     """Heun's method: the mean of the velocities before and after an Euler step, the second one evaluated at the
     point the step leads to. Second order, two evaluations a step; arguments as of ``sample_euler``."""
-    return _integrate(model, x, times, heun=True, progress=progress, callback=callback)
+    slope, x = _slope(model), at_least_float32(x)
+    return integrate(slope, x, times.tolist(), corrected=lambda after: True, progress=progress, callback=callback)
 
 
-def _integrate(model, x: Tensor, times: Tensor, *, heun: bool, progress, callback) -> Tensor:
-    x, times = at_least_float32(x), times.tolist()
-    steps = range(len(times) - 1)
-    for k in steps if progress is None else progress(steps):
-        t, after = times[k], times[k + 1]
-        velocity = _velocity(model, x, t)
-        if callback is not None:
-            callback({"step": k, "timestep": t, "x": x, "denoised": x - t * velocity})
-        if heun:
-            velocity = (velocity + _velocity(model, x + (after - t) * velocity, after)) / 2
-        x = x + (after - t) * velocity
-    return x
-
-
-def _velocity(model, x: Tensor, t: float) -> Tensor:
-    return model(x, torch.full((len(x),), t * TIME_SCALE, device=x.device)).to(x.dtype)
+def _slope(model) -> Callable[[Tensor, float], Tensor]:
+    return lambda x, t: model(x, torch.full((len(x),), t * TIME_SCALE, device=x.device)).to(x.dtype)
 
 
 FLOW_SAMPLERS = {"euler": sample_euler, "heun": sample_heun}

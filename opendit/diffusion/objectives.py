@@ -3,16 +3,18 @@
 It is made from flags for training, and from what a checkpoint says of itself (``to_dict``) for sampling.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
 from torch import Tensor
 
-from opendit.diffusion.ddpm import DDPM, ddpm_loss
-from opendit.diffusion.flow import FLOW_SAMPLERS, TIME_SAMPLING, flow_loss, sampling_times, shift_times
-from opendit.diffusion.samplers import SAMPLERS, initial_noise, keyed_noise
+from opendit.diffusion import edm
+from opendit.diffusion.ddpm import DDPM, PREDICTIONS, ddpm_loss
+from opendit.diffusion.flow import FLOW_SAMPLERS, TIME_SAMPLING, TIME_SCALE, flow_loss, sampling_times, shift_times
+from opendit.diffusion.samplers import SAMPLERS, eps_model, initial_noise, keyed_noise
 from opendit.random import Stream, integers, uniform
 
 
@@ -41,6 +43,11 @@ class Objective(ABC):
         """Samples (B, *shape) of ``model(x, t)``; all noise is keyed by ``seed`` and ``index`` (B,). sampler: one of
         ``samplers``, None for the first."""
 
+    @abstractmethod
+    def noise_level(self, timestep: Tensor) -> Tensor:
+        """Sigma, the standard deviation of the noise over the scale of the signal, for what the network gets as t.
+        Both (B,); the one unit in which noise is comparable across objectives, steps and samplers."""
+
     def choose(self, sampler: str | None) -> str:
         """The sampler to use. Raises ValueError for one that can't draw from models of this objective."""
         if sampler is not None and sampler not in self.samplers:
@@ -53,10 +60,16 @@ class Objective(ABC):
     def to_dict(self) -> dict:
         return {"name": self.name, **asdict(self)}
 
+    @property
+    def predicts(self) -> dict:
+        """What decides the meaning of the network's output. Other settings only weigh and choose training samples."""
+        return {"objective": self.name}
+
 
 @dataclass(frozen=True)
 class DDPMObjective(Objective):
-    """Noise prediction with learned variance over 1,000 steps: the DiT paper's."""
+    """Noise prediction with learned variance over 1,000 steps: the DiT paper's. prediction: "v" puts the velocity in
+    the noise's place. min_snr: the gamma of min-SNR weights, None for weights of 1."""
 
     name: ClassVar[str] = "ddpm"
     samplers: ClassVar[tuple[str, ...]] = tuple(SAMPLERS)
@@ -64,17 +77,41 @@ class DDPMObjective(Objective):
     learn_sigma: ClassVar[bool] = True
     schedule: ClassVar[DDPM] = DDPM.linear()
 
+    prediction: str = "eps"
+    min_snr: float | None = None
+
+    def __post_init__(self):
+        _one_of("--prediction", self.prediction, PREDICTIONS)
+        if self.min_snr is not None:
+            _above_0("--min_snr", self.min_snr)
+
     def times(self, seed, step, index):
         return integers(seed, step, index, Stream.TIMESTEP, self.schedule.num_steps)
 
     def loss(self, model, x0, t, noise, **model_kwargs):
-        return ddpm_loss(self.schedule, model, x0, t, noise, **model_kwargs).loss
+        how = {"prediction": self.prediction, "min_snr": self.min_snr}
+        return ddpm_loss(self.schedule, model, x0, t, noise, **how, **model_kwargs).loss
 
     def sample(self, model, index, shape, *, seed, steps, sampler=None, progress=None):
-        draw = SAMPLERS[self.choose(sampler)]
+        name, full = self.choose(sampler), self.schedule
+        schedule = full.respaced_by_noise(steps) if name == "dpmpp" else full.respaced(steps)
         noise_fn = keyed_noise(seed, index, shape)
         noise = initial_noise(seed, index, shape)
-        return draw(model, noise, self.schedule.respaced(steps), noise_fn=noise_fn, progress=progress)
+        if self.prediction == "v":
+            model = eps_model(model, full)
+        return SAMPLERS[name](model, noise, schedule, noise_fn=noise_fn, progress=progress)
+
+    def noise_level(self, timestep):
+        return self.schedule.noise_level(timestep)
+
+    @property
+    def predicts(self):
+        return {**super().predicts, "prediction": self.prediction}
+
+    def to_dict(self):
+        """Without what is at its default: as checkpoints from before these settings say it, which so resume unnoted."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}
 
 
 @dataclass(frozen=True)
@@ -89,6 +126,10 @@ class FlowObjective(Objective):
     shift: float = 1.0
     times_are: str = "uniform"
 
+    def __post_init__(self):
+        _one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
+        _above_0("--flow_shift", self.shift)
+
     def times(self, seed, step, index):
         u = uniform(seed, step, index, Stream.TIMESTEP)
         return shift_times(TIME_SAMPLING[self.times_are](u), self.shift)
@@ -100,18 +141,71 @@ class FlowObjective(Objective):
         draw = FLOW_SAMPLERS[self.choose(sampler)]
         return draw(model, initial_noise(seed, index, shape), sampling_times(steps, self.shift), progress=progress)
 
+    def noise_level(self, timestep):
+        t = timestep / TIME_SCALE
+        return t / (1 - t)  # infinite at 1, where no signal is left
 
-OBJECTIVES = {kind.name: kind for kind in (DDPMObjective, FlowObjective)}
-ALL_SAMPLERS = tuple(sampler for kind in OBJECTIVES.values() for sampler in kind.samplers)
+
+@dataclass(frozen=True)
+class EDMObjective(Objective):
+    """EDM. mean, std: of ln(sigma) in training. sigma_data: the standard deviation of the data."""
+
+    name: ClassVar[str] = "edm"
+    samplers: ClassVar[tuple[str, ...]] = tuple(edm.EDM_SAMPLERS)
+    preview_sampler: ClassVar[str] = "heun"
+    learn_sigma: ClassVar[bool] = False
+
+    mean: float = -1.2
+    std: float = 1.2
+    sigma_data: float = 0.5
+
+    def __post_init__(self):
+        _above_0("--edm_std", self.std)
+        _above_0("--edm_sigma_data", self.sigma_data)
+
+    def times(self, seed, step, index):
+        return edm.log_normal_sigmas(uniform(seed, step, index, Stream.TIMESTEP), self.mean, self.std)
+
+    def loss(self, model, x0, t, noise, **model_kwargs):
+        return edm.edm_loss(model, x0, t, noise, sigma_data=self.sigma_data, **model_kwargs)
+
+    def sample(self, model, index, shape, *, seed, steps, sampler=None, progress=None):
+        draw, sigmas = edm.EDM_SAMPLERS[self.choose(sampler)], edm.karras_sigmas(steps)
+        x = initial_noise(seed, index, shape) * sigmas[0].item()
+        return draw(model, x, sigmas, sigma_data=self.sigma_data, progress=progress)
+
+    def noise_level(self, timestep):
+        return edm.sigmas_of(timestep)
+
+    @property
+    def predicts(self):
+        return {**super().predicts, "edm_sigma_data": self.sigma_data}
+
+
+OBJECTIVES = {kind.name: kind for kind in (DDPMObjective, FlowObjective, EDMObjective)}
+ALL_SAMPLERS = tuple(dict.fromkeys(sampler for kind in OBJECTIVES.values() for sampler in kind.samplers))
 
 
 def objective_from_dict(values: dict | None) -> Objective:
     """The objective that ``to_dict`` wrote; None, of weights that don't say, is the DiT paper's.
 
-    Raises ValueError for one that this version does not know.
+    Raises ValueError for one, or a setting of one, that this version does not know.
     """
     values = dict(values or {"name": DDPMObjective.name})
     name = values.pop("name")
     if name not in OBJECTIVES:
         raise ValueError(f"trained by objective {name!r}: this version knows {', '.join(OBJECTIVES)}")
+    known = [field.name for field in fields(OBJECTIVES[name])]
+    if unknown := set(values) - set(known):
+        raise ValueError(f"objective {name} has no {', '.join(sorted(unknown))}: this version knows {', '.join(known)}")
     return OBJECTIVES[name](**values)
+
+
+def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{flag} {value}: this version knows {', '.join(known)}")
+
+
+def _above_0(flag: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{flag} {value}: must be a number above 0")

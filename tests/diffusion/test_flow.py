@@ -122,7 +122,7 @@ def test_objectives_survive_a_checkpoint_and_refuse_the_others_samplers():
     flow_objective = FlowObjective(shift=6.0, times_are="mode")
     assert objective_from_dict(flow_objective.to_dict()) == flow_objective
     assert objective_from_dict(None) == DDPMObjective() == objective_from_dict({"name": "ddpm"})
-    assert set(ALL_SAMPLERS) == {"ddpm", "ddim", "euler", "heun"}
+    assert set(ALL_SAMPLERS) == {"ddpm", "ddim", "dpmpp", "euler", "heun"}
     with pytest.raises(ValueError, match="--sampler ddim.*euler or heun"):
         flow_objective.choose("ddim")
     with pytest.raises(ValueError, match="objective 'edm9'"):

@@ -1,9 +1,22 @@
 """Classifier-free guidance."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
-from opendit.diffusion import DDPM, SAMPLERS, cfg_model, initial_noise, keyed_noise
+from opendit.diffusion import (
+    DDPM,
+    SAMPLERS,
+    DDPMObjective,
+    EDMObjective,
+    FlowObjective,
+    cfg_model,
+    guided_within,
+    initial_noise,
+    keyed_noise,
+)
 
 
 def randn(*shape, seed=0):
@@ -124,3 +137,72 @@ def test_guided_sampling_of_gaussians_lands_where_it_must(name):
         noise_fn=keyed_noise(0, index, (2000,)),
     )
     torch.testing.assert_close(drawn.mean(1), null + 4 * (y - null), rtol=0.01, atol=4 * 0.3 / 2000**0.5)
+
+
+# In an interval of noise levels
+
+
+def within(interval, objective):
+    """The model of the interval around a model that counts rows, and its calls."""
+    model = CountingModel()
+    parts = (cfg_model(model, Y, NULL, 3.0), cfg_model(model, Y, NULL, 1.0))
+    return guided_within(interval, objective.noise_level, *parts), model.calls
+
+
+SIGMAS = (1 / np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)) - 1) ** 0.5
+LEVELS = {  # what the networks of each objective get at sigma = 0.1, 1 and 10; of DDPM's 1,000 levels the nearest
+    "ddpm": (DDPMObjective(), [int(np.abs(np.log(SIGMAS / sigma)).argmin()) for sigma in (0.1, 1, 10)]),
+    "flow": (FlowObjective(shift=3.0), [1000 * 0.1 / 1.1, 500.0, 1000 * 10 / 11]),
+    "edm": (EDMObjective(), [250 * math.log(0.1), 0.0, 250 * math.log(10)]),
+}
+
+
+@pytest.mark.parametrize(("objective", "timesteps"), LEVELS.values(), ids=LEVELS)
+def test_the_unit_of_the_interval_is_sigma_for_every_objective(objective, timesteps):
+    t = torch.tensor(timesteps)
+    torch.testing.assert_close(
+        objective.noise_level(t).double(), torch.tensor([0.1, 1, 10]).double(), rtol=0.02, atol=0
+    )
+    model, calls = within((0.3, 3.0), objective)
+    for level in t:
+        model(X, level.expand(3))
+    assert [len(x) for x, _, _ in calls] == [3, 6, 3]  # and no second half outside
+
+
+def test_inside_it_is_guidance_and_outside_the_conditional_model():
+    model, _ = within((0.3, 3.0), EDMObjective())
+    for sigma, scale in ((0.1, 1.0), (1.0, 3.0), (10.0, 1.0)):
+        t = torch.full((3,), 250 * math.log(sigma))
+        assert torch.equal(model(X, t), cfg_model(CountingModel(), Y, NULL, scale)(X, t))
+
+
+def test_the_interval_has_both_its_ends_and_takes_0_and_infinity():
+    level = {"noise_level": lambda t: t, "guided": lambda x, t: 1, "conditional": lambda x, t: 0}
+    got = [guided_within((1.0, 2.0), **level)(X, torch.tensor([t, t, t])) for t in (0.5, 1.0, 1.5, 2.0, 2.5)]
+    assert got == [0, 1, 1, 1, 0]
+    whole = guided_within((0.0, math.inf), FlowObjective().noise_level, level["guided"], level["conditional"])
+    assert whole(X, torch.tensor([1000.0])) == 1  # where sigma is infinite
+    assert whole(X, torch.tensor([0.0])) == 1
+    for low, high in ((2.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (math.nan, 1.0)):
+        with pytest.raises(ValueError, match="0 <= LOW < HIGH"):
+            guided_within((low, high), **level)
+
+
+@pytest.mark.parametrize("objective", [DDPMObjective(), DDPMObjective("v"), FlowObjective(), EDMObjective()])
+def test_every_sampler_of_every_objective_takes_an_interval(objective):
+    """The whole line of levels is plain guidance, none of it the conditional model, and a part is neither."""
+
+    def draw(sampler, interval, scale=3.0):
+        def model(x, t, y):
+            return torch.tanh(x + y.view(-1, 1, 1, 1))
+
+        guided = cfg_model(model, Y, torch.tensor(0), scale)
+        if interval:
+            guided = guided_within(interval, objective.noise_level, guided, cfg_model(model, Y, NULL, 1.0))
+        return objective.sample(guided, torch.arange(3), (1, 2, 2), seed=0, steps=8, sampler=sampler, progress=None)
+
+    for sampler in objective.samplers:
+        assert torch.equal(draw(sampler, (0.0, math.inf)), draw(sampler, None))
+        assert torch.equal(draw(sampler, (1e6, 1e7)), draw(sampler, None, scale=1.0))
+        part = draw(sampler, (0.3, 3.0))
+        assert not torch.equal(part, draw(sampler, None)) and not torch.equal(part, draw(sampler, None, scale=1.0))

@@ -5,9 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from opendit.diffusion import DDPM, SAMPLERS, initial_noise, keyed_noise, sample_ddim, sample_ddpm
+from opendit.diffusion import DDPM, SAMPLERS, initial_noise, keyed_noise, sample_ddim, sample_ddpm, sample_dpmpp
+from opendit.diffusion.solvers import multistep
 from opendit.random import Stream, normal
 
 SCHEDULE = DDPM.linear()
@@ -101,6 +104,23 @@ def test_ddim_matches_diffusers(num_steps, stride, eta, clip):
         torch.testing.assert_close(after, expected, rtol=1e-5, atol=1e-5, msg=lambda m, t=t: f"t = {t}: {m}")
 
 
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("num_steps", [1000, 20, 10, 2, 1])
+def test_dpmpp_matches_diffusers(num_steps, learned):
+    schedule = SCHEDULE.respaced(num_steps)
+    reference = in_float64(DPMSolverMultistepScheduler(beta_start=1e-4, beta_end=0.02, final_sigmas_type="zero"))
+    reference.set_timesteps(timesteps=schedule.timestep_map.flip(0).tolist())
+    model, x = smooth_model(False), randn(2, 3, 4, 4).float()
+    states = []
+    got = sample_dpmpp(smooth_model(learned), x, schedule, callback=lambda s: states.append(s["x"]))
+    for k, t in enumerate(reference.timesteps):
+        expected = reference.step(model(states[k], t.expand(2)), t, states[k]).prev_sample
+        after = states[k + 1] if k + 1 < num_steps else got
+        # float32: at t = 999 x_0 is 157 times the difference of two terms, and where steps are dense, as at 1000 of
+        # them, the extrapolation divides that by the smallness of a step
+        torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-4, msg=lambda m, t=t: f"t = {t}: {m}")
+
+
 # Against Gaussian data N(MU, STD^2): the exact eps is affine in x, so a sampler is affine in its noises, and the mean
 # and variance of what it returns follow exactly from a few probes, without any sampling error.
 
@@ -172,6 +192,46 @@ def test_ddim_converges(eta):
         assert mean == pytest.approx(MU, rel=1e-4)
         errors.append(abs(std / STD - 1))
     assert errors[0] > errors[1] > errors[2] and errors[2] < 0.01
+
+
+@given(num_steps=st.integers(1, 1000))
+@settings(deadline=None, max_examples=40)
+def test_timesteps_even_in_noise_are_distinct_and_reach_both_ends(num_steps):
+    schedule = SCHEDULE.respaced_by_noise(num_steps)
+    steps = schedule.timestep_map
+    assert schedule.num_steps == num_steps and steps[0] == 0 and (steps.diff() > 0).all()
+    assert num_steps == 1 or steps[-1] == 999
+    torch.testing.assert_close(schedule.alphas_cumprod, SCHEDULE.alphas_cumprod[steps])
+    if 2 <= num_steps <= 20:  # few enough for every one to be had, to within the schedule's own spacing
+        logs = -0.5 * torch.logit(schedule.alphas_cumprod)
+        even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64)
+        assert (logs - even).abs().max() < 0.2
+
+
+def test_steps_even_in_noise_need_to_exist():
+    for num_steps in (0, 1001):
+        with pytest.raises(ValueError, match="from 1 to 1000"):
+            SCHEDULE.respaced_by_noise(num_steps)
+
+
+def test_dpmpp_is_of_second_order():
+    """On steps of equal length in log sigma: the evenly spaced ones of ``respaced`` are rounded to whole timesteps."""
+    mean, errors = MU, []
+    x = torch.linspace(-2, 2, 9, dtype=torch.float64).view(9, 1)
+    for num_steps in (20, 40, 80):
+        sigmas = torch.logspace(2, -2, num_steps + 1, dtype=torch.float64).tolist()
+        got = multistep(
+            lambda x, k, s=sigmas: mean + STD**2 / (STD**2 + s[k] ** 2) * (x - mean), mean + x * sigmas[0], sigmas
+        )
+        exact = mean + x * sigmas[0] * math.sqrt((STD**2 + sigmas[-1] ** 2) / (STD**2 + sigmas[0] ** 2))
+        errors.append((got - exact).abs().max().item())
+    assert all(1.8 < math.log2(a / b) < 2.3 for a, b in zip(errors, errors[1:], strict=False)), errors
+
+
+def test_dpmpp_of_20_steps_is_closer_than_ddim_of_20():
+    schedules = {sample_ddim: SCHEDULE.respaced(20), sample_dpmpp: SCHEDULE.respaced_by_noise(20)}
+    errors = [abs(result_moments(s, schedule, learned=False)[1] / STD - 1) for s, schedule in schedules.items()]
+    assert errors[1] < errors[0] / 5 and errors[1] < 0.02, errors
 
 
 def test_from_standard_normal_noise_the_data_come_out():

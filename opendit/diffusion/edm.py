@@ -1,0 +1,130 @@
+"""EDM: a denoiser whose network sees inputs and targets of unit variance at every noise level.
+
+    [K] Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models", 2022
+
+x = x_0 + sigma noise, and the denoiser is D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) ([K] eq. 7 and table 1),
+F being the network. [K]'s c_noise, ln(sigma) / 4, spans 2.6 over all levels, where timestep embeddings are made for
+spans of 1000 (their fastest sinusoid turns by 1 radian a unit); the network gets 1000 times that: -1554 to 1095.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion.ddpm import at_least_float32
+from opendit.diffusion.solvers import integrate, multistep
+
+NOISE_SCALE = 250.0  # the network's timestep for each unit of ln(sigma)
+SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0  # of sampling, [K] table 1
+
+
+def log_normal_sigmas(u: Tensor, mean: float, std: float) -> Tensor:
+    """Training's noise levels from uniform u in (0, 1): ln(sigma) ~ N(mean, std^2), [K] table 1."""
+    return torch.exp(mean + std * torch.special.ndtri(u))
+
+
+def karras_sigmas(steps: int) -> Tensor:
+    """The ``steps`` + 1 noise levels of a sampler, float64, from SIGMA_MAX to SIGMA_MIN ([K] eq. 5), then 0."""
+    ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
+    first, last = SIGMA_MAX ** (1 / RHO), SIGMA_MIN ** (1 / RHO)
+    return torch.cat(((first + ramp * (last - first)) ** RHO, ramp.new_zeros(1)))
+
+
+def network_times(sigma: Tensor) -> Tensor:
+    """What the network gets for sigma: 1000 c_noise, of sigma's dtype."""
+    return NOISE_SCALE * sigma.log()
+
+
+def sigmas_of(timestep: Tensor) -> Tensor:
+    """The noise levels of ``network_times``."""
+    return torch.exp(timestep / NOISE_SCALE)
+
+
+def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
+    """D(x; sigma), [K] eq. 7: (B, C, ...) of x's dtype.
+
+    model: F, called with (B, C, ...) of x's dtype and 1000 c_noise (B,); returns (B, C, ...) in any dtype. x: (B, C,
+    ...), float32 at least. sigma: (B,). Raises ValueError if the model's output has another shape.
+    """
+    scale = torch.rsqrt(sigma**2 + sigma_data**2)
+    skip, out = (sigma_data * scale) ** 2, sigma * sigma_data * scale
+    output = model(_rows(scale, x) * x, network_times(sigma).to(x.dtype))
+    return _rows(skip, x) * x + _rows(out, x) * _checked(output, x).to(x.dtype)
+
+
+def edm_loss(
+    model: Callable[..., Tensor], x0: Tensor, sigma: Tensor, noise: Tensor, *, sigma_data: float, **model_kwargs
+) -> Tensor:
+    """[K] eq. 2 with the weight of table 1, lambda(sigma) |D(x; sigma) - x_0|^2, averaged: (B,), float32 at least.
+
+    As lambda = 1 / c_out^2, it is F's squared error, [K] eq. 8; F's target (x_0 - c_skip x) / c_out is written out for
+    x = x_0 + sigma noise, so that nothing cancels at small sigma.
+    model: as of ``denoise``, called with ``model_kwargs`` too, its times float32. x0, noise: (B, C, ...). sigma: (B,).
+    Raises ValueError for shapes that don't fit each other.
+    """
+    if x0.shape != noise.shape or sigma.shape != x0.shape[:1]:
+        raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and sigma {tuple(sigma.shape)} don't fit")
+    x0, noise = at_least_float32(x0), at_least_float32(noise)
+    scale = torch.rsqrt(sigma**2 + sigma_data**2)
+    x = _rows(scale, x0) * (x0 + _rows(sigma, x0) * noise)
+    target = _rows(scale * sigma / sigma_data, x0) * x0 - _rows(scale * sigma_data, x0) * noise
+    output = _checked(model(x, network_times(sigma).float(), **model_kwargs), x0)
+    return (at_least_float32(output) - target).square().flatten(1).mean(1)
+
+
+def _rows(coefficients: Tensor, x: Tensor) -> Tensor:
+    """(B,) as (B, 1, ..., 1), with the rank and dtype of x."""
+    return coefficients.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
+
+
+def _checked(output: Tensor, x: Tensor) -> Tensor:
+    if output.shape != x.shape:
+        raise ValueError(f"EDM's network returns the shape of its input {tuple(x.shape)}, got {tuple(output.shape)}")
+    return output
+
+
+@torch.no_grad()
+def sample_euler(model, x: Tensor, sigmas: Tensor, *, sigma_data: float, progress=None, callback=None) -> Tensor:
+    """Euler's method for dx/dsigma = (x - D(x; sigma)) / sigma ([K] eq. 1 and 3 for sigma = t), one evaluation a step.
+
+    model: F, as of ``denoise``. x: (B, C, ...), standard normal times sigmas[0]. sigmas: (n + 1,), falling, see
+    ``karras_sigmas``. progress and callback: as of opendit.diffusion.samplers, with ``timestep`` the sigma. Returns x
+    at sigmas[-1], float32 at least.
+    """
+    slope, x = _slope(model, sigma_data), at_least_float32(x)
+    return integrate(slope, x, sigmas.tolist(), corrected=lambda after: False, progress=progress, callback=callback)
+
+
+@torch.no_grad()
+def sample_heun(model, x: Tensor, sigmas: Tensor, *, sigma_data: float, progress=None, callback=None) -> Tensor:
+    """[K] Algorithm 1: Heun's method, two evaluations a step; one in the step to 0, where the slope is not defined.
+    Arguments as of ``sample_euler``."""
+    slope, x = _slope(model, sigma_data), at_least_float32(x)
+    return integrate(slope, x, sigmas.tolist(), corrected=lambda after: after > 0, progress=progress, callback=callback)
+
+
+@torch.no_grad()
+def sample_dpmpp(model, x: Tensor, sigmas: Tensor, *, sigma_data: float, progress=None, callback=None) -> Tensor:
+    """DPM-Solver++(2M), see ``opendit.diffusion.solvers.multistep``: second order with one evaluation a step.
+    Arguments as of ``sample_euler``."""
+    levels = sigmas.tolist()
+
+    def denoised_at(x: Tensor, k: int) -> Tensor:
+        denoised = denoise(model, x, _level(levels[k], x), sigma_data)
+        if callback is not None:
+            callback({"step": k, "timestep": levels[k], "x": x, "denoised": denoised})
+        return denoised
+
+    return multistep(denoised_at, at_least_float32(x), levels, progress=progress)
+
+
+def _slope(model, sigma_data: float) -> Callable[[Tensor, float], Tensor]:
+    return lambda x, sigma: (x - denoise(model, x, _level(sigma, x), sigma_data)) / sigma
+
+
+def _level(sigma: float, x: Tensor) -> Tensor:
+    return torch.full((len(x),), sigma, dtype=x.dtype, device=x.device)
+
+
+EDM_SAMPLERS = {"heun": sample_heun, "euler": sample_euler, "dpmpp": sample_dpmpp}

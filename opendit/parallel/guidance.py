@@ -1,0 +1,72 @@
+"""Sampling on several ranks: data parallel x the halves of guidance x sequence parallel.
+
+Ranks are numbered in this order. Those of a sequence group are next to each other; with ``--cfg_parallel`` two groups,
+one for the conditional half and one for the other, make a replica; replicas draw different samples.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opendit.models import Condition
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.sequence.collectives import Group, start_gather
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The ranks that draw the same samples: replica ``number`` of ``count``.
+
+    All of its ranks get the same latents; the one that ``leads`` decodes them and writes the files.
+    halves: this rank and the one that has the same tokens in the other half of guidance; None if no rank has.
+    """
+
+    number: int
+    count: int
+    leads: bool
+    halves: Group | None
+
+
+def check_cfg_parallel(sequence_parallel: int, world_size: int) -> None:
+    """Raises ValueError unless ``world_size`` processes can be cut into pairs of sequence groups."""
+    ranks = 2 * sequence_parallel
+    if world_size % ranks:
+        size = f" with --sequence_parallel_size {sequence_parallel}" if sequence_parallel > 1 else ""
+        raise ValueError(
+            f"--cfg_parallel{size} needs a multiple of {ranks} processes and there {'are' if world_size > 1 else 'is'} "
+            f"{world_size}: start it with torchrun --standalone --nproc_per_node={ranks}, or leave --cfg_parallel out"
+        )
+
+
+def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
+    """This rank's replica. Collective over all ranks. Raises ValueError as :func:`check_cfg_parallel`."""
+    ranks, halves = mesh.sp_size, None
+    if cfg_parallel:
+        check_cfg_parallel(mesh.sp_size, mesh.world_size)
+        pairs = [[i, i + ranks] for i in range(mesh.world_size) if i // ranks % 2 == 0]
+        halves = Group.of(dist.new_subgroups_by_enumeration(pairs)[0])
+        ranks *= 2
+    return Replica(mesh.rank // ranks, mesh.world_size // ranks, mesh.rank % ranks == 0, halves)
+
+
+@dataclass(frozen=True)
+class SharedBatch:
+    """``model(x, t, y)`` with its batch shared out over the ranks of ``group``; every rank gets the whole result.
+
+    Guidance calls the model on one batch, the conditional half and then the unconditional one. Of two ranks each
+    computes a half, and guidance knows nothing of it: the exchange is one all-gather of the predictions a call.
+    Any other batch works too; where it does not divide, the last sample is computed more than once.
+    """
+
+    model: Callable[[Tensor, Tensor, Condition], Tensor]
+    group: Group
+
+    def __call__(self, x: Tensor, t: Tensor, y: Condition) -> Tensor:
+        """x: (B, C, ...), t: (B,), y: B rows, the same on all ranks; returns (B, C or 2C, ...)."""
+        rows = -(-len(x) // self.group.size)
+        first = self.group.rank * rows
+        mine = torch.arange(first, first + rows, device=x.device).clamp(max=len(x) - 1)
+        return start_gather(self.model(x[mine], t[mine], y[mine]), self.group).wait().flatten(0, 1)[: len(x)]

@@ -1,0 +1,193 @@
+"""Objectives as checkpoints hold them and as train.py and sample.py use them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+import sample
+import train
+from opendit.config import SampleConfig, TrainConfig, parse
+from opendit.data import BatchSchedule, build_dataset, build_loader
+from opendit.diffusion import (
+    ALL_SAMPLERS,
+    OBJECTIVES,
+    DDPMObjective,
+    EDMObjective,
+    FlowObjective,
+    ddpm_loss,
+    objective_from_dict,
+)
+from opendit.models import DiT, model_config
+from opendit.models.pretrained import METADATA_KEY
+from opendit.random import Stream, integers, normal, uniform
+from tests.test_train import QUIET, TINY, log_of
+
+EVERY = [
+    DDPMObjective(),
+    DDPMObjective("v"),
+    DDPMObjective("eps", 5.0),
+    DDPMObjective("v", 1.5),
+    FlowObjective(),
+    FlowObjective(6.0, "mode"),
+    EDMObjective(),
+    EDMObjective(-0.4, 1.0, 0.75),
+]
+
+
+@pytest.mark.parametrize("objective", EVERY, ids=str)
+def test_every_objective_survives_a_checkpoint(objective):
+    stored = json.loads(json.dumps(objective.to_dict()))
+    assert objective_from_dict(stored) == objective and stored["name"] in OBJECTIVES
+    assert objective.choose(None) == objective.samplers[0] and objective.preview_sampler in objective.samplers
+
+
+def test_checkpoints_from_before_there_was_a_choice_load_and_resume_unnoted():
+    for old in (None, {"name": "ddpm"}):
+        assert objective_from_dict(old) == DDPMObjective()
+    assert DDPMObjective().to_dict() == {"name": "ddpm"}  # what a resumed run compares with
+    flow = {"name": "flow", "shift": 3.0, "times_are": "uniform"}
+    assert objective_from_dict(flow).to_dict() == flow
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"name": "edm2"}, "'edm2': this version knows ddpm, flow, edm"),
+        ({"name": "ddpm", "prediction": "x0"}, "--prediction x0: this version knows eps, v"),
+        ({"name": "ddpm", "min_snr": 0.0}, "--min_snr 0.0: must be a number above 0"),
+        ({"name": "flow", "times_are": "beta"}, "--flow_times beta: this version knows uniform, logit_normal, mode"),
+        ({"name": "flow", "shift": -1.0}, "--flow_shift -1.0: must be a number above 0"),
+        ({"name": "edm", "std": 0.0}, "--edm_std 0.0: must be a number above 0"),
+        ({"name": "edm", "sigma_data": float("nan")}, "--edm_sigma_data nan: must be a number above 0"),
+        ({"name": "edm", "rho": 7.0}, "edm has no rho: this version knows mean, std, sigma_data"),
+    ],
+)
+def test_what_this_version_does_not_know_is_named_with_what_it_does(stored, message):
+    with pytest.raises(ValueError, match=message):
+        objective_from_dict(stored)
+
+
+def test_every_sampler_can_be_asked_for_and_is_refused_to_the_wrong_objective():
+    for objective in EVERY:
+        for name in ALL_SAMPLERS:
+            if name in objective.samplers:
+                assert objective.choose(name) == name
+            else:
+                with pytest.raises(ValueError, match=f"--sampler {name}.*{' or '.join(objective.samplers)}"):
+                    objective.choose(name)
+
+
+def plain_losses(argv: list[str], steps: int) -> list[float]:
+    """The losses of a loop that writes the objective out."""
+    flags = parse(TrainConfig, argv)
+    dataset = build_dataset("digits", 8, seed=flags.global_seed)
+    schedule = BatchSchedule(len(dataset), flags.batch_size, flags.global_seed)
+    loader = build_loader(dataset, schedule, dp_rank=0, dp_size=1, batch_size=flags.batch_size, num_workers=0)
+    is_edm = flags.objective == "edm"
+    torch.manual_seed(flags.global_seed)
+    model = DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10, learn_sigma=not is_edm))
+    adam = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0)
+    ac, losses = DDPMObjective.schedule.alphas_cumprod, []
+    for _, item in zip(range(steps), loader, strict=False):
+        key = (flags.global_seed, item.step, item.index)
+        noise = normal(*key, Stream.NOISE, (1, 8, 8))
+        y = torch.where(uniform(*key, Stream.CONDITION_DROP) < 0.1, 10, item.y)
+        if is_edm:  # [K] table 1 and eq. 2
+            z = torch.special.ndtri(uniform(*key, Stream.TIMESTEP))
+            sigma = torch.exp(flags.edm_mean + flags.edm_std * z).float()
+            s, data = sigma.view(-1, 1, 1, 1), flags.edm_sigma_data
+            x = item.x + s * noise
+            output = model(x / (s**2 + data**2).sqrt(), 1000 * sigma.log() / 4, y)
+            denoised = data**2 / (s**2 + data**2) * x + s * data / (s**2 + data**2).sqrt() * output
+            loss = ((s**2 + data**2) / (s * data) ** 2 * (denoised - item.x) ** 2).mean()
+        else:
+            t = integers(*key, Stream.TIMESTEP, 1000)
+            seen = ddpm_loss(DDPMObjective.schedule, model, item.x, t, noise, prediction=flags.prediction, y=y)
+            snr = (ac / (1 - ac))[t].float()
+            loss = (snr.clamp(max=flags.min_snr) / (snr + 1) * seen.mse + seen.vb).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def draw(run, folder, name: str, *flags: str) -> np.ndarray:
+    options = "--num_sampling_steps 4 --num_samples 4 --mixed_precision fp32 --weights model --cfg_scale 30".split()
+    archive = folder / f"{name}.npz"
+    sample.main(["--ckpt", str(run), *options, *flags, "--npz", str(archive), "--output", str(folder / name)])
+    return np.load(archive)["arr_0"].astype(int)
+
+
+@pytest.mark.parametrize(
+    ("argv", "stored"),
+    [
+        (
+            ["--objective", "edm", "--edm_mean", "-0.8", "--edm_sigma_data", "0.75"],
+            {"name": "edm", "mean": -0.8, "std": 1.2, "sigma_data": 0.75},
+        ),
+        (["--prediction", "v", "--min_snr", "5"], {"name": "ddpm", "prediction": "v", "min_snr": 5.0}),
+    ],
+    ids=["edm", "v"],
+)
+def test_training_follows_the_plain_loop_and_the_checkpoint_draws(argv, stored, tmp_path, no_ranks, capsys):
+    argv = [*TINY, *argv, "--lr", "3e-3", "--max_steps", "4", "--batch_size", "16"]
+    train.main([*argv, *QUIET, "--outputs", str(tmp_path)])
+    run = tmp_path / "000-DiT-Ti-2"
+    torch.testing.assert_close([line["loss"] for line in log_of(run)], plain_losses(argv, 4), rtol=1e-5, atol=0)
+    with safe_open(run / "checkpoints" / "latest" / "model.safetensors", framework="pt") as file:
+        assert json.loads(file.metadata()[METADATA_KEY])["objective"] == stored
+    objective = objective_from_dict(stored)
+    drawn = {name: draw(run, tmp_path, name, "--sampler", name) for name in objective.samplers}
+    assert len({pictures.tobytes() for pictures in drawn.values()}) == len(drawn)
+    first = objective.samplers[0]
+    assert np.array_equal(draw(run, tmp_path, "default"), drawn[first])
+    assert np.array_equal(draw(run, tmp_path, "everywhere", "--cfg_interval", "0", "inf"), drawn[first])
+    part = draw(run, tmp_path, "part", "--cfg_interval", "0.3", "3")
+    plain = draw(run, tmp_path, "plain", "--cfg_scale", "1")
+    assert not np.array_equal(part, drawn[first]) and not np.array_equal(part, plain)
+    with pytest.raises(SystemExit):
+        draw(run, tmp_path, "wrong", "--sampler", "ddim" if stored["name"] == "edm" else "heun")
+    assert f"is sampled by {' or '.join(objective.samplers)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--edm_mean", "0"], "--edm_mean belongs to --objective edm"),
+        (["--objective", "flow", "--edm_sigma_data", "1"], "--edm_sigma_data belongs to --objective edm"),
+        (["--objective", "edm", "--prediction", "v"], "--prediction belongs to --objective ddpm"),
+        (["--objective", "flow", "--min_snr", "5"], "--min_snr belongs to --objective ddpm"),
+        (["--objective", "edm", "--edm_std", "0"], "--edm_std 0.0: must be above 0"),
+        (["--min_snr", "-5"], "--min_snr -5.0: must be above 0"),
+    ],
+)
+def test_flags_that_do_not_fit(argv, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).check(1, False)
+
+
+@pytest.mark.parametrize("levels", [["1"], ["1", "2", "3"], ["2", "1"], ["nan", "1"]])
+def test_an_interval_is_two_levels(levels, tmp_path):
+    flags = parse(SampleConfig, ["--cfg_interval", *levels, "--output", str(tmp_path)])
+    with pytest.raises(ValueError, match=f"--cfg_interval {' '.join(levels)}: takes two noise levels, LOW HIGH"):
+        flags.check(1, False)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "even"), [("ddpm", "respaced"), ("ddim", "respaced"), ("dpmpp", "respaced_by_noise")]
+)
+def test_the_timesteps_of_ddpm_suit_the_sampler(sampler, even):
+    seen = []
+
+    def model(x, t):
+        seen.append(int(t[0]))
+        return torch.cat((x, x), 1)
+
+    objective = DDPMObjective()
+    objective.sample(model, torch.arange(2), (1, 2, 2), seed=0, steps=12, sampler=sampler, progress=None)
+    assert seen == getattr(objective.schedule, even)(12).timestep_map.flip(0).tolist()
