@@ -33,7 +33,7 @@ def every_kernel(launch: Launch):
 # One row a tile, as on the GPU at D >= 1024, would take the interpreter minutes for 257 rows. With two tiles of 128
 # rows a program, 255 and 256 rows are one program a sample (no second stage) and 257 are two, the last of one row.
 TALL = Launch(rows=128, tiles=2, warps=1)
-TWINS = ("modulate", "gate_residual", "gate_residual_layernorm_modulate")
+TWINS = ("residual_layernorm_modulate", "modulate", "gate_residual", "gate_residual_layernorm_modulate")
 CASES = pairwise((1, 2, 9), LENGTHS, WIDTHS, DTYPES, allowed=lambda b, n, d, dtype: b * n * d <= 900_000)
 
 
