@@ -51,7 +51,28 @@ class SpeedFlags:
 
 
 @dataclass
-class TrainConfig(SpeedFlags):
+class ParallelFlags(SpeedFlags):
+    """How processes share a sample, in training and sampling."""
+
+    sequence_parallel_size: int = flag(1, "processes that share one sample's sequence", group="Speed")
+    sequence_parallel_type: str = flag(
+        "auto", "how they do; auto: what suits ranks, tokens and heads", group="Speed", choices=SEQUENCE_TYPES
+    )
+
+    given: frozenset[str] = frozenset()  # the flags that stood on the command line
+
+    def check_parallel(self, world_size: int) -> None:
+        """Raises ValueError for sizes and combinations that can't work."""
+        check_sequence_parallel(self.sequence_parallel_size, world_size)
+        if self.fp8 and self.sequence_parallel_size > 1:
+            raise ValueError("--fp8 does not work with --sequence_parallel_size above 1; leave one of them out")
+        for name in sorted({"sequence_parallel_type", "keep_gathered"} & self.given):
+            if self.sequence_parallel_size == 1:
+                raise ValueError(f"--{name} needs --sequence_parallel_size above 1; add that, or leave it out")
+
+
+@dataclass
+class TrainConfig(ParallelFlags):
     """Trains a Diffusion Transformer. Run it with torchrun for several processes."""
 
     model: str = flag("DiT-XL/2", f"one of {', '.join(NAMES + VIDEO_NAMES)}, ...", group="Model")
@@ -116,10 +137,6 @@ class TrainConfig(SpeedFlags):
         "none", "of a block's backward: LayerNorms and GELU (cheap), fc1 too (mlp)", group="Speed",
         choices=("none", "cheap", "mlp"),
     )  # fmt: skip
-    sequence_parallel_size: int = flag(1, "ranks that share one sample's sequence", group="Speed")
-    sequence_parallel_type: str = flag(
-        "auto", "how they do; auto: what suits ranks, tokens and heads", group="Speed", choices=SEQUENCE_TYPES
-    )
     keep_gathered: bool = flag(
         False, "fastseq: keep the gathered input for the backward pass: more memory, less traffic", group="Speed"
     )
@@ -134,8 +151,6 @@ class TrainConfig(SpeedFlags):
     sample_every: int | None = flag(None, "steps between sample grids (default: as --ckpt_every)", group="Run")
     sample_steps: int = flag(50, "sampling steps of those grids", group="Run")
     sample_cfg_scale: float = flag(4.0, "guidance of those grids", group="Run")
-
-    given: frozenset[str] = frozenset()  # the flags that stood on the command line
 
     @property
     def ema_decays(self) -> list[float]:
@@ -163,8 +178,6 @@ class TrainConfig(SpeedFlags):
             )
         if self.fp8 and self.plugin == "gemini":
             raise ValueError("--fp8 does not work with --plugin gemini; use --plugin zero2, or leave --fp8 out")
-        if self.fp8 and self.sequence_parallel_size > 1:
-            raise ValueError("--fp8 does not work with --sequence_parallel_size above 1; leave one of them out")
         notes += self._settle_recompute()
         positive(self, "image_size", "batch_size", "grad_accumulation", "epochs", "log_every", "sample_steps")
         positive(self, "lr", "max_bad_steps", "num_frames", "frame_interval")
@@ -183,10 +196,7 @@ class TrainConfig(SpeedFlags):
                 raise ValueError(f"--{name} {value}: must be at least 0 and below 1")
         if len(set(self.ema_decays)) < len(self.ema_decays):
             raise ValueError(f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice")
-        check_sequence_parallel(self.sequence_parallel_size, world_size)
-        for name in ("sequence_parallel_type", "keep_gathered"):
-            if name in self.given and self.sequence_parallel_size == 1:
-                raise ValueError(f"--{name} needs --sequence_parallel_size above 1; add that, or leave it out")
+        self.check_parallel(world_size)
         if self.keep_gathered and self.sequence_parallel_type not in ("auto", "fastseq"):
             raise ValueError(f"--keep_gathered: --sequence_parallel_type {self.sequence_parallel_type} gathers nothing")
         check_writable(self.outputs, "--outputs")
@@ -213,7 +223,7 @@ class TrainConfig(SpeedFlags):
 
 
 @dataclass
-class SampleConfig(SpeedFlags):
+class SampleConfig(ParallelFlags):
     """Draws pictures from a checkpoint. Several processes (torchrun) share the work."""
 
     ckpt: str = flag("latest", "checkpoint file or folder, run folder, or latest", group="Model")
@@ -239,18 +249,12 @@ class SampleConfig(SpeedFlags):
     seed: int = flag(0, "seed of the noise", group="Sampling")
     batch_size: int = flag(32, "pictures at a time per process, or per group that shares them", group="Sampling")
     mixed_precision: str = flag("bf16", "precision of the model", group="Speed", choices=("fp16", "bf16", "fp32"))
-    sequence_parallel_size: int = flag(1, "processes that share one sample's sequence", group="Speed")
-    sequence_parallel_type: str = flag(
-        "auto", "how they do; auto: what suits ranks, tokens and heads", group="Speed", choices=SEQUENCE_TYPES
-    )
     cfg_parallel: bool = flag(False, "the two halves of guidance on different processes", group="Speed")
 
     outputs: str = flag("./outputs", "where --ckpt latest looks for runs", group="Output")
     output: str = flag("./samples", "folder for the grid and the single pictures", group="Output")
     save_png: bool = flag(True, "write single pictures too", group="Output")
     npz: str | None = flag(None, "also write arr_0 (uint8 N,H,W,3) and arr_1 (labels) for FID tools", group="Output")
-
-    given: frozenset[str] = frozenset()
 
     def check(self, world_size: int, has_gpu: bool) -> list[str]:
         """As :meth:`TrainConfig.check`."""
@@ -265,11 +269,7 @@ class SampleConfig(SpeedFlags):
             raise ValueError(f"--num_sampling_steps {self.num_sampling_steps}: the models have 1000 steps at most")
         if self.model is not None:
             self.model = canonical_name(self.model)
-        check_sequence_parallel(self.sequence_parallel_size, world_size)
-        if "sequence_parallel_type" in self.given and self.sequence_parallel_size == 1:
-            raise ValueError("--sequence_parallel_type needs --sequence_parallel_size above 1; add that")
-        if self.fp8 and self.sequence_parallel_size > 1:
-            raise ValueError("--fp8 does not work with --sequence_parallel_size above 1; leave one of them out")
+        self.check_parallel(world_size)
         if self.cfg_parallel:
             if self.cfg_scale == 1:
                 raise ValueError("--cfg_parallel: --cfg_scale 1 is no guidance and has one half; leave one of them out")
