@@ -24,6 +24,7 @@ from torch import Tensor
 from opendit.kernels.common import block_width, next_power_of_2, or_unused, tl, triton
 from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.tiles import column_block
+from opendit.kernels.transpose import tiles_of, transpose
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
@@ -120,25 +121,9 @@ def _cast_kernel(
     tl.store(y_ptr + offsets, float8_range(x, factor, LIMIT).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("rows", "sixteens"))
-def _transpose_kernel(
-    x_ptr, y_ptr, rows, sixteens, D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """x (rows, D) bytes to y (D, 16 * sixteens). ROWS is a multiple of 16, so the last tile covers the zeros too."""
-    column = (tl.program_id(0) % BLOCKS) * BLOCK
-    start = (tl.program_id(0) // BLOCKS) * ROWS
-    offsets, mask = column_block(column, start, rows, D, BLOCK, ROWS)
-    tile = tl.load(x_ptr + offsets, mask=mask, other=0)
-    row = start + tl.arange(0, ROWS)
-    cols = column + tl.arange(0, BLOCK)
-    offsets = (cols.to(tl.int64) * (sixteens * 16))[:, None] + row[None, :]
-    tl.store(y_ptr + offsets, tl.trans(tile), mask=(cols < D)[:, None] & (row < sixteens * 16)[None, :])
-
-
 # --------------------------------------------------------------------------------------------------------- operations
 
 CAST = {"ROWS": 16, "num_warps": 4}
-TRANSPOSE = {"ROWS": 64, "num_warps": 4}
 
 
 def sample_step(runs: int, blocks: int) -> int:
@@ -179,7 +164,7 @@ def cast(x: Tensor, dtype: torch.dtype, exact: bool = False) -> Float8:
     x, y = x.contiguous(), Float8.empty(x.shape, dtype, x.device)
     target = EXACT if exact else SAMPLED if dtype == E4M3 else SAMPLED_GRADIENT
     pointers, options = kernel_arguments(y, amax(x, exact=exact), target)
-    grid, rows, shape = _grid(x, CAST)
+    grid, rows, shape = tiles_of(x, CAST)
     _cast_kernel[grid](x, *pointers, rows, **shape, **options)
     return y
 
@@ -189,19 +174,7 @@ def transposed(x: Tensor) -> Tensor:
 
     A pass of its own: written in both orders by the kernels that make it, a tensor took longer (docs/kernels.md).
     """
-    grid, rows, shape = _grid(x, TRANSPOSE)
-    sixteens = -(-rows // 16)
-    y = torch.empty(x.shape[-1], 16 * sixteens, dtype=x.dtype, device=x.device)
-    _transpose_kernel[grid](x.view(torch.uint8), y.view(torch.uint8), rows, sixteens, **shape)
-    return y
-
-
-def _grid(x: Tensor, launch: dict) -> tuple[tuple[int], int, dict]:
-    """(grid, rows, options) of a kernel whose programs take a tile each."""
-    width = x.shape[-1]
-    rows, block = x.numel() // width, block_width(width)
-    blocks = -(-width // block)
-    return (-(-rows // launch["ROWS"]) * blocks,), rows, {"D": width, "BLOCK": block, "BLOCKS": blocks, **launch}
+    return transpose(x.flatten(0, -2).view(torch.uint8)).view(x.dtype)
 
 
 def product(

@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from opendit.kernels.common import kernels_available
+from opendit.kernels.transpose import transpose
+
 
 class _Narrowing(torch.autograd.Function):
     @staticmethod
@@ -23,8 +26,15 @@ class _Narrowing(torch.autograd.Function):
         dx = dy @ weight if ctx.needs_input_grad[0] else None
         dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = (x.flatten(0, -2).t() @ dy.flatten(0, -2)).t().contiguous()
+            dweight = _turned(x.flatten(0, -2).t() @ dy.flatten(0, -2))
         return dx, dweight
+
+
+def _turned(x: Tensor) -> Tensor:
+    usable, _ = kernels_available(x.device, x.dtype)
+    if not usable or x.shape[0] % 16 or torch.compiler.is_compiling():  # the kernel pads rows to sixteens
+        return x.t().contiguous()
+    return transpose(x)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
