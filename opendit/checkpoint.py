@@ -50,7 +50,7 @@ def run_folder(outputs: str, model: str) -> Path:
 
 def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
     """The newest run folder (of ``model``, or of any clip model) that has a checkpoint, or None."""
-    name = model.replace("/", "-") if model else "vDiT-*" if video else "*"
+    name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
     runs = sorted(Path(outputs).glob(f"[0-9][0-9][0-9]-{name}"))
     return next((run for run in reversed(runs) if newest_checkpoint(run) is not None), None)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.vae import HUB, load_codec
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.layers import PLAIN
 from opendit.models.pretrained import METADATA_KEY, Weights, load_pretrained
 from opendit.models.zoo import SIZES, build_model, model_config
 
@@ -41,7 +42,10 @@ QKV = ("attn1.to_q", "attn1.to_k", "attn1.to_v")
 def refuse_unless_plain(config: DiTConfig, info: dict, target: str) -> None:
     """Raises ValueError for models that Meta's DiT, and so diffusers', can't express."""
     if config.kind != DiTConfig.kind:
-        raise ValueError(f"{target} has no video DiT: a {config.kind} can't be exported")
+        what = "video DiT" if config.is_video else f"{config.kind} model"
+        raise ValueError(f"{target} has no {what}: a {config.kind} can't be exported")
+    if config.options != PLAIN or config.positions != "sincos":
+        raise ValueError(f"{target}'s DiT has no --qk_norm, --adaln_lora, --no_bias and other --positions than sincos")
     if config.text is not None:
         raise ValueError(f"{target} has no DiT conditioned on captions: this model can't be exported")
     if config.input_size[0] != config.input_size[1]:

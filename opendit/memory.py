@@ -11,7 +11,7 @@ allocator can't use of its memory.
 
 from dataclasses import dataclass, replace
 
-from opendit.models import DiTConfig
+from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 GIB = 2**30
@@ -22,7 +22,7 @@ LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS and cuDNN and the like: what is l
 # Units that the backward pass of a block takes at its worst beyond what was kept: in fc2's, dout, gate * dout and the
 # gradient of GELU's output, 1 + 1 + 4, less fc2's output, which is not needed any more. Recomputing adds what it has
 # made: GELU's output 4; fc1's output and its input, 4 + 1.
-BACKWARD = {"none": 5, "cheap": 9, "mlp": 14}
+BACKWARD = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}
 
 
 @dataclass(frozen=True)
@@ -95,22 +95,57 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
 
 
 def block_units(config: DiTConfig, setup: Setup) -> float:
-    """Units that a block keeps for its backward pass; kernels/recompute.py lists them."""
-    text = config.text if config.text is not None and config.text.cross_attention else None
-    wide = config.mlp_ratio
-    # x, qkv, attention, its projection, h, fc2's output; and fc1's output
-    units = 8 + (0 if setup.recompute == "mlp" else wide)
+    """Units that a block keeps for its backward pass; kernels/recompute.py lists a DiT's."""
+    units = _llama_units(config) if isinstance(config, MovieGenConfig) else _adaln_units(config, setup)
+    if isinstance(config, ECDiTConfig):
+        # Of every expert of a token its input and output, its hidden layer before and after GELU; then their sum
+        units += config.expert_capacity * (2 + 2 * config.expert_hidden / config.hidden_size) + 1
+    if config.cross_attention:  # q, attention; k and v of the text
+        units += 2 + 2 * config.text.max_tokens / config.tokens
+    return units + _head_units(config)
+
+
+def _adaln_units(config: DiTConfig, setup: Setup) -> float:
+    """Of LayerNorms, attentions and an MLP with GELU; of cross-attention what is outside of its heads."""
+    wide, cross, temporal = config.mlp_ratio, config.cross_attention, isinstance(config, STDiTConfig)
+    attentions = 2 + config.full_attention if temporal else 1
+    norms = 1 + attentions + (cross and temporal)
+    # x, fc2's output; qkv, attention, its projection, h; and fc1's output
+    units = 2 + 6 * attentions + {"half": wide / 2, "mlp": 0}.get(setup.recompute, wide)
+    units += temporal  # attention along time writes its result in another order than the projection reads
     if setup.recompute == "none":
-        units += 2 + wide  # the LayerNorms' outputs and GELU's
+        units += norms + wide  # the LayerNorms' outputs and GELU's
         if setup.fp8:
-            units += 0.5 - (2 + wide) / 2  # one byte each; the attention's output is there in both forms
+            units += attentions / 2 - (norms + wide) / 2  # one byte each; an attention's output is there in both forms
         elif not setup.fused:
             # What lies between LayerNorm and modulation. Under autocast LayerNorm works on fp32 copies.
-            units += 6 if setup.autocast else 2
-    if text is not None:
-        # h before it, its LayerNorm, q, attention; k and v of the text
-        units += 4 + setup.autocast + 2 * text.max_tokens / config.tokens
+            units += norms * (3 if setup.autocast else 1)
+    elif setup.recompute == "norms":
+        units += wide  # GELU's output
+    if cross:  # h before it, and its LayerNorm or its projection
+        units += 2 + (setup.autocast and not temporal)
     return units
+
+
+def _llama_units(config: MovieGenConfig) -> float:
+    """Of RMSNorms, one attention and SwiGLU; of cross-attention what is outside of its heads."""
+    shared = config.key_value_width / config.hidden_size
+    heads = 3 if shared == 1 else 1 + 2 * shared + 2  # grouped: keys and values for every head too
+    # x, the RMSNorm's two products and its modulation; heads, attention, its projection, h; again the RMSNorm's three
+    units = 4 + heads + 3 + 3 + 4 * config.mlp_ratio + 1  # fc1's two halves, SiLU, their product; fc2's output
+    return units + 3 * config.cross_attention  # h, the RMSNorm's two products
+
+
+def _head_units(config: DiTConfig) -> float:
+    """Of queries and keys that are normalised (both products of an RMSNorm) or rotated."""
+    temporal, text = isinstance(config, STDiTConfig), config.text
+    attentions = 1 + config.full_attention if temporal else 1
+    keys = config.key_value_width / config.hidden_size if isinstance(config, MovieGenConfig) else 1
+    if config.qk_norm:  # of attention along time and of keys that heads share, what is attended to is a copy anyway
+        units = 2 * (1 + (keys if keys == 1 else keys / 2)) * attentions + 5 * temporal
+        return units + (2 + 2 * text.max_tokens / config.tokens if config.cross_attention else 0)
+    rotated = config.positions == "rope"
+    return rotated * (2 * attentions if keys == 1 else -2 * keys)
 
 
 def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
@@ -118,7 +153,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
     tokens = batch * -(-config.tokens // setup.sequence_parallel)
     unit = tokens * width * size
     # In fp32: mean and 1 / deviation of two LayerNorms, a log-sum-exp of every head. A sample: modulation, its input.
-    small = 4 * tokens * (4 + config.num_heads) + size * batch * 7 * width
+    small = 4 * tokens * (4 + config.num_heads) + size * batch * (config.modulation_width + width)
     block = block_units(config, setup) * unit + small
     if setup.fp8:
         block += (4 + 2 * wide) * width**2  # weights in e4m3
@@ -137,8 +172,8 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
 
     if fits():
         return None
-    if setup.plugin != "gemini" and not (setup.grad_checkpoint or setup.fp8):
-        for level in ("cheap", "mlp"):
+    if config.can_recompute and setup.plugin != "gemini" and not (setup.grad_checkpoint or setup.fp8):
+        for level in ("norms", "cheap", "half", "mlp"):
             if fits(recompute=level):
                 return f"--recompute {level}"
     if fits(grad_checkpoint=True, recompute="none"):

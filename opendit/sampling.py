@@ -70,7 +70,7 @@ def sample_in_batches(
     its samples, there are no pictures (None)."""
     for first in range(0, len(index), batch_size):
         rows = slice(first, first + batch_size)
-        latents = sample_latents(model, y[rows], null, index[rows].to(model.pos_embed.device), **settings)
+        latents = sample_latents(model, y[rows], null, index[rows].to(model.device), **settings)
         yield index[rows], None if codec is None else to_uint8(codec.decode(latents))
 
 

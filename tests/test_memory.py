@@ -9,7 +9,7 @@ import torch
 
 import train
 from opendit.config import TrainConfig, parse
-from opendit.kernels.recompute import recomputing
+from opendit.kernels.recompute import recompute_in
 from opendit.memory import GIB, Setup, advice, describe, estimate, largest_batch
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, model_config
 from tests.memory import kept_bytes
@@ -76,11 +76,12 @@ def test_cast_weights_of_autocast():
 
 
 @pytest.mark.parametrize("config", (LABELS, CAPTIONS), ids=("labels", "captions"))
-@pytest.mark.parametrize("level", ("none", "cheap", "mlp"))
+@pytest.mark.parametrize("level", ("none", "norms", "cheap", "half", "mlp"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_activations_are_what_a_model_keeps(config, level, dtype):
     """torch's expressions on a CPU; tests/kernels/test_recompute.py counts the fused kernels' tensors."""
-    model = randomised(DiT(config)).place("cpu", dtype).use(ops=recomputing(DiT(config).blocks[0].ops, level))
+    model = randomised(DiT(config)).place("cpu", dtype)
+    recompute_in(model, level)
     setup = Setup(precision="fp32" if dtype == torch.float32 else "bf16", fused=False, recompute=level)
     x, t, y = inputs(config, 4)
     kept = kept_bytes(lambda: model(x, t, y))
@@ -88,7 +89,7 @@ def test_activations_are_what_a_model_keeps(config, level, dtype):
     model.blocks = torch.nn.ModuleList()
     kept -= kept_bytes(lambda: model(x, t, y))
     unit = 4 * config.tokens * config.hidden_size * dtype.itemsize
-    backward = {"none": 5, "cheap": 9, "mlp": 14}[level] + 5 / 4 * (config.mlp_ratio - 4)
+    backward = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}[level] + 5 / 4 * (config.mlp_ratio - 4)
     assert estimate(config, setup, 4).activations - backward * unit == pytest.approx(kept, rel=0.02)
 
 
@@ -183,7 +184,7 @@ def curve(mesh, plugin: str, precision: str, how: str) -> list[float]:
     config = DiTConfig((4, 4), 2, 2, 24, 3, 3, num_classes=3)
     model = randomised(DiT(config))
     if how in ("cheap", "mlp"):
-        model.use(ops=recomputing(model.blocks[0].ops, how))
+        recompute_in(model, how)
     engine = build_engine(model, mesh, plugin=plugin, precision=precision, lr=1e-2, grad_accumulation=2)
     if how == "compile":
         model.compile_blocks(backend="aot_eager", fullgraph=True)

@@ -5,8 +5,10 @@ weight gradient), q, k, v 3, the attention's output 1, its projection 1 (for the
 between the branches 1, the second LayerNorm's output 1 (fc1), fc1's output 4 (GELU), GELU's output 4 (fc2), fc2's
 output 1: 18 in all.
 
-    cheap   neither the LayerNorms' outputs nor GELU's: 12. A pass over memory each makes them again.
+    norms   not the LayerNorms' outputs: 16. A pass over memory each makes them again.
+    cheap   nor GELU's, likewise: 12.
     mlp     nor fc1's output, which takes its product again, a ninth of all of a block's products: 8.
+    half    mlp in every other block, cheap in the others: 10 on average.
 
 Without the fused LayerNorm + modulate, the normalised input of the modulation is one more tensor at each of the two
 (20 in all), and not kept either.
@@ -30,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.bias_gelu import bias_gelu
+from opendit.models import DiT
 from opendit.models.layers import TORCH_OPS, BlockOps
 
 
@@ -105,7 +108,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     backward, nor be freed. Not for torch.compile, which has no such hooks.
 
     Args:
-        level: none, cheap or mlp.
+        level: none, norms, cheap or mlp.
     """
     if level == "none":
         return ops
@@ -138,7 +141,8 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
         if level == "mlp":
             _remember(u, linear, x, layer.weight, layer.bias)
         with _not_keeping(u):
-            return _remember(gelu(u, layer.bias), gelu, u, layer.bias)
+            z = gelu(u, layer.bias)
+        return z if level == "norms" else _remember(z, gelu, u, layer.bias)
 
     def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, layer: nn.Linear) -> Tensor:
         z = _as_a_linear_sees(z)
@@ -158,6 +162,15 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
         linear_gate_residual_layernorm_modulate=joined and linear_gate_residual_layernorm_modulate,
         residual_layernorm_modulate=forked and residual_layernorm_modulate,
     )
+
+
+def recompute_in(model: DiT, level: str) -> None:
+    """Has the blocks and the final layer of ``model`` (any of the models with BlockOps) make again what ``level`` says:
+    none, norms, cheap, half or mlp. After ``model.use``, which sets the operations that this wraps."""
+    for number, block in enumerate(model.blocks):
+        alternating = "mlp" if number % 2 else "cheap"
+        block.ops = recomputing(block.ops, alternating if level == "half" else level)
+    model.final_layer.ops = recomputing(model.final_layer.ops, "none" if level == "none" else "cheap")
 
 
 # fc1 and GELU apart, as opendit.models.layers and opendit.kernels.select have them in one.

@@ -17,7 +17,7 @@ from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
 from opendit.kernels.linear import linear as unbiased
 from opendit.kernels.split_heads import split_heads
-from opendit.models.layers import BlockOps, layer_norm, modulate
+from opendit.models.layers import TORCH_OPS, BlockOps, layer_norm, modulate
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _block_ops(flags, device, dtype) -> tuple[BlockOps, str]:
         reason = f"; no modulate kernel: {why}" if flags.enable_modulate_kernel else ""
         ops = BlockOps() if norm is None else BlockOps(layernorm_modulate=_after(norm, modulate))
         return ops, norm_note + reason
-    ops = BlockOps(linear_gelu=_linear_gelu, linear_gate_residual=_linear_gate_residual)
+    ops = BlockOps(linear_gelu=_linear_gelu, linear_gate_residual=_linear_gate_residual, modulate=adaln.modulate)
     if flags.enable_layernorm_kernel:
         return replace(
             ops,
@@ -96,12 +96,14 @@ def _linear_heads(x: Tensor, linear: nn.Linear, num_heads: int) -> tuple[Tensor,
     bias = linear.bias
     # The matrix product adds a bias for nothing; only its gradient moves to the kernel. Not so for a parameter that
     # watches torch's calls: Gemini fetches it for one call and may free it before the next, so detach() gives no hold.
-    if torch.overrides.has_torch_function((bias,)):
+    if bias is None or torch.overrides.has_torch_function((bias,)):
         return split_heads(linear(x), num_heads)
     return split_heads(F.linear(x, linear.weight, bias.detach()), num_heads, bias)
 
 
 def _linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
+    if linear.bias is None:
+        return TORCH_OPS.linear_gelu(x, linear)
     return bias_gelu(F.linear(x, linear.weight), linear.bias)
 
 

@@ -3,6 +3,9 @@
 from opendit.models.bytes_text import encode_bytes
 from opendit.models.conditioning import Condition, TextCondition, TextConfig, where
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.ecdit import ECDiT, ECDiTConfig
+from opendit.models.moviegen import MovieGen, MovieGenConfig
+from opendit.models.stdit import STDiT, STDiTConfig
 from opendit.models.vdit import VDiT, VDiTConfig
 from opendit.models.zoo import (
     NAMES,
@@ -21,6 +24,12 @@ __all__ = [
     "Condition",
     "DiT",
     "DiTConfig",
+    "ECDiT",
+    "ECDiTConfig",
+    "MovieGen",
+    "MovieGenConfig",
+    "STDiT",
+    "STDiTConfig",
     "TextCondition",
     "TextConfig",
     "VDiT",

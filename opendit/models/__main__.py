@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("names", nargs="*", metavar="MODEL", help="these only, e.g. DiT-XL/2 vDiT-B/244")
     parser.add_argument("--image_size", type=int, default=256, help="pixels; latents have an eighth of it")
-    parser.add_argument("--num_frames", type=int, default=16, help="latent frames of a vDiT")
+    parser.add_argument("--num_frames", type=int, default=16, help="latent frames of models of clips")
     parser.add_argument("--batch_size", type=int, default=32, help="samples per GPU")
     parser.add_argument("--world", type=int, default=1, help="GPUs")
     parser.add_argument("--mixed_precision", default="bf16", choices=tuple(BYTES))

@@ -7,8 +7,10 @@ there, so that the empty caption has a token to attend to; its ids are the null 
 import torch
 from torch import Tensor, nn
 
+from opendit.models.attention import CrossAttention
 from opendit.models.conditioning import TextCondition, TextConfig, masked_mean
-from opendit.models.layers import CrossAttention, Mlp, layer_norm, sincos_position_table
+from opendit.models.layers import Mlp, layer_norm
+from opendit.models.positions import sincos_position_table
 
 PADDING, BEGIN, FIRST_BYTE = 0, 1, 2
 VOCABULARY = FIRST_BYTE + 256

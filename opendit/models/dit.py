@@ -6,123 +6,35 @@ Parameter names are those of Meta's release, so its checkpoints load strictly.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from opendit.models import bytes_text
+from opendit.models.attention import Attention, CrossAttention, Layout, Shards, local_attention
 from opendit.models.bytes_text import BytesEncoder
-from opendit.models.conditioning import CaptionEmbedder, Condition, TextConfig
+from opendit.models.conditioning import CaptionEmbedder, Condition
+from opendit.models.configuration import DiTConfig, times
 from opendit.models.layers import (
-    TIME_FREQUENCIES,
-    Attention,
+    PLAIN,
     BlockOps,
-    CrossAttention,
     LabelEmbedder,
     Mlp,
+    Options,
     PatchEmbed,
-    Shards,
     TimestepEmbedder,
-    add_table,
     layer_norm,
-    local_attention,
+    modulation,
+)
+from opendit.models.positions import (
+    LearnedPositions,
+    add_table,
+    grid_coordinates,
+    rotary_table,
     sincos_position_table,
 )
 
 Context = tuple[Tensor, Tensor]  # what blocks attend to: tokens (B, L, D) and their mask (B, L) bool
-
-
-@dataclass(frozen=True)
-class DiTConfig:
-    """Everything needed to build a DiT; it travels inside checkpoints.
-
-    Conditioned on ``num_classes`` labels, or on captions when ``text`` is given (then num_classes is None).
-    """
-
-    kind: ClassVar[str] = "dit"
-
-    input_size: tuple[int, ...]  # height, width of the latent
-    patch_size: int
-    in_channels: int
-    hidden_size: int
-    depth: int
-    num_heads: int
-    num_classes: int | None = None
-    mlp_ratio: float = 4.0
-    learn_sigma: bool = True
-    text: TextConfig | None = None
-
-    @property
-    def patch(self) -> tuple[int, ...]:
-        """Sides of a patch, one per dimension of the input."""
-        return (self.patch_size,) * 2
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        return self.grid_of(self.input_size)
-
-    def grid_of(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Patches along each side of an input of ``size``. Raises ValueError if the patch does not divide it."""
-        if len(size) != len(self.patch) or any(s < 1 or s % p for s, p in zip(size, self.patch, strict=False)):
-            raise ValueError(f"an input of {_times(size)} does not divide by patch size {_times(self.patch)}")
-        return tuple(s // p for s, p in zip(size, self.patch, strict=True))
-
-    @property
-    def tokens(self) -> int:
-        return math.prod(self.grid)
-
-    @property
-    def out_channels(self) -> int:
-        return self.in_channels * (2 if self.learn_sigma else 1)
-
-    def to_dict(self) -> dict:
-        return {"kind": self.kind, **asdict(self)}
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "DiTConfig":
-        """The inverse of to_dict, also after a trip through JSON (see opendit.models.config_from_dict)."""
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "kind"}
-        if values.get("text") is not None:
-            values["text"] = TextConfig(**values["text"])
-        return cls(**values)
-
-    def forward_flops(self) -> int:
-        """FLOPs of one sample's forward pass in its matrix products (2 a multiply-add); training is 3x."""
-        n, d = self.tokens, self.hidden_size
-        hidden = int(d * self.mlp_ratio)
-        patch = math.prod(self.patch)
-        block = 2 * n * d * (3 * d) + 4 * n * n * d + 2 * n * d * d + 4 * n * d * hidden + 2 * d * 6 * d
-        embed = 2 * n * patch * self.in_channels * d + 2 * TIME_FREQUENCIES * d + 2 * d * d
-        final = 2 * n * d * patch * self.out_channels + 2 * d * 2 * d
-        if self.text is not None:
-            m, width = self.text.max_tokens, self.text.width
-            embed += 2 * width * d + 2 * d * d
-            if self.text.cross_attention:
-                embed += 2 * m * width * d
-                block += 2 * n * d * d + 2 * m * d * (2 * d) + 4 * n * m * d + 2 * n * d * d
-            if self.text.inside:
-                embed += bytes_text.forward_flops(self.text)
-        return self.depth * block + embed + final
-
-    def parameters(self) -> int:
-        """Number of trainable weights, without building the model."""
-        d, hidden, patch = self.hidden_size, int(self.hidden_size * self.mlp_ratio), math.prod(self.patch)
-        block = 4 * d * d + 4 * d + 2 * d * hidden + hidden + d + 6 * d * d + 6 * d
-        embed = (patch * self.in_channels + 1) * d + (TIME_FREQUENCIES + 1 + d + 1) * d
-        final = 2 * d * d + 2 * d + (d + 1) * patch * self.out_channels
-        if self.text is None:
-            embed += (self.num_classes + 1) * d
-        else:
-            embed += (self.text.width + 1 + d + 1) * d
-            if self.text.cross_attention:
-                embed += (self.text.width + 1) * d
-                block += 4 * d * d + 4 * d
-            if self.text.inside:
-                embed += bytes_text.parameters(self.text)
-        return self.depth * block + embed + final
 
 
 class DiTBlock(nn.Module):
@@ -132,25 +44,44 @@ class DiTBlock(nn.Module):
     does (Chen et al. 2024, sec. 2.3); its zero-initialised output projection is its gate.
     """
 
-    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, cross_attention: bool = False):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float,
+        cross_attention: bool = False,
+        options: Options = PLAIN,
+        mlp: Mlp | None = None,
+    ):
         super().__init__()
-        self.attn = Attention(dim, num_heads)
-        self.cross_attn = CrossAttention(dim, num_heads) if cross_attention else None
-        self.mlp = Mlp(dim, int(dim * mlp_ratio))
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        self.attn = Attention(dim, num_heads, options)
+        self.cross_attn = CrossAttention(dim, num_heads, options) if cross_attention else None
+        self.mlp = mlp or Mlp(dim, int(dim * mlp_ratio), options.bias)
+        self.adaLN_modulation = modulation(dim, 6, options)
         self.ops = BlockOps()
 
-    def forward(self, x: Tensor, c: Tensor, context: Context | None = None, shards: Shards | None = None) -> Tensor:
+    def zero_layers(self) -> list[nn.Linear]:
+        """Those that are zero at first, so that the block does nothing."""
+        return [self.adaLN_modulation[-1], *([] if self.cross_attn is None else [self.cross_attn.proj])]
+
+    def forward(
+        self,
+        x: Tensor,
+        c: Tensor,
+        context: Context | None = None,
+        shards: Shards | None = None,
+        layout: Layout | None = None,
+    ) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
         x, y = self.ops.residual_and_norm(x, shift_a, scale_a)
-        heads = self.attn.heads(y, self.ops, shards)
+        heads = self.attn.heads(y, self.ops, shards, layout)
         if self.cross_attn is None:
             x, y = self.ops.residual_then_norm(x, gate_a, heads, self.attn.proj, shift_m, scale_m)
         else:
             x = self.ops.linear_gate_residual(x, gate_a, heads, self.attn.proj)
             x = x + self.cross_attn(layer_norm(x), *context)
             y = self.ops.layernorm_modulate(x, shift_m, scale_m)
-        return self.ops.linear_gate_residual(x, gate_m, self.mlp.hidden(y, self.ops), self.mlp.fc2)
+        return self.mlp.residual(x, gate_m, y, self.ops)
 
 
 class FinalLayer(nn.Module):
@@ -159,7 +90,7 @@ class FinalLayer(nn.Module):
     def __init__(self, dim: int, out_features: int):
         super().__init__()
         self.linear = nn.Linear(dim, out_features)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
+        self.adaLN_modulation = modulation(dim, 2)
         self.ops = BlockOps()
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
@@ -168,15 +99,15 @@ class FinalLayer(nn.Module):
 
 
 class DiT(nn.Module):
-    """Diffusion Transformer on latents (B, C, H, W), of the configured height and width or any that divides.
+    """Diffusion Transformer on latents (B, C, H, W), or of clips (B, C, T, H, W), of the configured size or any that
+    the patch divides. Other architectures are other blocks in it (:meth:`make_block`).
 
     Weights may be fp32, bf16 or fp16; activations follow them, timesteps and positions stay fp32.
     """
 
     def __init__(self, config: DiTConfig):
         super().__init__()
-        if (config.num_classes is None) == (config.text is None):
-            raise ValueError("a model is conditioned on num_classes or on text: give one of them")
+        config.check()
         self.config = config
         dim, text = config.hidden_size, config.text
         self.x_embedder = PatchEmbed(config.patch, config.in_channels, dim)
@@ -184,14 +115,15 @@ class DiT(nn.Module):
         self.text_encoder = BytesEncoder(text) if text and text.inside else None
         self.y_embedder = CaptionEmbedder(text, dim) if text else LabelEmbedder(config.num_classes, dim)
         self.register_positions()
-        cross_attention = bool(text and text.cross_attention)
-        self.blocks = nn.ModuleList(
-            DiTBlock(dim, config.num_heads, config.mlp_ratio, cross_attention) for _ in range(config.depth)
-        )
+        self.blocks = nn.ModuleList(self.make_block() for _ in range(config.depth))
         self.final_layer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
         self.grad_checkpoint = False
         self.sequence: Callable[[int], Shards] | None = None  # N tokens as the ranks of a group share them
         self.initialize_weights()
+
+    def make_block(self) -> nn.Module:
+        config = self.config
+        return DiTBlock(config.hidden_size, config.num_heads, config.mlp_ratio, config.cross_attention, config.options)
 
     def initialize_weights(self) -> None:
         """Meta's initialisation: Xavier everywhere, N(0, 0.02) embedders, zero modulation and output.
@@ -201,7 +133,11 @@ class DiT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, LearnedPositions):
+                for table in module.axes:
+                    nn.init.normal_(table.weight, std=0.02)
         projection = self.x_embedder.proj
         nn.init.xavier_uniform_(projection.weight.view(projection.weight.shape[0], -1))
         nn.init.zeros_(projection.bias)
@@ -209,13 +145,10 @@ class DiT(nn.Module):
             nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
         for i in (0, 2):
             nn.init.normal_(self.t_embedder.mlp[i].weight, std=0.02)
-        for layer in [block.adaLN_modulation[-1] for block in self.blocks] + [
-            *(block.cross_attn.proj for block in self.blocks if block.cross_attn is not None),
-            self.final_layer.adaLN_modulation[-1],
-            self.final_layer.linear,
-        ]:
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        zero = [layer for block in self.blocks for layer in block.zero_layers()]
+        for layer in (*zero, self.final_layer.adaLN_modulation[-1], self.final_layer.linear):
+            for parameter in layer.parameters():
+                nn.init.zeros_(parameter)
 
     def use(
         self, *, ops: BlockOps | None = None, attend=None, sequence: Callable[[int], Shards] | None = None
@@ -226,10 +159,11 @@ class DiT(nn.Module):
         the same arguments, and all get the whole result. Gradients are those of their own tokens, times their number.
         """
         self.sequence = sequence
-        for block in self.blocks:
-            block.ops = ops or BlockOps()
-            block.attn.attend = attend or local_attention
-        self.final_layer.ops = ops or BlockOps()
+        for part in (*self.blocks, self.final_layer):
+            part.ops = ops or BlockOps()
+        for module in self.blocks.modules():
+            if isinstance(module, Attention):
+                module.attend = attend or local_attention
         return self
 
     def compile_blocks(self, **options) -> None:
@@ -252,32 +186,46 @@ class DiT(nn.Module):
     def forward(self, x: Tensor, t: Tensor, y: Condition) -> Tensor:
         """Predicts noise (and, with learned sigma, the variance fraction) of noised latents.
 
+        A picture is a clip with T = 1. Where the patch holds more frames, the frame, with its noise, is repeated to
+        fill it and the prediction is the mean over the repeats, so it has T = 1 again: its loss counts one
+        frame, not one for each repeat, and every frame of the patch is trained.
+
         Args:
-            x: (B, C, H, W) noised latents, any float dtype.
+            x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype.
             t: (B,) timesteps.
             y: (B,) int64 labels, ``num_classes`` being the null class; of a text model a TextCondition, or with the
                 bytes encoder the ids (B, L) int64.
 
         Returns:
-            (B, out_channels, H, W) in the weights' dtype.
+            (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype.
 
         Raises:
-            ValueError: the patch does not divide H or W.
+            ValueError: the patch does not divide a side.
         """
+        repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
+        if repeats == 1:
+            return self._predict(x, t, y)
+        return self._predict(x.expand(-1, -1, repeats, -1, -1), t, y).mean(dim=2, keepdim=True)
+
+    def _predict(self, x: Tensor, t: Tensor, y: Condition) -> Tensor:
         grid = self.config.grid_of(tuple(x.shape[2:]))
         patches, positions = self.x_embedder.patches(x), self.positions(grid)
         shards = self.sequence and self.sequence(patches.shape[1])
         if shards:
-            patches, positions = shards.take(patches), shards.take(positions)
+            patches, positions = shards.take(patches), positions if positions is None else shards.take(positions)
         x = self.x_embedder.project(patches)
-        x = add_table(x, positions)  # in fp32: bf16 positions of neighbours would coincide
+        if self.learned_positions is not None:
+            x = x + positions
+        elif positions is not None:
+            x = add_table(x, positions)  # in fp32: bf16 positions of neighbours would coincide
         c, context = self.condition(t, y)
+        layout = Layout(grid, self.rotations(grid))
         for block in self.blocks:
             if self.grad_checkpoint and torch.is_grad_enabled():
                 # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
-                x = checkpoint(block, x, c, context, shards, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, c, context, shards, layout, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, c, context, shards)
+                x = block(x, c, context, shards, layout)
         x = self.final_layer(x, c)
         return self.unpatchify(shards.gather(x) if shards else x, grid)
 
@@ -289,27 +237,63 @@ class DiT(nn.Module):
         return self.t_embedder(t) + vector, context
 
     def register_positions(self) -> None:
-        """Makes the fixed tables of the configured size."""
+        """Makes the positions of the configured size: fixed tables, learned ones, or none where heads are rotated."""
+        dim, grid = self.config.hidden_size, self.config.grid
+        self.learned_positions = LearnedPositions(grid, dim) if self.config.positions == "learned" else None
+        if self.config.positions != "sincos":
+            return
         # A buffer under the name of Meta's frozen parameter: saved and loaded, never trained or sharded.
-        table = sincos_position_table(self.config.hidden_size, *self.config.grid)
-        self.register_buffer("pos_embed", table.unsqueeze(0))
+        self.register_buffer("pos_embed", sincos_position_table(dim, *grid[-2:]).unsqueeze(0))
+        if self.config.is_video:
+            self.register_buffer("temporal_embed", sincos_position_table(dim, grid[0]).unsqueeze(0))
 
-    def positions(self, grid: tuple[int, ...]) -> Tensor:
-        """(1, N, D) fp32 positions of a grid of patches."""
-        return self.table("pos_embed", grid, self.config.grid)
+    def positions(self, grid: tuple[int, ...]) -> Tensor | None:
+        """(1, N, D) positions of a grid of patches: fp32 tables, a clip's the sum of a temporal and a spatial one, both
+        counted from 0 whatever the size, so that a picture has those of a clip's first patch; or the learned ones.
+
+        Raises ValueError if there are fewer learned positions than patches.
+        """
+        configured = self.config.grid
+        if self.learned_positions is not None:
+            if any(size > known for size, known in zip(grid, configured, strict=True)):
+                raise ValueError(f"--positions learned: {times(grid)} patches, but positions for {times(configured)}")
+            return self.learned_positions(self._coordinates(grid)).unsqueeze(0)
+        if self.config.positions == "rope":
+            return None
+        spatial = self.table("pos_embed", grid[-2:], configured[-2:])
+        if not self.config.is_video:
+            return spatial
+        temporal = self.table("temporal_embed", grid[:1], configured[:1])
+        return torch.flatten(temporal.unsqueeze(2) + spatial.unsqueeze(1), 1, 2)
+
+    def rotations(self, grid: tuple[int, ...]) -> Tensor | None:
+        """(N, d / 2, 2) fp32, see :func:`rotary_table`; None without rotary positions."""
+        if self.config.positions != "rope":
+            return None
+        return self._made_once(("rope", grid), lambda: rotary_table(self._coordinates(grid), self.config.head_dim))
 
     def table(self, name: str, sizes: tuple[int, ...], configured: tuple[int, ...]) -> Tensor:
-        """The buffer ``name`` (1, N, D), or its like for other sizes than the configured ones, made once."""
+        """The buffer ``name`` (1, N, D), or its like for other sizes than the configured ones."""
         buffer = self.get_buffer(name)
         if sizes == configured:
             return buffer
-        cache = self.__dict__.setdefault("_other_tables", {})
-        key = (sizes, buffer.device)
+        dim = self.config.hidden_size
+        made = self._made_once((name, sizes), lambda: sincos_position_table(dim, *sizes, device=self.device))
+        return made.to(buffer.dtype).unsqueeze(0)
+
+    def _coordinates(self, grid: tuple[int, ...]) -> Tensor:
+        return self._made_once(("coordinates", grid), lambda: grid_coordinates(*grid, device=self.device))
+
+    def _made_once(self, key: tuple, make: Callable[[], Tensor]) -> Tensor:
+        cache, key = self.__dict__.setdefault("_made", {}), (*key, self.device)
         if key not in cache:
             with torch.inference_mode(False):  # it may serve training after a first call in inference mode
-                made = sincos_position_table(self.config.hidden_size, *sizes, device=buffer.device)
-                cache[key] = made.to(buffer.dtype).unsqueeze(0)
+                cache[key] = make()
         return cache[key]
+
+    @property
+    def device(self) -> torch.device:
+        return self.x_embedder.proj.weight.device
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
         """Tokens (B, N, p * p * C) to (B, C, H, W), for any number of dimensions."""
@@ -318,7 +302,3 @@ class DiT(nn.Module):
         order = [axis for i in range(axes) for axis in (1 + i, 1 + axes + i)]  # row, row in patch, column, ...
         sides = (g * p for g, p in zip(grid, patch, strict=True))
         return x.permute(0, 1 + 2 * axes, *order).reshape(x.shape[0], self.config.out_channels, *sides)
-
-
-def _times(sizes: tuple[int, ...]) -> str:
-    return " x ".join(map(str, sizes))

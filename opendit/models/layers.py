@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, d) to (B, H, N, d)
@@ -56,6 +55,7 @@ class BlockOps:
     ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)``, when given, is the two others in one
     pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
     ``residual_layernorm_modulate(x, shift, scale)``, when given, returns (x, layernorm_modulate(x, shift, scale)).
+    ``modulate(x, shift, scale)`` alone is for blocks with another norm.
     """
 
     layernorm_modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = layernorm_modulate
@@ -64,6 +64,7 @@ class BlockOps:
     linear_gate_residual: Callable[[Tensor, Tensor, Tensor, nn.Linear], Tensor] = linear_gate_residual
     linear_gate_residual_layernorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = None
     residual_layernorm_modulate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = modulate
 
     def residual_and_norm(self, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         if self.residual_layernorm_modulate is not None:
@@ -82,96 +83,70 @@ class BlockOps:
 TORCH_OPS = BlockOps()
 
 
-def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v for q, k, v (B, H, N, d), by torch's own choice of kernel."""
-    return F.scaled_dot_product_attention(q, k, v)
+@dataclass(frozen=True)
+class Options:
+    """What the blocks of every architecture can be made with: biases in their linear layers or none, normalised queries
+    and keys, a rank of the modulation's weights (None: full)."""
+
+    bias: bool = True
+    qk_norm: bool = False
+    adaln_lora: int | None = None
 
 
-class Shards(Protocol):
-    """The tokens of a sequence that several ranks share, as a model sees them (opendit.parallel.sequence)."""
-
-    def take(self, x: Tensor) -> Tensor:
-        """This rank's tokens (B, n, F) of all (B, N, F)."""
-
-    def heads(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps) -> Tensor:
-        """As :meth:`Attention.heads` over the tokens of all ranks, for this rank's: (B, n, D) to (B, n, D)."""
-
-    def gather(self, x: Tensor) -> Tensor:
-        """All tokens (B, N, F), on every rank, from this rank's (B, n, F)."""
+PLAIN = Options()
 
 
-class Attention(nn.Module):
-    """Multi-head self-attention with one qkv projection (parameter names of timm: qkv, proj).
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside."""
 
-    ``attend`` maps q, k, v (B, H, N, d) to (B, H, N, d); a parallel strategy or a kernel replaces it.
-    """
-
-    def __init__(self, dim: int, num_heads: int):
+    def __init__(self, dim: int):
         super().__init__()
-        self.num_heads = num_heads
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.proj = nn.Linear(dim, dim)
-        self.attend: Attend = local_attention
-
-    def heads(self, x: Tensor, ops: BlockOps = TORCH_OPS, shards: Shards | None = None) -> Tensor:
-        """What the heads see, side by side, (B, N, D): all but the output projection, for which see BlockOps.
-
-        ``shards``: x holds this rank's tokens only, and this knows how to attend to those of the other ranks.
-        """
-        if shards is not None:
-            return shards.heads(x, self.qkv, self.num_heads, self.attend, ops)
-        q, k, v = ops.linear_heads(x, self.qkv, self.num_heads)
-        return self.attend(q, k, v).transpose(1, 2).reshape(x.shape)
+        self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.heads(x))
+        return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-6).to(x.dtype)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over the keys that ``mask`` keeps.
+def modulation(dim: int, chunks: int, options: Options = PLAIN) -> nn.Sequential:
+    """Condition (B, D) to ``chunks`` vectors side by side (B, chunks * D); its last layer is to be initialised to zero.
 
-    q: (B, H, N, d); k, v: (B, H, M, d); mask: (B, M) bool, True where there is a token, at least one in each row.
-    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU that is the memory-efficient one: flash
-    attention takes no mask, and the one in plain operations would keep the N x M scores for the backward pass.
+    With a rank it is a product of two matrices (adaLN-LoRA, after W.A.L.T, Gupta et al. 2023), which has
+    rank * (1 + chunks) * D weights in place of chunks * D * D.
     """
-    mask = mask[:, None, None, :]
-    if not q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-class CrossAttention(nn.Module):
-    """Multi-head attention from x (B, N, D) to tokens (B, M, D) under a padding mask (B, M) bool."""
-
-    def __init__(self, dim: int, num_heads: int):
-        super().__init__()
-        self.num_heads = num_heads
-        self.q = nn.Linear(dim, dim)
-        self.kv = nn.Linear(dim, 2 * dim)
-        self.proj = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        (B, N, D), M, H = x.shape, tokens.shape[1], self.num_heads
-        q = self.q(x).view(B, N, H, D // H).transpose(1, 2)
-        k, v = self.kv(tokens).view(B, M, 2, H, D // H).permute(2, 0, 3, 1, 4)
-        return self.proj(masked_attention(q, k, v, mask).transpose(1, 2).reshape(B, N, D))
+    first = [] if options.adaln_lora is None else [nn.Linear(dim, options.adaln_lora, bias=False)]
+    return nn.Sequential(nn.SiLU(), *first, nn.Linear(options.adaln_lora or dim, chunks * dim, bias=options.bias))
 
 
 class Mlp(nn.Module):
     """Linear, GELU (tanh form), Linear (parameter names of timm: fc1, fc2)."""
 
-    def __init__(self, dim: int, hidden: int):
+    branches: ClassVar[int] = 1  # of fc1
+
+    def __init__(self, dim: int, hidden: int, bias: bool = True):
         super().__init__()
-        self.fc1 = nn.Linear(dim, hidden)
-        self.fc2 = nn.Linear(hidden, dim)
+        self.fc1 = nn.Linear(dim, self.branches * hidden, bias=bias)
+        self.fc2 = nn.Linear(hidden, dim, bias=bias)
 
     def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
         """The hidden layer (B, N, hidden): all but fc2, for which see BlockOps."""
         return ops.linear_gelu(x, self.fc1)
 
+    def residual(self, x: Tensor, gate: Tensor, y: Tensor, ops: BlockOps) -> Tensor:
+        """x + gate * mlp(y) for x, y (B, N, D) and gate (B, D)."""
+        return ops.linear_gate_residual(x, gate, self.hidden(y, ops), self.fc2)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.hidden(x))
+
+
+class SwiGlu(Mlp):
+    """fc2(SiLU(a) * b) with a, b the halves of fc1 (Shazeer 2020; Llama's MLP)."""
+
+    branches: ClassVar[int] = 2
+
+    def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
+        gate, value = self.fc1(x).chunk(2, dim=-1)
+        return F.silu(gate) * value
 
 
 class PatchEmbed(nn.Module):
@@ -206,24 +181,6 @@ def _convolve_patches(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(patches, weight.flatten(1), bias)
 
 
-class _AddTable(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, table: Tensor) -> Tensor:
-        return torch.add(x, table, out=torch.empty_like(x))
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, None
-
-
-def add_table(x: Tensor, table: Tensor) -> Tensor:
-    """x (B, N, D) plus a constant table (1, N, D) or (N, D) fp32, added in fp32 and rounded to x's dtype once.
-
-    ``(x + table).to(x.dtype)`` without the tensor of x's size in fp32, forward and backward.
-    """
-    return _AddTable.apply(x, table)
-
-
 def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
     """Sinusoids of t (B,), integer or float, as (B, dim) float32: cosines, then sines (Vaswani et al. 2017)."""
     half = dim // 2
@@ -254,22 +211,3 @@ class LabelEmbedder(nn.Module):
 
     def forward(self, y: Tensor) -> Tensor:
         return self.embedding_table(y)
-
-
-def sincos_position_table(dim: int, *sizes: int, device: torch.device | None = None) -> Tensor:
-    """Sine-cosine positions of a line (length,) or a grid (height, width), (prod(sizes), dim) float32, rows first.
-
-    Meta's layout: the channels are split evenly over the axes, the last axis (the column) first; each part is
-    sines, then cosines, of frequencies 10000^(-i / n), i < n = dim / (2 * axes). Positions are computed in float64.
-    Raises ValueError unless dim divides by 2 * axes.
-    """
-    if dim % (2 * len(sizes)):
-        raise ValueError(f"a {len(sizes)}D sine-cosine table needs a width divisible by {2 * len(sizes)}, not {dim}")
-    frequencies = dim // (2 * len(sizes))
-    steps = {"dtype": torch.float64, "device": device}
-    omega = 10000.0 ** -(torch.arange(frequencies, **steps) / frequencies)
-    parts = []
-    for position in reversed(torch.meshgrid(*(torch.arange(size, **steps) for size in sizes), indexing="ij")):
-        angles = position.reshape(-1, 1) * omega
-        parts += [torch.sin(angles), torch.cos(angles)]
-    return torch.cat(parts, dim=1).float()

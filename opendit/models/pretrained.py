@@ -141,20 +141,52 @@ def load_state(model: DiT, weights: Weights) -> None:
     model.load_state_dict(weights.state)
 
 
-def load_pretrained(path: str | Path, name: str | None = None, which: str = "ema") -> tuple[DiT, Weights]:
+def load_pretrained(
+    path: str | Path, name: str | None = None, which: str = "ema", lora: str | Path | None = None
+) -> tuple[DiT, Weights]:
     """A model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``.
+
+    A checkpoint of --lora brings its base's weights and is merged into them; ``lora`` is one, to be merged into those
+    of ``path``. What it says of itself (classes, size, objective) holds for the model then.
 
     Raises:
         FileNotFoundError, ValueError: nothing there, unreadable, or another model.
     """
+    if lora is not None:
+        added = read_weights(find_weights(lora, which))
+        if "lora" not in added.info:
+            raise ValueError(f"--lora {lora}: {added.path} holds a whole model, not what --lora trains; use --ckpt")
+        return _with_lora(find_weights(path, which), added, name)
     weights = read_weights(find_weights(path, which))
+    if "lora" in weights.info:
+        return _with_lora(Path(weights.info["lora"]["base"]), weights, name)
     config = weights.config
     if config is None:
         if name is None:
             raise ValueError(f"{weights.path} does not say which model it is: name it with --model, e.g. DiT-XL/2")
         config = infer_config(weights.state, name, weights.path)
-    elif name is not None and weights.info["model"] != canonical_name(name):
-        raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of --model {name}")
+    else:
+        _check_name(weights, name)
     model = build_model(config)
     load_state(model, weights)
     return model, weights
+
+
+def _check_name(weights: Weights, name: str | None) -> None:
+    if name is not None and weights.info["model"] != canonical_name(name):
+        raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of --model {name}")
+
+
+def _with_lora(base: Path, added: Weights, name: str | None) -> tuple[DiT, Weights]:
+    from opendit.models.adapt import adapt, check_same_blocks  # they know Weights
+    from opendit.models.lora import merge_lora
+
+    _check_name(added, name)
+    if not base.is_file():
+        raise ValueError(f"{added.path} adds to {base}, which is not there: give its new place to --ckpt, and --lora")
+    weights, model = read_weights(base), build_model(added.config)
+    found = weights.config or infer_config(weights.state, added.info["model"], base)
+    check_same_blocks(found, added.config, base)
+    adapt(model, weights, found, added.info.get("class_names") or ())
+    merge_lora(model, added)
+    return model, added

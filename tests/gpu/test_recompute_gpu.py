@@ -5,7 +5,7 @@ import torch
 
 from opendit.config import SpeedFlags
 from opendit.forward_backward import ForwardBackward
-from opendit.kernels.recompute import recomputing
+from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.memory import Setup, estimate
 from opendit.models import DiT, model_config
@@ -15,14 +15,16 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CONFIG = model_config("DiT-S/2", input_size=(32, 32), in_channels=4, num_classes=10)
-LEVELS = ("none", "cheap", "mlp")
+LEVELS = ("none", "norms", "cheap", "half", "mlp")
 BATCH = 64
 
 
 def model_of(level: str, kernels: bool) -> DiT:
     torch.manual_seed(0)
     chosen = select_kernels(SpeedFlags(kernels, kernels, True), torch.device("cuda"), torch.bfloat16, 64, 256)
-    return randomised(DiT(CONFIG)).cuda().use(ops=recomputing(chosen.ops, level), attend=chosen.attend)
+    model = randomised(DiT(CONFIG)).cuda().use(ops=chosen.ops, attend=chosen.attend)
+    recompute_in(model, level)
+    return model
 
 
 def inputs(number: int = 0):

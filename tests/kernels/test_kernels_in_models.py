@@ -5,7 +5,7 @@ import torch
 
 from opendit.config import SpeedFlags
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, DiTConfig
+from opendit.models import DiT, DiTConfig, MovieGenConfig, STDiTConfig, build_model
 from opendit.models.layers import TORCH_OPS
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
@@ -19,15 +19,15 @@ def with_kernels(model: DiT, flags: SpeedFlags = ALL) -> DiT:
     return model.use(ops=choice.ops, attend=choice.attend)
 
 
-def inputs():
+def inputs(size: tuple[int, ...] = CONFIG.input_size):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 2, 4, 4, generator=generator)
+    x = torch.randn(3, 2, *size, generator=generator)
     return x, torch.tensor([1, 20, 300]), torch.tensor([0, 1, 3])
 
 
 def gradients(model: DiT) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
-    output = model(*inputs())
+    output = model(*inputs(model.config.input_size))
     output.square().mean().backward()
     return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
@@ -35,7 +35,7 @@ def gradients(model: DiT) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def test_flags_choose_the_operations():
     torch_ops = {name for name in vars(TORCH_OPS)}
     by_flags = {
-        (True, False, False): {"layernorm_modulate", "linear_gelu", "linear_gate_residual"},
+        (True, False, False): {"layernorm_modulate", "linear_gelu", "linear_gate_residual", "modulate"},
         (False, False, True): {"linear_heads"},
         (True, True, True): torch_ops,
     }
@@ -61,6 +61,23 @@ def test_a_model_with_kernels_is_the_model_without(flags, checkpointed):
         torch.testing.assert_close(got_grads[name], grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     with torch.no_grad():
         assert torch.equal(model(*inputs()), got)
+
+
+@pytest.mark.parametrize(
+    "config",
+    (
+        STDiTConfig((2, 4, 4), (1, 2, 2), 2, 72, 1, 3, num_classes=3, bias=False, qk_norm=True, positions="rope"),
+        MovieGenConfig((2, 4, 4), (1, 2, 2), 2, 72, 1, 3, num_classes=3, kv_heads=1),
+    ),
+    ids=("ST-DiT without biases", "MovieGen"),
+)
+def test_other_blocks_with_kernels(config):
+    model = randomised(build_model(config))
+    want, want_grads = gradients(model)
+    got, got_grads = gradients(with_kernels(model))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for name, grad in want_grads.items():
+        torch.testing.assert_close(got_grads[name], grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_compiled_blocks_with_kernels():

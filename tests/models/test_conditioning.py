@@ -13,8 +13,8 @@ from opendit.models import (
     model_config,
     where,
 )
+from opendit.models.attention import CrossAttention, masked_attention
 from opendit.models.conditioning import CaptionEmbedder, masked_mean
-from opendit.models.layers import CrossAttention, masked_attention
 from opendit.models.pretrained import load_state
 from tests.models.test_dit import randomised
 from tests.models.test_vdit import text_batch

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 
 from benchmarks.plain_dit import PlainDiT
 from opendit.models import DiT, DiTConfig, model_config
-from opendit.models.layers import sincos_position_table, timestep_embedding
+from opendit.models.layers import timestep_embedding
+from opendit.models.positions import sincos_position_table
 from opendit.models.pretrained import load_pretrained, read_weights
 
 # The keys of Meta's DiT-XL-2-256x256.pt, one block of them.

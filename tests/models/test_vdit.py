@@ -327,9 +327,10 @@ def test_what_a_configuration_needs():
         model_config("vDiT-S/222", input_size=(8, 8), frames=5, in_channels=4, num_classes=3)
     assert model_config("vDiT-S/222", input_size=(8, 8), frames=1, in_channels=4, num_classes=3).tokens == 16
     for both in ({}, {"num_classes": 3, "text": TextConfig("clip", 8, 4)}):
-        config = model_config("vDiT-Ti/222", input_size=(8, 8), frames=2, in_channels=4, **both)
         with pytest.raises(ValueError, match="num_classes or on text"):
-            build_model(config)
+            model_config("vDiT-Ti/222", input_size=(8, 8), frames=2, in_channels=4, **both)
+        with pytest.raises(ValueError, match="num_classes or on text"):
+            build_model(VDiTConfig((2, 8, 8), (2, 2, 2), 4, 32, 1, 2, **both))
     with pytest.raises(ValueError, match="kind 'udit'"):
         config_from_dict({"kind": "udit"})
 

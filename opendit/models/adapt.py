@@ -1,0 +1,154 @@
+"""Fine-tuning: weights of one model as the start of another one of the same blocks.
+
+Classes, resolution, text encoder, VAE and objective may be others; what does not fit is made anew, resized or, of
+tables that follow from the size, computed again.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opendit.models.configuration import DiTConfig
+from opendit.models.dit import DiT
+from opendit.models.pretrained import Weights
+from opendit.models.vdit import VDiTConfig
+
+# Fields of a configuration that decide what stands before and after the blocks; all others must agree.
+AROUND_THE_BLOCKS = {"input_size", "patch_size", "in_channels", "num_classes", "learn_sigma", "text", "positions"}
+TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.", "x_embedder.proj.weight"
+
+
+@dataclass
+class Adaptation:
+    """What became of a model's weights: the number of each parameter's and buffer's, by name.
+
+    new: fresh, nothing fitted. resized: partly taken over, ``why`` says how. recomputed: fixed tables of another size.
+    left_out: of the file, without a place in the model.
+    """
+
+    reused: dict[str, int] = field(default_factory=dict)
+    resized: dict[str, int] = field(default_factory=dict)
+    new: dict[str, int] = field(default_factory=dict)
+    recomputed: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def untrained(self) -> list[str]:
+        """Parameters that hold, at least in part, what nobody has trained."""
+        return [*self.resized, *self.new]
+
+    def describe(self) -> list[str]:
+        """A line for each of the five kinds that there is."""
+        lines = []
+        for kind in ("reused", "resized", "new", "recomputed", "left_out"):
+            weights = getattr(self, kind)
+            if weights:
+                reasons = dict.fromkeys(self.why[name] for name in weights if name in self.why)
+                because = f" ({'; '.join(reasons)})" if reasons else ""
+                names = ", ".join(_groups(weights))
+                lines.append(f"{kind.replace('_', ' ')}: {sum(weights.values()):,} weights, {names}{because}")
+        return lines
+
+
+def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path) -> None:
+    """Raises ValueError unless the blocks of both are the same, naming what differs. (A vDiT takes a DiT's.)"""
+    ours, theirs = ({f.name: getattr(c, f.name) for f in dataclasses.fields(c)} for c in (wanted, found))
+    differs = [
+        f"{name} {theirs.get(name)} there, {ours.get(name)} here"
+        for name in dict.fromkeys([*ours, *theirs])
+        if name not in AROUND_THE_BLOCKS and ours.get(name) != theirs.get(name)
+    ]
+    kinds = (found.kind, wanted.kind)
+    if found.kind != wanted.kind and kinds != (DiTConfig.kind, VDiTConfig.kind):
+        differs.insert(0, f"kind {found.kind} there, {wanted.kind} here")
+    if differs:
+        raise ValueError(f"--pretrained: {path} has other blocks than this run's model: {'; '.join(differs)}")
+
+
+@torch.no_grad()
+def adapt(model: DiT, weights: Weights, found: DiTConfig, class_names: Sequence[str] = ()) -> Adaptation:
+    """Puts of ``weights``, of a model ``found``, into ``model`` what fits.
+
+    Same name and shape: as it is, unless it belongs to another text encoder. Label table of other classes: the null
+    class, and the classes whose names (``class_names``, and the file's) are the same; the others are fresh. Head: the
+    channels of a learned variance are dropped, or added as zeros. Patches of several frames from a DiT's: its filter,
+    spread over the frames. Learned positions: interpolated linearly. Sine-cosine tables are those of the new size,
+    counted from 0 as always: they are computed, not interpolated.
+    """
+    done, config, theirs = Adaptation(), model.config, dict(weights.state)
+    buffers = {name for name, _ in model.named_buffers()}
+    other_words = _text_name(found) != _text_name(config)
+    for name, own in model.state_dict().items():
+        value, why = theirs.pop(name, None), None
+        if value is not None and other_words and name.startswith(("y_embedder.", "text_encoder.")):
+            done.left_out[name], value = value.numel(), None
+        if value is not None and name == TABLE:
+            value, why = _relabelled(own, value, weights.info.get("class_names") or (), class_names)
+        elif value is not None and value.shape != own.shape:
+            value, why = _resized(name, own, value, found, config)
+        if value is not None:
+            own.copy_(value)
+        kind = done.reused if why is None else done.resized
+        if value is None:
+            kind = done.recomputed if name in buffers else done.new
+        kind[name] = own.numel()
+        if why is not None and value is not None:
+            done.why[name] = why
+    done.left_out.update((name, value.numel()) for name, value in theirs.items())
+    return done
+
+
+def _text_name(config: DiTConfig) -> str | None:
+    return config.text and config.text.name
+
+
+def _relabelled(own: Tensor, value: Tensor, before: Sequence[str], after: Sequence[str]) -> tuple[Tensor, str | None]:
+    """The label table, its last row the null class, and what was done to it; None: nothing."""
+    if own.shape == value.shape and (not before or not after or list(before) == list(after)):
+        return value, None
+    if own.shape[1] != value.shape[1]:
+        return own, "the null class too"
+    made, rows = own.clone(), {name: row for row, name in enumerate(before)}
+    made[-1] = value[-1]
+    known = [(row, rows[name]) for row, name in enumerate(after) if name in rows]
+    for row, source in known:
+        made[row] = value[source]
+    return made, f"{len(own) - 1} classes, of which {len(known)} by the same name, and the null class are kept"
+
+
+def _resized(name: str, own: Tensor, value: Tensor, found: DiTConfig, config: DiTConfig) -> tuple[Tensor | None, str]:
+    """``value`` in the shape of ``own`` and how; None if there is no sensible way."""
+    if name == PATCHES and value.dim() == 4 and own.shape[:2] + own.shape[3:] == value.shape:
+        return (value.unsqueeze(2) / own.shape[2]).expand_as(own), "a picture's filter, spread over the frames"
+    if name.startswith(HEAD) and found.in_channels == config.in_channels and found.patch[-2:] == config.patch[-2:]:
+        channels, rest = min(found.out_channels, config.out_channels), value.shape[1:]
+        rows = value.view(-1, found.out_channels, *rest)[:, :channels]  # of a patch's places, frames first
+        made = torch.zeros_like(own).view(-1, config.out_channels, *rest)
+        frames = config.patch[0] if config.is_video and not found.is_video else 1
+        if frames * len(rows) == len(made):
+            made[:, :channels] = rows.repeat(frames, *(1,) * (rows.dim() - 1))
+            return made.view_as(own), "the head" + _variance(found, config)
+    if name.startswith("learned_positions.") and own.shape[1] == value.shape[1]:
+        table = F.interpolate(value.float().t()[None], len(own), mode="linear", align_corners=True)
+        return table[0].t(), "interpolated linearly"
+    return None, ""
+
+
+def _variance(found: DiTConfig, config: DiTConfig) -> str:
+    if found.learn_sigma == config.learn_sigma:
+        return ""
+    return ", its learned variance dropped" if found.learn_sigma else ", with a learned variance that begins at zero"
+
+
+def _groups(names) -> list[str]:
+    """The modules of parameters, those of all blocks as one: blocks.*.attn, x_embedder, ..."""
+    groups = dict.fromkeys(re.sub(r"^blocks\.\d+\.(\w+).*", r"blocks.*.\1", name) for name in names)
+    return list(
+        dict.fromkeys(".".join(g.split(".")[:3]) if g.startswith("blocks") else g.split(".")[0] for g in groups)
+    )

@@ -1,0 +1,165 @@
+"""Attention: to all tokens of a sample, to groups of them, to a caption. How to attend is injected."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, RMSNorm
+from opendit.models.positions import rotate
+
+
+def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v for q, k, v (B, H, N, d), by torch's own choice of kernel."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What blocks know of where a sequence's tokens are: how many along each axis; with rotary positions, the rotations
+    (N, d / 2, 2) fp32."""
+
+    grid: tuple[int, ...]
+    rotary: Tensor | None = None
+
+
+class Shards(Protocol):
+    """The tokens of a sequence that several ranks share, as a model sees them (opendit.parallel.sequence)."""
+
+    def take(self, x: Tensor) -> Tensor:
+        """This rank's tokens (B, n, F) of all (B, N, F)."""
+
+    def heads(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps) -> Tensor:
+        """As :meth:`Attention.heads` over the tokens of all ranks, for this rank's: (B, n, D) to (B, n, D)."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All tokens (B, N, F), on every rank, from this rank's (B, n, F)."""
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with one qkv projection (parameter names of timm: qkv, proj).
+
+    ``attend`` maps q, k, v (B, H, N, d) to (B, H, N, d); a parallel strategy or a kernel replaces it.
+    ``kv_heads``: keys and values of so many heads, each shared by as many neighbouring heads of queries (grouped-query
+    attention, Ainslie et al. 2023). ``options.qk_norm``: RMSNorm of every query and key (Dehghani et al. 2023, who
+    take LayerNorm; RMS as in Stable Diffusion 3).
+    """
+
+    def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, kv_heads: int | None = None):
+        super().__init__()
+        self.num_heads, self.kv_heads = num_heads, kv_heads or num_heads
+        self.head_dim = dim // num_heads
+        self.qkv = nn.Linear(dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=options.bias)
+        self.proj = nn.Linear(dim, dim, bias=options.bias)
+        self.q_norm = RMSNorm(self.head_dim) if options.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim) if options.qk_norm else None
+        self.attend: Attend = local_attention
+
+    def heads(
+        self, x: Tensor, ops: BlockOps = TORCH_OPS, shards: Shards | None = None, layout: Layout | None = None
+    ) -> Tensor:
+        """What the heads see, side by side, (B, N, D): all but the output projection, for which see BlockOps.
+
+        ``shards``: x holds this rank's tokens only, and this knows how to attend to those of the other ranks.
+        """
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.attention(q, k, v, layout)
+
+        if shards is not None:
+            return shards.heads(x, self.qkv, self.num_heads, attend, ops)
+        return attend(*self.project(x, ops)).transpose(1, 2).reshape(x.shape)
+
+    def project(self, x: Tensor, ops: BlockOps) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, N, d), k and v (B, kv_heads, N, d)."""
+        if self.kv_heads == self.num_heads:
+            return ops.linear_heads(x, self.qkv, self.num_heads)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None) -> Tensor:
+        """What the heads (B, H, N, d) of all tokens see."""
+        return self.attend(*self.prepare(q, k, v, layout))
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys normalised and rotated; keys and values for every head."""
+        rotary = layout and layout.rotary
+        q, k = q.transpose(1, 2), k.transpose(1, 2)  # as they lie in memory: attention's result will lie so too
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        if self.kv_heads < self.num_heads:  # copies: not every kernel of torch shares heads by itself
+            k, v = (part.repeat_interleave(self.num_heads // self.kv_heads, dim=1) for part in (k, v))
+        return q, k, v
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.heads(x))
+
+
+class FrameAttention(Attention):
+    """Attention of every token to those of its own frame: (B T, H, S, d) of tokens in a grid of T frames."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        frames = layout.grid[0]
+        parts = self.prepare(q, k, v, layout)  # a rotation by the frame's number is the same for all of a frame
+        frame = (x.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1) for x in parts)
+        return _attend_in_groups(self.attend, *frame).unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)
+
+
+class TemporalAttention(Attention):
+    """Attention of every token to those at its own place in all frames: (B S, H, T, d)."""
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+        frames, places = layout.grid[0], q.shape[2] // layout.grid[0]
+        parts = self.prepare(q, k, v, layout)
+        place = (x.unflatten(2, (frames, places)).permute(0, 3, 1, 2, 4).flatten(0, 1) for x in parts)
+        return _attend_in_groups(self.attend, *place).unflatten(0, (-1, places)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # A kernel that was chosen for whole samples may refuse a sequence of one token, which every picture has in time.
+    return (local_attention if q.shape[2] == 1 else attend)(q, k, v)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over the keys that ``mask`` keeps.
+
+    q: (B, H, N, d); k, v: (B, H, M, d); mask: (B, M) bool, True where there is a token, at least one in each row.
+    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU that is the memory-efficient one: flash
+    attention takes no mask, and the one in plain operations would keep the N x M scores for the backward pass.
+    """
+    mask = mask[:, None, None, :]
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention from x (B, N, D) to tokens (B, M, D) under a padding mask (B, M) bool."""
+
+    def __init__(self, dim: int, num_heads: int, options: Options = PLAIN):
+        super().__init__()
+        self.num_heads = num_heads
+        self.q = nn.Linear(dim, dim, bias=options.bias)
+        self.kv = nn.Linear(dim, 2 * dim, bias=options.bias)
+        self.proj = nn.Linear(dim, dim, bias=options.bias)
+        self.q_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
+        self.k_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
+
+    def heads(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        """What the heads see, side by side, (B, N, D)."""
+        (B, N, D), M, H = x.shape, tokens.shape[1], self.num_heads
+        q = self.q(x).view(B, N, H, D // H)
+        k, v = self.kv(tokens).view(B, M, 2, H, D // H).unbind(2)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return masked_attention(q, k, v, mask).transpose(1, 2).reshape(B, N, D)
+
+    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        return self.proj(self.heads(x, tokens, mask))

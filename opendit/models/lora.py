@@ -1,0 +1,75 @@
+"""LoRA: y = W x + (alpha / rank) B A x with W frozen, for the linear layers of a model's attention and MLPs (Hu et al.,
+"LoRA: Low-Rank Adaptation of Large Language Models", 2021). peft trains it; merging it is one product.
+"""
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from opendit.models.dit import DiT
+from opendit.models.layers import BlockOps
+from opendit.models.pretrained import Weights
+
+LAYERS = ("qkv", "q", "kv", "proj", "fc1", "fc2")
+A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer"  # in peft's names of parameters
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What a run adds; a part of its checkpoints. base: the weights file that it is added to."""
+
+    rank: int
+    alpha: float
+    base: str
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+
+def check_peft() -> None:
+    """Raises ValueError if peft is not installed."""
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"--lora needs the package peft ({error}): pip install 'opendit[lora]'") from error
+
+
+def targets(model: DiT) -> list[str]:
+    """The linear layers of attention and MLP in all blocks. (Not modulation and routers, nor stacks of experts.)"""
+    named = model.blocks.named_modules(prefix="blocks")
+    return [name for name, layer in named if isinstance(layer, nn.Linear) and name.split(".")[-1] in LAYERS]
+
+
+def add_lora(model: DiT, lora: Lora, train_too: Collection[str]) -> None:
+    """Puts peft's layers around the targets, and leaves only their weights and ``train_too`` to be trained."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets(model), bias="none")
+    inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        if name.replace(BASE, "") in train_too:
+            parameter.requires_grad_(True)
+
+
+def lora_ops(ops: BlockOps) -> BlockOps:
+    """``ops`` for a model with LoRA: kernels that take a linear layer's weight and leave the layer out would leave
+    LoRA out, so those operations are torch's."""
+    plain = {item.name: item.default for item in dataclasses.fields(BlockOps) if item.name.startswith("linear_")}
+    return dataclasses.replace(ops, **plain)
+
+
+@torch.no_grad()
+def merge_lora(model: DiT, weights: Weights) -> None:
+    """W + (alpha / rank) B A in the place of every W, and what was trained whole; ``model`` has the base's weights."""
+    lora, state = Lora(**weights.info["lora"]), weights.state
+    parameters = dict(model.named_parameters())
+    for name, value in state.items():
+        if name.endswith(A):
+            layer = name.removesuffix(A)
+            product = state[layer + B].float() @ value.float()
+            parameters[f"{layer}.weight"] += lora.alpha / lora.rank * product
+        elif not name.endswith(B) and name in parameters:
+            parameters[name].copy_(value)

@@ -1,0 +1,96 @@
+"""MovieGen's Transformer (Polyak et al., "Movie Gen: A Cast of Media Foundation Models", 2024, sec. 3.1.3): Llama's
+blocks with attention in both directions, modulated by the time, with cross-attention to the caption in the middle.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from opendit.models.attention import Attention, CrossAttention, Layout, Shards
+from opendit.models.configuration import DiTConfig
+from opendit.models.dit import Context, DiT
+from opendit.models.layers import BlockOps, RMSNorm, SwiGlu, modulation
+
+
+@dataclass(frozen=True)
+class MovieGenConfig(DiTConfig):
+    """Everything needed to build a MovieGen, of clips or pictures."""
+
+    kind: ClassVar[str] = "moviegen"
+    float8: ClassVar[bool] = False  # its MLP is not one of BlockOps
+    recompute: ClassVar[bool] = False  # RMSNorm and SwiGLU are not
+
+    bias: bool = False
+    positions: str = "learned"
+    kv_heads: int | None = None  # heads of keys and values; None: as many as of queries
+
+    @property
+    def key_value_width(self) -> int:
+        return (self.kv_heads or self.num_heads) * self.head_dim
+
+    def check(self) -> None:
+        super().check()
+        if self.num_heads % (self.kv_heads or self.num_heads):
+            raise ValueError(f"{self.num_heads} heads can't share {self.kv_heads} heads of keys and values evenly")
+
+    def check_sequence_parallel(self, kind: str) -> None:
+        super().check_sequence_parallel(kind)
+        if self.kv_heads not in (None, self.num_heads):
+            raise ValueError("--sequence_parallel_size: heads that share keys and values can't go to other ranks yet")
+
+    def attention_flops(self, keys: int) -> int:
+        n, d = self.tokens, self.hidden_size
+        return 2 * n * d * (d + 2 * self.key_value_width) + 4 * n * keys * d + 2 * n * d * d
+
+    def block_flops(self) -> int:
+        n, d = self.tokens, self.hidden_size
+        return self.attention_flops(n) + 6 * n * d * self.mlp_hidden
+
+    def block_parameters(self) -> int:
+        d, hidden, bias = self.hidden_size, self.mlp_hidden, self.bias
+        shared = 2 * (d - self.key_value_width) * (d + bias)  # what grouped queries save
+        mlp = 3 * d * hidden + (2 * hidden + d) * bias
+        norms = (2 + self.cross_attention) * d
+        return self.attention_parameters() - shared + mlp + norms
+
+
+class MovieGenBlock(nn.Module):
+    """Grouped-query attention, cross-attention and SwiGLU, each after an RMSNorm; the first and the last with shift,
+    scale and gate from the condition."""
+
+    def __init__(self, config: MovieGenConfig):
+        super().__init__()
+        dim, heads, options = config.hidden_size, config.num_heads, config.options
+        self.attn_norm, self.mlp_norm = RMSNorm(dim), RMSNorm(dim)
+        self.attn = Attention(dim, heads, options, config.kv_heads)
+        self.cross_norm = RMSNorm(dim) if config.cross_attention else None
+        self.cross_attn = CrossAttention(dim, heads, options) if config.cross_attention else None
+        self.mlp = SwiGlu(dim, config.mlp_hidden, options.bias)
+        self.adaLN_modulation = modulation(dim, 6, options)
+        self.ops = BlockOps()
+
+    def zero_layers(self) -> list[nn.Linear]:
+        return [self.adaLN_modulation[-1], *([] if self.cross_attn is None else [self.cross_attn.proj])]
+
+    def forward(
+        self,
+        x: Tensor,
+        c: Tensor,
+        context: Context | None = None,
+        shards: Shards | None = None,
+        layout: Layout | None = None,
+    ) -> Tensor:
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
+        y = self.ops.modulate(self.attn_norm(x), shift_a, scale_a)
+        x = self.ops.linear_gate_residual(x, gate_a, self.attn.heads(y, self.ops, shards, layout), self.attn.proj)
+        if self.cross_attn is not None:
+            x = x + self.cross_attn(self.cross_norm(x), *context)
+        return self.mlp.residual(x, gate_m, self.ops.modulate(self.mlp_norm(x), shift_m, scale_m), self.ops)
+
+
+class MovieGen(DiT):
+    """MovieGen on latents (B, C, T, H, W), or of pictures (B, C, H, W)."""
+
+    def make_block(self) -> MovieGenBlock:
+        return MovieGenBlock(self.config)

@@ -1,0 +1,105 @@
+"""Where tokens are: sine-cosine tables, learned tables and rotations, of a token's coordinates (t, h, w) or (h, w).
+
+All are functions of coordinates (N, axes), so that they serve any grid, and packed sequences of several.
+"""
+
+import torch
+from torch import Tensor, nn
+
+POSITIONS = ("sincos", "learned", "rope")
+BASE = 10000.0  # of the geometric series of wavelengths
+
+
+def grid_coordinates(*sizes: int, device: torch.device | None = None) -> Tensor:
+    """The tokens of a grid, (prod(sizes), axes) int64, the last axis fastest."""
+    axes = torch.meshgrid(*(torch.arange(size, device=device) for size in sizes), indexing="ij")
+    return torch.stack(axes, dim=-1).flatten(0, -2)
+
+
+def sincos_positions(coordinates: Tensor, dim: int) -> Tensor:
+    """Sine-cosine positions (N, dim) float32 of coordinates (N, axes).
+
+    Meta's layout: the channels are split evenly over the axes, the last axis (the column) first; each part is
+    sines, then cosines, of frequencies 10000^(-i / n), i < n = dim / (2 * axes). Positions are computed in float64.
+    Raises ValueError unless dim divides by 2 * axes.
+    """
+    axes = coordinates.shape[1]
+    if dim % (2 * axes):
+        raise ValueError(f"a {axes}D sine-cosine table needs a width divisible by {2 * axes}, not {dim}")
+    omega = _frequencies(dim // (2 * axes), coordinates.device)
+    parts = []
+    for position in reversed(coordinates.double().unbind(1)):
+        angles = position[:, None] * omega
+        parts += [torch.sin(angles), torch.cos(angles)]
+    return torch.cat(parts, dim=1).float()
+
+
+def sincos_position_table(dim: int, *sizes: int, device: torch.device | None = None) -> Tensor:
+    """:func:`sincos_positions` of a line (length,) or a grid (height, width), (prod(sizes), dim), rows first."""
+    return sincos_positions(grid_coordinates(*sizes, device=device), dim)
+
+
+def _frequencies(count: int, device: torch.device) -> Tensor:
+    return BASE ** -(torch.arange(count, dtype=torch.float64, device=device) / count)
+
+
+def rotary_shares(head_dim: int, axes: int) -> list[int]:
+    """Pairs of a head's channels that each axis rotates: equal shares, and to the first axis (time, of a clip) what is
+    left over. Raises ValueError if head_dim is odd or has no pair for every axis."""
+    pairs = head_dim // 2
+    if head_dim % 2 or pairs < axes:
+        raise ValueError(
+            f"--positions rope along {axes} axes needs an even head size from {2 * axes} on, not {head_dim}"
+        )
+    return [pairs - pairs // axes * (axes - 1)] + [pairs // axes] * (axes - 1)
+
+
+def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
+    """Cosines and sines (N, head_dim / 2, 2) float32 by which :func:`rotate` turns the heads of tokens at coordinates
+    (N, axes): Su et al., "RoFormer" (2021), for several axes, with a sine-cosine table's frequencies along each.
+
+    Raises ValueError for heads that are odd or too small.
+    """
+    shares = rotary_shares(head_dim, coordinates.shape[1])
+    parts = zip(coordinates.double().unbind(1), shares, strict=True)
+    angles = torch.cat([position[:, None] * _frequencies(share, position.device) for position, share in parts], dim=1)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turns each pair of channels (2 i, 2 i + 1) of x (B, N, H, d) by a token's angle; table (N, d / 2, 2) of
+    :func:`rotary_table`. In fp32 or wider; the result has x's dtype."""
+    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
+    (even, odd), (cos, sin) = pairs.unbind(-1), table.unsqueeze(1).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+
+
+class LearnedPositions(nn.Module):
+    """A learned table for each axis; a token's position is the sum of its rows (MovieGen, Polyak et al. 2024)."""
+
+    def __init__(self, sizes: tuple[int, ...], dim: int):
+        super().__init__()
+        self.sizes = sizes
+        self.axes = nn.ModuleList(nn.Embedding(size, dim) for size in sizes)
+
+    def forward(self, coordinates: Tensor) -> Tensor:
+        """(N, D) in the weights' dtype, of coordinates (N, axes) int64 below ``sizes``."""
+        return sum(table(at) for table, at in zip(self.axes, coordinates.unbind(1), strict=True))
+
+
+class _AddTable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, table: Tensor) -> Tensor:
+        return torch.add(x, table, out=torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+def add_table(x: Tensor, table: Tensor) -> Tensor:
+    """x (B, N, D) plus a constant table (1, N, D) or (N, D) fp32, added in fp32 and rounded to x's dtype once.
+
+    ``(x + table).to(x.dtype)`` without the tensor of x's size in fp32, forward and backward.
+    """
+    return _AddTable.apply(x, table)

@@ -1,0 +1,95 @@
+"""ST-DiT: attention within frames and along time in turn, whose work grows with T S^2 + S T^2 in place of (T S)^2.
+
+As in Latte (Ma et al. 2024) and Open-Sora, with a modulation for each part of a block as in NeMo's ST-DiT.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from opendit.models.attention import Attention, CrossAttention, FrameAttention, Layout, Shards, TemporalAttention
+from opendit.models.dit import Context, DiT
+from opendit.models.layers import BlockOps, Mlp, modulation
+from opendit.models.vdit import VDiTConfig
+
+
+@dataclass(frozen=True)
+class STDiTConfig(VDiTConfig):
+    """Everything needed to build an ST-DiT."""
+
+    kind: ClassVar[str] = "stdit"
+    sequence_parallel: ClassVar[bool] = False  # a rank's tokens would have to be other ones for each attention
+    cross_modulations: ClassVar[int] = 3
+
+    full_attention: bool = False  # a third self-attention, over all tokens of the clip
+
+    @property
+    def modulations(self) -> int:
+        return 12 if self.full_attention else 9
+
+    def block_flops(self) -> int:
+        frames, *sides = self.grid
+        keys = [self.tokens // frames, frames] + [self.tokens] * self.full_attention
+        return sum(map(self.attention_flops, keys)) + 4 * self.tokens * self.hidden_size * self.mlp_hidden
+
+    def block_parameters(self) -> int:
+        return (2 + self.full_attention) * self.attention_parameters() + self.mlp_parameters()
+
+
+class STDiTBlock(nn.Module):
+    """Attention within frames, along time and, if asked for, to all tokens; then to the caption; then the MLP. Each has
+    its own shift, scale and gate from the condition."""
+
+    def __init__(self, config: STDiTConfig):
+        super().__init__()
+        dim, heads, options = config.hidden_size, config.num_heads, config.options
+        self.spatial_attn = FrameAttention(dim, heads, options)
+        self.temporal_attn = TemporalAttention(dim, heads, options)
+        self.full_attn = Attention(dim, heads, options) if config.full_attention else None
+        self.cross_attn = CrossAttention(dim, heads, options) if config.cross_attention else None
+        self.mlp = Mlp(dim, config.mlp_hidden, options.bias)
+        self.parts = config.modulations // 3 + config.cross_attention
+        self.adaLN_modulation = modulation(dim, 3 * self.parts, options)
+        self.ops = BlockOps()
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """Those between the clip's own tokens, in their order."""
+        return [part for part in (self.spatial_attn, self.temporal_attn, self.full_attn) if part is not None]
+
+    def zero_layers(self) -> list[nn.Linear]:
+        return [self.adaLN_modulation[-1]]  # all gates; another zero behind one of them would stop its gradient
+
+    def forward(
+        self,
+        x: Tensor,
+        c: Tensor,
+        context: Context | None = None,
+        shards: Shards | None = None,
+        layout: Layout | None = None,
+    ) -> Tensor:
+        modulations = iter(self.adaLN_modulation(c).unflatten(1, (self.parts, 3, -1)).unbind(1))
+        shift, scale, gate = next(modulations).unbind(1)
+        x, y = self.ops.residual_and_norm(x, shift, scale)
+        for attention in self.attentions:
+            heads, last_gate = attention.heads(y, self.ops, shards, layout), gate
+            shift, scale, gate = next(modulations).unbind(1)
+            if attention is self.attentions[-1] and self.cross_attn is not None:
+                # Apart, because FP8's joined operation gives what only a linear layer of BlockOps can read.
+                x = self.ops.linear_gate_residual(x, last_gate, heads, attention.proj)
+                y = self.ops.layernorm_modulate(x, shift, scale)
+            else:
+                x, y = self.ops.residual_then_norm(x, last_gate, heads, attention.proj, shift, scale)
+        if self.cross_attn is not None:
+            heads, last_gate = self.cross_attn.heads(y, *context), gate
+            shift, scale, gate = next(modulations).unbind(1)
+            x, y = self.ops.residual_then_norm(x, last_gate, heads, self.cross_attn.proj, shift, scale)
+        return self.mlp.residual(x, gate, y, self.ops)
+
+
+class STDiT(DiT):
+    """Spatio-temporal Diffusion Transformer on latents (B, C, T, H, W); a picture is a clip with T = 1."""
+
+    def make_block(self) -> STDiTBlock:
+        return STDiTBlock(self.config)

@@ -1,0 +1,22 @@
+"""Options of the blocks with the tokens of a sample shared between ranks: results and every gradient of one process."""
+
+from dataclasses import replace
+
+from opendit.models import MovieGenConfig
+from tests.parallel.test_sequence import IMAGE, TOLERANCE, VIDEO, many_cases
+from tests.ranks import run_ranks
+
+NORMED = {"qk_norm": True, "positions": "rope"}
+CASES = [
+    (2, "ulysses", replace(IMAGE, **NORMED), None, 2, False),
+    (2, "fastseq", replace(VIDEO, num_heads=6, **NORMED), (2, 4, 6), 1, False),  # a shorter clip
+    (2, "ulysses", replace(IMAGE, bias=False, adaln_lora=5), None, 1, True),
+    (2, "ring", replace(VIDEO, bias=False, positions="learned"), (2, 4, 4), 2, False),
+    (2, "ulysses", MovieGenConfig((4, 4, 6), (2, 2, 2), 2, 48, 2, 12, num_classes=5), None, 1, False),
+]
+
+
+def test_ranks_that_share_samples():
+    for results in run_ranks(2, many_cases, CASES):
+        for case, (output, gradient, which) in zip(CASES, results, strict=True):
+            assert max(output, gradient) < TOLERANCE, (case, which)

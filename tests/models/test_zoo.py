@@ -1,0 +1,336 @@
+"""The zoo: sizes by closed formulas, work by torch's counter, and what all architectures have in common."""
+
+import json
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from opendit.kernels.recompute import recomputing
+from opendit.models import (
+    NAMES,
+    VIDEO_NAMES,
+    DiTConfig,
+    ECDiTConfig,
+    MovieGenConfig,
+    STDiTConfig,
+    TextCondition,
+    TextConfig,
+    VDiTConfig,
+    build_model,
+    canonical_name,
+    config_from_dict,
+    encode_bytes,
+    is_video,
+    model_config,
+)
+from opendit.models.layers import TORCH_OPS
+from tests.models.test_dit import randomised
+
+TEXT = TextConfig("t5", 24, 7, True)
+PICTURE = {"input_size": (8, 6), "patch_size": 2, "in_channels": 3, "hidden_size": 48, "depth": 2, "num_heads": 4}
+CLIP = PICTURE | {"input_size": (4, 8, 6), "patch_size": (2, 2, 3)}
+EXPERTS = {"experts": 5, "expert_hidden": 10, "mlp_ratio": 2.0}
+OPTIONS = {"qk_norm": True, "adaln_lora": 6, "positions": "rope"}
+CONFIGS = [
+    DiTConfig(**PICTURE, num_classes=5, **OPTIONS),
+    DiTConfig(**PICTURE, text=TEXT, positions="learned", bias=False),
+    VDiTConfig(**CLIP, num_classes=5, positions="learned"),
+    VDiTConfig(**CLIP, text=TEXT, bias=False, **OPTIONS),
+    STDiTConfig(**CLIP, num_classes=5),
+    STDiTConfig(**CLIP, text=TEXT, full_attention=True, **OPTIONS),
+    STDiTConfig(**CLIP | {"input_size": (1, 8, 6)}, text=TEXT, adaln_lora=3, bias=False),
+    MovieGenConfig(**CLIP, num_classes=5, kv_heads=2, mlp_ratio=8 / 3),
+    MovieGenConfig(**CLIP, text=TEXT),
+    MovieGenConfig(**PICTURE, text=TextConfig("bytes", 32, 7, True), kv_heads=1, bias=True, **OPTIONS),
+    ECDiTConfig(**PICTURE, num_classes=5, **EXPERTS),
+    ECDiTConfig(**CLIP, text=TEXT, expert_capacity=1.3, bias=False, **EXPERTS, **OPTIONS),
+]
+NAMED = [f"{config.kind}{i}" for i, config in enumerate(CONFIGS)]
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+
+
+def inputs(config: DiTConfig, batch: int = 3, dtype: torch.dtype = torch.float64) -> tuple:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, config.in_channels, *config.input_size, generator=generator, dtype=dtype)
+    t = torch.arange(batch) * 300 + 5
+    if config.text is None:
+        return x, t, torch.arange(batch) % (config.num_classes + 1)
+    if config.text.inside:
+        return x, t, encode_bytes(["seven", "", "a b"][:batch], config.text.max_tokens)
+    tokens = torch.randn(batch, config.text.max_tokens, config.text.width, generator=generator, dtype=dtype)
+    mask = torch.arange(config.text.max_tokens) <= torch.arange(batch)[:, None] * 2
+    return x, t, TextCondition(tokens, mask, tokens.mean(1))
+
+
+def model_of(config: DiTConfig) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return randomised(build_model(config)).double()
+
+
+# ------------------------------------------------------------------------------------------- what all have in common
+
+
+@every_config
+def test_counts_are_those_of_torch(config):
+    model = build_model(config)
+    assert sum(p.numel() for p in model.parameters()) == config.parameters()
+    # In plain operations, because torch does not count its fused attention on a CPU.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(*inputs(config, 1, torch.float32))
+    assert counter.get_total_flops() == config.forward_flops()
+
+
+@every_config
+def test_every_parameter_learns(config):
+    model = model_of(config)
+    model(*inputs(config)).square().mean().backward()
+    one_frame = config.input_size[0] == 1  # along time there is one key: queries have no gradient
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.norm() > 0 or one_frame and "temporal_attn" in name, name
+
+
+@every_config
+def test_a_fresh_model_predicts_nothing_and_learns(config):
+    """Zero gates at first, but none behind another: after two steps every weight has moved."""
+    torch.manual_seed(0)
+    model = build_model(config).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x, t, y = inputs(config)
+    assert not model(x, t, y).any()
+    for _ in range(4):
+        optimizer.zero_grad()
+        (model(x, t, y) - 1).square().mean().backward()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        # (A row of a table that this batch did not look up stays.)
+        assert not torch.equal(parameter, before[name]) or "temporal_attn" in name, name
+
+
+@every_config
+def test_a_sample_does_not_depend_on_the_others(config):
+    model, (x, t, y) = model_of(config), inputs(config)
+    whole = model(x, t, y)
+    for row in range(3):
+        torch.testing.assert_close(model(x[row : row + 1], t[row : row + 1], y[row : row + 1]), whole[row : row + 1])
+
+
+@every_config
+def test_places_are_told_apart(config):
+    """A picture that is moved does not give the moved prediction."""
+    model, (x, t, y) = model_of(config), inputs(config)
+    step = config.patch[-1]
+    moved = model(x.roll(step, -1), t, y).roll(-step, -1)
+    assert (moved - model(x, t, y)).abs().max() > 1e-3
+
+
+@every_config
+def test_recomputed_and_compiled_blocks_change_nothing(config):
+    model, arguments, grads = model_of(config), inputs(config), []
+    for way in ("plain", "checkpointed", "compiled"):
+        model.grad_checkpoint = way == "checkpointed"
+        if way == "compiled":
+            model.compile_blocks(backend="aot_eager", fullgraph=True)
+        model.zero_grad()
+        model(*arguments).square().mean().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads[:2], strict=True))
+    for name, a, b in zip(dict(model.named_parameters()), grads[0], grads[2], strict=True):
+        torch.testing.assert_close(b, a, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.can_recompute], ids=lambda config: config.kind)
+@pytest.mark.parametrize("level", ["cheap", "mlp"])
+def test_recomputed_parts_change_nothing(config, level):
+    model, arguments, grads = model_of(config), inputs(config), []
+    for ops in (TORCH_OPS, recomputing(TORCH_OPS, level)):
+        model.use(ops=ops).zero_grad()
+        model(*arguments).square().mean().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@every_config
+def test_half_precision_follows(config):
+    model, (x, t, y) = model_of(config).float(), inputs(config, dtype=torch.float32)
+    expected = model(x, t, y)
+    output = model.place("cpu", torch.bfloat16)(x, t, y)
+    assert output.dtype == torch.bfloat16
+    # A token whose affinity to an expert is nearly another's may lose its place to that one.
+    assert (output - expected).norm() / expected.norm() < (0.2 if config.kind == "ecdit" else 0.06)
+
+
+@every_config
+def test_configurations_travel_through_json(config):
+    found = config_from_dict(json.loads(json.dumps(config.to_dict())))
+    assert found == config and type(found) is type(config) and hash(found) == hash(config)
+
+
+def test_configurations_from_before_there_were_options():
+    old = {key: value for key, value in DiTConfig(**PICTURE, num_classes=5).to_dict().items() if key in (
+        "kind", "input_size", "patch_size", "in_channels", "hidden_size", "depth", "num_heads", "num_classes",
+        "mlp_ratio", "learn_sigma", "text",
+    )}  # fmt: skip
+    assert config_from_dict(old) == DiTConfig(**PICTURE, num_classes=5)
+
+
+@pytest.mark.parametrize("text", [None, TEXT])
+@pytest.mark.parametrize("kind,shape", [(DiTConfig, PICTURE), (STDiTConfig, CLIP), (MovieGenConfig, CLIP)])
+def test_adaln_lora_is_the_full_modulation_of_a_product(kind, shape, text):
+    condition = {"text": text} if text else {"num_classes": 5}
+    low, full = (model_of(kind(**shape, **condition, adaln_lora=rank)) for rank in (6, None))
+    state = low.state_dict()
+    for name in [name for name in state if name.startswith("blocks.") and ".adaLN_modulation.1." in name]:
+        second = name.replace(".1.weight", ".2.weight")
+        state[name] = state.pop(second) @ state[name]
+        if (bias := second.replace("weight", "bias")) in state:
+            state[name.replace("weight", "bias")] = state.pop(bias)
+    full.load_state_dict(state, strict=True)
+    torch.testing.assert_close(full(*inputs(low.config)), low(*inputs(low.config)))
+    saved = full.config.parameters() - low.config.parameters()
+    vectors = full.config.modulation_width // 48
+    assert saved == 2 * (48 * 48 * vectors - 6 * 48 * (1 + vectors))
+
+
+def test_learned_positions_are_for_the_configured_size_and_smaller():
+    model = model_of(MovieGenConfig(**CLIP, num_classes=5))
+    x, t, y = inputs(model.config)
+    whole = model.positions((2, 4, 2))
+    assert torch.equal(model.positions((1, 4, 2)), whole[:, :8])
+    assert model(x[:, :, :2, :4], t, y).shape == (3, 6, 2, 4, 6)
+    with pytest.raises(ValueError, match="2 x 4 x 3 patches, but positions for 2 x 4 x 2"):
+        model(torch.randn(3, 3, 4, 8, 9).double(), t, y)
+
+
+def test_rotary_positions_of_another_size():
+    model = model_of(DiTConfig(**PICTURE, num_classes=5, positions="rope"))
+    _, t, y = inputs(model.config)
+    assert model(torch.randn(3, 3, 12, 4).double(), t, y).shape == (3, 6, 12, 4)
+    assert not dict(model.named_buffers())
+
+
+# ------------------------------------------------------------------------------------------------------ names and sizes
+
+
+def build(name: str, **options):
+    clips = is_video(name)
+    return model_config(name, input_size=(32, 32), in_channels=4, frames=16 if clips else None, **options)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *VIDEO_NAMES])
+@pytest.mark.parametrize("condition", [{"num_classes": 1000}, {"text": TextConfig("t5", 4096, 120, True)}])
+def test_every_model_has_the_parameters_it_says(name, condition):
+    config = build(name, **condition)
+    with torch.device("meta"):
+        model = build_model(config)
+    assert sum(p.numel() for p in model.parameters()) == config.parameters()
+    assert canonical_name(name) == name
+
+
+def attention(d, kv=None):
+    return 2 * d * d + 2 * d * (kv or d)
+
+
+# Weights of matrices alone, in closed form: NeMo's sizes, class-conditional; per block, modulation included.
+PUBLISHED = {
+    "DiT-7B/2": (32, attention(3072) + 8 * 3072**2 + 6 * 3072**2),
+    "DiT-28B/2": (32, attention(6144) + 8 * 6144**2 + 6 * 6144**2),
+    "MovieGen-1B/122": (16, attention(2048) + 3 * 2048 * 8192 + 6 * 2048**2),
+    "MovieGen-3B/122": (28, attention(3072) + 3 * 3072 * 8192 + 6 * 3072**2),
+    "MovieGen-5B/122": (32, attention(3072) + 3 * 3072 * 8192 + 6 * 3072**2),
+    "MovieGen-30B/122": (48, attention(6144, 1024) + 3 * 6144 * 16384 + 6 * 6144**2),
+    "ST-DiT-XL/122": (28, 2 * attention(1152) + 8 * 1152**2 + 9 * 1152**2),
+    "ST-DiT-B/122": (12, 2 * attention(768) + 8 * 768**2 + 9 * 768**2),
+    "EC-DiT-1B/2": (28, attention(1152) + 7.5 * 1152**2 + 6 * 1152**2 + 64 * (2 * 1152 * 144 + 1152)),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_in_closed_form(name):
+    depth, block = PUBLISHED[name]
+    config = build(name, num_classes=1000)
+    assert config.depth == depth
+    with torch.device("meta"):
+        blocks = build_model(config).blocks
+    assert sum(p.numel() for p in blocks.parameters() if p.dim() > 1) == depth * block
+
+
+def test_experts_cost_what_a_dense_mlp_does():
+    dense, sparse = build("DiT-XL/2", num_classes=1000), build("EC-DiT-1B/2", num_classes=1000)
+    assert 1 < sparse.forward_flops() / dense.forward_flops() < 1.01  # the router
+    assert sparse.parameters() > 1.2e9
+
+
+@pytest.mark.parametrize(
+    "name,hint",
+    [
+        ("ECDiT-1B/2", "EC-DiT-1B/2"),
+        ("EC-DiT-1B/3", "EC-DiT-1B/2"),
+        ("STDiT-XL/222", "ST-DiT-XL/222"),
+        ("ST-DiT-XL/2", "ST-DiT-XL/222"),
+        ("MovieGen-7B/122", "MovieGen-"),
+        ("moviegen-5B/122", "MovieGen-5B/122"),
+        ("DiT-28/2", "DiT-28B/2"),
+        ("vDiT-7b/222", "vDiT-7B/222"),
+    ],
+)
+def test_names_that_do_not_exist(name, hint):
+    with pytest.raises(ValueError, match=f"--model {name}: no such model; did you mean {hint}"):
+        canonical_name(name)
+
+
+def test_kinds_of_pictures_and_clips():
+    assert not is_video("MovieGen-Ti/2") and is_video("MovieGen-5B/1x2x2") and is_video("EC-DiT-Ti/222")
+    assert canonical_name("ST-DiT-XL/1x2x2") == "ST-DiT-XL/122"
+    with pytest.raises(ValueError, match="for clips use EC-DiT-1B/122"):
+        model_config("EC-DiT-1B/2", input_size=(8, 8), frames=4, in_channels=4, num_classes=3)
+    with pytest.raises(ValueError, match="for pictures use DiT-XL/2"):
+        model_config("ST-DiT-XL/122", input_size=(8, 8), in_channels=4, num_classes=3)
+
+
+def test_captions_are_attended_to_where_the_architecture_does():
+    text = TextConfig("t5", 8, 4)
+    assert not build("DiT-S/2", text=text).cross_attention and not build("EC-DiT-Ti/2", text=text).cross_attention
+    assert build("ST-DiT-Ti/222", text=text).cross_attention and build("MovieGen-Ti/122", text=text).cross_attention
+
+
+def test_options_by_name():
+    config = build("MovieGen-30B/122", num_classes=3, bias=None, positions=None, qk_norm=True)
+    assert (config.kv_heads, config.mlp_hidden, config.bias, config.positions, config.qk_norm) == (
+        8, 16384, False, "learned", True,
+    )  # fmt: skip
+    assert build("EC-DiT-1B/2", num_classes=3, expert_capacity=4.0).expert_capacity == 4
+    for name, options, message in (
+        ("DiT-S/2", {"full_attention": True}, "--full_attention is not for --model DiT-S/2; it is for ST-DiT"),
+        ("ST-DiT-B/122", {"expert_capacity": 2.0}, "--expert_capacity is not for .* it is for EC-DiT"),
+        ("DiT-S/2", {"adaln_lora": 384}, "--adaln_lora 384: a rank from 1 to below the width, 384"),
+        ("DiT-S/2", {"positions": "alibi"}, "--positions alibi: choose one of sincos, learned, rope"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(name, num_classes=3, **options)
+
+
+def test_what_can_not_be_combined():
+    sequence = {
+        ("EC-DiT-Ti/2", "ulysses"): {},
+        ("ST-DiT-Ti/222", "ring"): {},
+        ("MovieGen-Ti/2", "ulysses"): {},  # shared keys and values
+        ("DiT-S/2", "ring"): {"qk_norm": True},
+        ("DiT-B/2", "usp"): {"positions": "rope"},
+        ("DiT-L/2", "fastseq"): {"bias": False},
+    }
+    for (name, kind), options in sequence.items():
+        with pytest.raises(ValueError, match="--sequence_parallel_"):
+            build(name, num_classes=3, **options).check_sequence_parallel(kind)
+    build("DiT-S/2", num_classes=3, qk_norm=True, positions="rope", bias=False).check_sequence_parallel("ulysses")
+    build("MovieGen-5B/122", num_classes=3).check_sequence_parallel("ring")
+    for name, options in (("EC-DiT-Ti/2", {}), ("MovieGen-Ti/2", {}), ("DiT-S/2", {"bias": False})):
+        with pytest.raises(ValueError, match="--fp8 does not work with"):
+            build(name, num_classes=3, **options).check_speed(True, "none")
+    for name, options in (("MovieGen-Ti/2", {}), ("DiT-S/2", {"bias": False})):
+        with pytest.raises(ValueError, match="--recompute cheap does not work with .* use --grad_checkpoint"):
+            build(name, num_classes=3, **options).check_speed(False, "cheap")
+    build("ST-DiT-Ti/222", num_classes=3, qk_norm=True).check_speed(True, "none")
