@@ -31,7 +31,7 @@ from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.models import Condition, DiT, VDiTConfig
+from opendit.models import Condition, DiT
 from opendit.models.pretrained import Weights, load_pretrained
 from opendit.monitor import print_block
 from opendit.parallel.engine import PRECISIONS
@@ -107,21 +107,23 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
         if found is None:
             raise ValueError(f"--ckpt latest: no run with a checkpoint under {flags.outputs}; give a path")
         ckpt = found
-    model, weights = load_pretrained(ckpt, flags.model, flags.weights)
+    model, weights = load_pretrained(ckpt, flags.model, flags.weights, flags.lora)
     config = model.config
-    if flags.use_video and not isinstance(config, VDiTConfig):
+    if flags.use_video and not config.is_video:
         raise ValueError(f"--use_video: {weights.path} draws pictures; leave the flag out")
     objective = objective_from_dict(weights.info.get("objective"))
     objective.choose(flags.sampler)
     dtype = PRECISIONS[flags.mixed_precision]
     size = latent_size(flags, model, weights)
+    if flags.fp8:
+        config.check_speed(True, "none")
     replica, sequence = make_replicas(mesh, flags.cfg_parallel), share_sequence(flags, model, size, mesh)
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
     model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
     half = torch.float32 if flags.mixed_precision == "fp32" else torch.float16  # closer to fp32 than bf16 for a VAE
     codec = None
     if replica.leads:
-        load = load_video_codec if isinstance(config, VDiTConfig) else load_codec
+        load = load_video_codec if config.is_video else load_codec
         codec = load(vae_of(flags, weights), channels=config.in_channels, device=mesh.device, dtype=half)
     conditioner, conditions, choices, names = what_to_draw(flags, model, weights, half, mesh)
     if len(choices) < replica.count:
@@ -186,7 +188,10 @@ def share_sequence(flags: SampleConfig, model: DiT, size: tuple[int, ...], mesh:
         samples=halves * flags.batch_size,
         bytes=PRECISIONS[flags.mixed_precision].itemsize,
     )
-    return sequence_parallel(mesh, flags.sequence_parallel_type, shape)
+    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
+    if sequence:
+        config.check_sequence_parallel(sequence.plan.kind)
+    return sequence
 
 
 def what_to_draw(

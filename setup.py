@@ -36,8 +36,9 @@ setup(
         "rich",
     ],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff"],
-        "dev": ["pre-commit", "pytest", "pytest-timeout", "hypothesis", "ruff"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "peft>=0.17"],
+        "dev": ["pre-commit", "pytest", "pytest-timeout", "hypothesis", "ruff", "peft>=0.17"],
+        "lora": ["peft>=0.17"],
         "kernels": ["ninja"],  # with nvcc: builds Colossal-AI's HybridAdam
         "flash": ["flash-attn"],
     },

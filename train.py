@@ -20,13 +20,16 @@ from opendit.checkpoint import load_checkpoint
 from opendit.config import TrainConfig, parse
 from opendit.data import Batch, build_loader
 from opendit.data.base import to_pixels
+from opendit.dry_run import describe_recipe, dry_run
 from opendit.ema import EMA
 from opendit.forward_backward import ForwardBackward
 from opendit.interrupt import Interrupt
-from opendit.job import USER_ERRORS, Job, example_captions, open_folder, prepare
+from opendit.job import USER_ERRORS, Job, config_of, example_captions, open_folder, prepare
+from opendit.kernels.recompute import recompute_in
 from opendit.memory import USABLE, advice, describe
 from opendit.models import Condition, DiT, build_model
-from opendit.models.pretrained import load_state
+from opendit.models.adapt import adapt
+from opendit.models.lora import add_lora
 from opendit.monitor import Monitor
 from opendit.parallel.engine import Engine, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
@@ -39,6 +42,8 @@ from opendit.saving import Checkpoints
 def main(argv: list[str]) -> None:
     flags = parse(TrainConfig, argv)
     try:
+        if flags.dry_run is not None:
+            return dry_run(flags)
         mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size)
         job = prepare(flags, mesh)
     except USER_ERRORS as error:
@@ -94,6 +99,7 @@ def train(job: Job) -> int:
         keep=flags.ckpt_keep,
         in_use=job.resume,
         say=monitor.say,
+        enabled=flags.save,
     )
     profiler = StepProfiler(flags.profile and mesh.is_main, job.folder / "profile", mesh.device, monitor.say)
     save_owed = False
@@ -113,12 +119,12 @@ def train(job: Job) -> int:
             profiler.step()
             done, stopping = step + 1, interrupted()
             last = stopping or done == job.last_step
-            save_owed |= due(done, flags.ckpt_every)
+            save_owed |= flags.save and due(done, flags.ckpt_every)
             # Only here the host waits for the device. While steps are being skipped nothing is saved: the run may be
             # about to fail.
             looking = last or save_owed or due(done, flags.log_every) or due(done, flags.max_bad_steps)
             skipping = looking and check_health(engine, flags.max_bad_steps)
-            saving = last or (save_owed and not skipping)
+            saving = (flags.save and last) or (save_owed and not skipping)
             drawing = due(done, sample_every(flags)) or done == job.last_step
             if saving or due(done, flags.log_every):  # a line at every save: a resumed run starts a new mean there too
                 grad_norm = result.grad_norm.item() if result.finite else None
@@ -206,8 +212,12 @@ def build_model_and_engine(job: Job) -> Engine:
     with job.mesh.device:
         model = build_model(job.model_config)
     if job.initial is not None:
-        load_state(model, job.initial)
+        start = adapt(model, job.initial, config_of(job.initial, flags.model), job.dataset.class_names)
+        job.notes += [f"--pretrained: {line}" for line in start.describe()]
+        if job.lora is not None:
+            add_lora(model, job.lora, start.untrained)
     model.use(ops=job.kernels.ops, attend=job.kernels.attend, sequence=job.sequence)
+    recompute_in(model, flags.recompute)
     model.grad_checkpoint = flags.grad_checkpoint
     return build_engine(
         model.train(),
@@ -296,13 +306,15 @@ def announce(job: Job, engine: Engine, ema: EMA, graph_note: str, compile_note: 
     cuda = mesh.device.type == "cuda"
     card, setup = torch.cuda.get_device_properties(mesh.device).total_memory if cuda else None, job.memory_setup()
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
-    rows = {
+    rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}
+    rows |= {
         "model": f"{flags.model}: {config.parameters() / 1e6:.1f} M parameters, {config.tokens} tokens, "
         f"{3 * config.forward_flops() / 1e9:.2f} GFLOP a training sample",
         "data": job.dataset.describe(),
         "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {job.vae})",
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
+        "trained": trained(job, engine),
         "optimizer": engine.optimizer_name,
         "EMA": f"decay {', '.join(map(str, ema.decays))}{', warm-up' if ema.warmup else ''}; "
         f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)",
@@ -325,10 +337,17 @@ def announce(job: Job, engine: Engine, ema: EMA, graph_note: str, compile_note: 
         print(f"note: {note}", flush=True)
 
 
+def trained(job: Job, engine: Engine) -> str:
+    weights = sum(math.prod(shape) for shape in engine.shapes.values())
+    if job.lora is None:
+        return "all weights"
+    return f"{weights:,} weights: LoRA of rank {job.lora.rank}, alpha {job.lora.alpha:g}, and what is new"
+
+
 def summarise(job: Job, monitor: Monitor, checkpoints: Checkpoints) -> None:
     folder, step = job.folder, monitor.last.get("step", job.first_step)
     rows = {
-        "checkpoint": str(checkpoints.newest),
+        "checkpoint": str(checkpoints.newest) if job.flags.save else "none (--no_save)",
         "log": str(folder / "log.jsonl"),
         "pictures": str(folder / "samples"),
         "curves": f"tensorboard --logdir {folder / 'tensorboard'}",

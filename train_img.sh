@@ -17,10 +17,7 @@ fi
 started=$SECONDS
 outputs=${OUTPUTS:-./outputs}
 # Small pictures in pixels, 16 tokens each; the recipe is measured in docs/images.md.
-"${run[@]}" --model DiT-Ti/2 --data_path digits --image_size 8 --vae none --outputs "$outputs" \
-  --batch_size $((64 / NPROC)) --max_steps 2600 --lr 3e-3 --warmup_steps 100 --lr_schedule cosine \
-  --mixed_precision fp32 --ema_decay 0.998 --num_workers 0 \
-  --log_every 50 --ckpt_every 1000 --sample_cfg_scale 1
+"${run[@]}" --recipe digits --outputs "$outputs"
 newest=$(ls -d "$outputs"/[0-9][0-9][0-9]-DiT-Ti-2 | tail -n 1)
 python sample.py --ckpt "$newest" --output "$newest/digits" --mixed_precision fp32 --num_sampling_steps 100 \
   --cfg_scale 1 --class_labels 0 1 2 3 4 5 6 7 8 9 --num_samples 100 --batch_size 100

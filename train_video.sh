@@ -19,11 +19,7 @@ started=$SECONDS
 outputs=${OUTPUTS:-./outputs} videos=${VIDEOS:-./videos}
 python preprocess.py demo --output "$videos"
 python preprocess.py check "$videos/demo.csv" --output "$videos/checked.csv" --num_frames 8 --frame_interval 6
-"${run[@]}" --model vDiT-Ti/822 --data_path "$videos/checked.csv" --image_size 12 --num_frames 8 --frame_interval 6 \
-  --vae none --text_encoder bytes --max_text_tokens 28 --cross_attention --outputs "$outputs" \
-  --objective flow --flow_shift 6 --batch_size $((32 / NPROC)) --max_steps 3000 --lr 3e-3 --warmup_steps 100 \
-  --lr_schedule cosine --mixed_precision fp32 --ema_decay 0.998 --num_workers 0 \
-  --log_every 50 --ckpt_every 1000 --sample_cfg_scale 3
+"${run[@]}" --recipe digits_video --data_path "$videos/checked.csv" --outputs "$outputs"
 newest=$(ls -d "$outputs"/[0-9][0-9][0-9]-vDiT-Ti-822 | tail -n 1)
 python sample.py --ckpt "$newest" --use_video --output "$newest/clips" --mixed_precision fp32 \
   --num_sampling_steps 50 --cfg_scale 3 --prompt "a seven moving left" "a three moving up" "a zero moving right" \

@@ -1,37 +1,24 @@
 """Every flag once: name, type, default, one-line help; and the checks across flags.
 
-A configuration is a dataclass; :func:`parse` turns it into an argument parser. Flags are written with
-underscores (``--batch_size``); dashes are accepted. A boolean flag ``--x`` also has ``--no_x``.
+A configuration is a dataclass; :func:`opendit.command_line.parse` makes one of a command line.
 """
 
-import argparse
 import dataclasses
-import types
-import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
+from opendit.command_line import flag
+from opendit.command_line import parse as parse  # where the rest of the program looks for it
 from opendit.diffusion import ALL_SAMPLERS, OBJECTIVES, PREDICTIONS
 from opendit.diffusion.flow import TIME_SAMPLING
-from opendit.models.zoo import NAMES, VIDEO_NAMES, canonical_name, is_video
+from opendit.models.positions import POSITIONS
+from opendit.models.zoo import canonical_name, is_video
 from opendit.parallel.guidance import check_cfg_parallel
 from opendit.parallel.mesh import check_sequence_parallel
 from opendit.parallel.sequence.choose import KINDS as SEQUENCE_TYPES
 
-T = TypeVar("T")
 OBJECTIVE_FLAGS = {"prediction": "ddpm", "min_snr": "ddpm", "flow_shift": "flow", "flow_times": "flow",
                    "edm_mean": "edm", "edm_std": "edm", "edm_sigma_data": "edm"}  # fmt: skip
-GROUPS = ("Model", "Data", "Training", "Sampling", "Speed", "Run", "Output")  # their order in --help
-
-
-def flag(default: Any, help: str, *, group: str, choices: Sequence[str] | None = None, several: bool = False) -> Any:
-    """A configuration field that is also a command-line flag; ``several``: it may also be given a list of values."""
-    metadata = dict(help=help, group=group, choices=choices, several=several)
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -75,14 +62,24 @@ class ParallelFlags(SpeedFlags):
 class TrainConfig(ParallelFlags):
     """Trains a Diffusion Transformer. Run it with torchrun for several processes."""
 
-    model: str = flag("DiT-XL/2", f"one of {', '.join(NAMES + VIDEO_NAMES)}, ...", group="Model")
+    model: str = flag("DiT-XL/2", "KIND-SIZE/PATCH: python -m opendit.models lists them", group="Model")
     num_classes: int | None = flag(None, "classes of the model (from the data when left out)", group="Model")
     text_encoder: str | None = flag(None, "of captions: bytes (trained, default), clip, t5 or a folder", group="Model")
     max_text_tokens: int | None = flag(None, "captions are cut to this (bytes: 64)", group="Model")
     cross_attention: bool = flag(False, "attend to all caption tokens, not to the pooled one only", group="Model")
+    qk_norm: bool = flag(False, "RMSNorm of queries and keys: stable at large sizes and learning rates", group="Model")
+    adaln_lora: int | None = flag(None, "rank of the blocks' modulation weights (full when left out)", group="Model")
+    bias: bool | None = flag(None, "biases in the blocks' linear layers (default: all but MovieGen's)", group="Model")
+    positions: str | None = flag(
+        None, "how tokens know their places (default: sincos; MovieGen: learned)", group="Model", choices=POSITIONS
+    )
+    full_attention: bool | None = flag(None, "of ST-DiT: attend to all tokens of a clip too", group="Model")
+    expert_capacity: float | None = flag(None, "of EC-DiT: experts of a token, on average (2)", group="Model")
     pretrained: str | None = flag(None, "start from these weights (our .safetensors or Meta's .pt)", group="Model")
+    lora: int | None = flag(None, "train low-rank additions of this rank to --pretrained's blocks", group="Model")
+    lora_alpha: float | None = flag(None, "they are scaled by this / rank (default: the rank)", group="Model")
 
-    data_path: str = flag("digits", "digits, a FOLDER of pictures or a torchvision set, a CSV, LATENTS", group="Data")
+    data_path: str = flag("digits", "digits, a FOLDER of pictures, a CSV, LATENTS, or mock: random ones", group="Data")
     image_size: int = flag(256, "side of the training pictures in pixels", group="Data")
     use_video: bool = flag(False, "train a vDiT on clips", group="Data")
     num_frames: int = flag(16, "frames of a clip", group="Data")
@@ -98,6 +95,9 @@ class TrainConfig(ParallelFlags):
 
     batch_size: int = flag(32, "samples per data-parallel rank and micro-batch", group="Training")
     grad_accumulation: int = flag(1, "micro-batches per step", group="Training")
+    global_batch_size: int | None = flag(
+        None, "samples per step on all GPUs, in micro-batches of --batch_size at most", group="Training"
+    )
     epochs: int = flag(1400, "passes over the data", group="Training")
     max_steps: int | None = flag(None, "stop after this many steps, whatever --epochs says", group="Training")
     lr: float = flag(1e-4, "peak learning rate", group="Training")
@@ -134,23 +134,36 @@ class TrainConfig(ParallelFlags):
     compile: bool = flag(False, "torch.compile for blocks and final layer (zero2, ddp)", group="Speed")
     grad_checkpoint: bool = flag(False, "recompute blocks in the backward pass: less memory, slower", group="Speed")
     recompute: str = flag(
-        "none", "of a block's backward: LayerNorms and GELU (cheap), fc1 too (mlp)", group="Speed",
-        choices=("none", "cheap", "mlp"),
+        "none", "made again in backward: LayerNorms (norms), GELU too (cheap), fc1 too (mlp, half of them: half)",
+        group="Speed", choices=("none", "norms", "cheap", "half", "mlp"),
     )  # fmt: skip
     keep_gathered: bool = flag(
         False, "fastseq: keep the gathered input for the backward pass: more memory, less traffic", group="Speed"
     )
 
+    recipe: str | None = flag(
+        None, "a named set of flags, which this command line overrides; list: shows them", group="Run", alias="factory"
+    )
+    dry_run: int | None = flag(
+        None, "say what the run needs, on so many GPUs, and stop; nothing is built", group="Run", alone=0
+    )
     outputs: str = flag("./outputs", "folder of the run folders", group="Run")
     load: str | None = flag(None, "resume: latest, a run folder or a checkpoint folder", group="Run")
     log_every: int = flag(10, "steps between log lines", group="Run")
     ckpt_every: int = flag(1000, "steps between checkpoints; 0: only the one at the end", group="Run")
+    save: bool = flag(True, "write checkpoints; --no_save: none, to time steps", group="Run")
     ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", group="Run")
     deterministic: bool = flag(False, "the same bits in every run on the same GPUs; slower", group="Run")
     profile: bool = flag(False, "record a few early steps: a trace and a table of where the time goes", group="Run")
     sample_every: int | None = flag(None, "steps between sample grids (default: as --ckpt_every)", group="Run")
     sample_steps: int = flag(50, "sampling steps of those grids", group="Run")
     sample_cfg_scale: float = flag(4.0, "guidance of those grids", group="Run")
+
+    @property
+    def architecture(self) -> dict:
+        """The flags that say how a model of this kind and size is made; None: as its kind is."""
+        names = ("qk_norm", "adaln_lora", "bias", "positions", "full_attention", "expert_capacity")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def ema_decays(self) -> list[float]:
@@ -187,7 +200,9 @@ class TrainConfig(ParallelFlags):
         for name, objective in OBJECTIVE_FLAGS.items():
             if name in self.given and self.objective != objective:
                 raise ValueError(f"--{name} belongs to --objective {objective}; add that, or leave it out")
-        for name in ("max_steps", "max_text_tokens", "min_snr"):
+        if self.dry_run is not None:
+            at_least_zero(self, "dry_run")
+        for name in ("max_steps", "max_text_tokens", "min_snr", "global_batch_size", "lora", "lora_alpha"):
             if getattr(self, name) is not None:
                 positive(self, name)
         shares = [(name, getattr(self, name)) for name in ("label_drop", "max_bad")]
@@ -196,11 +211,45 @@ class TrainConfig(ParallelFlags):
                 raise ValueError(f"--{name} {value}: must be at least 0 and below 1")
         if len(set(self.ema_decays)) < len(self.ema_decays):
             raise ValueError(f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice")
+        if self.lora is not None:
+            self._check_lora()
         self.check_parallel(world_size)
+        notes += self._settle_batch(world_size // self.sequence_parallel_size)
         if self.keep_gathered and self.sequence_parallel_type not in ("auto", "fastseq"):
             raise ValueError(f"--keep_gathered: --sequence_parallel_type {self.sequence_parallel_type} gathers nothing")
-        check_writable(self.outputs, "--outputs")
+        if self.dry_run is None:
+            check_writable(self.outputs, "--outputs")
         return notes
+
+    def _settle_batch(self, dp_size: int) -> list[str]:
+        """Of --global_batch_size: the largest micro-batch up to --batch_size, and how many of them."""
+        if {"grad_accumulation", "global_batch_size"} <= self.given:
+            raise ValueError("--grad_accumulation: --global_batch_size decides it; leave one of them out")
+        if self.global_batch_size is None or "grad_accumulation" in self.given:  # rather than a recipe's global batch
+            return []
+        asked, fits = self.global_batch_size, max(1, self.global_batch_size // dp_size) * dp_size
+        if fits != asked and "global_batch_size" in self.given:
+            raise ValueError(
+                f"--global_batch_size {asked}: {dp_size} data-parallel ranks can't share it evenly; use {fits}"
+            )
+        share = fits // dp_size
+        self.global_batch_size = fits
+        self.batch_size = next(size for size in range(min(self.batch_size, share), 0, -1) if share % size == 0)
+        self.grad_accumulation = share // self.batch_size
+        return [] if fits == asked else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
+
+    def _check_lora(self) -> None:
+        if self.pretrained is None:
+            raise ValueError("--lora adds to trained weights: say which with --pretrained")
+        clashes = {
+            "--plugin gemini": self.plugin == "gemini",
+            "--fp8": self.fp8,
+            "--recompute": self.recompute != "none",
+            "--sequence_parallel_size": self.sequence_parallel_size > 1,
+        }
+        for name, clash in clashes.items():
+            if clash:
+                raise ValueError(f"--lora does not work with {name}; leave one of them out")
 
     def _settle_recompute(self) -> list[str]:
         if self.recompute == "none":
@@ -227,6 +276,7 @@ class SampleConfig(ParallelFlags):
     """Draws pictures from a checkpoint. Several processes (torchrun) share the work."""
 
     ckpt: str = flag("latest", "checkpoint file or folder, run folder, or latest", group="Model")
+    lora: str | None = flag(None, "a run of train.py --lora, merged into --ckpt's weights", group="Model")
     model: str | None = flag(None, "needed only when the checkpoint does not say (Meta's .pt)", group="Model")
     image_size: int | None = flag(None, "pixels; from the checkpoint when left out", group="Model")
     vae: str | None = flag(None, "ema, mse, PATH or none; from the checkpoint when left out", group="Model")
@@ -318,60 +368,6 @@ def check_writable(folder: str, flag_name: str) -> None:
         probe.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(f"{flag_name} {folder}: can't write there ({error.strerror}); name another folder") from error
-
-
-def _scalar_type(annotation) -> type:
-    """int for ``int | None``, str for ``str``, ..."""
-    if isinstance(annotation, types.UnionType):
-        return next(a for a in typing.get_args(annotation) if a is not type(None))
-    return annotation
-
-
-class _OneOrMore(argparse.Action):
-    """Of a flag that takes several values: one alone is kept as it is."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
-
-
-def build_parser(cls: type) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=cls.__doc__.split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
-    )
-    flags = [item for item in dataclasses.fields(cls) if "group" in item.metadata]
-    names = sorted({item.metadata["group"] for item in flags}, key=GROUPS.index)
-    groups = {name: parser.add_argument_group(name) for name in names}
-    for item in flags:
-        group = groups[item.metadata["group"]]
-        default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
-        shown = "" if default is None or default == [] else f" [{default}]"
-        options = dict(help=item.metadata["help"].replace("%", "%%") + shown, default=argparse.SUPPRESS)
-        kind = _scalar_type(item.type)
-        if kind is bool:
-            group.add_argument(f"--{item.name}", action="store_const", const=True, **options)
-            group.add_argument(
-                f"--no_{item.name}", dest=item.name, action="store_const", const=False,
-                default=argparse.SUPPRESS, help=argparse.SUPPRESS,
-            )  # fmt: skip
-        elif typing.get_origin(kind) is list:
-            group.add_argument(f"--{item.name}", type=typing.get_args(kind)[0], nargs="+", **options)
-        elif item.metadata["several"]:
-            group.add_argument(f"--{item.name}", type=kind, nargs="+", action=_OneOrMore, **options)
-        else:
-            group.add_argument(f"--{item.name}", type=kind, choices=item.metadata["choices"], **options)
-    return parser
-
-
-def parse(cls: type[T], argv: Sequence[str]) -> T:
-    """The configuration that a command line asks for; ``given`` holds the flags that stood on it."""
-    underscored = []
-    for word in argv:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            word = "--" + name[2:].replace("-", "_") + equals + value
-        underscored.append(word)
-    values = vars(build_parser(cls).parse_args(underscored))
-    return cls(**values, given=frozenset(values))
 
 
 def to_dict(config) -> dict:

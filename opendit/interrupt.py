@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: finish the step, save, leave with exit code 0."""
+"""SIGTERM, SIGINT and SIGUSR1 (of schedulers, before a time limit): finish the step, save, leave with exit code 0."""
 
 import os
 import signal
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.side_channel import SideChannel
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_SECONDS = 1.0
 
 
 class Interrupt:
-    """Notes the first SIGTERM or SIGINT; a second one ends the process at once, as if nothing had been installed.
+    """Notes the first of these signals; a second one ends the process at once, as if nothing had been installed.
 
     A context manager; use it in the main thread, on every rank. Ranks get their signals at different moments, so a
     step asks all of them: ``asked = interrupt.ask()`` before the optimizer's step, ``asked()`` after it. The message

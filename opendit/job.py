@@ -1,7 +1,6 @@
 """From flags to everything a training run needs, checked before any weight of the model is made."""
 
 import json
-import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,26 +9,30 @@ import torch
 from torch import Tensor
 
 import opendit
-from opendit.checkpoint import checkpoint_config, find_checkpoint, read_state, run_folder, verify
+from opendit.checkpoint import MODEL, checkpoint_config, find_checkpoint, read_state, run_folder, verify
+from opendit.command_line import overridden
 from opendit.config import TrainConfig, to_dict
-from opendit.data import BatchSchedule, DataError, LatentDataset, MediaDataset, build_dataset, build_schedule
+from opendit.data import BatchSchedule, DataError, MediaDataset, build_schedule
+from opendit.data.mock import MockDataset
 from opendit.diffusion import Objective, objective_from_dict
+from opendit.dry_run import recipe_notes
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
-from opendit.encoders.text import load_text_encoder, text_geometry
-from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec, sample_moments
-from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
+from opendit.encoders.text import load_text_encoder
+from opendit.encoders.vae import ImageCodec, load_codec, sample_moments
+from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.fp8_linear import Modulated
-from opendit.kernels.recompute import recomputing
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.memory import Setup
-from opendit.models import DiTConfig, TextConfig, config_from_dict, model_config
-from opendit.models.pretrained import Weights, find_weights, infer_config, read_weights
-from opendit.models.zoo import patch_size
+from opendit.models import DiTConfig, config_from_dict
+from opendit.models.adapt import check_same_blocks
+from opendit.models.lora import Lora, check_peft, lora_ops
+from opendit.models.pretrained import Weights, find_weights, infer_config, read_info, read_weights
 from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
+from opendit.plan import last_step_of, open_data, plan_model
 from opendit.random import Stream, normal
 
 USER_ERRORS = (ValueError, OSError, DataError)  # of prepare(): the message is enough, no traceback needed
@@ -55,6 +58,7 @@ class Job:
     first_step: int
     last_step: int
     initial: Weights | None
+    lora: Lora | None
     notes: list[str]
 
     def latents(self, x: Tensor, step: int, index: Tensor) -> Tensor:
@@ -64,7 +68,7 @@ class Job:
             x: (B, ...) the data set's items on the device.
             index: (B,) positions in the global batch; the VAE's noise is keyed by them.
         """
-        if isinstance(self.dataset, LatentDataset):
+        if self.dataset.kind == "latents":
             scale = (self.dataset.scaling_factor, self.dataset.shift_factor)
             return sample_moments(x, self._vae_noise(x, step, index), *scale)
         if self.vae == "none":
@@ -119,6 +123,7 @@ class Job:
             "text_encoder": _path_or_name(self.flags.text_encoder, (None, "bytes", "clip", "t5")),
             "image_size": self.flags.image_size,
             "frame_interval": self.flags.frame_interval,
+            **({"lora": self.lora.to_dict()} if self.lora else {}),
         }
 
 
@@ -128,49 +133,36 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     Raises:
         ValueError, OSError, DataError: with a message that names the flag and the fix.
     """
-    notes = flags.check(mesh.world_size, mesh.device.type == "cuda")
+    notes = flags.check(mesh.world_size, mesh.device.type == "cuda") + recipe_notes(flags)
     if flags.deterministic:
         make_deterministic()
-    dataset = build_dataset(
-        flags.data_path,
-        flags.image_size,
-        seed=flags.global_seed,
-        random_flip=flags.random_flip,
-        max_bad=flags.max_bad,
-        use_video=flags.use_video,
-        num_frames=flags.num_frames,
-        frame_interval=flags.frame_interval,
-        short_clips=flags.short_clips,
-    )
+    dataset = open_data(flags)
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
     schedule = build_schedule(dataset, global_batch, flags.grad_accumulation, flags.global_seed)
-    vae, channels, size, frames = _latent_geometry(flags, dataset)
-    objective = _objective(flags)
-    condition = _condition(flags, dataset)
-    config = model_config(
-        flags.model,
-        input_size=size,
-        in_channels=channels,
-        frames=frames,
-        learn_sigma=objective.learn_sigma,
-        **condition,
-    )
+    config, objective, vae = plan_model(flags, dataset, notes)
     dtype = PRECISIONS[flags.mixed_precision]
     shape = Shape(config.tokens, config.hidden_size, config.num_heads, flags.batch_size, dtype.itemsize)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, keep_gathered=flags.keep_gathered)
+    if sequence:
+        config.check_sequence_parallel(sequence.plan.kind)
     resume = find_checkpoint(flags.load, flags.outputs, flags.model) if flags.load else None
     if flags.load and resume is None:
         notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
-    stored = _check_resume(resume, config, objective, mesh) if resume else {}
-    initial = _check_pretrained(flags, config) if flags.pretrained and not resume else None
+    stored = _check_resume(resume, config, objective, bool(flags.lora), mesh) if resume else {}
+    # LoRA's checkpoints hold what it adds: the weights it is added to are read each time.
+    initial = _check_pretrained(flags, config) if flags.pretrained and (flags.lora or not resume) else None
+    lora = _lora(flags, initial, resume, notes) if flags.lora else None
     codec = _load_codec(flags, dataset, vae, mesh, notes)
     conditioner = _conditioner(flags, config, dataset, mesh)
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
     kernels = _agree_on_attention(kernels, stored.get("attention"), flags, config, dtype, mesh, notes)
-    kernels = replace(kernels, ops=recomputing(kernels.ops, flags.recompute))
+    if lora is not None:
+        ops = lora_ops(kernels.ops)
+        why = "" if ops == kernels.ops else "; what takes a linear layer is torch's: --lora is a part of it"
+        kernels = replace(kernels, ops=ops, ops_note=kernels.ops_note + why)
     folder = resume.parent.parent if resume else run_folder(flags.outputs, flags.model) if mesh.is_main else None
     folder = Path(mesh.broadcast_object(str(folder)))
-    last_step = min(flags.epochs * schedule.steps_per_epoch, flags.max_steps or flags.epochs * len(dataset))
+    last_step = last_step_of(flags, schedule)
     first_step = stored.get("step", 0)
     if first_step >= last_step:
         notes.append(f"{resume} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on")
@@ -191,6 +183,7 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         first_step=first_step,
         last_step=last_step,
         initial=initial,
+        lora=lora,
         notes=notes,
     )
     if resume:
@@ -245,49 +238,17 @@ def _what_changed(stored: dict, now: dict) -> list[str]:
     return [f"resuming within rounding, not bit for bit: {text}"] if changed else []
 
 
-def _objective(flags: TrainConfig) -> Objective:
-    settings = {
-        "ddpm": {"prediction": flags.prediction, "min_snr": flags.min_snr},
-        "flow": {"shift": flags.flow_shift, "times_are": flags.flow_times},
-        "edm": {"mean": flags.edm_mean, "std": flags.edm_std, "sigma_data": flags.edm_sigma_data},
-    }
-    return objective_from_dict({"name": flags.objective, **settings[flags.objective]})
-
-
-def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict:
-    """What the model is conditioned on, as arguments of model_config: num_classes or text."""
-    if dataset.conditioning == "text":
-        if flags.num_classes is not None:
-            raise ValueError(f"--num_classes: --data_path {flags.data_path} has captions, not classes; leave it out")
-        cached = getattr(dataset, "text_encoder", None)
-        if cached and flags.text_encoder not in (None, "bytes", cached):
-            raise ValueError(f"--text_encoder {flags.text_encoder}: {flags.data_path} was made with {cached}")
-        name = flags.text_encoder = flags.text_encoder or cached or "bytes"
-        kind, width, longest = text_geometry(name)
-        longest = dataset.max_tokens if name == cached else longest
-        return {"text": TextConfig(kind, width, flags.max_text_tokens or longest, flags.cross_attention)}
-    for name in ("text_encoder", "cross_attention", "max_text_tokens"):
-        if name in flags.given:
-            raise ValueError(f"--{name}: --data_path {flags.data_path} has no captions; give a CSV of path,text")
-    if (flags.num_classes or dataset.num_classes) < dataset.num_classes:
-        raise ValueError(
-            f"--num_classes {flags.num_classes}: --data_path {flags.data_path} has {dataset.num_classes} classes, "
-            f"labels 0 to {dataset.num_classes - 1}; leave the flag out or raise it"
-        )
-    return {"num_classes": flags.num_classes or dataset.num_classes}
-
-
 def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh) -> Conditioner:
     if config.text is None:
         return LabelConditioner(config.num_classes, mesh.device)
-    encoder, empty = None, getattr(dataset, "empty_caption", None)
-    if not config.text.inside:
+    encoder, empty = None, None if config.text.inside else getattr(dataset, "empty_caption", None)
+    empty = empty and [part.unsqueeze(0) for part in empty]
+    if not config.text.inside and not isinstance(dataset, MockDataset):  # which has no words to encode
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
         encoder = load_text_encoder(
             flags.text_encoder, device=mesh.device, dtype=dtype, max_tokens=config.text.max_tokens
         )
-        empty = empty and [part.unsqueeze(0) for part in empty]
-    return CaptionConditioner(config.text, mesh.device, encoder, None if config.text.inside else empty)
+    return CaptionConditioner(config.text, mesh.device, encoder, empty)
 
 
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
@@ -302,37 +263,12 @@ def _path_or_name(value: str | None, names: tuple) -> str | None:
     return value if value in names else str(Path(value).resolve())
 
 
-def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
-    """(the VAE's name, latent channels, latent height and width, latent frames); raises ValueError if sizes don't
-    divide."""
-    patch = patch_size(flags.model)
-    if isinstance(dataset, LatentDataset):
-        vae = flags.vae if "vae" in flags.given else dataset.vae
-        channels, *frames, height, width = dataset.sample_shape
-        return vae, channels // 2, (height, width), frames[0] if frames else None
-    if flags.use_video:
-        channels, downscale, temporal = video_geometry(flags.vae, dataset.sample_shape[0])
-        frames, side = latent_frames(flags.num_frames, temporal), math.lcm(*patch[1:])
-        if frames % patch[0]:
-            raise ValueError(
-                f"--num_frames {flags.num_frames}: {frames} latent frames do not divide by the {patch[0]} frames of a "
-                f"patch of {flags.model}; change it, or take a model with a shorter patch"
-            )
-    else:
-        (channels, downscale), frames, side = codec_geometry(flags.vae, dataset.sample_shape[0]), None, patch
-    multiple = downscale * side
-    if flags.image_size % multiple:
-        raise ValueError(
-            f"--image_size {flags.image_size} does not divide by {multiple} (--vae {flags.vae}: {downscale}, patch of "
-            f"{flags.model}: {side}); use {max(multiple, round(flags.image_size / multiple) * multiple)}"
-        )
-    return flags.vae, channels, (flags.image_size // downscale,) * 2, frames
-
-
-def _check_resume(resume: Path, config: DiTConfig, objective: Objective, mesh: Mesh) -> dict:
+def _check_resume(resume: Path, config: DiTConfig, objective: Objective, adds: bool, mesh: Mesh) -> dict:
     """The state of a checkpoint whose files are intact and whose model is this one. Raises ValueError otherwise."""
     verify(resume, mesh)
     found = config_from_dict(checkpoint_config(resume))
+    if ("lora" in read_info(resume / MODEL)) != adds:
+        raise ValueError(f"--load: {resume} was made with{'out' if adds else ''} --lora; do so again")
     if found != config:
         differences = [
             f"{key} {value} there, {config.to_dict()[key]} here"
@@ -353,20 +289,40 @@ def _check_resume(resume: Path, config: DiTConfig, objective: Objective, mesh: M
 
 def _check_pretrained(flags: TrainConfig, config: DiTConfig) -> Weights:
     weights = read_weights(find_weights(flags.pretrained))
-    found = weights.config or infer_config(weights.state, flags.model, weights.path)
-    if found != config:
-        raise ValueError(f"--pretrained {flags.pretrained} holds {found}; this run needs {config}")
+    if "lora" in weights.info:
+        raise ValueError(f"--pretrained {flags.pretrained} holds what --lora adds to {weights.info['lora']['base']}")
+    check_same_blocks(config_of(weights, flags.model), config, weights.path)
     return weights
+
+
+def config_of(weights: Weights, model: str) -> DiTConfig:
+    """What the file says, or what its shapes say of Meta's files."""
+    return weights.config or infer_config(weights.state, model, weights.path)
+
+
+def _lora(flags: TrainConfig, initial: Weights, resume: Path | None, notes: list[str]) -> Lora:
+    """Raises ValueError if peft is missing, or if the checkpoint to resume has another rank or scale."""
+    check_peft()
+    lora = Lora(flags.lora, flags.lora_alpha or flags.lora, str(initial.path.resolve()))
+    if resume is not None:
+        stored = Lora(**read_info(resume / MODEL)["lora"])
+        if (stored.rank, stored.alpha) != (lora.rank, lora.alpha):
+            raise ValueError(f"--load: {resume} was made with --lora {stored.rank} --lora_alpha {stored.alpha:g}")
+        if stored.base != lora.base:
+            notes.append(f"--pretrained {lora.base}: the checkpoint was made for {stored.base}")
+    return lora
 
 
 def _load_codec(flags, dataset, vae: str, mesh: Mesh, notes: list[str]) -> ImageCodec | None:
     # fp16 keeps Stable Diffusion's VAE within 0.14 % of fp32, bf16 within 1.2 % (docs/log.md).
     dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
+    if isinstance(dataset, MockDataset):
+        return None
     load = load_video_codec if flags.use_video else load_codec
     try:
         return load(vae, channels=dataset.sample_shape[0], device=mesh.device, dtype=dtype)
     except (ValueError, OSError) as error:
-        if not isinstance(dataset, LatentDataset) or "vae" in flags.given:
+        if dataset.kind != "latents" or "vae" in flags.given:
             raise
         notes.append(f"no sample grids: the latents' VAE can't be loaded ({error})")
         return None
@@ -380,6 +336,7 @@ def open_folder(job: Job) -> None:
         "torch": torch.__version__,
         "world_size": job.mesh.world_size,
         "flags": to_dict(job.flags),
+        "recipe": job.flags.recipe and {"name": job.flags.recipe, "changed": list(overridden(job.flags))},
         "model_config": job.model_config.to_dict(),
         "steps_per_epoch": job.schedule.steps_per_epoch,
         "last_step": job.last_step,

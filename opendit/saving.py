@@ -68,6 +68,7 @@ class Checkpoints:
         keep: how many to keep, 0 for all.
         in_use: the checkpoint that this run was resumed from; it is not deleted.
         say: shows a line to people; called from another thread.
+        enabled: False for a run that saves nothing, which then needs no host memory for it.
 
     Attributes:
         failures: a message for every save that failed, on every rank.
@@ -85,6 +86,7 @@ class Checkpoints:
         keep: int = 0,
         in_use: Path | None = None,
         say: Callable[[str], None] = print,
+        enabled: bool = True,
     ):
         self.folder, self.info, self.keep, self.in_use, self.say = folder, info, keep, in_use, say
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
@@ -98,7 +100,7 @@ class Checkpoints:
         self._owner = share_out(sizes, [MODEL, *self._averages], self.mesh.world_size)
         mine = [(file, name) for (file, name), rank in self._owner.items() if rank == self.mesh.rank]
         total = sum(sizes[name] * (len(MOMENTS) if file == OPTIMIZER else 1) for file, name in mine)
-        self._buffer = _host_buffer(total, self.mesh.device)
+        self._buffer = _host_buffer(total if enabled else 0, self.mesh.device)
         if self.mesh.is_main:
             tidy(folder)
         self.mesh.barrier()

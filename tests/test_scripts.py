@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from opendit.config import TrainConfig, parse
+
 ROOT = Path(__file__).resolve().parents[1]
 SPEED = "--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel".split()
 FLAGS = ["--model", "DiT-B/4", "--data_path", "my pictures"]
@@ -47,13 +49,14 @@ def test_arguments_go_to_the_program_on_all_gpus(script, gpus, tmp_path):
     assert run[4 : -len(FLAGS)] == ["--use_video"] * ("video" in script) + speed * (gpus > 0)
 
 
-@pytest.mark.parametrize(("script", "model"), [("train_img.sh", "DiT-Ti/2"), ("train_video.sh", "vDiT-Ti/822")])
-def test_without_arguments_the_demo_runs(script, model, tmp_path):
+@pytest.mark.parametrize(("script", "recipe"), [("train_img.sh", "digits"), ("train_video.sh", "digits_video")])
+def test_without_arguments_the_demo_runs(script, recipe, tmp_path):
+    model = parse(TrainConfig, ["--recipe", recipe]).model
     (tmp_path / "outputs" / f"007-{model.replace('/', '-')}").mkdir(parents=True)
     setup, *made, train, sample = calls(tmp_path, script)
     assert setup == ["install.sh"] and [call[:2] for call in made] == [["python", "preprocess.py"]] * len(made)
     assert [call[2] for call in made] == (["demo", "check"] if "video" in script else [])
-    assert train[0] == "torchrun" and train[train.index("--model") + 1] == model
+    assert train[0] == "torchrun" and train[train.index("--recipe") + 1] == recipe
     assert sample[:2] == ["python", "sample.py"] and sample[sample.index("--ckpt") + 1].startswith("./outputs/007-")
 
 

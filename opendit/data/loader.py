@@ -301,7 +301,7 @@ class ReadAhead:
 
 def _start_worker(worker: int) -> None:
     """First act of a worker process; torch itself has set it to one thread."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the main process's to handle: it may save first
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process's to handle: it may save first
         signal.signal(number, signal.SIG_IGN)
     warnings.filterwarnings("ignore", module="PIL")  # of large or odd pictures; unusable ones are named anyway
 

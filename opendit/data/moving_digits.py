@@ -22,7 +22,12 @@ def caption(digit: int, direction: str) -> str:
     """caption(7, "left") -> "a seven moving left"; raises ValueError for anything else than a digit and direction."""
     if digit not in range(10) or direction not in DIRECTIONS:
         raise ValueError(f"there is no clip of {digit!r} moving {direction!r}")
-    return f"a{'n' * (digit == 8)} {DIGIT_NAMES[digit]} moving {direction}"
+    return f"{name_digit(digit)} moving {direction}"
+
+
+def name_digit(digit: int) -> str:
+    """name_digit(7) -> "a seven"."""
+    return f"a{'n' * (digit == 8)} {DIGIT_NAMES[digit]}"
 
 
 def parse_caption(text: str) -> tuple[int, str]:

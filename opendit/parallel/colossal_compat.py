@@ -43,11 +43,12 @@ def _placeholder(name: str) -> type:
 
 
 def _import_colossalai() -> None:
-    missing = [n for n in _OPTIONAL if importlib.util.find_spec(n) is None]
+    # Those that are there stay out too: peft, imported now, would take bitsandbytes' stand-in for real.
+    hidden = [n for n in _OPTIONAL if n not in sys.modules]
     if not hasattr(dist, "is_hccl_available"):  # gone from new torch, called by Colossal-AI's pipeline code
         dist.is_hccl_available = lambda: False
-    finder = _StandIn(missing)
-    sys.meta_path.append(finder)
+    finder = _StandIn(hidden)
+    sys.meta_path.insert(0, finder)
     try:
         with warnings.catch_warnings():  # about optional packages that nobody asked for
             warnings.simplefilter("ignore")
@@ -61,7 +62,7 @@ def _import_colossalai() -> None:
     finally:
         sys.meta_path.remove(finder)
         # diffusers and transformers ask sys.modules whether peft is there: they must not see a placeholder.
-        for name in [m for m in sys.modules if m.partition(".")[0] in missing]:
+        for name in [m for m in sys.modules if m.partition(".")[0] in hidden]:
             del sys.modules[name]
 
 

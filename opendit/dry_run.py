@@ -1,0 +1,130 @@
+"""``--dry_run [GPUS]``: what a run will need, from its flags alone: no weights, no GPU, no process group."""
+
+import math
+
+from opendit.command_line import overridden
+from opendit.config import TrainConfig
+from opendit.data import DataError, MediaDataset, build_schedule
+from opendit.data.mock import MockDataset
+from opendit.memory import GIB, USABLE, Setup, advice, estimate, largest_batch
+from opendit.monitor import print_block
+from opendit.parallel.engine import PRECISIONS
+from opendit.parallel.mesh import environment_world_size
+from opendit.parallel.sequence.choose import Shape, make_plan
+from opendit.plan import last_step_of, open_data, plan_model
+from opendit.recipes import find_recipe
+
+CARDS = {"80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}  # as torch counts an H100's and an H200's memory
+
+
+def dry_run(flags: TrainConfig) -> None:
+    """Prints parameters, tokens, work, memory of a GPU and steps of a run, as if there were that many GPUs.
+
+    Without a number they are those of torchrun, or as many as share a sequence. Data that isn't there is said to be
+    missing, and random latents of the same kind stand in for it.
+
+    Raises:
+        ValueError, OSError, DataError: as the run itself would, for flags that do not go together.
+    """
+    world = flags.dry_run or max(environment_world_size(), flags.sequence_parallel_size)
+    notes = flags.check(world, has_gpu=True) + recipe_notes(flags)
+    dataset = _data(flags, notes)
+    config, objective, vae = plan_model(flags, dataset, notes)
+    ranks = world // flags.sequence_parallel_size
+    samples = flags.batch_size * ranks * flags.grad_accumulation
+    flop = 3 * config.forward_flops()
+    missing = isinstance(dataset, MockDataset) and flags.data_path != "mock"
+    rows = {} if flags.recipe is None else {"recipe": describe_recipe(flags)}
+    rows |= {
+        "model": f"{flags.model}: {config.parameters() / 1e6:,.1f} M parameters",
+        "data": f"not found: {flags.data_path}" if missing else dataset.describe(),
+        "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {vae})",
+        "tokens": f"{config.tokens:,} a sample, {config.tokens * samples:,} a step",
+        "work": f"{work(flop)} a training sample, {work(flop * samples / world)} a step and GPU",
+        "objective": ", ".join(f"{name} {value}" for name, value in objective.to_dict().items()),
+        "GPUs": f"{world}, plugin {flags.plugin}, {flags.mixed_precision}",
+        "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
+        **_steps(flags, None if missing else dataset, samples),
+    }
+    if flags.sequence_parallel_size > 1:
+        itemsize = PRECISIONS[flags.mixed_precision].itemsize
+        shape = Shape(config.tokens, config.hidden_size, config.num_heads, flags.batch_size, itemsize)
+        plan = make_plan(flags.sequence_parallel_type, flags.sequence_parallel_size, shape)
+        rows["sequence"] = f"over {flags.sequence_parallel_size} ranks, {plan.kind}"
+    rows |= _memory(config, flags, world)
+    if flags.lora is not None:
+        notes.append("memory is that of training all weights: --lora needs no gradients, masters, moments or averages")
+    print_block("OpenDiT dry run: nothing was built", rows)
+    for note in notes:
+        print(f"note: {note}", flush=True)
+
+
+def work(flop: float) -> str:
+    """work(711.7e9) -> "711.7 GFLOP"."""
+    power = max(2, min(6, int(math.log10(flop)) // 3))
+    return f"{flop / 1000**power:,.1f} {' kMGTPE'[power]}FLOP"
+
+
+def recipe_notes(flags: TrainConfig) -> list[str]:
+    """What a recipe expects and the flags leave out: the weights of the stage before it."""
+    recipe = find_recipe(flags.recipe) if flags.recipe else None
+    if recipe is None or recipe.follows is None or flags.pretrained or flags.data_path == "mock":
+        return []
+    return [
+        f"--recipe {flags.recipe} follows {recipe.follows}: give that run to --pretrained; without it training starts "
+        "from fresh weights"
+    ]
+
+
+def describe_recipe(flags: TrainConfig) -> str:
+    """The recipe's name, and what the command line changed of it."""
+    changed = [f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items()]
+    return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")
+
+
+def _data(flags: TrainConfig, notes: list[str]) -> MediaDataset:
+    try:
+        return open_data(flags)
+    except (OSError, DataError) as error:
+        notes.append(f"{error} (the figures are for data of the kind that the other flags ask for)")
+        return open_data(flags, "mock")
+
+
+def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int) -> dict[str, str]:
+    if dataset is None:
+        ends = f"{flags.max_steps:,} at most" if flags.max_steps else "not known"
+        return {"steps": f"{ends}; {flags.epochs:,} epochs of data that can't be found"}
+    schedule = build_schedule(dataset, samples, flags.grad_accumulation, flags.global_seed)
+    last = last_step_of(flags, schedule)
+    epochs = last / schedule.steps_per_epoch
+    return {
+        "steps": f"{schedule.steps_per_epoch:,} an epoch, {last:,} in all = {epochs:,.1f} epochs, "
+        f"{last * samples:,} samples"
+    }
+
+
+def _memory(config, flags: TrainConfig, world: int) -> dict[str, str]:
+    setup = Setup(
+        plugin=flags.plugin,
+        precision=flags.mixed_precision,
+        world=world,
+        sequence_parallel=flags.sequence_parallel_size,
+        averages=len(flags.ema_decays),
+        accumulate=flags.grad_accumulation > 1,
+        fused=flags.enable_modulate_kernel and flags.enable_layernorm_kernel,
+        fp8=flags.fp8,
+        recompute=flags.recompute,
+        grad_checkpoint=flags.grad_checkpoint,
+    )
+    needs = estimate(config, setup, flags.batch_size)
+    states = sum(needs.states.values()) / GIB
+    rows = {
+        "memory": f"{needs.total / GIB:,.2f} GiB a GPU estimated: states {states:,.2f}, activations "
+        f"{needs.activations / GIB:,.2f}"
+    }
+    for name, card in CARDS.items():
+        largest = largest_batch(config, setup, USABLE * card)
+        way_out = advice(config, setup, flags.batch_size, USABLE * card)
+        rows[f"  on {name}"] = f"does not fit; the cheapest way out is {way_out}" if way_out else "fits"
+        rows[f"  on {name}"] += f" (up to --batch_size {largest})" if largest else ""
+    return rows

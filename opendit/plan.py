@@ -1,0 +1,137 @@
+"""What the flags ask for, without making any of it: the data, the model's configuration, the objective, the steps."""
+
+import math
+from dataclasses import replace
+
+from opendit.config import TrainConfig
+from opendit.data import BatchSchedule, MediaDataset, build_dataset
+from opendit.data.mock import MockDataset
+from opendit.diffusion import Objective, objective_from_dict
+from opendit.encoders.text import text_geometry
+from opendit.encoders.vae import codec_geometry
+from opendit.encoders.video_vae import latent_frames, video_geometry
+from opendit.models import DiTConfig, TextConfig, model_config
+from opendit.models.zoo import patch_size
+
+
+def open_data(flags: TrainConfig, data_path: str | None = None) -> MediaDataset:
+    """The data set of --data_path, or of another one. Raises as ``build_dataset`` and ``MockDataset``."""
+    data_path = data_path or flags.data_path
+    if data_path == "mock":
+        return MockDataset(
+            flags.image_size,
+            flags.num_frames if flags.use_video else None,
+            vae=flags.vae,
+            seed=flags.global_seed,
+            num_classes=flags.num_classes,
+            text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
+            max_text_tokens=flags.max_text_tokens,
+        )
+    return build_dataset(
+        data_path,
+        flags.image_size,
+        seed=flags.global_seed,
+        random_flip=flags.random_flip,
+        max_bad=flags.max_bad,
+        use_video=flags.use_video,
+        num_frames=flags.num_frames,
+        frame_interval=flags.frame_interval,
+        short_clips=flags.short_clips,
+    )
+
+
+def plan_model(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> tuple[DiTConfig, Objective, str]:
+    """The model's configuration, its objective, and the VAE's name.
+
+    Raises ValueError or OSError, naming the flag and the fix, for sizes and conditions that do not go together.
+    """
+    vae, channels, size, frames = _latent_geometry(flags, dataset)
+    objective = _objective(flags)
+    condition = _condition(flags, dataset, notes)
+    config = model_config(
+        flags.model,
+        input_size=size,
+        in_channels=channels,
+        frames=frames,
+        learn_sigma=objective.learn_sigma,
+        **condition,
+        **flags.architecture,
+    )
+    config.check_speed(flags.fp8, flags.recompute)
+    if config.adaln_lora is not None:
+        notes.append(saved_by_adaln_lora(config))
+    return config, objective, vae
+
+
+def saved_by_adaln_lora(config: DiTConfig) -> str:
+    full, low = (made.parameters() / 1e6 for made in (replace(config, adaln_lora=None), config))
+    share = (full - low) / full
+    return f"--adaln_lora {config.adaln_lora} saves {full - low:,.1f} M of {full:,.1f} M weights ({share:.0%})"
+
+
+def last_step_of(flags: TrainConfig, schedule: BatchSchedule) -> int:
+    """The step at which --epochs or --max_steps ends the run."""
+    steps = flags.epochs * schedule.steps_per_epoch
+    return min(steps, flags.max_steps or steps)
+
+
+def _objective(flags: TrainConfig) -> Objective:
+    settings = {
+        "ddpm": {"prediction": flags.prediction, "min_snr": flags.min_snr},
+        "flow": {"shift": flags.flow_shift, "times_are": flags.flow_times},
+        "edm": {"mean": flags.edm_mean, "std": flags.edm_std, "sigma_data": flags.edm_sigma_data},
+    }
+    return objective_from_dict({"name": flags.objective, **settings[flags.objective]})
+
+
+def _condition(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> dict:
+    """What the model is conditioned on, as arguments of model_config: num_classes or text."""
+    if dataset.conditioning == "text":
+        if flags.num_classes is not None:
+            raise ValueError(f"--num_classes: --data_path {flags.data_path} has captions, not classes; leave it out")
+        cached = getattr(dataset, "text_encoder", None)
+        if cached and flags.text_encoder not in (None, "bytes", cached):
+            raise ValueError(f"--text_encoder {flags.text_encoder}: {flags.data_path} was made with {cached}")
+        name = flags.text_encoder = flags.text_encoder or cached or "bytes"
+        kind, width, longest = text_geometry(name)
+        longest = dataset.max_tokens if name == cached else longest
+        return {"text": TextConfig(kind, width, flags.max_text_tokens or longest, flags.cross_attention)}
+    for name in ("text_encoder", "cross_attention", "max_text_tokens"):
+        if name in flags.given:
+            raise ValueError(f"--{name}: --data_path {flags.data_path} has no captions; give a CSV of path,text")
+        if getattr(flags, name):  # a recipe's
+            notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {flags.data_path} has classes")
+            setattr(flags, name, type(flags).__dataclass_fields__[name].default)
+    if (flags.num_classes or dataset.num_classes) < dataset.num_classes:
+        raise ValueError(
+            f"--num_classes {flags.num_classes}: --data_path {flags.data_path} has {dataset.num_classes} classes, "
+            f"labels 0 to {dataset.num_classes - 1}; leave the flag out or raise it"
+        )
+    return {"num_classes": flags.num_classes or dataset.num_classes}
+
+
+def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
+    """(the VAE's name, latent channels, latent height and width, latent frames); raises ValueError if sizes don't
+    divide."""
+    patch = patch_size(flags.model)
+    if dataset.kind == "latents":
+        vae = flags.vae if "vae" in flags.given else dataset.vae
+        channels, *frames, height, width = dataset.sample_shape
+        return vae, channels // 2, (height, width), frames[0] if frames else None
+    if flags.use_video:
+        channels, downscale, temporal = video_geometry(flags.vae, dataset.sample_shape[0])
+        frames, side = latent_frames(flags.num_frames, temporal), math.lcm(*patch[1:])
+        if frames % patch[0]:
+            raise ValueError(
+                f"--num_frames {flags.num_frames}: {frames} latent frames do not divide by the {patch[0]} frames of a "
+                f"patch of {flags.model}; change it, or take a model with a shorter patch"
+            )
+    else:
+        (channels, downscale), frames, side = codec_geometry(flags.vae, dataset.sample_shape[0]), None, patch
+    multiple = downscale * side
+    if flags.image_size % multiple:
+        raise ValueError(
+            f"--image_size {flags.image_size} does not divide by {multiple} (--vae {flags.vae}: {downscale}, patch of "
+            f"{flags.model}: {side}); use {max(multiple, round(flags.image_size / multiple) * multiple)}"
+        )
+    return flags.vae, channels, (flags.image_size // downscale,) * 2, frames

@@ -1,0 +1,142 @@
+"""Recipes: named sets of flags, which the command line overrides (``--recipe NAME``; docs/recipes.md).
+
+A training stage is a recipe of its own: it says which one it follows, and starts from that one's weights with
+``--pretrained``. Every recipe has a form ``mock_NAME`` on random latents, to time a step without data.
+"""
+
+import re
+from dataclasses import dataclass
+
+from opendit.models.zoo import nearest
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``flags``: as they would stand on a command line. ``follows``: the recipe whose weights this one starts from."""
+
+    about: str
+    flags: str
+    follows: str | None = None
+
+
+FAST = "--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel"
+DEMO = (
+    "--vae none --max_steps {steps} --lr 3e-3 --warmup_steps 100 --lr_schedule cosine --mixed_precision fp32 "
+    "--ema_decay 0.998 --num_workers 0 --log_every 50 --ckpt_every 1000"
+)
+MOCK = "--data_path mock --max_steps 50 --log_every 5 --sample_every 0 --no_save"
+
+# Stages of text-to-clip training. 32 latent frames: 8,192 tokens at 256 px and 73,728 at 768 px with patches of 1x2x2.
+# Learning rates, warm-up, weight decay and global batches of the large models are NeMo's (its DiT-7B and MovieGen
+# recipes); the numbers of steps are a frame to change, not a result.
+PRETRAIN = (
+    f"--use_video --data_path ./data.csv --text_encoder t5 --cross_attention --weight_decay 0.1 --ckpt_keep 3 {FAST}"
+)
+PICTURES = "--image_size 256 --num_frames 1 --lr 1e-4 --warmup_steps 100 --max_steps 400000"
+JOINT = (
+    "--image_size 256 --num_frames 32 --lr 6e-5 --warmup_steps 100 --max_steps 200000 --global_batch_size 256 "
+    "--batch_size 1"
+)
+LARGE = (
+    "--image_size 768 --num_frames 32 --lr 6e-5 --warmup_steps 100 --max_steps 50000 --global_batch_size 256 "
+    "--batch_size 1 --grad_checkpoint"
+)
+EDM = "--objective edm --edm_sigma_data 1"  # Stable Diffusion's scaled latents have a deviation of about 1
+FLOW = "--objective flow --flow_times logit_normal"
+
+
+def _stages(
+    name: str, model: str, objective: str, *, batch: int, world: int, more: str = "", joint: str = ""
+) -> dict[str, Recipe]:
+    """The three stages of one model: ``batch`` pictures a GPU, ``world`` in all, in the first one. more: flags of all
+    stages; joint: of the second one."""
+    common = f"--model {model} {PRETRAIN} {objective} {more}"
+    shifts = ("--flow_shift 3", "--flow_shift 6") if objective == FLOW else ("", "")
+    return {
+        name: Recipe(
+            "256 px pictures with captions", f"{common} {PICTURES} --global_batch_size {world} --batch_size {batch}"
+        ),
+        f"{name}_256p_joint": Recipe(
+            "256 px pictures and clips of 32 latent frames, 8k tokens",
+            f"{common} {JOINT} {shifts[0]} {joint}",
+            follows=name,
+        ),
+        f"{name}_768p": Recipe(
+            "768 px clips of 32 latent frames, 74k tokens",
+            f"{common} {LARGE} {shifts[1]}",
+            follows=f"{name}_256p_joint",
+        ),
+    }
+
+
+RECIPES = {
+    "digits": Recipe(
+        "the embedded demo of pictures: 8 x 8 digits in pixels (docs/images.md)",
+        f"--model DiT-Ti/2 --data_path digits --image_size 8 --global_batch_size 64 --batch_size 64 "
+        f"{DEMO.format(steps=2600)} --sample_cfg_scale 1",
+    ),
+    "digits_video": Recipe(
+        "the embedded demo of clips: moving digits with captions (docs/video.md)",
+        f"--model vDiT-Ti/822 --use_video --data_path ./videos/checked.csv --image_size 12 --num_frames 8 "
+        f"--frame_interval 6 --text_encoder bytes --max_text_tokens 28 --cross_attention --objective flow "
+        f"--flow_shift 6 --global_batch_size 32 --batch_size 32 {DEMO.format(steps=3000)} --sample_cfg_scale 3",
+    ),
+    "dit_xl_imagenet256": Recipe(
+        "the DiT paper's setting: ImageNet at 256 px, 7 M steps of 256 pictures",
+        f"--model DiT-XL/2 --data_path ./imagenet/train --image_size 256 --vae ema --random_flip --label_drop 0.1 "
+        f"--global_batch_size 256 --batch_size 32 --lr 1e-4 --weight_decay 0 --grad_clip 0 --ema_decay 0.9999 "
+        f"--max_steps 7000000 --ckpt_every 50000 --sample_every 10000 {FAST}",
+    ),
+    **_stages("pretrain_l", "vDiT-L/122", EDM, batch=64, world=1024),
+    **_stages("pretrain_xl", "vDiT-XL/122", EDM, batch=64, world=1024),
+    **_stages("pretrain_7b", "vDiT-7B/122", EDM, batch=9, world=4608),
+    **_stages(
+        "pretrain_28b", "vDiT-28B/122", EDM, batch=9, world=4608, more="--plugin gemini", joint="--grad_checkpoint"
+    ),
+    **_stages("st_dit_xl", "ST-DiT-XL/122", FLOW, batch=64, world=1024),
+    **_stages("moviegen_5b", "MovieGen-5B/122", FLOW, batch=12, world=4608),
+    **_stages(
+        "moviegen_30b", "MovieGen-30B/122", FLOW, batch=6, world=9216, more="--plugin gemini", joint="--grad_checkpoint"
+    ),
+    "ec_dit_1b": Recipe(
+        "256 px pictures with captions",
+        f"--model EC-DiT-1B/2 {PRETRAIN.replace('--use_video ', '')} {EDM} {PICTURES.replace('--num_frames 1 ', '')} "
+        "--global_batch_size 2304 --batch_size 72",
+    ),
+}
+RECIPES |= {
+    # Without the global batch: a step is one micro-batch of every GPU, whatever their number.
+    f"mock_{name}": Recipe(
+        f"{recipe.about}; random latents", f"{re.sub('--global_batch_size [0-9]+ ', '', recipe.flags)} {MOCK}"
+    )
+    for name, recipe in RECIPES.items()
+}
+
+
+def find_recipe(name: str) -> Recipe:
+    """Raises ValueError for an unknown one, naming the most similar."""
+    if name not in RECIPES:
+        raise ValueError(
+            f"--recipe {name}: no such recipe; did you mean {nearest(name, RECIPES)}? (--recipe list shows all)"
+        )
+    return RECIPES[name]
+
+
+def listing() -> str:
+    """What ``--recipe list`` prints."""
+    rows = [("recipe", "model", "what it trains on")]
+    for name, recipe in RECIPES.items():
+        if name.startswith("mock_"):
+            continue
+        words = recipe.flags.split()
+        after = f"; after {recipe.follows}" if recipe.follows else ""
+        rows.append((name, words[words.index("--model") + 1], recipe.about + after))
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    lines = [f"{name:<{widths[0]}}  {model:<{widths[1]}}  {about}" for name, model, about in rows]
+    lines += [
+        "",
+        "A stage that comes after another one starts from its weights: --pretrained RUN.",
+        "mock_NAME, for each of them: on random latents, to time a step without data.",
+        "Flags on the command line override the recipe's. --dry_run says what a run will need.",
+    ]
+    return "\n".join(lines) + "\n"
