@@ -31,7 +31,7 @@ from opendit.ema import EMA
 from opendit.forward_backward import EAGER, ForwardBackward
 from opendit.job import make_deterministic
 from opendit.kernels.attention import LocalAttention
-from opendit.kernels.recompute import recomputing
+from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models import build_model, model_config
 from opendit.parallel.engine import PRECISIONS, build_engine
@@ -107,7 +107,8 @@ def engine_step(
         speed, mesh.device, PRECISIONS[precision], config.hidden_size // config.num_heads, config.tokens
     )
     attend = LocalAttention("flash") if args.deterministic else kernels.attend  # as train.py does
-    model.use(ops=recomputing(kernels.ops, recompute), attend=attend).grad_checkpoint = args.grad_checkpoint
+    model.use(ops=kernels.ops, attend=attend).grad_checkpoint = args.grad_checkpoint
+    recompute_in(model, recompute)
     engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision)
     if compiled:
         model.compile_blocks()
@@ -164,7 +165,9 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true", help="with --kernels: each also with the block linears in FP8")
     parser.add_argument("--graph", action="store_true", help="each zero2 variant as a CUDA graph too")
     parser.add_argument("--compile", action="store_true", help="each zero2 and ddp variant with compiled blocks too")
-    parser.add_argument("--recompute", nargs="+", choices=("cheap", "mlp"), default=[], help="likewise, one each")
+    parser.add_argument(
+        "--recompute", nargs="+", choices=("norms", "cheap", "half", "mlp"), default=[], help="likewise, one each"
+    )
     parser.add_argument("--frames", type=int, help="of a vDiT: latent frames")
     parser.add_argument("--grad_checkpoint", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="as train.py --deterministic")

@@ -99,21 +99,30 @@ def main() -> None:
     parser.add_argument("--cfg_scale", type=float, default=3.0)
     parser.add_argument("--json", help="also write the figures there")
     args = parser.parse_args()
-    model, weights = load_pretrained(args.ckpt)
+    figures = score(args.ckpt, args.count, args.seed, args.num_sampling_steps, args.sampler, args.cfg_scale)
+    for name, value in figures.items():
+        print(f"{name:34s} {value:.3f}")
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(figures, file, indent=1)
+
+
+def score(ckpt: str, count: int, seed: int, steps: int, sampler: str | None, cfg_scale: float) -> dict[str, float]:
+    """The figures of ``count`` clips, without guidance and with it."""
+    model, weights = load_pretrained(ckpt)
     text = model.config.text
-    if text is None or not text.inside or model.config.kind != "vdit":
+    if text is None or not text.inside or len(model.config.input_size) != 3:
         raise SystemExit(f"error: {weights.path} is not a clip model with the bytes encoder")
     frames, size = model.config.input_size[0], model.config.input_size[1]
     interval = weights.info["frame_interval"]
     train, train_digits = real_clips("train", 2000, frames, interval, size, seed=1)
     held_out, held_out_digits = real_clips("test", 400, frames, interval, size, seed=2)
     svm = SVC(C=10).fit(digit_features(train), train_digits)
-    wanted = [(i % 10, list(DIRECTIONS)[i // 10 % 4]) for i in range(args.count)]
+    wanted = [(i % 10, list(DIRECTIONS)[i // 10 % 4]) for i in range(count)]
     prompts = [caption(digit, direction) for digit, direction in wanted]
     figures = {"digit, real held-out clips": float((svm.predict(digit_features(held_out)) == held_out_digits).mean())}
-    for scale in dict.fromkeys((1.0, args.cfg_scale)):
-        settings = (args.seed, args.num_sampling_steps, args.sampler, scale)
-        clips = draw(model.eval(), weights.info, prompts, *settings)
+    for scale in dict.fromkeys((1.0, cfg_scale)):
+        clips = draw(model.eval(), weights.info, prompts, seed, steps, sampler, scale)
         named = svm.predict(digit_features(clips)) == [digit for digit, _ in wanted]
         figures[f"digit, guidance {scale:g}"] = float(named.mean())
         figures[f"direction, guidance {scale:g}"] = float(follows(clips, [d for _, d in wanted]).mean())
@@ -123,11 +132,7 @@ def main() -> None:
     figures["nearest clip of a training digit"] = float(np.median(distance))
     figures["the same of real held-out clips"] = float(np.median(own))
     figures["samples closer than any held-out"] = float((distance < own.min()).mean())
-    for name, value in figures.items():
-        print(f"{name:34s} {value:.3f}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    return figures
 
 
 if __name__ == "__main__":

@@ -16,23 +16,32 @@ from sklearn.metrics import pairwise_distances_argmin_min
 from sklearn.svm import SVC
 
 from opendit.data import digits_split
+from opendit.data.moving_digits import name_digit
 from opendit.diffusion import objective_from_dict
+from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.vae import load_codec
 from opendit.models.pretrained import load_pretrained
 from opendit.sampling import sample_latents
 
 
 def draw(ckpt: str, per_class: int, seed: int, steps: int, sampler: str, cfg_scale: float):
-    """``per_class`` samples of every digit: ((N, 64) float in [-1, 1], labels (N,))."""
+    """``per_class`` samples of every digit: ((N, 64) float in [-1, 1], labels (N,)). A model of captions is asked for
+    "a seven"."""
     model, weights = load_pretrained(ckpt)
-    if model.config.num_classes != 10 or weights.info.get("vae") != "none" or model.config.input_size != (8, 8):
+    text = model.config.text
+    conditioned = text.inside if text is not None else model.config.num_classes == 10
+    if not conditioned or weights.info.get("vae") != "none" or model.config.input_size != (8, 8):
         raise SystemExit(f"error: {weights.path} was not trained on 8 x 8 digits in pixels")
-    codec = load_codec("none", channels=1, device="cpu")
+    codec = load_codec("none", channels=model.config.in_channels, device="cpu")
     labels = torch.arange(10).repeat_interleave(per_class)
+    y, null = labels, torch.tensor([10])
+    if text is not None:
+        conditioner = CaptionConditioner(text, torch.device("cpu"))
+        y, null = conditioner.encode([name_digit(label) for label in labels.tolist()]), conditioner.null()
     latents = sample_latents(
         model.eval(),
-        labels,
-        torch.tensor([10]),
+        y,
+        null,
         torch.arange(len(labels)),
         seed=seed,
         steps=steps,
@@ -40,7 +49,7 @@ def draw(ckpt: str, per_class: int, seed: int, steps: int, sampler: str, cfg_sca
         sampler=sampler,
         cfg_scale=cfg_scale,
     )
-    return codec.decode(latents).flatten(1).numpy(), labels.numpy()
+    return codec.decode(latents).mean(dim=1).flatten(1).numpy(), labels.numpy()
 
 
 def real_digits(split: str) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,191 @@
+"""Every objective with every kind of model: trains each on the digits, scores it, prints a table.
+
+    python -m benchmarks.digits_table                                       all nine, one after the other
+    CUDA_VISIBLE_DEVICES=1 python -m benchmarks.digits_table --only ST-DiT  some of them, on one GPU
+    python -m benchmarks.digits_table --table                               the table of what has been scored so far
+
+A case is a process of train.py with the demo's recipe (docs/recipes.md), then 500 pictures scored as by digits_check,
+or 100 clips as by clips_check. A case whose run is there goes on from its checkpoint, or is only scored again.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from benchmarks import clips_check, digits_check
+from benchmarks.results import RESULTS, append
+from opendit.checkpoint import newest_run
+from opendit.data import digits_split
+from opendit.data.csv_table import Row, write_csv
+from opendit.data.moving_digits import make_demo, name_digit
+
+ROOT = Path(__file__).resolve().parents[1]
+BOUNDS = {"class accuracy": 0.9, "digit": 0.8, "direction": 0.9}  # what a model must reach
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How a model is trained and sampled. The data's deviation decides EDM's: 0.75 of the digits, 0.48 of the clips."""
+
+    title: str
+    pictures: str  # flags of train.py
+    clips: str
+    sampler: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    title: str
+    flags: str
+    data: str  # digits, captioned digits or moving digits
+    cfg_scale: float
+
+
+OBJECTIVES = (
+    # Clips by velocity: the loss of noise prediction has next to no weight where a clip is decided (docs/log.md).
+    Objective("DDPM, DDIM 50", "--objective ddpm", "--objective ddpm --prediction v", "ddim", 50),
+    # A clip's frames repeat each other, so it takes more noise than a picture to hide what moves: as flow's shift.
+    Objective(
+        "EDM, Heun 18",
+        "--objective edm --edm_sigma_data 0.75",
+        "--objective edm --edm_sigma_data 0.48 --edm_mean 0",
+        "heun",
+        18,
+    ),
+    Objective("flow, Euler 25", "--objective flow", "--objective flow --flow_shift 6", "euler", 25),
+)
+ARCHITECTURES = (
+    Architecture("DiT-Ti/2", "--recipe digits", "digits", 1.3),
+    Architecture(
+        "DiT-Ti/2, cross-attention",
+        "--recipe digits --text_encoder bytes --max_text_tokens 12 --cross_attention",
+        "captioned digits",
+        1.3,
+    ),
+    Architecture("ST-DiT-Ti/422", "--recipe digits_video --model ST-DiT-Ti/422", "moving digits", 3.0),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    architecture: Architecture
+    objective: Objective
+
+    @property
+    def name(self) -> str:
+        return f"{self.architecture.title}; {self.objective.title}"
+
+    def folder(self, outputs: Path) -> Path:
+        return outputs / "".join(c if c.isalnum() or c == "-" else "_" for c in self.name)
+
+    @property
+    def moving(self) -> bool:
+        return self.architecture.data == "moving digits"
+
+
+CASES = [Case(architecture, objective) for architecture in ARCHITECTURES for objective in OBJECTIVES]
+
+
+def captioned_digits(folder: Path) -> Path:
+    """The training digits as PNGs with captions like "a seven"; returns the CSV."""
+    csv = folder / "digits.csv"
+    if not csv.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        images, labels = digits_split("train")
+        pixels = ((images[:, 0] + 1) * 127.5).round().numpy().astype(np.uint8)
+        rows = []
+        for number, (image, label) in enumerate(zip(pixels, labels.tolist(), strict=True)):
+            Image.fromarray(image).save(folder / f"{number:04d}.png")
+            rows.append(Row(folder / f"{number:04d}.png", name_digit(label)))
+        write_csv(csv, rows)
+    return csv
+
+
+def data_path(case: Case, outputs: Path) -> str:
+    """Makes the case's data where they aren't there yet."""
+    if case.moving:
+        return str(make_demo(outputs / "moving_digits"))
+    return str(captioned_digits(outputs / "captioned_digits")) if "captioned" in case.architecture.data else "digits"
+
+
+def train(case: Case, outputs: Path, more: list[str], environment: dict[str, str]) -> Path:
+    """Trains a case in a process of its own, or goes on with it; returns its run folder."""
+    flags = [*case.architecture.flags.split(), "--data_path", data_path(case, outputs)]
+    flags += (case.objective.clips if case.moving else case.objective.pictures).split()
+    if torch.cuda.is_available():
+        flags += ["--enable_cuda_graph"]  # such small kernels are done before the host has enqueued the next
+    folder = case.folder(outputs)
+    command = [sys.executable, "train.py", *flags, "--outputs", str(folder), "--load", "latest", *more]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    return newest_run(str(folder))
+
+
+def score(case: Case, run: Path, count: int) -> dict[str, float]:
+    """What of BOUNDS applies; ``count``: clips, or five times as many pictures."""
+    how = (0, case.objective.steps, case.objective.sampler, case.architecture.cfg_scale)
+    if case.moving:
+        found = clips_check.score(str(run), count, *how)
+        return {name: found[f"{name}, guidance {case.architecture.cfg_scale:g}"] for name in ("digit", "direction")}
+    samples, labels = digits_check.draw(str(run), count // 2, *how)
+    return {"class accuracy": digits_check.score(samples, labels)["accuracy"]}
+
+
+def table(outputs: Path) -> str:
+    """Markdown: a row an architecture, a column an objective, of the cases that have been scored."""
+    lines = ["| | " + " | ".join(objective.title for objective in OBJECTIVES) + " |", "|---" * 4 + "|"]
+    for architecture in ARCHITECTURES:
+        cells = [cell(Case(architecture, objective).folder(outputs) / "score.json") for objective in OBJECTIVES]
+        lines.append(f"| {architecture.title}, {architecture.data} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cell(path: Path) -> str:
+    if not path.exists():
+        return ""
+    found = json.loads(path.read_text())
+    return ", ".join(
+        f"{name} {value:.1%}" + ("" if value >= BOUNDS[name] else f" (below {BOUNDS[name]:.0%})")
+        for name, value in found.items()
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name has all of these, e.g. ST-DiT flow")
+    parser.add_argument("--outputs", type=Path, default=Path("outputs/digits_table"))
+    parser.add_argument("--device_index", help="the GPU to use, as CUDA_VISIBLE_DEVICES")
+    parser.add_argument("--count", type=int, default=100, help="clips to score, and five times as many pictures")
+    parser.add_argument("--max_steps", type=int, help="fewer training steps, to see that it works (in other --outputs)")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="only print the table of what has been scored")
+    args = parser.parse_args()
+    outputs = args.outputs.resolve()
+    chosen = [case for case in CASES if all(text in case.name for text in args.only or ())]
+    if not chosen:
+        raise SystemExit(f"error: --only {' '.join(args.only)}: the cases are\n" + "\n".join(c.name for c in CASES))
+    environment = dict(os.environ)
+    if args.device_index is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = args.device_index
+    for case in [] if args.table else chosen:
+        more = [] if args.max_steps is None else ["--max_steps", str(args.max_steps)]
+        run = train(case, outputs, more, environment)
+        found = score(case, run, args.count)
+        (case.folder(outputs) / "score.json").write_text(json.dumps(found))
+        append(
+            [{"bench": "digits_table", "case": case.name, "metric": k, "value": f"{v:.4f}"} for k, v in found.items()],
+            args.results,
+        )
+    print(table(outputs))
+
+
+if __name__ == "__main__":
+    main()
