@@ -4,9 +4,10 @@
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_sequence.py --tokens 64 --hidden 48 --heads 4     (CPUs)
 
 Every kind of sequence parallelism takes turns with two blocking baselines (benchmarks/sequence_baselines.py) and with
-*compute only*: the same layer without any collective, on numbers that mean nothing. The figure is the time of compute
-only over the time: 1 is communication that costs nothing. On GPUs every variant is a CUDA graph, so that the host's
-launches don't count. First, on a short sequence, each kind's output and gradients are compared with one rank's.
+*compute only*: the same layer without any communication, on numbers that mean nothing. The figure is the time of
+compute only over the time: 1 is communication that costs nothing. *Whole* is the layer over the whole sequence on
+every rank alone. On GPUs every variant is a CUDA graph, so that the host's launches don't count. First, on a short
+sequence, each kind's output and gradients are compared with one rank's.
 """
 
 import argparse
@@ -32,17 +33,37 @@ from opendit.kernels.select import select_kernels
 from opendit.models.dit import DiTBlock
 from opendit.parallel.mesh import Mesh, close_mesh, environment_world_size, init_mesh
 from opendit.parallel.sequence import SequenceParallel, Shards, sequence_parallel
-from opendit.parallel.sequence.choose import Plan, Shape
+from opendit.parallel.sequence.choose import MOST_GROUPS, Plan, Shape
 from opendit.parallel.sequence.collectives import Group
+from opendit.parallel.sequence.peer_memory import connect
 
+WHOLE = "whole"
 BLOCKING = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
 
 
+class _TakenForAll(torch.autograd.Function):
+    """q, k, v (B, H, n, d) of own tokens and all heads, taken for those (B, h, N, d) of all tokens and own heads."""
+
+    @staticmethod
+    def forward(ctx, ranks: int, *parts: Tensor):
+        (B, H, n, d), row = parts[0].shape, parts[0].stride(2) // ranks
+        ctx.shape, strides = (B, n, H, d), (parts[0].stride(0), d, row, 1)
+        first = min(part.storage_offset() for part in parts)
+        thirds = (first + (part.storage_offset() - first) // ranks for part in parts)
+        return tuple(
+            part.as_strided((B, H // ranks, n * ranks, d), strides, start)
+            for part, start in zip(parts, thirds, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return None, *(grad.transpose(1, 2).reshape(ctx.shape).transpose(1, 2) for grad in grads)
+
+
 def compute_only(x: Tensor, qkv: nn.Linear, num_heads: int, attend, ops, length: int) -> Tensor:
-    """As many operations as a strategy's: this rank's q, k, v are taken for those of all tokens and a part of heads."""
-    (B, _, D), ranks = x.shape, length // x.shape[1]
-    q, k, v = qkv(x).view(B, length, 3, num_heads // ranks, D // num_heads).permute(2, 0, 3, 1, 4)
-    return attend(q, k, v).transpose(1, 2).reshape(x.shape)
+    """A single GPU's operations on as much as a rank has: no pass over memory more."""
+    own = ops.linear_heads(x, qkv, num_heads)
+    return attend(*_TakenForAll.apply(length // x.shape[1], *own)).transpose(1, 2).reshape(x.shape)
 
 
 class Layer:
@@ -72,8 +93,9 @@ class Layer:
             group = Group.of(self.mesh.sp_group)
             heads = BLOCKING[name](group) if name in BLOCKING else compute_only
             return SequenceParallel(group, Plan(name, ""), heads)
-        kind, _, groups = name.partition(" x ")
-        return sequence_parallel(self.mesh, kind, self.shape, groups=int(groups) if groups else None)
+        kind, *how = name.split()
+        groups = int(how[1]) if how[:1] == ["x"] else None
+        return sequence_parallel(self.mesh, kind, self.shape, groups=groups, direct=how != ["nccl"])
 
     def error(self, name: str) -> float:
         """The biggest relative error of output, gradient of x and gradients of weights against one rank's."""
@@ -88,12 +110,13 @@ class Layer:
         return worst.item()
 
 
-def names(ranks: int, heads: int) -> list[str]:
-    """The variants that the number of heads allows."""
-    found = ["compute only"]
+def names(mesh: Mesh, heads: int) -> list[str]:
+    """The variants that the number of heads and the machine allow."""
+    found, ranks = ["compute only"], mesh.world_size
     if heads % ranks == 0:
-        local = heads // ranks
-        found += [*BLOCKING, "fastseq", *(f"ulysses x {g}" for g in (1, 2, 3, 4) if local % g == 0)]
+        found += [*BLOCKING, "fastseq", "ulysses nccl"]
+        if connect(Group.of(mesh.sp_group), mesh.device)[0] is not None:
+            found += [f"ulysses x {g}" for g in range(1, MOST_GROUPS + 1) if heads // ranks % g == 0]
     return [*found, "ring", "auto"]
 
 
@@ -132,17 +155,32 @@ def timed(mesh: Mesh, work: Callable[[], object], repeats: int) -> float:
     return took.item()
 
 
-def measure(layer: Layer, variants: list[str], rounds: int, budget: float) -> dict[str, float]:
+def trace(work: Callable[[], object], path: str) -> None:
+    """Two steps as a Chrome trace of this rank's kernels and copies."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(2):
+            work()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(path)
+
+
+def measure(
+    layer: Layer, variants: list[str], rounds: int, budget: float, trace_to: str | None = None
+) -> dict[str, float]:
     """Median seconds a step of every variant; they take turns. ``budget``: seconds a turn may take, about."""
     mesh = layer.mesh
     works = {n: captured(mesh, functools.partial(layer.step, layer.strategy(n)(layer.tokens))) for n in variants}
+    works[WHOLE] = captured(mesh, functools.partial(layer.step, None))
     once = max(timed(mesh, works["compute only"], 1) for _ in range(2))
     repeats = max(1, min(50, int(budget / once)))
-    times = {name: [] for name in variants}
+    times = {name: [] for name in works}
     shuffled = random.Random(0)  # of all ranks alike: a variant that leaves the GPU cool would favour the next one
     for _ in range(rounds):
         for name in shuffled.sample(list(works), len(works)):
-            times[name].append(timed(mesh, works[name], repeats))
+            times[name].append(timed(mesh, works[name], repeats if name != WHOLE else max(1, repeats // mesh.sp_size)))
+    if trace_to:
+        name = f"{layer.tokens}-{layer.shape.hidden}-{mesh.sp_size}-rank{mesh.rank}.json"
+        trace(works["auto" if "auto" in works else variants[-1]], f"{trace_to}/{name}")
     return {name: statistics.median(found) for name, found in times.items()}
 
 
@@ -154,19 +192,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget", type=float, default=0.05, help="seconds a variant's turn takes, about")
     parser.add_argument("--only", nargs="+", help="these variants, besides compute only")
+    parser.add_argument("--trace", help="folder for a trace of auto, or of the last variant")
     parser.add_argument("--results", help="append to this CSV")
     args = parser.parse_args()
     mesh = init_mesh(sequence_parallel=environment_world_size())
     dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
     rows = []
     for hidden, heads in zip(args.hidden, args.heads, strict=True):
-        variants = names(mesh.world_size, heads)
+        variants = names(mesh, heads)
         variants = [name for name in variants if not args.only or name in ("compute only", *args.only)]
         short = Layer(mesh, 16 * mesh.world_size * 3 + 5, hidden, heads, dtype)
         errors = {name: short.error(name) for name in variants[1:]}
         for tokens in args.tokens:
             layer = Layer(mesh, tokens, hidden, heads, dtype)
-            seconds = measure(layer, variants, args.rounds, args.budget)
+            seconds = measure(layer, variants, args.rounds, args.budget, args.trace)
             if mesh.is_main:
                 rows += report(layer, seconds, errors, str(layer.strategy("auto").plan))
             elif "auto" in variants:
@@ -183,7 +222,8 @@ def report(layer: Layer, seconds: dict[str, float], errors: dict[str, float], au
     shape, ranks = layer.shape, layer.mesh.world_size
     case = f"layer {shape.hidden}/{shape.heads} N {shape.tokens} P {ranks}"
     compute, blocking = seconds["compute only"], seconds.get("blocking ulysses")
-    print(f"\n{case}: compute only {compute * 1e3:.3f} ms; auto: {auto}")
+    share = seconds[WHOLE] / ranks
+    print(f"\n{case}: compute only {compute * 1e3:.3f} ms (whole / {ranks}: {share * 1e3:.3f}); auto: {auto}")
     rows = []
     for name, error in errors.items():
         exposed = (seconds[name] - compute) / (blocking - compute) if blocking else float("nan")

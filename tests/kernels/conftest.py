@@ -9,6 +9,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED = [
     "test_operators.py",
     "test_split_heads.py",
+    "test_exchange_heads.py",
     "test_kernels_in_models.py",
     "test_fp8.py",
     "test_recompute.py",

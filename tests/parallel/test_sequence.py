@@ -1,5 +1,7 @@
 """Sequence parallelism against one process: outputs, and every parameter's gradient before any optimizer."""
 
+import functools
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,10 @@ from opendit.models.vdit import VDiTConfig
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
+from opendit.parallel.sequence.collectives import Group
+from opendit.parallel.sequence.direct import DirectUlysses
 from tests.models.test_dit import randomised
+from tests.parallel.shared_memory import SharedMemory
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-5
@@ -27,11 +32,11 @@ PICTURE = (1, 4, 6)  # for a video model: 6 tokens
 TYPES = {
     "fastseq": {"kind": "fastseq"},
     "fastseq, kept": {"kind": "fastseq", "keep_gathered": True},
-    "ulysses": {"kind": "ulysses", "groups": 1},
-    "ulysses in groups": {"kind": "ulysses", "groups": 3},
+    "ulysses": {"kind": "ulysses"},
     "ring": {"kind": "ring"},
     "usp": {"kind": "usp"},
 }
+DIRECT = {"direct ulysses": 1, "direct ulysses in groups": 3}  # head groups
 BASELINES = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
 
 
@@ -75,11 +80,20 @@ def fresh(config: DiTConfig) -> DiT:
     return randomised(build_model(config))
 
 
+@functools.cache
+def shared_memory(group: Group) -> SharedMemory:
+    folder = [tempfile.mkdtemp() if group.rank == 0 else None]
+    dist.broadcast_object_list(folder, group=group.handle, group_src=0)
+    return SharedMemory(group, folder[0])
+
+
 def strategy(mesh: Mesh, name: str, config: DiTConfig) -> SequenceParallel:
     shape = Shape(config.tokens, config.hidden_size, config.num_heads)
-    if name in BASELINES:
+    if name in BASELINES or name in DIRECT:
         made = sequence_parallel(mesh, "ring", shape)
-        return replace(made, heads=BASELINES[name](made.group))
+        if name in BASELINES:
+            return replace(made, heads=BASELINES[name](made.group))
+        return replace(made, heads=DirectUlysses(shared_memory(made.group), DIRECT[name]))
     return sequence_parallel(mesh, shape=shape, **TYPES[name])
 
 
@@ -98,8 +112,8 @@ def possible(ranks: int, config: DiTConfig) -> list[str]:
     """The types that this many ranks and heads allow."""
     names = ["ring"]
     if config.num_heads % ranks == 0:
-        names += ["fastseq", "fastseq, kept", "ulysses"]
-        names += ["ulysses in groups"] * (config.num_heads // ranks % 3 == 0)
+        names += ["fastseq", "fastseq, kept", "ulysses", "direct ulysses"]
+        names += ["direct ulysses in groups"] * (config.num_heads // ranks % 3 == 0)
     return names + ["usp"] * (ranks == 4 and config.num_heads % 2 == 0)
 
 
@@ -137,7 +151,7 @@ def in_the_wrong_group(mesh: Mesh) -> list:
     meshes = (right, replace(right, sp_group=dist.group.WORLD))
     return [
         [errors(mesh, fresh(IMAGE), strategy(mesh, name, IMAGE), IMAGE.input_size, 1) for mesh in meshes]
-        for name in ("fastseq", "ulysses", "ring")
+        for name in ("fastseq", "ulysses", "direct ulysses", "ring")
     ]
 
 
@@ -178,7 +192,17 @@ def under_autocast(mesh: Mesh) -> list:
     return results
 
 
-FOUR = {"cases": many_cases, "wrong": in_the_wrong_group, "padding": gradients_of_padding, "autocast": under_autocast}
+def said(mesh: Mesh) -> str:
+    return str(sequence_parallel(init_mesh(sequence_parallel=4), "ulysses", Shape(15, 48, 12)).plan)
+
+
+FOUR = {
+    "said": said,
+    "cases": many_cases,
+    "wrong": in_the_wrong_group,
+    "padding": gradients_of_padding,
+    "autocast": under_autocast,
+}
 
 
 def on_four_ranks(mesh: Mesh, cases: list[tuple]) -> dict:
@@ -211,6 +235,10 @@ def test_autocast_rounds_as_in_one_process(four):
     for rank in four:
         for (output, gradient), (shared_output, shared_gradient) in rank["autocast"]:
             assert 1e-3 < output and shared_output < 1.5 * output and shared_gradient < 1.5 * gradient
+
+
+def test_a_plan_says_why_there_is_no_symmetric_memory(four):
+    assert {rank["said"] for rank in four} == {"ulysses: asked for; by collectives (no CUDA GPUs)"}
 
 
 def test_the_model_does_nothing_of_the_kind_alone():

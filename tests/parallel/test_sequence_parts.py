@@ -64,19 +64,21 @@ def test_types_that_the_heads_forbid(kind, ranks, heads, message):
 
 
 def test_groups_must_divide_the_heads_of_a_rank():
-    assert make_plan("ulysses", 2, Shape(64, 64, 8), groups=4).groups == 4
+    assert make_plan("ulysses", 2, Shape(64, 64, 8), groups=4, machine=Machine(direct=True)).groups == 4
     with pytest.raises(ValueError, match="4 heads a rank can't be exchanged in 3 groups"):
         make_plan("ulysses", 2, Shape(64, 64, 8), groups=3)
+    with pytest.raises(ValueError, match="only where GPUs reach each other's memory"):
+        make_plan("ulysses", 2, Shape(64, 64, 8), groups=4)
 
 
 def test_auto_takes_the_cheapest_that_the_heads_allow():
     sizes = itertools.product((2, 3, 4, 6, 8), (256, 8192, 65536), ((384, 6), (1152, 16), (3072, 24)))
-    for ranks, tokens, (hidden, heads) in sizes:
-        shape = Shape(tokens, hidden, heads)
-        chosen, others = make_plan("auto", ranks, shape), []
+    for direct, (ranks, tokens, (hidden, heads)) in itertools.product((False, True), sizes):
+        shape, machine = Shape(tokens, hidden, heads), Machine(direct=direct)
+        chosen, others = make_plan("auto", ranks, shape, machine=machine), []
         for kind in ("fastseq", "ulysses", "ring", "usp"):
             try:
-                others.append(make_plan(kind, ranks, shape))
+                others.append(make_plan(kind, ranks, shape, machine=machine))
             except ValueError:
                 assert chosen.kind != kind
         assert chosen.seconds == min(other.seconds for other in others)
@@ -110,7 +112,7 @@ def test_sizes_that_do_not_fit_the_processes(size, world, message):
 
 def test_train_answers_before_anything_is_made(tmp_path, no_ranks, capsys, monkeypatch):
     monkeypatch.setattr(DiT, "__init__", lambda *args: pytest.fail("weights were made before the check"))
-    monkeypatch.setattr("opendit.job.build_dataset", lambda *args, **kwargs: pytest.fail("a data set was made"))
+    monkeypatch.setattr("opendit.plan.build_dataset", lambda *args, **kwargs: pytest.fail("a data set was made"))
     for words, message in (
         (["--sequence_parallel_size", "2"], "error: --sequence_parallel_size 2 needs 2 processes"),
         (["--sequence_parallel_type", "ring"], "error: --sequence_parallel_type needs --sequence_parallel_size"),

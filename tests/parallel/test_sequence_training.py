@@ -9,10 +9,9 @@ import train
 from opendit.models import DiT, DiTConfig, build_model
 from opendit.parallel.engine import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.sequence import sequence_parallel
-from opendit.parallel.sequence.choose import Shape
 from tests.models.test_dit import randomised
 from tests.parallel.test_engine import worst
+from tests.parallel.test_sequence import strategy
 from tests.ranks import run_ranks
 from tests.test_train import QUIET, TINY, log_of, plain_losses
 
@@ -52,7 +51,7 @@ def plain_run() -> tuple[list[float], dict[str, Tensor]]:
 
 def engine_run(mesh: Mesh, kind: str, plugin: str, precision: str, checkpointed: bool):
     model = model_of(checkpointed)
-    model.use(sequence=sequence_parallel(mesh, kind, Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads)))
+    model.use(sequence=strategy(mesh, kind, CONFIG) if mesh.sp_size > 1 else None)
     settings = dict(plugin=plugin, precision=precision, lr=LR, weight_decay=0.01, grad_clip=CLIP)
     engine, losses = build_engine(model, mesh, **settings), []
     share = BATCH // mesh.dp_size
@@ -71,6 +70,7 @@ FULL = [
     (2, "ulysses", "zero2", "fp32", True),
     (2, "ring", "zero2", "fp32", True),
     (4, "usp", "zero2", "fp32", False),
+    (2, "direct ulysses in groups", "zero2", "fp32", True),
     (2, "fastseq", "ddp", "fp32", True),
     (2, "ring", "ddp", "fp32", False),
 ]
@@ -79,6 +79,7 @@ HALF = [
     (2, "fastseq", "zero2", "bf16", False),
     (2, "fastseq", "gemini", "bf16", True),
     (2, "ulysses", "gemini", "bf16", False),
+    (2, "direct ulysses in groups", "gemini", "bf16", True),
     (2, "ring", "gemini", "bf16", True),
     (4, "ring", "gemini", "bf16", False),
     (4, "usp", "gemini", "bf16", False),

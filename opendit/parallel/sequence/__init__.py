@@ -1,15 +1,17 @@
 """Sequence parallelism: the ranks of a group share the tokens of every sample; see docs/sequence_parallel.md."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sequence.choose import Plan, Shape, make_plan
+from opendit.parallel.sequence.choose import Machine, Plan, Shape, make_plan
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
+from opendit.parallel.sequence.direct import DirectUlysses
 from opendit.parallel.sequence.fastseq import FastSeq
+from opendit.parallel.sequence.peer_memory import connect
 from opendit.parallel.sequence.ulysses import UlyssesRing
 
 
@@ -57,7 +59,13 @@ class Shards:
 
 
 def sequence_parallel(
-    mesh: Mesh, kind: str, shape: Shape, *, keep_gathered: bool = False, groups: int | None = None
+    mesh: Mesh,
+    kind: str,
+    shape: Shape,
+    *,
+    keep_gathered: bool = False,
+    groups: int | None = None,
+    direct: bool = True,
 ) -> SequenceParallel | None:
     """The strategy ``kind`` for this rank's sequence group, None for groups of one. Collective over all ranks.
 
@@ -65,21 +73,26 @@ def sequence_parallel(
         kind: auto, fastseq, ulysses, ring or usp.
         shape: of the model's sequences; auto chooses by it, any other length works too.
         keep_gathered: see :class:`FastSeq`.
-        groups: parts in which Ulysses exchanges a rank's heads; None: by the cost model.
+        groups: see :class:`DirectUlysses`; None: by the cost model.
+        direct: through each other's memory where that is possible; otherwise by collectives.
 
     Raises:
         ValueError: the number of heads forbids this kind, or these groups.
     """
     if mesh.sp_size == 1:
         return None
-    plan = make_plan(kind, mesh.sp_size, shape, groups)
     group = Group.of(mesh.sp_group)
+    memory, why = connect(group, mesh.device) if direct else (None, "not asked for")
+    plan = make_plan(kind, mesh.sp_size, shape, groups, Machine(direct=memory is not None))
     if plan.kind == "fastseq":
         heads = FastSeq(group, keep_gathered)
     elif plan.kind == "usp":
-        inner, outer = map(Group.of, mesh.split_sequence(plan.heads_over))
-        heads = UlyssesRing(inner, outer, plan.groups)
+        heads = UlyssesRing(*map(Group.of, mesh.split_sequence(plan.heads_over)))
+    elif plan.kind == "ring":
+        heads = UlyssesRing(Group(None, 0, 1), group)
+    elif memory is not None:
+        heads = DirectUlysses(memory, plan.groups)
     else:
-        alone = Group(None, 0, 1)
-        heads = UlyssesRing(*((alone, group) if plan.kind == "ring" else (group, alone)), plan.groups)
-    return SequenceParallel(group, plan, heads)
+        heads = UlyssesRing(group, Group(None, 0, 1))
+    way = "symmetric memory" if isinstance(heads, DirectUlysses) else "collectives"
+    return SequenceParallel(group, replace(plan, reason=f"{plan.reason}; by {way} ({why})"), heads)

@@ -9,21 +9,29 @@ import math
 from dataclasses import dataclass, field, replace
 
 KINDS = ("auto", "fastseq", "ulysses", "ring", "usp")
+MOST_GROUPS = 6  # of heads: each costs the host some 30 calls a layer
 
 
 @dataclass(frozen=True)
 class Machine:
     """What the cost model knows of the hardware; the defaults are for H200s joined by NVLink, in half precision."""
 
-    link: float = 300 * 2**30  # bytes/s that a rank receives
+    direct: bool = False  # ranks reach each other's memory (peer_memory.py)
+    link: float = 230 * 2**30  # bytes/s that a rank receives
     latency: float = 20e-6  # s, of a collective or a hop
+    barrier: float = 5e-6  # s, of an exchange through each other's memory
+    group: float = 45e-6  # s, of each further group of heads: attention begins and ends once more, in both directions
     matmul: float = 640e12  # FLOP/s of projections
-    attention: float = 355e12  # FLOP/s of attention, forward; its backward pass is 2.5 times the work
-    attention_backward: float = 318e12
-    part: float = 239e12  # of the kernel that attends to a part of the keys and says their log-sum-exp
-    part_backward: float = 192e12
-    memory: float = 4e12  # bytes/s read or written
-    overlap: float = 0.3  # of a transfer, what computation of its length beside it hides
+    # FLOP/s of attention for each element of a head, up to 128 of them: a head takes as long with 72. The backward pass
+    # is 2.5 times the work.
+    attention: float = 5.1e12
+    attention_backward: float = 4.35e12
+    part: float = 2.9e12  # of the kernel that attends to a part of the keys and says their log-sum-exp
+    part_backward: float = 2.45e12
+    memory: float = 3.6e12  # bytes/s read or written
+    overlap: float = 0.3  # of a collective, what computation of its length beside it hides
+    multiprocessors: int = 132
+    tile: int = 128  # queries that one multiprocessor attends from at a time
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision and its reason. heads_over: ranks that share the heads in usp; groups: see UlyssesRing."""
+    """A decision and its reason. heads_over: ranks that share the heads in usp; groups: see DirectUlysses."""
 
     kind: str
     reason: str
@@ -49,7 +57,7 @@ class Plan:
 
     def __str__(self) -> str:
         detail = f" of {self.heads_over} ranks x ring" if self.kind == "usp" else ""
-        detail += f", {self.groups} head groups" if self.groups > 1 else ""
+        detail += f" in {self.groups} head groups" if self.groups > 1 else ""
         return f"{self.kind}{detail}: {self.reason}"
 
 
@@ -69,8 +77,9 @@ class _Costs:
 
     @property
     def attention_flop(self) -> float:
+        """For each element of a head."""
         s = self.shape
-        return 4 * s.samples * s.tokens**2 * s.hidden / self.ranks
+        return 4 * s.samples * s.tokens**2 * s.heads / self.ranks
 
     def exposed(self, transfer: float, work: float) -> float:
         """What is seen of a transfer with computation beside it. (NCCL's kernels and others take turns on the card.)"""
@@ -86,14 +95,26 @@ class _Costs:
         reduced = self.exposed((P - 1) * hop, (2 * P - 1) * shard)  # under the gradients of input and weight
         return (P - 1) * self.exposed(hop, shard) + 2 * heads + again + reduced
 
-    def ulysses(self, groups: int, ranks: int | None = None) -> float:
-        """The first group's q, k, v and the last group's result are never hidden, the others by attention."""
+    def ulysses(self, ranks: int | None = None) -> float:
         m, P = self.machine, ranks or self.ranks
-        part = self.whole * P / self.ranks * (P - 1) / P**2 / groups  # a quarter of a group's exchanges
-        exposed, between = 4 * part + 2 * m.latency, (groups - 1) * (4 * part + 2 * m.latency)
-        forward = self.attention_flop / m.attention * (groups - 1) / groups
-        backward = 2.5 * self.attention_flop / m.attention_backward * (groups - 1) / groups
-        return 2 * exposed + self.exposed(between, forward) + self.exposed(between, backward)
+        return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
+
+    def waves(self, heads: int) -> int:
+        """Turns that the multiprocessors take for attention to so many heads."""
+        s, m = self.shape, self.machine
+        return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
+
+    def direct_ulysses(self, groups: int) -> float:
+        """One group's q, k, v are never hidden, nor what it has seen, nor their gradients; the other groups' are, by
+        attention. What the heads have seen is copied once on the way, and a group of few heads may leave
+        multiprocessors idle."""
+        s, m, P = self.shape, self.machine, self.ranks
+        exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier
+        copied = 2 * 2 * self.whole * m.link / P / m.memory
+        attention = self.attention_flop * (1 / m.attention + 2.5 / m.attention_backward)
+        together = self.waves(s.heads // P)
+        idle = attention * (groups * self.waves(s.heads // P // groups) / together - 1)
+        return exchanged + copied + (groups - 1) * m.group + idle
 
     def ring(self, ranks: int | None = None) -> float:
         s, m, P = self.shape, self.machine, ranks or self.ranks
@@ -110,28 +131,34 @@ def _usp_split(ranks: int, heads: int) -> int:
 
 
 def _plans(ranks: int, shape: Shape, machine: Machine, groups: int | None) -> list[Plan]:
-    """All that the number of heads allows; Ulysses with its best number of groups, or the given one."""
+    """All that the number of heads allows; direct Ulysses with its best number of groups, or the given one."""
     costs, plans = _Costs(ranks, shape, machine), []
     if shape.heads % ranks == 0:
-        local = shape.heads // ranks
-        several = [groups] if groups else [g for g in (1, 2, 3, 4) if local % g == 0]
         plans.append(Plan("fastseq", "", seconds=costs.fastseq()))
-        plans.append(min((Plan("ulysses", "", g, seconds=costs.ulysses(g)) for g in several), key=lambda p: p.seconds))
+        if machine.direct:
+            local = shape.heads // ranks
+            several = [groups] if groups else [g for g in range(1, min(local, MOST_GROUPS) + 1) if local % g == 0]
+            direct = [Plan("ulysses", "", g, seconds=costs.direct_ulysses(g)) for g in several]
+            plans.append(min(direct, key=lambda plan: plan.seconds))
+        else:
+            plans.append(Plan("ulysses", "", seconds=costs.ulysses()))
     plans.append(Plan("ring", "", seconds=costs.ring()))
     if inner := _usp_split(ranks, shape.heads):
-        seconds = costs.ulysses(1, inner) + costs.ring(ranks // inner)
-        plans.append(Plan("usp", "", groups or 1, heads_over=inner, seconds=seconds))
+        seconds = costs.ulysses(inner) + costs.ring(ranks // inner)
+        plans.append(Plan("usp", "", heads_over=inner, seconds=seconds))
     return plans
 
 
 def make_plan(kind: str, ranks: int, shape: Shape, groups: int | None = None, machine: Machine | None = None) -> Plan:
     """How ``ranks`` ranks share sequences of ``shape``; ``kind`` is one of KINDS.
 
-    groups: of Ulysses and usp, given; None: by the cost model.
+    groups: of Ulysses, given; None: by the cost model.
 
     Raises:
-        ValueError: the heads don't divide by the ranks, and this kind needs that; or not by the groups.
+        ValueError: the heads don't divide by the ranks, and this kind needs that; or not by the groups; or there are
+            groups and no direct way to exchange them.
     """
+    machine = machine or Machine()
     if kind not in KINDS:
         raise ValueError(f"--sequence_parallel_type {kind}: choose one of {', '.join(KINDS)}")
     inner = {"fastseq": ranks, "ulysses": ranks, "usp": _usp_split(ranks, shape.heads)}.get(kind, 1)
@@ -142,7 +169,9 @@ def make_plan(kind: str, ranks: int, shape: Shape, groups: int | None = None, ma
         )
     if groups and shape.heads // inner % groups:
         raise ValueError(f"{shape.heads // inner} heads a rank can't be exchanged in {groups} groups")
-    plans = {plan.kind: plan for plan in _plans(ranks, shape, machine or Machine(), groups)}
+    if groups and groups > 1 and not machine.direct:
+        raise ValueError("heads are exchanged in groups only where GPUs reach each other's memory")
+    plans = {plan.kind: plan for plan in _plans(ranks, shape, machine, groups)}
     if kind != "auto":
         return replace(plans[kind], reason="asked for")
     best = min(plans.values(), key=lambda plan: plan.seconds)

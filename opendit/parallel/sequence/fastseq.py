@@ -14,7 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.sequence.collectives import Exchange, Flight, Group, Ring, start_gather
-from opendit.parallel.sequence.layout import side_by_side, tokens_by_rank, unpack
+from opendit.parallel.sequence.layout import in_working_dtype, linear_into, side_by_side, tokens_by_rank, unpack
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,13 @@ class FastSeq:
         length: int,
     ) -> Tensor:
         """See :class:`opendit.parallel.sequence.Shards`."""
-        weight, bias, kind = qkv.weight, qkv.bias, x.device.type
-        if torch.is_autocast_enabled(kind):  # before the gather, which then carries half as much
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype)
+        x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         gathered = None if self.keep_gathered else _GatheredAgain(self.group)
         seen = attend(*unpack(own_heads(x, weight, bias, num_heads, Ring(self.group), gathered), length))
         if gathered is not None:
             seen = _GatherAhead.apply(seen, x.detach(), gathered)
         sent = Exchange(self.group).start(tokens_by_rank(seen, x.shape[1], self.group.size))
-        return side_by_side([sent.finish()])
+        return side_by_side(sent.finish())
 
 
 class _GatheredAgain:
@@ -78,7 +75,7 @@ class _GatherAhead(torch.autograd.Function):
 
 
 def own_heads(
-    x: Tensor, weight: Tensor, bias: Tensor, num_heads: int, ring: Ring, gathered: _GatheredAgain | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, ring: Ring, gathered: _GatheredAgain | None
 ) -> Tensor:
     """q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d): see layout.py.
 
@@ -95,11 +92,11 @@ class _OwnHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, num_heads, ring, gathered):
         (B, n, D), group = x.shape, ring.group
-        own_weight, own_bias = _own_rows(weight, group), _own_rows(bias, group)
-        packed = x.new_empty(group.size, B, n, len(own_bias))
+        own_weight, own_bias = _own_rows(weight, group), None if bias is None else _own_rows(bias, group)
+        packed = x.new_empty(group.size, B, n, len(own_weight))
         kept = x.new_empty(group.size, B, n, D) if gathered is None else None
         for source, shard in ring.arriving(x, into=kept):
-            torch.addmm(own_bias, shard.view(-1, D), own_weight.t(), out=packed[source].view(-1, len(own_bias)))
+            linear_into(packed[source], shard, own_weight, own_bias)
         ctx.save_for_backward(weight, kept)
         ctx.ring, ctx.gathered, ctx.shape = ring, gathered, x.shape
         return packed.unflatten(3, (3, num_heads // group.size, -1))
@@ -114,7 +111,7 @@ class _OwnHeads(torch.autograd.Function):
             shards = ctx.gathered.take() if kept is None else kept
             flat = rows.flatten(0, 1)
             grads["weight"] = _whole(flat.t() @ shards.view(-1, D), group)
-            grads["bias"] = _whole(flat.sum(0), group)
+            grads["bias"] = _whole(flat.sum(0), group) if ctx.needs_input_grad[2] else None
 
         dx = ctx.ring.reduce_scatter(lambda rank: rows[rank] @ own_weight, meanwhile=weights)
         return dx.view(B, n, D), grads["weight"], grads["bias"], None, None, None

@@ -10,6 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def in_working_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What autocast would hand to a linear layer: before anything is sent, which then is half as much."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """``F.linear`` of x (..., in), written to ``out``, contiguous and with as many rows of weight's length."""
+    out, x = out.view(-1, len(weight)), x.reshape(-1, x.shape[-1])
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
 class _Unpack(torch.autograd.Function):
     """torch's own backward would stack dq, dk, dv, pad the stack and copy it into the packed order: three passes for
     the one that is made here."""
@@ -39,13 +57,12 @@ def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return _Unpack.apply(packed, length)
 
 
-def pack_groups(qkv: Tensor, num_heads: int, ranks: int, groups: int) -> list[Tensor]:
-    """qkv (B, n, 3 D) of this rank's tokens as ``groups`` tensors (P, B, n, 3, h / groups, d) to send: row p holds a
-    share of the heads of rank p, which are heads p h to (p + 1) h."""
+def pack(qkv: Tensor, num_heads: int, ranks: int) -> Tensor:
+    """qkv (B, n, 3 D) of this rank's tokens as (P, B, n, 3, h, d) to send: row p holds the heads p h to (p + 1) h of
+    rank p."""
     B, n, width = qkv.shape
-    h = num_heads // ranks
-    by_rank = qkv.view(B, n, 3, ranks, groups, h // groups, width // (3 * num_heads))
-    return [group.permute(3, 0, 1, 2, 4, 5).contiguous() for group in by_rank.unbind(4)]
+    by_rank = qkv.view(B, n, 3, ranks, num_heads // ranks, width // (3 * num_heads))
+    return by_rank.permute(3, 0, 1, 2, 4, 5).contiguous()
 
 
 def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
@@ -57,6 +74,6 @@ def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
     return by_token.unflatten(1, (ranks, rows)).transpose(0, 1).contiguous()
 
 
-def side_by_side(received: list[Tensor]) -> Tensor:
-    """(B, n, D) of all heads from the groups (P, B, n, h / groups, d) that came back."""
-    return torch.stack([group.permute(1, 2, 0, 3, 4) for group in received], dim=3).flatten(2)
+def side_by_side(received: Tensor) -> Tensor:
+    """(B, n, D) of all heads from (P, B, n, h, d), those of every rank, that came back."""
+    return received.permute(1, 2, 0, 3, 4).flatten(2)

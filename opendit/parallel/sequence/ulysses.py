@@ -1,8 +1,7 @@
 """Ulysses (Jacobs et al., "DeepSpeed Ulysses", 2023), and in two dimensions with ring attention.
 
 An all-to-all turns this rank's tokens with all heads into all tokens with this rank's heads, attention is local, and
-another one turns the result back. Here q, k and v go in one packed exchange, and the heads may go in groups: the next
-group is under way during the attention of one.
+another one turns the result back. Here q, k and v go in one packed exchange. (direct.py does it without collectives.)
 
 With a ring, the ranks of a sequence are a grid: an exchange among the ``heads.size`` ranks next to each other leaves
 each with some of the heads for their tokens together, and ring attention goes on across.
@@ -16,20 +15,16 @@ from torch import Tensor, nn
 
 from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.sequence.collectives import Exchange, Group, Ring
-from opendit.parallel.sequence.layout import pack_groups, side_by_side, tokens_by_rank, unpack
+from opendit.parallel.sequence.layout import pack, side_by_side, tokens_by_rank, unpack
 from opendit.parallel.sequence.ring import ring_attention
 
 
 @dataclass(frozen=True)
 class UlyssesRing:
-    """Heads are shared out over the group ``heads``, tokens over the group ``ring``; a group of one does nothing.
-
-    groups: parts that a rank's heads are exchanged in, one after the other.
-    """
+    """Heads are shared out over the group ``heads``, tokens over the group ``ring``; a group of one does nothing."""
 
     heads: Group
     ring: Group
-    groups: int = 1
 
     def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps, length: int) -> Tensor:
         """See :class:`opendit.parallel.sequence.Shards`."""
@@ -42,11 +37,6 @@ class UlyssesRing:
             seen = attend(*(part[:, :, :mine] for part in ops.linear_heads(x, qkv, num_heads))).transpose(1, 2)
             return F.pad(seen.flatten(2), (0, 0, 0, rows - mine)) if mine < rows else seen.reshape(x.shape)
         ranks = self.heads.size
-        # All exchanges are started before the first attention; in the backward pass, which runs backwards, those of the
-        # results' gradients are, for the same reason.
-        arriving = [Exchange(self.heads).start(group) for group in pack_groups(qkv(x), num_heads, ranks, self.groups)]
-        returning = []
-        for exchange in arriving:
-            seen = attend(*unpack(exchange.finish(), mine))
-            returning.append(Exchange(self.heads).start(tokens_by_rank(seen, rows, ranks)))
-        return side_by_side([exchange.finish() for exchange in returning])
+        arrived = Exchange(self.heads).start(pack(qkv(x), num_heads, ranks)).finish()
+        seen = attend(*unpack(arrived, mine))
+        return side_by_side(Exchange(self.heads).start(tokens_by_rank(seen, rows, ranks)).finish())

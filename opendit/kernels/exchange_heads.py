@@ -1,0 +1,119 @@
+"""Tokens by rank to heads by rank and back, straight between GPUs: no packing, no collective, one pass over the links.
+
+The ranks of a group hold their tokens in memory that the others can address: *rows* (B, n, S, H, d), S = 3 for q, k and
+v of a projection's output, 1 for what the heads have seen, with all heads. *Heads* are S tensors (B, h, N, d) of this
+rank, with h of the heads, H / P or fewer, and all N tokens, n of them of each rank:
+
+    heads[s][b, i, p n + t] = rows of rank p [b, t, s, first + i]
+
+``push`` false: heads are filled from the rows of all ranks; true: the rows of all ranks are filled from heads, but for
+those past N, which are padding. Whoever calls this sees to it that the others are ready
+(opendit.parallel.sequence.peer_memory).
+"""
+
+import torch
+from torch import Tensor
+
+from opendit.kernels.common import tl, triton
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def exchange_heads_reference(heads: tuple[Tensor, ...], peers: list[Tensor], first: int, push: bool) -> None:
+    """As :func:`exchange_heads`, by torch, with the ranks' rows (B, n, S, H, d) as tensors."""
+    _, h, N, _ = heads[0].shape
+    for p, rows in enumerate(peers):
+        n = rows.shape[1]
+        for s, mine in enumerate(heads):
+            here = mine[:, :, p * n : (p + 1) * n].transpose(1, 2)
+            there = rows[:, :, s, first : first + h]
+            target, source = (there, here) if push else (here, there)
+            target[:, : here.shape[1]].copy_(source[:, : here.shape[1]])
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+
+BLOCK, WARPS = 512, 4  # units of 16 bytes of a program: 4 loads of a thread are under way at a time
+
+
+@triton.jit(do_not_specialize=("start", "ranks", "samples", "tokens", "length", "first"))
+def _exchange_heads_kernel(
+    a_ptr, b_ptr, c_ptr, table_ptr, start, ranks, samples, tokens, length, first, batch_stride, head_stride,
+    token_stride,
+    VISITED: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, PUSH: tl.constexpr,
+):  # fmt: skip
+    """One program moves BLOCK units between this rank and one other. Neighbours in the grid talk to different ranks, so
+    that all links are busy at all times. Strides and sizes count in UNITs, which are 16 bytes where that is possible.
+    """
+    program = tl.program_id(0)
+    peer = (start + program % VISITED) % ranks
+    part = (program // VISITED) % PARTS
+    unit = (program // (VISITED * PARTS)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, column = unit // (HEADS * HEAD), unit % (HEADS * HEAD)
+    sample, token = row // tokens, row % tokens
+    at = peer * tokens + token
+    real = (sample < samples) & (at < length)
+    inside = tl.arange(0, UNIT)[None, :]
+
+    there = tl.load(table_ptr + peer).to(tl.pointer_type(a_ptr.dtype.element_ty))
+    there = tl.multiple_of(there, 16) + ((row * PARTS + part) * ALL + first * HEAD + column)[:, None] * UNIT + inside
+    here = a_ptr
+    if PARTS == 3:
+        address = tl.where(part == 0, a_ptr.to(tl.int64), tl.where(part == 1, b_ptr.to(tl.int64), c_ptr.to(tl.int64)))
+        here = address.to(tl.pointer_type(a_ptr.dtype.element_ty))
+        if UNIT > 1:
+            here = tl.multiple_of(here, 16)
+    offset = sample * batch_stride + (column // HEAD) * head_stride + at.to(tl.int64) * token_stride + column % HEAD
+    here += offset[:, None] * UNIT + inside
+    if PUSH:
+        tl.store(there, tl.load(here, mask=real[:, None]), mask=real[:, None])
+    else:
+        tl.store(here, tl.load(there, mask=real[:, None]), mask=real[:, None])
+
+
+def exchange_heads(
+    heads: tuple[Tensor, ...],
+    addresses: Tensor,
+    shape: tuple[int, ...],
+    rank: int,
+    first: int,
+    push: bool,
+    own: bool = False,
+) -> None:
+    """Fills ``heads`` from all ranks' rows, or with ``push`` all ranks' rows from heads, by one Triton kernel.
+
+    Args:
+        heads: 1 or 3 tensors (B, h, N, d) of one layout with unit stride in d.
+        addresses: (P,) int64 on the device, where each rank's contiguous rows are.
+        shape: (B, n, S, H, d) of a rank's rows, of the dtype of heads.
+        rank: this one, where the order of the others begins.
+        first: the first of the heads among all H.
+        own: only what goes between this rank's rows and its heads.
+
+    Raises:
+        ValueError: shapes or layouts don't fit.
+    """
+    (B, h, N, d), (batch, n, parts, all_heads, width), ranks = heads[0].shape, shape, len(addresses)
+    layout = heads[0].stride()
+    if (batch, parts, width) != (B, len(heads), d) or parts not in (1, 3) or N > ranks * n:
+        raise ValueError(f"{len(heads)} x heads {tuple(heads[0].shape)} don't fit rows {shape}")
+    if layout[-1] != 1 or any(part.shape != heads[0].shape or part.stride() != layout for part in heads):
+        raise ValueError("heads must have one shape and layout, with unit stride in the last dimension")
+    unit = 16 // heads[0].element_size()
+    aligned = all(part.data_ptr() % 16 == 0 for part in heads)
+    if not aligned or any(stride % unit for stride in (d, *layout[:3])):
+        unit = 1
+    start, visited = (rank, 1) if own else (rank + 1, ranks)
+    programs = visited * parts * triton.cdiv(B * n * h * d // unit, BLOCK)
+    _exchange_heads_kernel[(programs,)](
+        *(heads * 3)[:3], addresses, start, ranks, B, n, N, first, *(stride // unit for stride in layout[:3]),
+        VISITED=visited, PARTS=parts, ALL=all_heads * d // unit, HEADS=h, HEAD=d // unit, UNIT=unit, BLOCK=BLOCK,
+        PUSH=push, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def new_heads(parts: int, B: int, h: int, N: int, d: int, like: Tensor) -> tuple[Tensor, ...]:
+    """``parts`` tensors (B, h, N, d) whose tokens lie one after the other, as a projection's output has them."""
+    make = {"dtype": like.dtype, "device": like.device}
+    return tuple(torch.empty_strided((B, h, N, d), (N * h * d, d, h * d, 1), **make) for _ in range(parts))

@@ -1,0 +1,181 @@
+"""Ulysses without collectives: every rank reads and writes the others' memory (peer_memory.py).
+
+    x ─▶ q k v of own tokens in the input buffer ─barrier─▶ own heads read ─▶ attention
+      ─▶ what they have seen written to the others' output buffers ─barrier─▶ all heads, own tokens
+
+The backward pass is the same with gradients, in the opposite direction. Heads go in groups: a kernel carries the first
+group that attention needs and the last that it leaves, and the copy engines all others, under the attention to those
+that are here.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from opendit.kernels.exchange_heads import new_heads
+from opendit.models.layers import Attend, BlockOps
+from opendit.parallel.sequence.layout import in_working_dtype, linear_into
+from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, Rows
+
+
+@dataclass(frozen=True)
+class DirectUlysses:
+    """groups: parts that a rank's heads are exchanged in, one after the other."""
+
+    memory: PeerMemory
+    groups: int = 1
+
+    @torch.compiler.disable  # what other ranks read and write is in no graph of a compiler
+    def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps, length: int) -> Tensor:
+        """See :class:`opendit.parallel.sequence.Shards`."""
+        x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
+        layer = _Layer(self.memory, self.groups, num_heads, length, x.shape)
+        parts, sent = project(x, weight, bias, layer), []
+        for group in range(self.groups):
+            q, k, v = _Arrive.apply(layer, group, *parts[3 * group : 3 * group + 3])
+            sent.append(_Depart.apply(attend(q, k, v), layer, group))
+        return _Collect.apply(layer, *sent)
+
+
+@dataclass
+class _Layer:
+    """One call: its sizes, and what its nodes leave for each other until the exchange is done."""
+
+    memory: PeerMemory
+    groups: int
+    num_heads: int
+    length: int
+    shape: tuple[int, int, int]  # (B, n, D)
+    held: list = field(default_factory=list)  # what copy engines read
+    arriving: dict = field(default_factory=dict)  # a group's event
+    dseen: dict = field(default_factory=dict)  # a group's gradient, there or still arriving
+
+    def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> Rows:
+        B, n, D = self.shape
+        return self.memory.rows(buffer, (B, n, parts, self.num_heads, D // self.num_heads), dtype)
+
+    def heads_of(self, group: int) -> tuple[int, int]:
+        """(first, number) of a group of this rank's heads."""
+        number = self.num_heads // (self.memory.group.size * self.groups)
+        return (self.memory.group.rank * self.groups + group) * number, number
+
+    def pull(self, parts: int, like: Tensor, first_to_arrive: int) -> list[tuple[Tensor, ...]]:
+        """Every group's heads, filled from all ranks' input buffers: those of one group by a kernel, which is in the
+        way of attention, and the others beside it, in the order of their distance from that one."""
+        rows, (B, _, D) = self.rows(Buffer.INPUT, parts, like.dtype), self.shape
+        self.memory.ready(Buffer.INPUT)
+        firsts, number = zip(*map(self.heads_of, range(self.groups)), strict=True)
+        found = [new_heads(parts, B, number[0], self.length, D // self.num_heads, like) for _ in firsts]
+        now, *later = sorted(range(self.groups), key=lambda group: abs(group - first_to_arrive))
+        self.memory.exchange(found[now], rows, firsts[now], push=False)
+        if later:
+            events = self.memory.exchange_beside([(found[g], firsts[g]) for g in later], rows, push=False)
+            self.arriving.update(zip(later, events, strict=True))
+        return found
+
+    def arrived(self, group: int) -> None:
+        if group in self.arriving:
+            self.memory.wait(self.arriving.pop(group))
+
+    def push(self, heads: tuple[Tensor, ...], group: int, last_to_leave: int) -> None:
+        """A group's heads to all ranks' output buffers."""
+        heads = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in heads)
+        rows, (first, _) = self.rows(Buffer.OUTPUT, len(heads), heads[0].dtype), self.heads_of(group)
+        if group == last_to_leave:
+            self.memory.exchange(heads, rows, first, push=True)
+        else:
+            self.memory.exchange_beside([(heads, first)], rows, push=True)
+            self.held.append(heads)
+
+    def collect(self, parts: int, dtype: torch.dtype) -> Tensor:
+        """The own output buffer (B, n, S D), complete, with zeros for padding; good until the next exchange."""
+        self.memory.wait()
+        self.memory.ready(Buffer.OUTPUT)
+        self.held.clear()
+        (B, n, _), rank = self.shape, self.memory.group.rank
+        own = self.rows(Buffer.OUTPUT, parts, dtype).of[rank].view(B, n, -1)
+        real = min(max(self.length - rank * n, 0), n)
+        if real < n:
+            own[:, real:].zero_()
+        return own
+
+
+def _unread(like: Tensor) -> Tensor:
+    """A gradient that tells the next node nothing: the memory of the others holds what it needs."""
+    return like.new_empty(1).expand(like.shape)
+
+
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer) -> tuple[Tensor, ...]:
+    """q, k, v (B, h, N, d) of each group of this rank's heads: the first group's, the second's, ...; they are still
+    arriving.
+
+    x: (B, n, D) of this rank; weight: (3 D, D) and bias (3 D,), whole, in the canonical layout, of x's dtype; or
+        no bias.
+    """
+    parameters = (weight, bias)
+    if has_torch_function(parameters):
+        # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
+        return handle_torch_function(project, parameters, x, *parameters, layer)
+    return _Project.apply(x, weight, bias, layer)
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer):
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        linear_into(layer.rows(Buffer.INPUT, 3, x.dtype).of[layer.memory.group.rank], x, weight, bias)
+        return tuple(part for heads in layer.pull(3, x, 0) for part in heads)
+
+    @staticmethod
+    def backward(ctx, *unread: Tensor):
+        x, weight = ctx.saved_tensors
+        dqkv = ctx.layer.collect(3, x.dtype).flatten(0, 1)
+        dx = (dqkv @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        dweight = dqkv.t() @ x.reshape(-1, x.shape[2]) if ctx.needs_input_grad[1] else None
+        dbias = dqkv.sum(0) if ctx.needs_input_grad[2] else None
+        return dx, dweight, dbias, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer: _Layer, group: int, *heads: Tensor):
+        ctx.layer, ctx.group = layer, group
+        layer.arrived(group)
+        return tuple(part.view_as(part) for part in heads)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        ctx.layer.push(grads, ctx.group, last_to_leave=0)
+        return None, None, *map(_unread, grads)
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, seen: Tensor, layer: _Layer, group: int):
+        ctx.layer, ctx.group = layer, group
+        layer.push((seen,), group, last_to_leave=layer.groups - 1)
+        return _unread(seen)
+
+    @staticmethod
+    def backward(ctx, unread: Tensor):
+        ctx.layer.arrived(ctx.group)
+        return ctx.layer.dseen.pop(ctx.group), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer: _Layer, *sent: Tensor):
+        ctx.layer = layer
+        return layer.collect(1, sent[0].dtype).clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        layer = ctx.layer
+        own = layer.rows(Buffer.INPUT, 1, grad.dtype).of[layer.memory.group.rank]
+        own.view(grad.shape).copy_(grad)
+        found = layer.pull(1, grad, layer.groups - 1)
+        layer.dseen.update((group, heads[0]) for group, heads in enumerate(found))
+        return None, *(_unread(part) for (part,) in found)

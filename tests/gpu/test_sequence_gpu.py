@@ -1,0 +1,139 @@
+"""Sequence parallelism on 2 and 4 GPUs in bf16: against one GPU, every gradient and the curve of a training run.
+
+The bounds: an output or a gradient is no further from fp32 than 1.5 times one GPU's in bf16, which rounds as often.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from opendit.config import SpeedFlags
+from opendit.kernels.select import select_kernels
+from opendit.models import DiT, DiTConfig
+from opendit.parallel.engine import build_engine
+from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.sequence import sequence_parallel
+from opendit.parallel.sequence.choose import Shape
+from tests.models.test_dit import randomised
+from tests.ranks import run_ranks
+
+ranks = pytest.mark.parametrize("world", [2, 4])
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+CONFIG = DiTConfig((22, 46), 2, 4, 512, 2, 8, num_classes=10)  # 253 tokens: 4 GPUs have 64, 64, 64, 61 of them
+SAMPLES, STEPS = 2, 50
+
+
+def types(world: int) -> list[dict]:
+    found = [dict(kind="ulysses", groups=g) for g in (1, 2, 4) if 8 // world % g == 0]
+    found += [dict(kind=kind, direct=False) for kind in ("ulysses", "ring", "fastseq")]
+    found += [dict(kind="fastseq", keep_gathered=True)]
+    return found + [dict(kind="usp")] * (world == 4)
+
+
+def model_on(device: torch.device, checkpointed: bool = False) -> DiT:
+    torch.manual_seed(0)
+    model = randomised(DiT(CONFIG)).to(device)
+    model.grad_checkpoint = checkpointed
+    return model
+
+
+def use(model: DiT, dtype: torch.dtype, device: torch.device, sequence=None) -> DiT:
+    head = CONFIG.hidden_size // CONFIG.num_heads
+    kernels = select_kernels(SpeedFlags(True, True, True), device, dtype, head, CONFIG.tokens)
+    return model.use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
+
+
+def batch(device: torch.device, step: int = 0) -> tuple:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(SAMPLES, 4, *CONFIG.input_size, generator=generator).to(device)
+    weights = torch.randn(SAMPLES, 8, *CONFIG.input_size, generator=generator).to(device)
+    return x, torch.tensor([7, 700], device=device), torch.tensor([3, 10], device=device), weights
+
+
+def gradients(model: DiT, device: torch.device) -> tuple[torch.Tensor, dict]:
+    *arguments, weights = batch(device)
+    model.zero_grad()
+    output = model(*arguments)
+    (output.float() * weights).sum().div(SAMPLES).backward()
+    return output.detach().float(), {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def distances(ours: tuple, exact: tuple) -> tuple[float, dict[str, float]]:
+    (output, grads), (exact_output, exact_grads) = ours, exact
+    apart = {
+        name: ((grad - exact_grads[name]).norm() / exact_grads[name].norm()).item() for name, grad in grads.items()
+    }
+    return ((output - exact_output).norm() / exact_output.norm()).item(), apart
+
+
+def all_types(mesh: Mesh) -> list:
+    """[distances of one GPU, then of every type] from one GPU in fp32."""
+    torch.set_float32_matmul_precision("highest")
+    mesh, device = init_mesh(sequence_parallel=mesh.world_size), mesh.device
+    shape, half = Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, SAMPLES), torch.bfloat16
+    exact = gradients(use(model_on(device), torch.float32, device), device)
+    results = [distances(gradients(use(model_on(device).place(device, half), half, device), device), exact)]
+    for i, settings in enumerate(types(mesh.world_size)):
+        model = model_on(device, checkpointed=i % 2 == 1).place(device, half)
+        output, grads = gradients(use(model, half, device, sequence_parallel(mesh, shape=shape, **settings)), device)
+        for grad in grads.values():
+            dist.all_reduce(grad)
+            grad /= mesh.world_size
+        results.append(distances((output, grads), exact))
+    return results
+
+
+def needs(world: int) -> None:
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+
+
+@ranks
+def test_outputs_and_every_gradient_are_those_of_one_gpu_in_bf16(world):
+    needs(world)
+    for one_gpu, *others in run_ranks(world, all_types):
+        output, grads = one_gpu
+        assert 1e-4 < output < 2e-2
+        for settings, (ours, our_grads) in zip(types(world), others, strict=True):
+            assert ours < 1.5 * output, settings
+            for name, distance in our_grads.items():
+                assert distance < 1.5 * grads[name] + 1e-3, (settings, name, distance, grads[name])
+
+
+def curves(mesh: Mesh) -> list[list[float]]:
+    """Losses of a training run: of one GPU (every rank makes it alone), and with the sequence shared."""
+    device, shape = mesh.device, Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, SAMPLES)
+    shared = init_mesh(sequence_parallel=mesh.world_size)
+    model, alone = use(model_on(device), torch.bfloat16, device), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for step in range(STEPS):
+        *arguments, target = batch(device, step % 5)
+        with torch.autocast("cuda", torch.bfloat16):
+            output = model(*arguments)
+        loss = (output.float() - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        alone.append(loss.item())
+    found = [alone]
+    for settings in (dict(kind="ulysses", groups=2), dict(kind="fastseq")):
+        model = use(model_on(device), torch.bfloat16, device, sequence_parallel(shared, shape=shape, **settings))
+        engine, losses = build_engine(model, shared, plugin="ddp", precision="bf16", lr=1e-3, grad_clip=0.0), []
+        for step in range(STEPS):
+            *arguments, target = batch(device, step % 5)
+            with engine.micro_batch(last=True):
+                loss = (engine.forward(*arguments).float() - target).square().mean()
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
+
+
+@ranks
+def test_fifty_steps_give_one_gpus_curve(world):
+    needs(world)
+    for alone, *others in run_ranks(world, curves):
+        assert alone[-1] < 0.9 * alone[0]
+        for losses in others:
+            assert max(abs(a - b) / b for a, b in zip(losses, alone, strict=True)) < 0.01

@@ -1,0 +1,48 @@
+"""What PeerMemory promises, by memory that processes of one machine share, gloo's barrier and torch's copies."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opendit.kernels.exchange_heads import exchange_heads_reference
+from opendit.parallel.sequence.collectives import Group
+from opendit.parallel.sequence.peer_memory import Buffer, Part, Rows
+
+
+class SharedMemory:
+    """Exchanges beside the caller's work are done as late as that allows: when somebody waits for them."""
+
+    SIZE = 2**18
+
+    def __init__(self, group: Group, folder: str):
+        self.group, self._late, self._asked, self._last = group, [], 0, Buffer.OUTPUT
+        self._bytes = [
+            [torch.from_file(f"{folder}/{b.name}{p}", True, self.SIZE, dtype=torch.uint8) for p in range(group.size)]
+            for b in Buffer
+        ]
+
+    def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        assert size <= self.SIZE
+        return Rows([memory[:size].view(dtype).view(shape) for memory in self._bytes[buffer]], torch.empty(0))
+
+    def ready(self, buffer: Buffer) -> None:
+        assert buffer != self._last and not self._late
+        self._last = buffer
+        dist.barrier(self.group.handle)
+
+    def exchange(self, heads: tuple[Tensor, ...], rows: Rows, first: int, push: bool) -> None:
+        exchange_heads_reference(heads, rows.of, first, push)
+
+    def exchange_beside(self, groups: list[Part], rows: Rows, push: bool) -> list[int]:
+        for heads, first in groups:
+            if not push:
+                for part in heads:
+                    part.fill_(torch.nan)
+            self._late.append((heads, rows, first, push))
+        self._asked += len(groups)
+        return list(range(self._asked - len(groups), self._asked))
+
+    def wait(self, event: int | None = None) -> None:
+        while self._late and (event is None or self._asked - len(self._late) <= event):
+            self.exchange(*self._late.pop(0))
