@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # The tests' one command: sets up what is missing, lints, runs the suite. Arguments go to pytest.
+# Two tests at a time on CPUs, for most use one core; one at a time with GPUs, which they would have to share.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 SETUP=test
@@ -7,4 +8,4 @@ SETUP=test
 export OMP_NUM_THREADS=1
 ruff check .
 ruff format --check .
-exec python -m pytest -q --durations=10 "$@"
+exec python -m pytest -q --durations=10 -n "$((GPUS > 0 ? 0 : 2))" --dist worksteal "$@"

@@ -36,8 +36,8 @@ setup(
         "rich",
     ],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "peft>=0.17"],
-        "dev": ["pre-commit", "pytest", "pytest-timeout", "hypothesis", "ruff", "peft>=0.17"],
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft>=0.17"],
+        "dev": ["pre-commit", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft>=0.17"],
         "lora": ["peft>=0.17"],
         "kernels": ["ninja"],  # with nvcc: builds Colossal-AI's HybridAdam
         "flash": ["flash-attn"],
