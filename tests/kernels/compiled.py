@@ -1,0 +1,144 @@
+"""Compiles the kernels for a GPU that need not be there, as ``python -m tests.kernels.compiled``; prints one JSON list.
+
+The interpreter runs a kernel's Python, so it can't tell that Triton's compiler would refuse it, or that it keeps too
+much in registers and spills. Here every launch is only compiled, to machine code of compute capability 9.0; what would
+have been computed is not there. A process of its own, because Triton is told of a GPU for good.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from opendit.kernels import fp8
+from opendit.kernels.adamw_ema import FusedStep, constant_decays
+from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
+from opendit.kernels.exchange_heads import exchange_heads, new_heads
+from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
+from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
+from opendit.kernels.split_heads import gather_heads_float8, split_heads
+from opendit.kernels.transpose import transpose
+from tests.kernels.cases import OPERATORS, arguments_of, make_inputs, output_gradients
+
+BFLOAT16 = torch.bfloat16
+
+
+class Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def usage(binary: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of a thread's stack: what did not fit into them."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()
+    return {"registers": int(registers), "stack": int(stack)}
+
+
+def forward_and_backward(name: str, width: int, dtype: torch.dtype, lengths: tuple | None = None) -> None:
+    op = OPERATORS[name]
+    leaves, sample_of_row = make_inputs(op, 2, 256, width, dtype, lengths=lengths)
+    arguments = arguments_of(op, leaves)
+    options = {} if sample_of_row is None else {"sample_of_row": sample_of_row}
+    outputs = op.function(*arguments, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.grad(outputs, list(leaves.values()), output_gradients(op, leaves))
+
+
+def optimizer_step() -> None:
+    masters, moments, squares, average = ([torch.zeros(4096)] for _ in range(4))
+    step = FusedStep(masters, moments, squares, [torch.zeros(4096, dtype=BFLOAT16)], count=torch.zeros(()))
+    step.attach([average], constant_decays((0.9,), torch.device("cpu")), torch.zeros(()))
+    step.kernels = True  # not on a CPU, otherwise
+    step.decide(step.square_sum([torch.zeros(4096, dtype=BFLOAT16)]), clip=1.0)
+    step.update(lr=1e-3)
+
+
+def float8(width: int) -> None:
+    x, modulation = torch.randn(2, 256, width, dtype=BFLOAT16), torch.randn(2, 6 * width, dtype=BFLOAT16)
+    (shift, scale, gate), bias = modulation.chunk(6, dim=1)[:3], torch.randn(width, dtype=BFLOAT16)
+    layernorm_modulate_float8(x, shift, scale)
+    gate_residual_layernorm_modulate_float8(x, gate, x, shift, scale, bias)
+    bias_gelu_float8(x, bias)
+    bias_gelu_backward_float8(x, x, bias)
+    gather_heads_float8(*x.view(2, 256, 8, width // 8).transpose(1, 2).expand(3, -1, -1, -1, -1), BFLOAT16)
+    fp8.transposed(fp8.cast(x, fp8.E4M3).data)
+
+
+def heads_of_other_ranks() -> None:
+    addresses = torch.zeros(2, dtype=torch.int64)
+    for parts, push in ((3, False), (1, True)):
+        heads = new_heads(parts, 2, 4, 64, 72, torch.empty(0, dtype=BFLOAT16))
+        exchange_heads(heads, addresses, (2, 32, parts, 8, 72), 0, 0, push)
+
+
+def heads(width: int) -> None:
+    qkv, bias = torch.randn(2, 256, 3 * width, dtype=BFLOAT16), torch.randn(3 * width, dtype=BFLOAT16)
+    leaves = [qkv.requires_grad_(), bias.requires_grad_()]
+    outputs = split_heads(qkv, 16, bias)
+    torch.autograd.grad(outputs, leaves, [torch.randn_like(part) for part in outputs])
+
+
+def calls() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Everything that launches kernels: at DiT-XL's width in bf16, packed, in fp32, and at a width that 16 does not
+    divide."""
+    for name, op in OPERATORS.items():
+        for width, dtype in ((1152, BFLOAT16), (1152, torch.float32), (200, torch.float16)):
+            yield f"{name} {width} {dtype}", lambda n=name, w=width, t=dtype: forward_and_backward(n, w, t)
+        if op.modulated:
+            yield f"{name} packed", lambda n=name: forward_and_backward(n, 1152, BFLOAT16, (100, 156))
+    yield "split_heads", lambda: heads(1152)
+    yield "exchange_heads", heads_of_other_ranks
+    yield "transpose", lambda: transpose(torch.zeros(64, 1152, dtype=BFLOAT16))
+    yield "float8", lambda: float8(1152)
+    yield "adamw_ema", optimizer_step
+
+
+def main() -> None:
+    driver.set_active(Hopper())
+    launch, found, seen = JITFunction.run, [], set()
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            found.append({"kernel": self.__name__, "call": current, **usage(kernel.asm["cubin"])})
+        return kernel
+
+    JITFunction.run = compile_only
+    for current, call in calls():
+        try:
+            call()
+        except Exception as error:
+            found.append({"call": current, "error": f"{type(error).__name__}: {error}"[:2000]})
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    main()

@@ -1,0 +1,34 @@
+"""Every kernel compiles for a GPU, whether there is one or not (tests/kernels/compiled.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from opendit.kernels.common import TRITON, interpreting
+
+# Bytes of a thread, where more than a few addresses: the optimizer's moves 28 bytes a parameter, and 96 % of copy all the
+# same (docs/kernels.md).
+MOST_STACK = {"_update_kernel": 256}
+KERNELS = Path(__file__).parents[2] / "opendit" / "kernels"
+
+
+@pytest.mark.skipif(not TRITON, reason="triton is not installed")
+@pytest.mark.skipif(interpreting(), reason="the interpreter compiles nothing")
+def test_all_kernels_compile_and_stay_in_registers():
+    command = [sys.executable, "-m", "tests.kernels.compiled"]
+    result = subprocess.run(command, cwd=KERNELS.parents[1], env=dict(os.environ), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = json.loads(result.stdout)
+    assert not [entry for entry in found if "error" in entry]
+    assert not [entry for entry in found if entry["stack"] > MOST_STACK.get(entry["kernel"], 16)]
+    written = {
+        line.removeprefix("def ").partition("(")[0]
+        for file in KERNELS.glob("*.py")
+        for line in file.read_text().splitlines()
+        if line.startswith("def _") and line.partition("(")[0].endswith("_kernel")
+    }
+    assert {entry["kernel"] for entry in found} == written
