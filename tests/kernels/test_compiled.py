@@ -10,8 +10,8 @@ import pytest
 
 from opendit.kernels.common import TRITON, interpreting
 
-# Bytes of a thread, where more than a few addresses: the optimizer's moves 28 bytes a parameter, and 96 % of copy all the
-# same (docs/kernels.md).
+# Bytes of a thread, where it is more than a few addresses: the optimizer's kernel reaches 96 % of copy all the same
+# (docs/kernels.md).
 MOST_STACK = {"_update_kernel": 256}
 KERNELS = Path(__file__).parents[2] / "opendit" / "kernels"
 
