@@ -36,6 +36,10 @@ TENSORS = {
     "gate_residual": (3, 3),
     "gate_residual_layernorm_modulate": (4, 6),
     "bias_gelu": (2, 3),
+    "rmsnorm_modulate": (2, 3),
+    "residual_rmsnorm_modulate": (2, 4),
+    "gate_residual_rmsnorm_modulate": (4, 6),
+    "swiglu": (3, 5),  # x is two
 }
 HEADS = 16  # of split_heads, whose forward is a view
 CACHE = 60e6  # bytes of L2 on an H200, and a little
@@ -207,6 +211,13 @@ SWEEP = {
     "bias_gelu_backward": [
         Launch(16, 16, 4), Launch(16, 16, 4, 2), Launch(16, 8, 4), Launch(16, 32, 4), Launch(8, 16, 2),
         Launch(32, 4, 4), Launch(32, 4, 4, 2), Launch(32, 8, 4), Launch(32, 4, 8), Launch(64, 2, 8),
+    ],
+    "swiglu_forward": [
+        Launch(32, 1, 4), Launch(16, 1, 4), Launch(32, 2, 4), Launch(16, 1, 2), Launch(8, 1, 1), Launch(64, 1, 8),
+    ],
+    "swiglu_backward": [
+        Launch(16, 1, 4), Launch(32, 1, 4), Launch(8, 1, 4), Launch(16, 2, 4), Launch(16, 1, 2), Launch(8, 1, 1),
+        Launch(8, 1, 2), Launch(32, 1, 8),
     ],
     "gate_residual_layernorm_modulate_forward": row_shapes(
         (8, 16),

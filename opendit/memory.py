@@ -96,7 +96,7 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
 
 def block_units(config: DiTConfig, setup: Setup) -> float:
     """Units that a block keeps for its backward pass; kernels/recompute.py lists a DiT's."""
-    units = _llama_units(config) if isinstance(config, MovieGenConfig) else _adaln_units(config, setup)
+    units = _llama_units(config, setup) if isinstance(config, MovieGenConfig) else _adaln_units(config, setup)
     if isinstance(config, ECDiTConfig):
         # Of every expert of a token its input and output, its hidden layer before and after GELU; then their sum
         units += config.expert_capacity * (2 + 2 * config.expert_hidden / config.hidden_size) + 1
@@ -127,12 +127,13 @@ def _adaln_units(config: DiTConfig, setup: Setup) -> float:
     return units
 
 
-def _llama_units(config: MovieGenConfig) -> float:
+def _llama_units(config: MovieGenConfig, setup: Setup) -> float:
     """Of RMSNorms, one attention and SwiGLU; of cross-attention what is outside of its heads."""
     shared = config.key_value_width / config.hidden_size
     heads = 3 if shared == 1 else 1 + 2 * shared + 2  # grouped: keys and values for every head too
+    norm, mlp = (1, 3) if setup.fused else (3, 4)  # the modulation alone; without SiLU's output
     # x, the RMSNorm's two products and its modulation; heads, attention, its projection, h; again the RMSNorm's three
-    units = 4 + heads + 3 + 3 + 4 * config.mlp_ratio + 1  # fc1's two halves, SiLU, their product; fc2's output
+    units = 1 + norm + heads + 3 + norm + mlp * config.mlp_ratio + 1  # fc1's two halves, SiLU, their product; fc2's out
     return units + 3 * config.cross_attention  # h, the RMSNorm's two products
 
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common, fp8
-from opendit.kernels.common import Launch, Rows, block_width, tl, triton
+from opendit.kernels.common import Launch, tl, triton
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.operators import operator
-from opendit.kernels.tiles import column_block, load_columns, store_column_sums
+from opendit.kernels.tiles import column_block, load_columns, logistic, store_column_sums
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -34,18 +34,9 @@ FORWARD_FLOAT8 = Launch(rows=32, tiles=4, warps=4)  # fewer programs: each begin
 
 @triton.jit
 def _sigmoid(u, square, APPROXIMATE: tl.constexpr):
-    """sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3). GELU is u times this: (1 + tanh(z)) / 2 = sigmoid(2 z).
-
-    APPROXIMATE: the hardware's reciprocal, exact to the last bit of fp32, for a division of some eight instructions:
-    enough of them to hold the backward kernel at 0.8 of the memory's speed.
-    """
+    """sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3). GELU is u times this: (1 + tanh(z)) / 2 = sigmoid(2 z)."""
     # exp(-2 z) as a power of 2
-    denominator = 1.0 + tl.exp2(u * (-2.302208198144325 - 0.1029432395800235 * square))
-    if APPROXIMATE:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return 1.0 / denominator
+    return logistic(u * (-2.302208198144325 - 0.1029432395800235 * square), APPROXIMATE)
 
 
 @triton.jit(do_not_specialize=("rows",))
@@ -104,20 +95,8 @@ def _bias_gelu_backward_kernel(
 # ----------------------------------------------------------------------------------------------------------- operator
 
 
-def _cut(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict]:
-    """All rows as those of one sample, cut for the kernel; what both kernels are launched with."""
-    width = x.shape[-1]
-    block = block_width(width)
-    blocks = -(-width // block)
-    cut = common.cut_rows(kernel, default, x.reshape(1, -1, width), 1, None, blocks)
-    approximate = x.is_cuda and torch.version.hip is None
-    return cut, {
-        "D": width, "BLOCK": block, "BLOCKS": blocks, "APPROXIMATE": approximate, **cut.launch.options(),
-    }  # fmt: skip
-
-
 def _launch_forward(x: Tensor, bias: Tensor, y: Tensor | Float8, partial: Tensor | None = None) -> None:
-    cut, options = _cut("bias_gelu_forward", FORWARD if isinstance(y, Tensor) else FORWARD_FLOAT8, x)
+    cut, options = common.cut_blocks("bias_gelu_forward", FORWARD if isinstance(y, Tensor) else FORWARD_FLOAT8, x)
     pointers, format_options = fp8.kernel_arguments(y, partial, fp8.SAMPLED)
     grid = (cut.programs * options["BLOCKS"],)
     _bias_gelu_forward_kernel[grid](cut.x, bias, *pointers, cut.length, **options, **format_options)
@@ -142,7 +121,7 @@ def bias_gelu_float8(x: Tensor, bias: Tensor) -> Float8:
 
 def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor, dx: Tensor | Float8, partial: Tensor | None = None) -> Tensor:
     """Writes dx, returns the bias's gradient."""
-    cut, options = _cut("bias_gelu_backward", BACKWARD, x)
+    cut, options = common.cut_blocks("bias_gelu_backward", BACKWARD, x)
     total = cut.new_total()
     pointers, format_options = fp8.kernel_arguments(dx, partial, fp8.SAMPLED_GRADIENT)
     grid = (cut.programs * options["BLOCKS"],)

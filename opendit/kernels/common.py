@@ -311,6 +311,30 @@ def cut_rows(
     return Rows(rows, samples, length, sample_of_row, launch)
 
 
+def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict]:
+    """All rows of x (..., D) as those of one sample, in blocks of columns, for a kernel that is an activation function.
+
+    Returns the rows and what the kernel is launched with.
+    """
+    width = x.shape[-1]
+    block = block_width(width)
+    blocks = -(-width // block)
+    cut = cut_rows(kernel, default, x.reshape(1, -1, width), 1, None, blocks)
+    approximate = x.is_cuda and torch.version.hip is None  # see tiles.logistic
+    return cut, {
+        "D": width, "BLOCK": block, "BLOCKS": blocks, "APPROXIMATE": approximate, **cut.launch.options(),
+    }  # fmt: skip
+
+
+def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tuple[Tensor, Tensor]:
+    """Memory for mean and rstd of x's rows, fp32: of no size what there is none of, the mean without ``center``
+    (RMSNorm), both without ``normalize``."""
+    rows = x.numel() // x.shape[-1]
+    counts = rows if normalize and center else 0, rows if normalize else 0
+    mean, rstd = (torch.empty(count, dtype=torch.float32, device=x.device) for count in counts)
+    return mean, rstd
+
+
 def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
     """Modulation vectors (B, D) with unit column stride; chunks of a (B, 6 D) tensor pass without a copy."""
     return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in vectors)

@@ -10,6 +10,8 @@ backward pass, which, given dh and dy, is
     dx = dh + LN_backward(dy),  dbranch = gate * dx
     dgate = sum_N (branch + bias) * dx,  dbias = sum_B gate * sum_N dx
     dshift = sum_N dy,  dscale = sum_N dy * hhat,  hhat = (h - mean) * rstd
+
+The same kernels without the centring (CENTER) are RMSNorm's, see rmsnorm_modulate.py.
 """
 
 import torch
@@ -31,14 +33,13 @@ from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
-    layernorm_backward,
-    load_rows,
     load_tiles,
     load_vectors,
     next_segment,
+    normalize_backward,
+    normalize_rows,
+    normalize_rows_again,
     of_sample,
-    row_statistics,
-    store_rows,
     store_tiles,
     store_vectors,
     zero_vectors,
@@ -101,7 +102,7 @@ def _forward_rows(
     x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps,
     factor,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, HAS_BIAS: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
+    HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample."""
     if HOLD:
@@ -121,11 +122,9 @@ def _forward_rows(
         h = (x + gate * branch).to(h_ptr.dtype.element_ty).to(tl.float32)
         ht = (xt + gate_t * branch_t).to(h_ptr.dtype.element_ty).to(tl.float32)
         store_tiles(h_ptr, h, ht, row, live, D, MAIN, TAIL, ROWS)
-        h, ht, mean, rstd = row_statistics(h, ht, eps, D, MAIN, TAIL, ROWS)
-        store_rows(mean_ptr, mean, row, live, ROWS)
-        store_rows(rstd_ptr, rstd, row, live, ROWS)
-        y = h * rstd * (1.0 + scale) + shift
-        yt = ht * rstd * (1.0 + scale_t) + shift_t
+        h, ht = normalize_rows(h, ht, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
+        y = h * (1.0 + scale) + shift
+        yt = ht * (1.0 + scale_t) + shift_t
         if FLOAT8:
             y = float8_range(y, factor, LIMIT)
             yt = float8_range(yt, factor, LIMIT)
@@ -137,8 +136,8 @@ def _gate_residual_layernorm_modulate_forward_kernel(
     x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, partial_ptr, descale_ptr,
     mean_ptr, rstd_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride, shift_stride, scale_stride, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr, FLOAT8: tl.constexpr,
-    PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     factor = 1.0
     if FLOAT8:
@@ -150,16 +149,16 @@ def _gate_residual_layernorm_modulate_forward_kernel(
             _forward_rows(
                 x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
                 of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
-                h_ptr, y_ptr, mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_BIAS,
-                FLOAT8, LIMIT,
+                h_ptr, y_ptr, mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, CENTER,
+                HAS_BIAS, FLOAT8, LIMIT,
             )  # fmt: skip
             first = end
     else:
         _forward_rows(
             x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
             of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
-            h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_BIAS,
-            FLOAT8, LIMIT,
+            h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, CENTER,
+            HAS_BIAS, FLOAT8, LIMIT,
         )  # fmt: skip
 
 
@@ -168,7 +167,7 @@ def _backward_rows(
     dh_ptr, dy_ptr, h_ptr, gate_ptr, branch_ptr, bias_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
     dgate_ptr, dshift_ptr, dscale_ptr, dbias_ptr, first, stop,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample: their dx and dbranch and, to one slot each, their sums."""
     if HOLD:
@@ -190,11 +189,8 @@ def _backward_rows(
         if not HOLD:
             gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
             scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
-        mean = load_rows(mean_ptr, row, live, ROWS)
-        rstd = load_rows(rstd_ptr, row, live, ROWS)
-        h = (h - mean) * rstd
-        ht = (ht - mean) * rstd
-        dx, dxt = layernorm_backward(dy, dyt, h, ht, 1.0 + scale, 1.0 + scale_t, rstd, D, TAIL, ROWS)
+        h, ht, rstd = normalize_rows_again(h, ht, mean_ptr, rstd_ptr, row, live, ROWS, CENTER)
+        dx, dxt = normalize_backward(dy, dyt, h, ht, 1.0 + scale, 1.0 + scale_t, rstd, D, TAIL, ROWS, CENTER)
         if HAS_DH:
             dx += dh
             dxt += dht
@@ -228,7 +224,8 @@ def _gate_residual_layernorm_modulate_backward_kernel(
     dgate_ptr, dshift_ptr, dscale_ptr, dbias_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride,
     scale_stride,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
@@ -240,7 +237,7 @@ def _gate_residual_layernorm_modulate_backward_kernel(
                 dh_ptr, dy_ptr, h_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
                 of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
                 of_sample(dgate_ptr, slot, D), of_sample(dshift_ptr, slot, D), of_sample(dscale_ptr, slot, D),
-                of_sample(dbias_ptr, slot, D), first, end, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_DH, HAS_BIAS,
+                of_sample(dbias_ptr, slot, D), first, end, D, MAIN, TAIL, ROWS, STAGES, HOLD, CENTER, HAS_DH, HAS_BIAS,
             )  # fmt: skip
             first = end
     else:
@@ -248,7 +245,7 @@ def _gate_residual_layernorm_modulate_backward_kernel(
             dh_ptr, dy_ptr, h_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
             of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
             of_sample(dgate_ptr, program, D), of_sample(dshift_ptr, program, D), of_sample(dscale_ptr, program, D),
-            of_sample(dbias_ptr, program, D), first, stop, D, MAIN, TAIL, ROWS, STAGES, HOLD, HAS_DH, HAS_BIAS,
+            of_sample(dbias_ptr, program, D), first, stop, D, MAIN, TAIL, ROWS, STAGES, HOLD, CENTER, HAS_DH, HAS_BIAS,
         )  # fmt: skip
 
 
@@ -274,16 +271,16 @@ def _launch_forward(
     _gate_residual_layernorm_modulate_forward_kernel[(cut.programs,)](
         cut.x, gate, branch.contiguous(), common.or_unused(bias, x), shift, scale, h, *pointers, mean, rstd,
         *cut.shape_arguments, gate.stride(0), shift.stride(0), scale.stride(0), eps,
-        D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, HAS_BIAS=bias is not None, **cut.launch.options(),
-        **format_options,
+        D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, CENTER=mean.numel() > 0, HAS_BIAS=bias is not None,
+        **cut.launch.options(), **format_options,
     )  # fmt: skip
 
 
 def _forward(
     x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None,
-    sample_of_row: Tensor | None, eps: float,
+    sample_of_row: Tensor | None, eps: float, center: bool,
 ):  # fmt: skip
-    outputs = _forward_fake(x, gate, branch, shift, scale, bias, sample_of_row, eps)
+    outputs = _forward_fake(x, gate, branch, shift, scale, bias, sample_of_row, eps, center)
     _launch_forward(x, gate, branch, shift, scale, bias, sample_of_row, eps, *outputs)
     return outputs
 
@@ -292,9 +289,8 @@ def gate_residual_layernorm_modulate_float8(
     x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor, eps: float = 1e-6
 ) -> tuple[Tensor, Float8, Tensor, Tensor]:
     """(h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32)."""
-    rows = x.numel() // x.shape[-1]
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    mean, rstd = common.new_statistics(x)
     y = Float8.empty(x.shape, fp8.E4M3, x.device)
     partial = fp8.amax(*unit_columns(shift, scale), normalized=True)
     _launch_forward(x, gate, branch, shift, scale, bias, None, eps, h, y, mean, rstd, partial)
@@ -303,12 +299,10 @@ def gate_residual_layernorm_modulate_float8(
 
 def _forward_fake(
     x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None,
-    sample_of_row: Tensor | None, eps: float,
+    sample_of_row: Tensor | None, eps: float, center: bool,
 ):  # fmt: skip
-    rows = x.numel() // x.shape[-1]
     h, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-    return h, y, mean, rstd
+    return h, y, *common.new_statistics(x, center=center)
 
 
 def _backward(
@@ -334,8 +328,8 @@ def _backward(
         dy if dh is None else dh.contiguous(), dy, cut.x, gate, branch.contiguous(), common.or_unused(bias, h), scale,
         mean, rstd, dx, dbranch, *sums, common.or_unused(total, h), *cut.shape_arguments,
         gate.stride(0), scale.stride(0),
-        D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, HAS_DH=dh is not None, HAS_BIAS=bias is not None,
-        **cut.launch.options(),
+        D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, CENTER=mean.numel() > 0, HAS_DH=dh is not None,
+        HAS_BIAS=bias is not None, **cut.launch.options(),
     )  # fmt: skip
     cut.finish_sums(outputs, sums)
     return dx, dbranch, *outputs, common.finish_bias(total, bias, h)
@@ -350,7 +344,7 @@ def _backward_fake(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    _, gate, branch, _, scale, bias, sample_of_row, _ = inputs
+    _, gate, branch, _, scale, bias, sample_of_row, _, _ = inputs
     h, _, mean, rstd = output
     ctx.set_materialize_grads(False)  # an output that the loss does not see costs no zeros and no reading of them
     ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row)
@@ -359,7 +353,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _autograd_backward(ctx, dh, dy, dmean, drstd):
     h, gate, branch, scale, bias, mean, rstd, sample_of_row = ctx.saved_tensors
     if dy is None and dh is None:
-        return (None,) * 8
+        return (None,) * 9
     dshift = dscale = None
     if dy is None:
         dx = dh
@@ -368,7 +362,7 @@ def _autograd_backward(ctx, dh, dy, dmean, drstd):
         dx, dbranch, dgate, dshift, dscale, dbias = gate_residual_layernorm_modulate_backward(
             dy, dh, h, gate, branch, scale, bias, mean, rstd, sample_of_row
         )
-    return dx, dgate, dbranch, dshift, dscale, None if bias is None else dbias, None, None
+    return dx, dgate, dbranch, dshift, dscale, None if bias is None else dbias, None, None, None
 
 
 gate_residual_layernorm_modulate_backward = operator(
@@ -378,9 +372,9 @@ gate_residual_layernorm_modulate_backward = operator(
     _backward,
     _backward_fake,
 )
-_forward_op = operator(
+gate_residual_layernorm_modulate_forward = operator(
     "gate_residual_layernorm_modulate(Tensor x, Tensor gate, Tensor branch, Tensor shift, Tensor scale, "
-    "Tensor? bias, Tensor? sample_of_row, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? bias, Tensor? sample_of_row, float eps, bool center) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
     _autograd_backward,
@@ -413,5 +407,4 @@ def gate_residual_layernorm_modulate(
         ValueError: shapes, dtypes or devices don't fit.
     """
     common.check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)
-    outputs = _forward_op(x, gate, branch, shift, scale, bias, sample_of_row, eps)
-    return outputs[0], outputs[1]
+    return gate_residual_layernorm_modulate_forward(x, gate, branch, shift, scale, bias, sample_of_row, eps, True)[:2]

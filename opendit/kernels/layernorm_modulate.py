@@ -7,6 +7,9 @@ keeping mean and rstd (fp32, one a row); backward reads x and dy once, writes dx
     xhat = (x - mean) * rstd,  g = dy * (1 + scale)
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat))
     dshift = sum_N dy,  dscale = sum_N dy * xhat
+
+The same kernels without the centring (CENTER) are RMSNorm's, see rmsnorm_modulate.py: no mean is taken or kept, and
+dx has no mean_D(g).
 """
 
 import torch
@@ -29,14 +32,13 @@ from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
-    layernorm_backward,
-    load_rows,
     load_tiles,
     load_vectors,
     next_segment,
+    normalize_backward,
+    normalize_rows,
+    normalize_rows_again,
     of_sample,
-    row_statistics,
-    store_rows,
     store_tiles,
     store_vectors,
     zero_vectors,
@@ -92,7 +94,7 @@ def backward_launch(width: int, element_size: int) -> Launch:
 def _forward_rows(
     x_ptr, shift_ptr, scale_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
+    HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample."""
     if HOLD:
@@ -106,11 +108,7 @@ def _forward_rows(
             shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
             scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
         if NORMALIZE:
-            x, xt, mean, rstd = row_statistics(x, xt, eps, D, MAIN, TAIL, ROWS)
-            store_rows(mean_ptr, mean, row, live, ROWS)
-            store_rows(rstd_ptr, rstd, row, live, ROWS)
-            x = x * rstd
-            xt = xt * rstd
+            x, xt = normalize_rows(x, xt, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
         y = x * (1.0 + scale) + shift
         yt = xt * (1.0 + scale_t) + shift_t
         if FLOAT8:
@@ -124,8 +122,8 @@ def _layernorm_modulate_forward_kernel(
     x_ptr, shift_ptr, scale_ptr, y_ptr, partial_ptr, descale_ptr, mean_ptr, rstd_ptr, sample_ptr, rows,
     length, chunks_per_sample, shift_stride, scale_stride, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr, FLOAT8: tl.constexpr,
-    PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr,
+    FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     factor = 1.0
     if FLOAT8:
@@ -136,14 +134,15 @@ def _layernorm_modulate_forward_kernel(
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
             _forward_rows(
                 x_ptr, of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride), y_ptr,
-                mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, FLOAT8,
-                LIMIT,
+                mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, CENTER,
+                FLOAT8, LIMIT,
             )  # fmt: skip
             first = end
     else:
         _forward_rows(
             x_ptr, of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride), y_ptr,
-            mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, FLOAT8, LIMIT,
+            mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, CENTER,
+            FLOAT8, LIMIT,
         )  # fmt: skip
 
 
@@ -151,7 +150,7 @@ def _layernorm_modulate_forward_kernel(
 def _backward_rows(
     dy_ptr, x_ptr, other_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, first, stop,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, NORMALIZE: tl.constexpr, HAS_OTHER: tl.constexpr,
+    HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, HAS_OTHER: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample: their dx and, to one slot, their sums for shift and scale."""
     if HOLD:
@@ -168,11 +167,8 @@ def _backward_rows(
         if not HOLD:
             scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
         if NORMALIZE:
-            mean = load_rows(mean_ptr, row, live, ROWS)
-            rstd = load_rows(rstd_ptr, row, live, ROWS)
-            x = (x - mean) * rstd
-            xt = (xt - mean) * rstd
-            dx, dxt = layernorm_backward(dy, dyt, x, xt, 1.0 + scale, 1.0 + scale_t, rstd, D, TAIL, ROWS)
+            x, xt, rstd = normalize_rows_again(x, xt, mean_ptr, rstd_ptr, row, live, ROWS, CENTER)
+            dx, dxt = normalize_backward(dy, dyt, x, xt, 1.0 + scale, 1.0 + scale_t, rstd, D, TAIL, ROWS, CENTER)
         else:
             dx = dy * (1.0 + scale)
             dxt = dyt * (1.0 + scale_t)
@@ -194,7 +190,8 @@ def _layernorm_modulate_backward_kernel(
     dy_ptr, x_ptr, other_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dshift_ptr, dscale_ptr, sample_ptr, rows, length,
     chunks_per_sample, scale_stride,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr, HAS_OTHER: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
@@ -204,14 +201,14 @@ def _layernorm_modulate_backward_kernel(
             _backward_rows(
                 dy_ptr, x_ptr, other_ptr, of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr,
                 of_sample(dshift_ptr, program + sample, D), of_sample(dscale_ptr, program + sample, D), first, end,
-                D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, HAS_OTHER,
+                D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, CENTER, HAS_OTHER,
             )  # fmt: skip
             first = end
     else:
         _backward_rows(
             dy_ptr, x_ptr, other_ptr, of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr,
             of_sample(dshift_ptr, program, D), of_sample(dscale_ptr, program, D), first, stop,
-            D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, HAS_OTHER,
+            D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, CENTER, HAS_OTHER,
         )  # fmt: skip
 
 
@@ -219,23 +216,26 @@ def _layernorm_modulate_backward_kernel(
 
 
 def _launch_forward(
-    x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float, normalize: bool,
+    x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float,
     y: Tensor | Float8, mean: Tensor, rstd: Tensor, partial: Tensor | None = None,
 ) -> None:  # fmt: skip
+    """Normalises by the statistics that there is memory for: both, rstd alone, none."""
     shift, scale = unit_columns(shift, scale)
     cut = common.cut_rows("layernorm_modulate_forward", forward_launch(x.shape[-1]), x, shift.shape[0], sample_of_row)
     main, tail = split_width(x.shape[-1])
     pointers, format_options = fp8.kernel_arguments(y, partial, fp8.EXACT)
     _layernorm_modulate_forward_kernel[(cut.programs,)](
         cut.x, shift, scale, *pointers, mean, rstd, *cut.shape_arguments, shift.stride(0), scale.stride(0), eps,
-        D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, **cut.launch.options(),
-        **format_options,
+        D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=rstd.numel() > 0, CENTER=mean.numel() > 0,
+        **cut.launch.options(), **format_options,
     )  # fmt: skip
 
 
-def _forward(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float, normalize: bool):
-    outputs = _forward_fake(x, shift, scale, sample_of_row, eps, normalize)
-    _launch_forward(x, shift, scale, sample_of_row, eps, normalize, *outputs)
+def _forward(
+    x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float, normalize: bool, center: bool
+):
+    outputs = _forward_fake(x, shift, scale, sample_of_row, eps, normalize, center)
+    _launch_forward(x, shift, scale, sample_of_row, eps, *outputs)
     return outputs
 
 
@@ -243,18 +243,18 @@ def layernorm_modulate_float8(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6
 ) -> tuple[Float8, Tensor, Tensor]:
     """LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3; mean and rstd (B * N,) fp32."""
-    rows = x.numel() // x.shape[-1]
-    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    mean, rstd = common.new_statistics(x)
     y = Float8.empty(x.shape, fp8.E4M3, x.device)
     partial = fp8.amax(*unit_columns(shift, scale), normalized=True)
-    _launch_forward(x, shift, scale, None, eps, True, y, mean, rstd, partial)
+    _launch_forward(x, shift, scale, None, eps, y, mean, rstd, partial)
     return y, mean, rstd
 
 
-def _forward_fake(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float, normalize: bool):
-    rows = x.numel() // x.shape[-1] if normalize else 0  # modulation alone has no statistics
-    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), mean, rstd
+def _forward_fake(
+    x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float, normalize: bool, center: bool
+):
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return y, *common.new_statistics(x, normalize, center)
 
 
 def _backward(
@@ -271,8 +271,8 @@ def _backward(
     _layernorm_modulate_backward_kernel[(cut.programs,)](
         dy.contiguous(), cut.x, dy if other is None else other.contiguous(), scale, mean, rstd, dx, *sums,
         *cut.shape_arguments, scale.stride(0),
-        D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, HAS_OTHER=other is not None,
-        **cut.launch.options(),
+        D=x.shape[-1], MAIN=main, TAIL=tail, PACKED=cut.packed, NORMALIZE=normalize, CENTER=mean.numel() > 0,
+        HAS_OTHER=other is not None, **cut.launch.options(),
     )  # fmt: skip
     cut.finish_sums(outputs, sums)
     return dx, *outputs
@@ -287,7 +287,7 @@ def _backward_fake(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, _, scale, sample_of_row, _, ctx.normalize = inputs
+    x, _, scale, sample_of_row, _, ctx.normalize, _ = inputs
     _, mean, rstd = output
     ctx.set_materialize_grads(False)  # mean and rstd have no gradient: no zeros for them
     ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
@@ -295,10 +295,10 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _autograd_backward(ctx, dy, dmean, drstd):
     if dy is None:
-        return None, None, None, None, None, None
+        return (None,) * 7
     x, scale, mean, rstd, sample_of_row = ctx.saved_tensors
     grads = layernorm_modulate_backward(dy, x, scale, mean, rstd, sample_of_row, ctx.normalize, None)
-    return *grads, None, None, None
+    return *grads, None, None, None, None
 
 
 layernorm_modulate_backward = operator(
@@ -307,9 +307,9 @@ layernorm_modulate_backward = operator(
     _backward,
     _backward_fake,
 )
-_forward_op = operator(
-    "layernorm_modulate(Tensor x, Tensor shift, Tensor scale, Tensor? sample_of_row, float eps, bool normalize) "
-    "-> (Tensor, Tensor, Tensor)",
+layernorm_modulate_forward = operator(
+    "layernorm_modulate(Tensor x, Tensor shift, Tensor scale, Tensor? sample_of_row, float eps, bool normalize, "
+    "bool center) -> (Tensor, Tensor, Tensor)",
     _forward,
     _forward_fake,
     _autograd_backward,
@@ -331,15 +331,15 @@ def layernorm_modulate(
         x's shape and dtype.
     """
     common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
-    return _forward_op(x, shift, scale, sample_of_row, eps, True)[0]
+    return layernorm_modulate_forward(x, shift, scale, sample_of_row, eps, True, True)[0]
 
 
-class _Residual(torch.autograd.Function):
-    """Not an operator of the library like the others, because it returns its input."""
+class ResidualNormModulate(torch.autograd.Function):
+    """(x, normalised and modulated x). Not an operator of the library like the others, because it returns its input."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, shift: Tensor, scale: Tensor, eps: float, sample_of_row: Tensor | None):
-        y, mean, rstd = _forward_op(x, shift, scale, sample_of_row, eps, True)
+    def forward(ctx, x: Tensor, shift: Tensor, scale: Tensor, eps: float, sample_of_row: Tensor | None, center: bool):
+        y, mean, rstd = layernorm_modulate_forward(x, shift, scale, sample_of_row, eps, True, center)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
         return x.view_as(x), y
@@ -347,8 +347,8 @@ class _Residual(torch.autograd.Function):
     @staticmethod
     def backward(ctx, other, dy):
         if dy is None:
-            return other, None, None, None, None
-        return *layernorm_modulate_backward(dy, *ctx.saved_tensors, True, other), None, None
+            return other, None, None, None, None, None
+        return *layernorm_modulate_backward(dy, *ctx.saved_tensors, True, other), None, None, None
 
 
 def residual_layernorm_modulate(
@@ -357,10 +357,10 @@ def residual_layernorm_modulate(
     """(x, LN(x) * (1 + scale) + shift), for what goes on with x too: the backward pass adds both gradients of x in the
     same pass over memory, where autograd would take one more, of three tensors. Arguments as above."""
     common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
-    return _Residual.apply(x, shift, scale, eps, sample_of_row)
+    return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, True)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
     """x * (1 + scale) + shift by the same kernels without the normalisation; arguments as above."""
     common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
-    return _forward_op(x, shift, scale, sample_of_row, 0.0, False)[0]
+    return layernorm_modulate_forward(x, shift, scale, sample_of_row, 0.0, False, False)[0]

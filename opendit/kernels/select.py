@@ -16,8 +16,10 @@ from opendit.kernels.fp8_linear import float8_available, float8_ops
 from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
 from opendit.kernels.linear import linear as unbiased
+from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
 from opendit.kernels.split_heads import split_heads
-from opendit.models.layers import TORCH_OPS, BlockOps, layer_norm, modulate
+from opendit.kernels.swiglu import swiglu
+from opendit.models.layers import TORCH_OPS, BlockOps, RMSNorm, layer_norm, modulate
 
 
 @dataclass(frozen=True)
@@ -76,17 +78,21 @@ def _block_ops(flags, device, dtype) -> tuple[BlockOps, str]:
         reason = f"; no modulate kernel: {why}" if flags.enable_modulate_kernel else ""
         ops = BlockOps() if norm is None else BlockOps(layernorm_modulate=_after(norm, modulate))
         return ops, norm_note + reason
-    ops = BlockOps(linear_gelu=_linear_gelu, linear_gate_residual=_linear_gate_residual, modulate=adaln.modulate)
+    ops = BlockOps(linear_gelu=_linear_gelu, linear_gate_residual=_linear_gate_residual, swiglu=swiglu)
     if flags.enable_layernorm_kernel:
         return replace(
             ops,
             layernorm_modulate=adaln.layernorm_modulate,
             residual_layernorm_modulate=adaln.residual_layernorm_modulate,
             linear_gate_residual_layernorm_modulate=_linear_gate_residual_layernorm_modulate,
-        ), f"LayerNorm + modulate, gated residual and biases fused ({why})"
+            residual_rmsnorm_modulate=_residual_rmsnorm_modulate,
+            linear_gate_residual_rmsnorm_modulate=_linear_gate_residual_rmsnorm_modulate,
+        ), f"LayerNorm or RMSNorm + modulate, gated residual, GELU or SwiGLU and biases fused ({why})"
     return replace(
-        ops, layernorm_modulate=_after(norm or layer_norm, adaln.modulate)
-    ), f"modulate, gated residual and biases fused, {norm_note} ({why})"
+        ops,
+        layernorm_modulate=_after(norm or layer_norm, adaln.modulate),
+        residual_rmsnorm_modulate=_residual_modulate_after_rmsnorm,
+    ), f"modulate, gated residual, GELU or SwiGLU and biases fused, {norm_note} ({why})"
 
 
 # ------------------------------------------------------------------------- BlockOps by kernels: the biases move to them
@@ -115,6 +121,21 @@ def _linear_gate_residual_layernorm_modulate(
     x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     return gate_residual_layernorm_modulate(x, gate, unbiased(z, linear.weight), shift, scale, linear.bias)
+
+
+def _residual_rmsnorm_modulate(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return residual_rmsnorm_modulate(x, norm.weight, shift, scale)
+
+
+def _linear_gate_residual_rmsnorm_modulate(
+    x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, norm: RMSNorm, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    branch = unbiased(z, linear.weight)
+    return gate_residual_rmsnorm_modulate(x, gate, branch, norm.weight, shift, scale, linear.bias)
+
+
+def _residual_modulate_after_rmsnorm(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return x, adaln.modulate(norm(x), shift, scale)
 
 
 def _after(norm, modulation):

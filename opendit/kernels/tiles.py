@@ -1,4 +1,4 @@
-"""Device functions that the row kernels share: tiles of rows in and out, sums over rows, LayerNorm on a tile.
+"""Device functions that the row kernels share: tiles of rows in and out, sums over rows, normalisation of a tile.
 
 A row of D columns is held as two blocks, main and tail (common.split_width). Where there is no tail, its place in an
 argument list or a returned pair holds the main block and goes unused. Numbers are fp32 from load to store.
@@ -172,44 +172,92 @@ def store_rows(ptr, value, row, live, ROWS: tl.constexpr):
 
 
 @triton.jit
-def row_statistics(x, xt, eps, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr):
-    """(x - mean, tail - mean, mean, rstd) of rows; mean, then variance: two passes over registers."""
-    total = row_sums(x, ROWS)
-    if TAIL > 0:
-        total += row_sums(xt, ROWS)
-    mean = total / D
-    x = x - mean
-    if MAIN > D:
-        x = tl.where((tl.arange(0, MAIN) < D)[None, :], x, 0.0)
+def normalize_rows(
+    x, xt, mean_ptr, rstd_ptr, row, live, eps,
+    D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
+):  # fmt: skip
+    """xhat = (x - mean) * rstd of rows, zero beyond D going in; stores mean and rstd. Mean, then variance: two passes
+    over registers. Without CENTER, xhat = x * rstd with rstd = 1 / rms(x), and there is no mean (RMSNorm)."""
+    if CENTER:
+        total = row_sums(x, ROWS)
+        if TAIL > 0:
+            total += row_sums(xt, ROWS)
+        mean = total / D
+        x = x - mean
+        if MAIN > D:
+            x = tl.where((tl.arange(0, MAIN) < D)[None, :], x, 0.0)
+        if TAIL > 0:
+            xt = xt - mean
+            if MAIN + TAIL > D:
+                xt = tl.where((MAIN + tl.arange(0, TAIL) < D)[None, :], xt, 0.0)
     square = row_sums(x * x, ROWS)
     if TAIL > 0:
-        xt = xt - mean
-        if MAIN + TAIL > D:
-            xt = tl.where((MAIN + tl.arange(0, TAIL) < D)[None, :], xt, 0.0)
         square += row_sums(xt * xt, ROWS)
-    return x, xt, mean, 1.0 / tl.sqrt(square / D + eps)
+    rstd = 1.0 / tl.sqrt(square / D + eps)
+    if CENTER:
+        store_rows(mean_ptr, mean, row, live, ROWS)
+    store_rows(rstd_ptr, rstd, row, live, ROWS)
+    return x * rstd, xt * rstd
 
 
 @triton.jit
-def layernorm_backward(
-    dy, dyt, xhat, xhat_t, gain, gain_t, rstd, D: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr
+def normalize_rows_again(x, xt, mean_ptr, rstd_ptr, row, live, ROWS: tl.constexpr, CENTER: tl.constexpr):
+    """(xhat, its tail, rstd) of rows by what normalize_rows has stored."""
+    if CENTER:
+        mean = load_rows(mean_ptr, row, live, ROWS)
+        x = x - mean
+        xt = xt - mean
+    rstd = load_rows(rstd_ptr, row, live, ROWS)
+    return x * rstd, xt * rstd, rstd
+
+
+@triton.jit
+def normalize_backward(
+    dy, dyt, xhat, xhat_t, gain, gain_t, rstd,
+    D: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gain, for rows."""
+    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gain, for rows; without CENTER, no mean(g)."""
     g = dy * gain
     gt = g
-    sum_g, sum_gx = row_sums_of_two(g, g * xhat, ROWS)
     if TAIL > 0:
         gt = dyt * gain_t
-        sum_gt, sum_gxt = row_sums_of_two(gt, gt * xhat_t, ROWS)
-        sum_g += sum_gt
-        sum_gx += sum_gxt
-    mean_g = sum_g / D
+    if CENTER:
+        sum_g, sum_gx = row_sums_of_two(g, g * xhat, ROWS)
+        if TAIL > 0:
+            sum_gt, sum_gxt = row_sums_of_two(gt, gt * xhat_t, ROWS)
+            sum_g += sum_gt
+            sum_gx += sum_gxt
+        mean_g = sum_g / D
+        g = g - mean_g
+        gt = gt - mean_g
+    else:
+        sum_gx = row_sums(g * xhat, ROWS)
+        if TAIL > 0:
+            sum_gx += row_sums(gt * xhat_t, ROWS)
     mean_gx = sum_gx / D
-    dx = (g - mean_g - xhat * mean_gx) * rstd
+    dx = (g - xhat * mean_gx) * rstd
     dxt = dx
     if TAIL > 0:
-        dxt = (gt - mean_g - xhat_t * mean_gx) * rstd
+        dxt = (gt - xhat_t * mean_gx) * rstd
     return dx, dxt
+
+
+# ---------------------------------------------------------------------------------------------------------- functions
+
+
+@triton.jit
+def logistic(power, APPROXIMATE: tl.constexpr):
+    """1 / (1 + 2^power): the sigmoid of -ln(2) * power.
+
+    APPROXIMATE: the hardware's reciprocal, exact to the last bit of fp32, for a division of some eight instructions:
+    enough of them to hold the backward kernel of GELU at 0.8 of the memory's speed.
+    """
+    denominator = 1.0 + tl.exp2(power)
+    if APPROXIMATE:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return 1.0 / denominator
 
 
 # -------------------------------------------------------------------------------------------- which rows, which sample

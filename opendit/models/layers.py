@@ -29,6 +29,22 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return modulate(layer_norm(x), shift, scale)
 
 
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-6).to(x.dtype)
+
+
+def residual_rmsnorm_modulate(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """x as it is, and :func:`modulate` of norm(x)."""
+    return x, modulate(norm(x), shift, scale)
+
+
 def linear_heads(x: Tensor, linear: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, N, d) of x (B, N, D): views of one projection to 3 D."""
     B, N, D = x.shape
@@ -38,6 +54,12 @@ def linear_heads(x: Tensor, linear: nn.Linear, num_heads: int) -> tuple[Tensor, 
 def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
     """GELU(linear(x)), tanh form."""
     return F.gelu(linear(x), approximate="tanh")
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU(a) * b (..., H) of x = [a | b] (..., 2 H) (Shazeer 2020)."""
+    a, b = x.chunk(2, dim=-1)
+    return F.silu(a) * b
 
 
 def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear) -> Tensor:
@@ -55,7 +77,8 @@ class BlockOps:
     ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)``, when given, is the two others in one
     pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
     ``residual_layernorm_modulate(x, shift, scale)``, when given, returns (x, layernorm_modulate(x, shift, scale)).
-    ``modulate(x, shift, scale)`` alone is for blocks with another norm.
+    The same two with ``rmsnorm`` in their names take an RMSNorm before shift and scale, and normalise by it.
+    ``swiglu`` is given the linear layer's output: the blocks that have it have no biases, unless asked for.
     """
 
     layernorm_modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = layernorm_modulate
@@ -64,7 +87,9 @@ class BlockOps:
     linear_gate_residual: Callable[[Tensor, Tensor, Tensor, nn.Linear], Tensor] = linear_gate_residual
     linear_gate_residual_layernorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = None
     residual_layernorm_modulate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = modulate
+    residual_rmsnorm_modulate: Callable[..., tuple[Tensor, Tensor]] = residual_rmsnorm_modulate
+    linear_gate_residual_rmsnorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = None
+    swiglu: Callable[[Tensor], Tensor] = swiglu
 
     def residual_and_norm(self, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         if self.residual_layernorm_modulate is not None:
@@ -78,6 +103,14 @@ class BlockOps:
             return self.linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)
         h = self.linear_gate_residual(x, gate, z, linear)
         return h, self.layernorm_modulate(h, shift, scale)
+
+    def residual_then_rmsnorm(
+        self, x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, norm: RMSNorm, shift: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.linear_gate_residual_rmsnorm_modulate is not None:
+            return self.linear_gate_residual_rmsnorm_modulate(x, gate, z, linear, norm, shift, scale)
+        h = self.linear_gate_residual(x, gate, z, linear)
+        return self.residual_rmsnorm_modulate(h, norm, shift, scale)
 
 
 TORCH_OPS = BlockOps()
@@ -94,17 +127,6 @@ class Options:
 
 
 PLAIN = Options()
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-6).to(x.dtype)
 
 
 def modulation(dim: int, chunks: int, options: Options = PLAIN) -> nn.Sequential:
@@ -145,8 +167,7 @@ class SwiGlu(Mlp):
     branches: ClassVar[int] = 2
 
     def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
-        gate, value = self.fc1(x).chunk(2, dim=-1)
-        return F.silu(gate) * value
+        return ops.swiglu(self.fc1(x))
 
 
 class PatchEmbed(nn.Module):

@@ -18,8 +18,8 @@ class MovieGenConfig(DiTConfig):
     """Everything needed to build a MovieGen, of clips or pictures."""
 
     kind: ClassVar[str] = "moviegen"
-    float8: ClassVar[bool] = False  # its MLP is not one of BlockOps
-    recompute: ClassVar[bool] = False  # RMSNorm and SwiGLU are not
+    float8: ClassVar[bool] = False  # nothing writes RMSNorm + modulate and SwiGLU in FP8
+    recompute: ClassVar[bool] = False  # nor makes them again
 
     bias: bool = False
     positions: str = "learned"
@@ -82,11 +82,15 @@ class MovieGenBlock(nn.Module):
         layout: Layout | None = None,
     ) -> Tensor:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
-        y = self.ops.modulate(self.attn_norm(x), shift_a, scale_a)
-        x = self.ops.linear_gate_residual(x, gate_a, self.attn.heads(y, self.ops, shards, layout), self.attn.proj)
-        if self.cross_attn is not None:
+        x, y = self.ops.residual_rmsnorm_modulate(x, self.attn_norm, shift_a, scale_a)
+        heads = self.attn.heads(y, self.ops, shards, layout)
+        if self.cross_attn is None:
+            x, y = self.ops.residual_then_rmsnorm(x, gate_a, heads, self.attn.proj, self.mlp_norm, shift_m, scale_m)
+        else:
+            x = self.ops.linear_gate_residual(x, gate_a, heads, self.attn.proj)
             x = x + self.cross_attn(self.cross_norm(x), *context)
-        return self.mlp.residual(x, gate_m, self.ops.modulate(self.mlp_norm(x), shift_m, scale_m), self.ops)
+            x, y = self.ops.residual_rmsnorm_modulate(x, self.mlp_norm, shift_m, scale_m)
+        return self.mlp.residual(x, gate_m, y, self.ops)
 
 
 class MovieGen(DiT):

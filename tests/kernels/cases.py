@@ -26,17 +26,28 @@ from opendit.kernels.layernorm_modulate import (
     residual_layernorm_modulate,
     residual_layernorm_modulate_reference,
 )
+from opendit.kernels.rmsnorm_modulate import (
+    gate_residual_rmsnorm_modulate,
+    gate_residual_rmsnorm_modulate_reference,
+    residual_rmsnorm_modulate,
+    residual_rmsnorm_modulate_reference,
+    rmsnorm_modulate,
+    rmsnorm_modulate_reference,
+)
 from opendit.kernels.split_heads import split_heads, split_heads_reference
+from opendit.kernels.swiglu import swiglu, swiglu_reference
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A fused operation: its arguments by name, activations (B, N, D), modulation (B, D) or bias (D,), its results."""
+    """A fused operation: its arguments by name, activations (B, N, D), modulation (B, D), bias or weight (D,), its
+    results. ``halves``: x is (B, N, 2 D), the results (B, N, D)."""
 
     function: Callable
     reference: Callable
     arguments: tuple[str, ...]
     outputs: tuple[str, ...]
+    halves: bool = False
 
     @property
     def name(self) -> str:
@@ -51,6 +62,7 @@ class Operator:
 
 ACTIVATIONS = ("x", "branch")
 JOINED = (gate_residual_layernorm_modulate, gate_residual_layernorm_modulate_reference)
+RMSNORM_JOINED = (gate_residual_rmsnorm_modulate, gate_residual_rmsnorm_modulate_reference)
 OPERATORS = {
     op.name: op
     for op in (
@@ -67,6 +79,16 @@ OPERATORS = {
         Operator(*JOINED, ("x", "gate", "branch", "shift", "scale"), ("h", "y")),
         Operator(*JOINED, ("x", "gate", "branch", "shift", "scale", "bias"), ("h", "y")),
         Operator(bias_gelu, bias_gelu_reference, ("x", "bias"), ("y",)),
+        Operator(rmsnorm_modulate, rmsnorm_modulate_reference, ("x", "weight", "shift", "scale"), ("y",)),
+        Operator(
+            residual_rmsnorm_modulate,
+            residual_rmsnorm_modulate_reference,
+            ("x", "weight", "shift", "scale"),
+            ("out", "y"),
+        ),
+        Operator(*RMSNORM_JOINED, ("x", "gate", "branch", "weight", "shift", "scale"), ("h", "y")),
+        Operator(*RMSNORM_JOINED, ("x", "gate", "branch", "weight", "shift", "scale", "bias"), ("h", "y")),
+        Operator(swiglu, swiglu_reference, ("x",), ("y",), halves=True),
     )
 }
 MODULATED = {name: op for name, op in OPERATORS.items() if op.modulated}
@@ -114,7 +136,7 @@ def make_inputs(
     """
     generator = torch.Generator(device).manual_seed(batch * 1_000_003 + length * 1009 + width)
     sample_of_row = None
-    shape = (batch, length, width)
+    shape = (batch, length, 2 * width if op.halves else width)
     if lengths is not None:
         batch = len(lengths)
         sample_of_row = torch.repeat_interleave(torch.arange(batch), torch.tensor(lengths)).to(device, torch.int32)
@@ -125,6 +147,8 @@ def make_inputs(
         leaves["six"] = random(batch, 6 * width).to(vector_dtype)
     if "bias" in op.arguments:
         leaves["bias"] = random(width).to(vector_dtype)
+    if "weight" in op.arguments:  # under autocast, which has wider activations than modulation, it stays in fp32
+        leaves["weight"] = random(width).to(dtype)
     for name in op.arguments:
         if name in ACTIVATIONS:
             # off centre, so that a mean left out shows
@@ -169,7 +193,8 @@ def output_gradients(op: Operator, leaves: dict[str, Tensor]) -> list[Tensor]:
     """Random gradients of the outputs, representable in the activations' dtype."""
     x = leaves["x"]
     generator = torch.Generator(x.device).manual_seed(x.numel())
-    return [torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype) for _ in op.outputs]
+    shape = (*x.shape[:-1], x.shape[-1] // 2 if op.halves else x.shape[-1])
+    return [torch.randn(shape, generator=generator, device=x.device).to(x.dtype) for _ in op.outputs]
 
 
 def leaf_of(name: str, leaves: dict[str, Tensor]) -> Tensor:

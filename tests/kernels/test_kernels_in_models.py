@@ -1,16 +1,20 @@
 """Whole models with the kernels in Triton's interpreter: what a model with torch's expressions computes."""
 
+import functools
+
 import pytest
 import torch
 
 from opendit.config import SpeedFlags
 from opendit.kernels.select import select_kernels
-from opendit.models import DiT, DiTConfig, MovieGenConfig, STDiTConfig, build_model
+from opendit.models import DiT, DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, build_model
+from opendit.models.conditioning import TextCondition
 from opendit.models.layers import TORCH_OPS
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 
 CONFIG = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3)
+MOVIEGEN = functools.partial(MovieGenConfig, (2, 4, 4), (1, 2, 2), 2, 72, 2, 3)
 ALL = SpeedFlags(enable_modulate_kernel=True, enable_layernorm_kernel=True, enable_flashattn=True)
 
 
@@ -19,15 +23,27 @@ def with_kernels(model: DiT, flags: SpeedFlags = ALL) -> DiT:
     return model.use(ops=choice.ops, attend=choice.attend)
 
 
-def inputs(size: tuple[int, ...] = CONFIG.input_size):
+def with_vectors(model: DiT) -> DiT:
+    """Biases that are zero, and norms' weights that are one, would hide that one was left out."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.normal_(std=0.5)
+    return model
+
+
+def inputs(config: DiTConfig = CONFIG):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 2, *size, generator=generator)
-    return x, torch.tensor([1, 20, 300]), torch.tensor([0, 1, 3])
+    x = torch.randn(3, 2, *config.input_size, generator=generator)
+    y = torch.tensor([0, 1, 3])
+    if config.text is not None:
+        tokens = torch.randn(3, config.text.max_tokens, config.text.width, generator=generator)
+        y = TextCondition(tokens, torch.arange(config.text.max_tokens) <= y[:, None], tokens[:, 0])
+    return x, torch.tensor([1, 20, 300]), y
 
 
 def gradients(model: DiT) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
-    output = model(*inputs(model.config.input_size))
+    output = model(*inputs(model.config))
     output.square().mean().backward()
     return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
@@ -35,7 +51,13 @@ def gradients(model: DiT) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def test_flags_choose_the_operations():
     torch_ops = {name for name in vars(TORCH_OPS)}
     by_flags = {
-        (True, False, False): {"layernorm_modulate", "linear_gelu", "linear_gate_residual", "modulate"},
+        (True, False, False): {
+            "layernorm_modulate",
+            "linear_gelu",
+            "linear_gate_residual",
+            "residual_rmsnorm_modulate",
+            "swiglu",
+        },
         (False, False, True): {"linear_heads"},
         (True, True, True): torch_ops,
     }
@@ -47,10 +69,7 @@ def test_flags_choose_the_operations():
 @pytest.mark.parametrize("flags", ((True, True, True), (True, False, False), (False, False, True)))
 @pytest.mark.parametrize("checkpointed", (False, True))
 def test_a_model_with_kernels_is_the_model_without(flags, checkpointed):
-    model = randomised(DiT(CONFIG))
-    for parameter in model.parameters():  # biases that are zero would hide that one was left out
-        if parameter.dim() == 1:
-            parameter.data.normal_(std=0.5)
+    model = with_vectors(randomised(DiT(CONFIG)))
     want, want_grads = gradients(model)
     keys = set(model.state_dict())
     with_kernels(model, SpeedFlags(*flags)).grad_checkpoint = checkpointed
@@ -67,21 +86,25 @@ def test_a_model_with_kernels_is_the_model_without(flags, checkpointed):
     "config",
     (
         STDiTConfig((2, 4, 4), (1, 2, 2), 2, 72, 1, 3, num_classes=3, bias=False, qk_norm=True, positions="rope"),
-        MovieGenConfig((2, 4, 4), (1, 2, 2), 2, 72, 1, 3, num_classes=3, kv_heads=1),
+        MOVIEGEN(num_classes=3, kv_heads=1),
+        MOVIEGEN(num_classes=3, bias=True, mlp_ratio=1.5),
+        MOVIEGEN(text=TextConfig("t5", 8, 5, True)),
     ),
-    ids=("ST-DiT without biases", "MovieGen"),
+    ids=("ST-DiT without biases", "MovieGen", "MovieGen with biases", "MovieGen with cross-attention"),
 )
-def test_other_blocks_with_kernels(config):
-    model = randomised(build_model(config))
+@pytest.mark.parametrize("flags", (ALL, SpeedFlags(enable_modulate_kernel=True)), ids=("all", "modulate"))
+def test_other_blocks_with_kernels(config, flags):
+    model = with_vectors(randomised(build_model(config)))
     want, want_grads = gradients(model)
-    got, got_grads = gradients(with_kernels(model))
+    got, got_grads = gradients(with_kernels(model, flags))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     for name, grad in want_grads.items():
         torch.testing.assert_close(got_grads[name], grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_compiled_blocks_with_kernels():
-    model = with_kernels(randomised(DiT(CONFIG)))
+@pytest.mark.parametrize("config", (CONFIG, MOVIEGEN(num_classes=3)), ids=("DiT", "MovieGen"))
+def test_compiled_blocks_with_kernels(config):
+    model = with_kernels(randomised(build_model(config)))
     want, want_grads = gradients(model)
     for block in model.blocks:
         block.compile(backend="aot_eager", fullgraph=True)
@@ -91,24 +114,34 @@ def test_compiled_blocks_with_kernels():
         torch.testing.assert_close(got_grads[name], grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def engine_curve(mesh, plugin: str, precision: str, kernels: bool) -> list[float]:
+def engine_curve(mesh, config: DiTConfig, plugin: str, precision: str, kernels: bool) -> list[float]:
     from opendit.parallel.engine import build_engine
 
     torch.manual_seed(0)
-    model = randomised(DiT(CONFIG))
+    model = randomised(build_model(config))
     engine = build_engine(with_kernels(model) if kernels else model, mesh, plugin=plugin, precision=precision, lr=3e-3)
     losses = []
     for _ in range(4):
         with engine.micro_batch(last=True):
-            loss = (engine.forward(*inputs()).float() - 1).square().mean()
+            loss = (engine.forward(*inputs(config)).float() - 1).square().mean()
             engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     return losses
 
 
-@pytest.mark.parametrize(("plugin", "precision"), (("zero2", "fp32"), ("ddp", "bf16"), ("gemini", "bf16")))
-def test_plugins_reach_the_biases_that_kernels_took_over(plugin, precision):
-    (want,), (got,) = (run_ranks(1, engine_curve, plugin, precision, kernels) for kernels in (False, True))
+@pytest.mark.parametrize(
+    ("config", "plugin", "precision"),
+    (
+        (CONFIG, "zero2", "fp32"),
+        (CONFIG, "ddp", "bf16"),
+        (CONFIG, "gemini", "bf16"),
+        (MOVIEGEN(num_classes=3), "ddp", "bf16"),
+        (MOVIEGEN(num_classes=3), "gemini", "bf16"),
+    ),
+    ids=lambda value: getattr(value, "kind", value),
+)
+def test_plugins_reach_the_weights_that_kernels_took_over(config, plugin, precision):
+    (want,), (got,) = (run_ranks(1, engine_curve, config, plugin, precision, kernels) for kernels in (False, True))
     assert want[-1] < 0.8 * want[0]  # it learns, so every gradient counts
     assert got == pytest.approx(want, rel=1e-4 if precision == "fp32" else 2e-2)

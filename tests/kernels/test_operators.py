@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from opendit.kernels import common
 from opendit.kernels.common import Launch, forced_launch
 from tests.kernels.cases import (
+    ACTIVATIONS,
     DTYPES,
     KERNELS,
     LENGTHS,
@@ -33,7 +34,10 @@ def every_kernel(launch: Launch):
 # One row a tile, as on the GPU at D >= 1024, would take the interpreter minutes for 257 rows. With two tiles of 128
 # rows a program, 255 and 256 rows are one program a sample (no second stage) and 257 are two, the last of one row.
 TALL = Launch(rows=128, tiles=2, warps=1)
-TWINS = ("residual_layernorm_modulate", "modulate", "gate_residual", "gate_residual_layernorm_modulate")
+TWINS = (
+    "residual_layernorm_modulate", "modulate", "gate_residual", "gate_residual_layernorm_modulate",
+    "residual_rmsnorm_modulate", "gate_residual_rmsnorm_modulate", "gate_residual_rmsnorm_modulate_with_bias",
+)  # fmt: skip
 CASES = pairwise((1, 2, 9), LENGTHS, WIDTHS, DTYPES, allowed=lambda b, n, d, dtype: b * n * d <= 900_000)
 
 
@@ -115,13 +119,16 @@ def test_gradients_that_are_not_contiguous(op):
         torch.testing.assert_close(leaf.grad, exact[name].grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ("gate_residual_layernorm_modulate", "gate_residual_rmsnorm_modulate"))
 @pytest.mark.parametrize("used", (0, 1))
-def test_joined_operation_with_one_output_used(used):
-    op = OPERATORS["gate_residual_layernorm_modulate"]
+def test_joined_operation_with_one_output_used(name, used):
+    op = OPERATORS[name]
     leaves, _ = make_inputs(op, 2, 7, 72, FLOAT32)
     weight = output_gradients(op, leaves)[used]
-    got = torch.autograd.grad(op.function(*arguments_of(op, leaves))[used], leaves.values(), weight)
-    want = torch.autograd.grad(op.reference(*arguments_of(op, leaves))[used], leaves.values(), weight)
+    got = torch.autograd.grad(op.function(*arguments_of(op, leaves))[used], leaves.values(), weight, allow_unused=True)
+    want = torch.autograd.grad(
+        op.reference(*arguments_of(op, leaves))[used], leaves.values(), weight, allow_unused=True
+    )
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -157,17 +164,23 @@ def test_under_checkpoint(op):
 def test_registered_as_torch_wants_it(op):
     leaves, sample_of_row = make_inputs(op, 1, 3, 64, FLOAT32, lengths=(2, 1) if op.modulated else None)
     name, extra = {
-        "layernorm_modulate": ("layernorm_modulate", (sample_of_row, 1e-6, True)),
-        "residual_layernorm_modulate": ("layernorm_modulate", (sample_of_row, 1e-6, True)),
-        "modulate": ("layernorm_modulate", (sample_of_row, 0.0, False)),
+        "layernorm_modulate": ("layernorm_modulate", (sample_of_row, 1e-6, True, True)),
+        "residual_layernorm_modulate": ("layernorm_modulate", (sample_of_row, 1e-6, True, True)),
+        "rmsnorm_modulate": ("layernorm_modulate", (sample_of_row, 1e-6, True, False)),
+        "residual_rmsnorm_modulate": ("layernorm_modulate", (sample_of_row, 1e-6, True, False)),
+        "modulate": ("layernorm_modulate", (sample_of_row, 0.0, False, False)),
         "gate_residual": ("gate_residual", (None, sample_of_row)),
         "gate_residual_with_bias": ("gate_residual", (sample_of_row,)),
-        "gate_residual_layernorm_modulate": ("gate_residual_layernorm_modulate", (None, sample_of_row, 1e-6)),
-        "gate_residual_layernorm_modulate_with_bias": ("gate_residual_layernorm_modulate", (sample_of_row, 1e-6)),
+        "gate_residual_layernorm_modulate": ("gate_residual_layernorm_modulate", (None, sample_of_row, 1e-6, True)),
+        "gate_residual_layernorm_modulate_with_bias": ("gate_residual_layernorm_modulate", (sample_of_row, 1e-6, True)),
+        "gate_residual_rmsnorm_modulate": ("gate_residual_layernorm_modulate", (None, sample_of_row, 1e-6, False)),
+        "gate_residual_rmsnorm_modulate_with_bias": ("gate_residual_layernorm_modulate", (sample_of_row, 1e-6, False)),
         "bias_gelu": ("bias_gelu", ()),
+        "swiglu": ("swiglu", ()),
     }[op.name]
     overload = getattr(torch.ops.opendit, name).default
-    torch.library.opcheck(overload, (*arguments_of(op, leaves), *extra))
+    arguments = zip(op.arguments, arguments_of(op, leaves), strict=True)
+    torch.library.opcheck(overload, (*(a for name, a in arguments if name != "weight"), *extra))
 
 
 @modulated
@@ -182,10 +195,9 @@ def test_modulation_chunks_are_not_copied(op):
 def test_wrong_inputs_are_refused(op):
     leaves, _ = make_inputs(op, 2, 3, 64, FLOAT32)
     good = dict(zip(op.arguments, arguments_of(op, leaves), strict=True))
-    vector = next(name for name in ("gate", "shift", "bias") if name in good)
-    wrongs = [("x", good["x"][..., :63]), ("x", good["x"].double()), (vector, good[vector][:1])]
-    if "bias" in good:
-        wrongs += [("bias", good["bias"][:1]), ("bias", good["bias"].double())]
+    wrongs = [("x", good["x"][..., :63]), ("x", good["x"].double())]
+    wrongs += [(name, good[name][:1]) for name in op.arguments if name not in ACTIVATIONS]
+    wrongs += [(name, good[name].double()) for name in ("bias", "weight") if name in good]
     if op.modulated:
         wrongs += [("x", good["x"][0]), ("sample_of_row", torch.zeros(6, dtype=torch.int32))]
     for name, wrong in wrongs:

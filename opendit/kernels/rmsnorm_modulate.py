@@ -1,0 +1,117 @@
+"""RMSNorm in LayerNorm's place: y = RMSNorm(x) * (1 + scale) + shift with RMSNorm(x) = x / rms(x) * weight.
+
+The weight (D,) joins the scale (B, D), so that there is no kernel but LayerNorm's, without its centring:
+
+    weight * (1 + scale) = 1 + scale',  scale' = (weight - 1) + weight * scale
+
+torch differentiates scale', a tensor of a few rows; the weight's gradient comes from the kernel's sums for scale'.
+Shapes and dtypes as in layernorm_modulate.py and gate_residual_layernorm_modulate.py; eps is that of RMSNorm in
+opendit/models/layers.py.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opendit.kernels import common
+from opendit.kernels.gate_residual import gate_residual_reference
+from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_forward
+from opendit.kernels.layernorm_modulate import ResidualNormModulate, layernorm_modulate_forward, modulate_reference
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def rmsnorm_modulate_reference(
+    x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
+) -> Tensor:
+    """RMSNorm(x) * (1 + scale) + shift in torch, in the inputs' precision."""
+    return modulate_reference(F.rms_norm(x, x.shape[-1:], weight, eps), shift, scale, sample_of_row)
+
+
+def residual_rmsnorm_modulate_reference(
+    x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x, and RMSNorm(x) * (1 + scale) + shift, in torch."""
+    return x, rmsnorm_modulate_reference(x, weight, shift, scale, eps, sample_of_row)
+
+
+def gate_residual_rmsnorm_modulate_reference(
+    x: Tensor,
+    gate: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    sample_of_row: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(x + gate * (branch + bias), RMSNorm of it * (1 + scale) + shift) in torch, in the inputs' precision."""
+    h = gate_residual_reference(x, gate, branch, bias, sample_of_row)
+    return h, rmsnorm_modulate_reference(h, weight, shift, scale, eps, sample_of_row)
+
+
+# ----------------------------------------------------------------------------------------------------------- operator
+
+
+def _modulation(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """shift and scale' (B, D) in fp32: rounded to half precision, scale' would have an error of its own for every
+    column, and the weight's gradient those of its parts. The weight only passes through torch's operations, which
+    Gemini has to see."""
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must be (D,) = {tuple(x.shape[-1:])}, not {tuple(weight.shape)}")
+    common.check_tensors(x=x, weight=weight, shift=shift, scale=scale)
+    weight = weight.float()
+    return shift.float(), torch.addcmul(weight - 1, weight, scale.float())
+
+
+def rmsnorm_modulate(
+    x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
+) -> Tensor:
+    """RMSNorm(x) * (1 + scale) + shift by Triton kernels, differentiable in x, weight, shift and scale.
+
+    Args:
+        x: (B, N, D) bf16, fp16 or fp32; or (rows, D) with ``sample_of_row``.
+        weight: (D,), RMSNorm's, any of these dtypes.
+        shift, scale: (B, D), any of these dtypes; rows may be strided (chunks of a (B, 6 D) tensor).
+        sample_of_row: (rows,) int32 or int64, non-decreasing, the sample each row belongs to.
+
+    Returns:
+        x's shape and dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices don't fit.
+    """
+    shift, scale = _modulation(x, weight, shift, scale)
+    common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
+    return layernorm_modulate_forward(x, shift, scale, sample_of_row, eps, True, False)[0]
+
+
+def residual_rmsnorm_modulate(
+    x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(x, RMSNorm(x) * (1 + scale) + shift), both gradients of x added in one pass over memory; arguments as above."""
+    shift, scale = _modulation(x, weight, shift, scale)
+    common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
+    return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, False)
+
+
+def gate_residual_rmsnorm_modulate(
+    x: Tensor,
+    gate: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    sample_of_row: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h = x + gate * (branch + bias) and y = RMSNorm(h) * (1 + scale) + shift by Triton kernels.
+
+    Differentiable in all seven. Arguments as above, and those of gate_residual_layernorm_modulate. Returns (h, y),
+    both of x's shape and dtype; y is normalised from h as rounded to that dtype. Raises ValueError: as above.
+    """
+    shift, scale = _modulation(x, weight, shift, scale)
+    common.check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)
+    return gate_residual_layernorm_modulate_forward(x, gate, branch, shift, scale, bias, sample_of_row, eps, False)[:2]
