@@ -249,8 +249,7 @@ def normalize_backward(
 def logistic(power, APPROXIMATE: tl.constexpr):
     """1 / (1 + 2^power): the sigmoid of -ln(2) * power.
 
-    APPROXIMATE: the hardware's reciprocal, exact to the last bit of fp32, for a division of some eight instructions:
-    enough of them to hold the backward kernel of GELU at 0.8 of the memory's speed.
+    APPROXIMATE: the hardware's reciprocal, exact to the last bit of fp32, in place of a division.
     """
     denominator = 1.0 + tl.exp2(power)
     if APPROXIMATE:
