@@ -23,7 +23,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.fused_dit import fused_dit
-from benchmarks.plain_dit import PlainDiT
+from benchmarks.plain_dit import PlainDiT, PlainVDiT
 from benchmarks.results import append
 from opendit.config import SpeedFlags
 from opendit.diffusion import DDPM, ddpm_loss
@@ -66,7 +66,8 @@ def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = F
     compiled: by torch.compile, with cuDNN's attention. (Its gradients are wrong there, see docs/log.md; its speed is
     what such a run has.) fused: with the five lines of docs/api.md.
     """
-    model = (fused_dit().PlainDiT if fused else PlainDiT)(
+    plain = PlainVDiT if config.is_video else fused_dit().PlainDiT if fused else PlainDiT
+    model = plain(
         config.input_size,
         config.patch_size,
         config.in_channels,

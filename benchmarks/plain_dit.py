@@ -1,14 +1,15 @@
-"""A plain DiT as everybody writes it: timm's layers, torch operations, no kernels and no strategy.
+"""A plain DiT, and one of clips, as everybody writes them: timm's layers, torch operations, no kernels, no strategy.
 
-It is the baseline of the benchmarks and the independent reference of the tests: written from the paper with
-timm's attention, MLP and patch embedding and its own position table, it has the parameter names of Meta's
-release and shares no code with opendit/models.
+They are the baseline of the benchmarks and the independent reference of the tests: written from the paper with
+timm's attention, MLP and patch embedding and own position tables, they share no code with opendit/models. PlainDiT has
+the parameter names of Meta's release.
 """
 
 import math
 
 import numpy as np
 import torch
+from einops import rearrange
 from timm.layers import Mlp, PatchEmbed
 from timm.models.vision_transformer import Attention
 from torch import nn
@@ -81,6 +82,12 @@ def position_table(dim, height, width):
     return np.concatenate([one_axis(across), one_axis(down)], axis=1)
 
 
+def line_table(dim, length):
+    """The 1D table, (length, dim), in float64."""
+    angles = np.arange(length)[:, None] * 10000.0 ** (-np.arange(dim // 2) / (dim / 2))
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+
+
 class PlainDiT(nn.Module):
     """forward(x (B, C, H, W), t (B,), y (B,)) -> (B, 2C, H, W)."""
 
@@ -105,3 +112,36 @@ class PlainDiT(nn.Module):
         (h, w), p, c = self.grid, self.patch_size, self.out_channels
         x = x.reshape(x.shape[0], h, w, p, p, c)
         return torch.einsum("nhwpqc->nchpwq", x).reshape(x.shape[0], c, h * p, w * p)
+
+
+class PlainVDiT(nn.Module):
+    """forward(x (B, C, T, H, W), t (B,), y (B,)) -> (B, 2C, T, H, W); each patch by one matrix, attention over all."""
+
+    def __init__(self, input_size, patch_size, in_channels, hidden_size, depth, num_heads, num_classes, block=Block):
+        super().__init__()
+        volume, grid = math.prod(patch_size), [size // p for size, p in zip(input_size, patch_size, strict=True)]
+        self.patch = dict(zip("pqr", patch_size, strict=True))
+        self.grid = dict(zip("thw", grid, strict=True))
+        self.embed = nn.Linear(in_channels * volume, hidden_size)
+        self.t_embedder = TimestepEmbedder(hidden_size)
+        self.y_embedder = LabelEmbedder(num_classes, hidden_size) if num_classes else None
+        for name, table in (
+            ("temporal", line_table(hidden_size, grid[0])),
+            ("spatial", position_table(hidden_size, *grid[1:])),
+        ):
+            self.register_buffer(name, torch.from_numpy(table).float(), persistent=False)
+        self.blocks = nn.ModuleList(block(hidden_size, num_heads) for _ in range(depth))
+        self.final_layer = FinalLayer(hidden_size, 1, volume * in_channels * 2)
+
+    def condition(self, t, y):
+        """The vector of adaLN, and what else the blocks take."""
+        return self.t_embedder(t) + self.y_embedder(y), ()
+
+    def forward(self, x, t, y):
+        x = self.embed(rearrange(x, "b c (t p) (h q) (w r) -> b (t h w) (c p q r)", **self.patch))
+        x = x + (self.temporal[:, None] + self.spatial).flatten(0, 1)
+        c, more = self.condition(t, y)
+        for block in self.blocks:
+            x = block(x, c, *more)
+        x = self.final_layer(x, c)
+        return rearrange(x, "b (t h w) (p q r c) -> b c (t p) (h q) (w r)", **self.grid, **self.patch)

@@ -2,17 +2,15 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
-from einops import rearrange
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.plain_dit import Block, FinalLayer, LabelEmbedder, TimestepEmbedder, modulate, position_table
+from benchmarks.plain_dit import Block, PlainVDiT, modulate
 from opendit.models import (
     DiTConfig,
     TextCondition,
@@ -47,52 +45,34 @@ class CrossBlock(Block):
         return x + gate_m.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_m, scale_m))
 
 
-class PlainVDiT(nn.Module):
-    """Patches by einops, a matrix for each patch, timm's layers; text is (tokens, mask, pooled)."""
+class PlainTextVDiT(PlainVDiT):
+    """The plain vDiT; where its configuration has a text, that is (tokens, mask, pooled)."""
 
     def __init__(self, config):
-        super().__init__()
-        dim, volume = config.hidden_size, int(np.prod(config.patch_size))
-        self.patch, self.dim, self.text = config.patch_size, dim, config.text
-        self.embed = nn.Linear(config.in_channels * volume, dim)
-        self.t_embedder = TimestepEmbedder(dim)
-        cross = bool(config.text and config.text.cross_attention)
-        if config.text is None:
-            self.y_embedder = LabelEmbedder(config.num_classes, dim)
-        else:
-            self.caption = nn.Sequential(nn.Linear(config.text.width, dim), nn.SiLU(), nn.Linear(dim, dim))
-            self.words = nn.Linear(config.text.width, dim) if cross else None
-            self.norm = nn.LayerNorm(config.text.width, elementwise_affine=False, eps=1e-6)
-        block = CrossBlock if cross else Block
-        self.blocks = nn.ModuleList(block(dim, config.num_heads) for _ in range(config.depth))
-        self.final_layer = FinalLayer(dim, 1, volume * config.out_channels)
-
-    def positions(self, t, h, w):
-        omega = 10000.0 ** (-np.arange(self.dim // 2) / (self.dim / 2))
-        angles = np.arange(t)[:, None] * omega
-        temporal = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-        spatial = position_table(self.dim, h, w)
-        temporal, spatial = (a.astype(np.float32).astype(np.float64) for a in (temporal, spatial))
-        return torch.from_numpy((temporal[:, None] + spatial[None]).reshape(1, t * h * w, self.dim))
-
-    def forward(self, x, t, y):
-        pt, ph, pw = self.patch
-        frames, rows, columns = x.shape[2] // pt, x.shape[3] // ph, x.shape[4] // pw
-        x = rearrange(x, "b c (t p) (h q) (w r) -> b (t h w) (c p q r)", p=pt, q=ph, r=pw)
-        x = self.embed(x) + self.positions(frames, rows, columns)
-        more = ()
-        if self.text is None:
-            c = self.t_embedder(t) + self.y_embedder(y)
-        else:
-            tokens, mask, pooled = y
-            c = self.t_embedder(t) + self.caption(self.norm(pooled))
-            more = () if self.words is None else (self.words(self.norm(tokens)), mask)
-        for block in self.blocks:
-            x = block(x, c, *more)
-        x = self.final_layer(x, c)
-        return rearrange(
-            x, "b (t h w) (p q r c) -> b c (t p) (h q) (w r)", t=frames, h=rows, w=columns, p=pt, q=ph, r=pw
+        text, dim = config.text, config.hidden_size
+        cross = bool(text and text.cross_attention)
+        super().__init__(
+            config.input_size,
+            config.patch_size,
+            config.in_channels,
+            dim,
+            config.depth,
+            config.num_heads,
+            config.num_classes,
+            CrossBlock if cross else Block,
         )
+        self.caption = self.words = None
+        if text:
+            self.caption = nn.Sequential(nn.Linear(text.width, dim), nn.SiLU(), nn.Linear(dim, dim))
+            self.words = nn.Linear(text.width, dim) if cross else None
+            self.norm = nn.LayerNorm(text.width, elementwise_affine=False, eps=1e-6)
+
+    def condition(self, t, y):
+        if self.caption is None:
+            return super().condition(t, y)
+        tokens, mask, pooled = y
+        c = self.t_embedder(t) + self.caption(self.norm(pooled))
+        return c, () if self.words is None else (self.words(self.norm(tokens)), mask)
 
 
 def to_plain(named: dict) -> dict:
@@ -121,7 +101,7 @@ def text_batch(batch, length, width, lengths, seed=3, dtype=torch.float64):
 
 def compare(config: DiTConfig, x, t, y, plain_y) -> None:
     """Output and every gradient, in float64."""
-    ours, plain = randomised(build_model(config)).double(), PlainVDiT(config).double()
+    ours, plain = randomised(build_model(config)).double(), PlainTextVDiT(config).double()
     plain.load_state_dict(to_plain(dict(ours.named_parameters())), strict=True)
     a, b = ours(x, t, y), plain(x, t, plain_y)
     weights = torch.randn(a.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
