@@ -226,6 +226,7 @@ def build_model_and_engine(job: Job) -> Engine:
         precision=flags.mixed_precision,
         lr=flags.lr,
         weight_decay=flags.weight_decay,
+        betas=(flags.adam_beta1, flags.adam_beta2),
         grad_clip=flags.grad_clip,
         grad_accumulation=flags.grad_accumulation,
     )
@@ -304,7 +305,9 @@ def announce(job: Job, engine: Engine, ema: EMA, graph_note: str, compile_note: 
     open_folder(job)
     flags, mesh, config = job.flags, job.mesh, job.model_config
     cuda = mesh.device.type == "cuda"
-    card, setup = torch.cuda.get_device_properties(mesh.device).total_memory if cuda else None, job.memory_setup()
+    card = torch.cuda.get_device_properties(mesh.device).total_memory if cuda else None
+    weights = sum(math.prod(shape) for shape in engine.shapes.values())  # that are trained
+    setup = job.memory_setup(weights)
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
     rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}
     rows |= {
@@ -314,7 +317,7 @@ def announce(job: Job, engine: Engine, ema: EMA, graph_note: str, compile_note: 
         "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {job.vae})",
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
-        "trained": trained(job, engine),
+        "trained": f"{weights:,} weights" + (f": {job.lora}, and what is new" if job.lora else ""),
         "optimizer": engine.optimizer_name,
         "EMA": f"decay {', '.join(map(str, ema.decays))}{', warm-up' if ema.warmup else ''}; "
         f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)",
@@ -335,13 +338,6 @@ def announce(job: Job, engine: Engine, ema: EMA, graph_note: str, compile_note: 
         notes = [*notes, f"memory: the estimate is above what the GPU has; the cheapest way out is {way_out}"]
     for note in notes:
         print(f"note: {note}", flush=True)
-
-
-def trained(job: Job, engine: Engine) -> str:
-    weights = sum(math.prod(shape) for shape in engine.shapes.values())
-    if job.lora is None:
-        return "all weights"
-    return f"{weights:,} weights: LoRA of rank {job.lora.rank}, alpha {job.lora.alpha:g}, and what is new"
 
 
 def summarise(job: Job, monitor: Monitor, checkpoints: Checkpoints) -> None:

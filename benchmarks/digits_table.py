@@ -57,7 +57,7 @@ OBJECTIVES = (
     Objective(
         "EDM, Heun 18",
         "--objective edm --edm_sigma_data 0.75",
-        "--objective edm --edm_sigma_data 0.48 --edm_mean 0",
+        "--objective edm --edm_sigma_data 0.48 --edm_mean 1.8 --edm_std 1.8",
         "heun",
         18,
     ),
@@ -122,7 +122,8 @@ def train(case: Case, outputs: Path, more: list[str], environment: dict[str, str
     flags = [*case.architecture.flags.split(), "--data_path", data_path(case, outputs)]
     flags += (case.objective.clips if case.moving else case.objective.pictures).split()
     if torch.cuda.is_available():
-        flags += ["--enable_cuda_graph"]  # such small kernels are done before the host has enqueued the next
+        # Such small kernels are done before the host has enqueued the next, or read the next clips.
+        flags += ["--enable_cuda_graph", *(["--num_workers", "8"] if case.moving else [])]
     folder = case.folder(outputs)
     command = [sys.executable, "train.py", *flags, "--outputs", str(folder), "--load", "latest", *more]
     subprocess.run(command, cwd=ROOT, env=environment, check=True)

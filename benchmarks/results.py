@@ -22,7 +22,8 @@ def commit() -> str:
 
 def append(rows: list[dict], path: Path | str = RESULTS, *, gpus: int = 1) -> None:
     """Appends rows with keys bench, case, metric, value and, where one run measured both, baseline and
-    baseline_value (the ratio is made here); date, commit, card and torch are filled in."""
+    baseline_value (the ratio is made here); date, commit, card and torch are filled in. A baseline that somebody else
+    published comes with an empty ratio."""
     path = Path(path)
     fresh = not path.exists()
     common = {
@@ -38,6 +39,6 @@ def append(rows: list[dict], path: Path | str = RESULTS, *, gpus: int = 1) -> No
             writer.writeheader()
         for row in rows:
             made = {**common, **row}
-            if made.get("baseline_value"):
+            if made.get("baseline_value") and "ratio" not in row:
                 made["ratio"] = f"{float(made['value']) / float(made['baseline_value']):.3f}"
             writer.writerow(made)

@@ -104,6 +104,10 @@ class TrainConfig(ParallelFlags):
     lr_schedule: str = flag("constant", "after the warm-up", group="Training", choices=("constant", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up", group="Training")
     weight_decay: float = flag(0.0, "AdamW's decoupled weight decay", group="Training")
+    adam_beta1: float = flag(0.9, "decay of AdamW's mean of the gradients", group="Training")
+    adam_beta2: float = flag(
+        0.999, "of its mean of their squares; less (0.95) forgets outliers sooner", group="Training"
+    )
     grad_clip: float = flag(1.0, "bound of the global gradient norm; 0: none", group="Training")
     ema_decay: float | list[float] = flag(
         0.9999,
@@ -205,7 +209,7 @@ class TrainConfig(ParallelFlags):
         for name in ("max_steps", "max_text_tokens", "min_snr", "global_batch_size", "lora", "lora_alpha"):
             if getattr(self, name) is not None:
                 positive(self, name)
-        shares = [(name, getattr(self, name)) for name in ("label_drop", "max_bad")]
+        shares = [(name, getattr(self, name)) for name in ("label_drop", "max_bad", "adam_beta1", "adam_beta2")]
         for name, value in shares + [("ema_decay", decay) for decay in self.ema_decays]:
             if not 0 <= value < 1:
                 raise ValueError(f"--{name} {value}: must be at least 0 and below 1")

@@ -7,6 +7,8 @@ from opendit.config import TrainConfig
 from opendit.data import DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
 from opendit.memory import GIB, USABLE, Setup, advice, estimate, largest_batch
+from opendit.models import DiTConfig
+from opendit.models.lora import lora_parameters
 from opendit.monitor import print_block
 from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.mesh import environment_world_size
@@ -51,9 +53,7 @@ def dry_run(flags: TrainConfig) -> None:
         shape = Shape(config.tokens, config.hidden_size, config.num_heads, flags.batch_size, itemsize)
         plan = make_plan(flags.sequence_parallel_type, flags.sequence_parallel_size, shape)
         rows["sequence"] = f"over {flags.sequence_parallel_size} ranks, {plan.kind}"
-    rows |= _memory(config, flags, world)
-    if flags.lora is not None:
-        notes.append("memory is that of training all weights: --lora needs no gradients, masters, moments or averages")
+    rows |= _memory(config, flags, memory_setup(flags, config, world))
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:
         print(f"note: {note}", flush=True)
@@ -103,8 +103,9 @@ def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int) -> di
     }
 
 
-def _memory(config, flags: TrainConfig, world: int) -> dict[str, str]:
-    setup = Setup(
+def memory_setup(flags: TrainConfig, config: DiTConfig, world: int) -> Setup:
+    """What the estimate of the memory needs to know of a run on ``world`` GPUs whose kernels are all available."""
+    return Setup(
         plugin=flags.plugin,
         precision=flags.mixed_precision,
         world=world,
@@ -115,7 +116,11 @@ def _memory(config, flags: TrainConfig, world: int) -> dict[str, str]:
         fp8=flags.fp8,
         recompute=flags.recompute,
         grad_checkpoint=flags.grad_checkpoint,
+        trained=None if flags.lora is None else lora_parameters(config, flags.lora),
     )
+
+
+def _memory(config: DiTConfig, flags: TrainConfig, setup: Setup) -> dict[str, str]:
     needs = estimate(config, setup, flags.batch_size)
     states = sum(needs.states.values()) / GIB
     rows = {

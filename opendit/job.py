@@ -81,8 +81,8 @@ class Job:
         shape = (moments.shape[1] // 2, *moments.shape[2:])
         return normal(self.flags.global_seed, step, index, Stream.VAE, shape)
 
-    def memory_setup(self) -> Setup:
-        """What the estimate of the memory needs to know."""
+    def memory_setup(self, trained: int) -> Setup:
+        """What the estimate of the memory needs to know; ``trained``: how many weights are."""
         flags = self.flags
         return Setup(
             plugin=flags.plugin,
@@ -95,6 +95,7 @@ class Job:
             fp8=self.kernels.ops.layernorm_modulate is Modulated,
             recompute=flags.recompute,
             grad_checkpoint=flags.grad_checkpoint,
+            trained=trained if self.lora else None,
         )
 
     def facts(self) -> dict:

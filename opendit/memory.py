@@ -30,6 +30,7 @@ class Setup:
     """What of a run decides its memory, besides model and batch.
 
     fused: LayerNorm + modulate in one kernel. averages: how many EMAs. accumulate: several micro-batches a step.
+    trained: with LoRA, the weights that are trained; None: those of the model, all.
     (Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
     head.)
     """
@@ -44,6 +45,7 @@ class Setup:
     fp8: bool = False
     recompute: str = "none"
     grad_checkpoint: bool = False
+    trained: int | None = None
 
     @property
     def autocast(self) -> bool:
@@ -68,18 +70,24 @@ class Estimate:
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """The peak of one rank for micro-batches of ``batch`` samples on a GPU."""
-    parameters, size = config.parameters(), BYTES[setup.precision]
-    fp32, world = 4 * parameters, setup.world
+    """The peak of one rank for micro-batches of ``batch`` samples on a GPU.
+
+    LoRA's trained weights are counted beside the model's, also where they are the model's (new embedders). Activations
+    are those of training all weights: where no embedder is trained, LoRA keeps up to a fifth less.
+    """
+    size, world = BYTES[setup.precision], setup.world
+    parameters = config.parameters() + (setup.trained or 0)
+    trained = config.parameters() if setup.trained is None else setup.trained
+    fp32 = 4 * trained
     share = fp32 / world
     averages = setup.averages * share  # sharded under every plugin
     if setup.plugin == "ddp":  # whole on every rank; gradients are views of DDP's buckets, which stay
-        states = {"weights": fp32, "gradients": fp32, "moments": 2 * fp32, "averages": averages}
+        states = {"weights": 4 * parameters, "gradients": fp32, "moments": 2 * fp32, "averages": averages}
         states |= {"cast weights": size * parameters} if setup.autocast else {}
         return Estimate(states, _activations(config, setup, batch), 0, 0)
     weights = size * parameters / (world if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
-    gradients = size * parameters / world
+    gradients = size * trained / world
     if setup.plugin == "gemini":  # gradients take the place of the weights in their chunks, unless they add up
         gradients = gradients if setup.accumulate else 0
     return Estimate(states, _activations(config, setup, batch), gradients * setup.accumulate, gradients)

@@ -27,10 +27,11 @@ DEMO = (
 MOCK = "--data_path mock --max_steps 50 --log_every 5 --sample_every 0 --no_save"
 
 # Stages of text-to-clip training. 32 latent frames: 8,192 tokens at 256 px and 73,728 at 768 px with patches of 1x2x2.
-# Learning rates, warm-up, weight decay and global batches of the large models are NeMo's (its DiT-7B and MovieGen
-# recipes); the numbers of steps are a frame to change, not a result.
+# Learning rates, warm-up, weight decay, Adam's betas and global batches of the large models are NeMo's (its DiT-7B and
+# MovieGen recipes); the numbers of steps are a frame to change, not a result.
 PRETRAIN = (
-    f"--use_video --data_path ./data.csv --text_encoder t5 --cross_attention --weight_decay 0.1 --ckpt_keep 3 {FAST}"
+    f"--use_video --data_path ./data.csv --text_encoder t5 --cross_attention --weight_decay 0.1 --adam_beta2 0.95 "
+    f"--ckpt_keep 3 {FAST}"
 )
 PICTURES = "--image_size 256 --num_frames 1 --lr 1e-4 --warmup_steps 100 --max_steps 400000"
 JOINT = (

@@ -11,7 +11,8 @@ import train
 from opendit.config import TrainConfig, parse
 from opendit.kernels.recompute import recompute_in
 from opendit.memory import GIB, Setup, advice, describe, estimate, largest_batch
-from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, model_config
+from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model, model_config
+from opendit.models.lora import Lora, add_lora, lora_parameters
 from tests.memory import kept_bytes
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
@@ -23,18 +24,21 @@ CAPTIONS = DiTConfig((16, 16), 2, 2, 96, 4, 3, text=TextConfig("t5", 8, 16, cros
 # ------------------------------------------------------------------------------------------------------ the formulas
 
 
-def own_bytes(mesh, plugin: str, precision: str) -> tuple[dict[str, int], int]:
-    """What a rank really holds of each state, and the gradients after a backward pass."""
+def own_bytes(mesh, plugin: str, precision: str, rank: int | None = None) -> tuple[dict[str, int], int]:
+    """What a rank really holds of each state, and the gradients after a backward pass; ``rank``: of LoRA."""
     from opendit.ema import EMA
     from opendit.parallel.engine import build_engine
 
-    engine = build_engine(randomised(DiT(LABELS)), mesh, plugin=plugin, precision=precision)
+    model = randomised(DiT(LABELS))
+    if rank is not None:
+        add_lora(model, Lora(rank, rank, ""), ())
+    engine = build_engine(model, mesh, plugin=plugin, precision=precision)
     ema = EMA(engine, [0.9, 0.99])
     with engine.micro_batch(last=True):
         engine.backward(engine.forward(*inputs(LABELS)).float().square().mean())
     params = list(engine.module.parameters())
     held = engine.gradients if plugin == "zero2" else [p.grad for p in params]
-    gradients = sum(g.nbytes for g in held)
+    gradients = sum(g.nbytes for g in held if g is not None)
     engine.step()
     moments = {id(t): t for state in engine.adam.state.values() for key, t in state.items() if key != "step"}
     states = {
@@ -60,14 +64,42 @@ def inputs(config: DiTConfig, batch: int = 2):
     ("world", "plugin", "precision"),
     ((1, "zero2", "bf16"), (2, "zero2", "bf16"), (2, "zero2", "fp32"), (2, "ddp", "fp32")),
 )
-def test_states_are_those_of_the_engine(world, plugin, precision):
-    needs = estimate(LABELS, Setup(plugin=plugin, precision=precision, world=world, averages=2), 2)
-    for states, gradients in run_ranks(world, own_bytes, plugin, precision):
+@pytest.mark.parametrize("rank", (None, 5), ids=("all weights", "LoRA"))
+def test_states_are_those_of_the_engine(world, plugin, precision, rank):
+    trained = None if rank is None else lora_parameters(LABELS, rank)
+    needs = estimate(LABELS, Setup(plugin=plugin, precision=precision, world=world, averages=2, trained=trained), 2)
+    for states, gradients in run_ranks(world, own_bytes, plugin, precision, rank):
         for name, held in states.items():
             assert needs.states[name] == pytest.approx(held, rel=5e-3), name  # shards are rounded up
         expected = needs.states.get("gradients", needs.gradients_at_the_end)
         assert gradients == pytest.approx(expected, rel=5e-3)
         assert set(needs.states) - {"gradients"} == set(states)
+
+
+@pytest.mark.parametrize("name", ("DiT-Ti/2", "vDiT-Ti/222", "ST-DiT-Ti/222", "MovieGen-Ti/122", "EC-DiT-Ti/2"))
+def test_lora_s_weights_are_counted_without_making_them(name):
+    frames = None if name.endswith("/2") else 4
+    text = TextConfig("t5", 12, 6, cross_attention=True)
+    config = model_config(name, input_size=(8, 8), in_channels=2, frames=frames, text=text)
+    model = build_model(config)
+    add_lora(model, Lora(3, 6, ""), ())
+    assert lora_parameters(config, 3) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("config", (LABELS, CAPTIONS), ids=("labels", "captions"))
+def test_lora_keeps_no_more_activations_than_training_all_weights(config):
+    """And as many where an embedder is trained beside it, which makes a gradient of every modulation necessary."""
+    setup = Setup(precision="fp32", fused=False, trained=lora_parameters(config, 1))
+    unit = 4 * config.tokens * config.hidden_size * 4
+    expected = estimate(config, setup, 4).activations - (5 + 5 / 4 * (config.mlp_ratio - 4)) * unit
+    kept = []
+    for train_too in ((), ("t_embedder.mlp.2.weight",)):
+        model = randomised(DiT(config))
+        add_lora(model, Lora(1, 1, ""), train_too)
+        whole = kept_bytes(lambda model=model: model(*inputs(config, 4)))
+        model.blocks = torch.nn.ModuleList()
+        kept.append(whole - kept_bytes(lambda model=model: model(*inputs(config, 4))))
+    assert kept[1] == pytest.approx(expected, rel=0.02) and 0.8 * expected < kept[0] < expected
 
 
 def test_cast_weights_of_autocast():

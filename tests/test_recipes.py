@@ -14,6 +14,7 @@ from opendit.data.base import Ticket
 from opendit.data.mock import MockDataset
 from opendit.memory import GIB, Setup, estimate
 from opendit.models import build_model, config_from_dict, model_config
+from opendit.parallel.engine import build_engine
 from opendit.recipes import RECIPES
 
 NAMED = """
@@ -55,6 +56,17 @@ def test_the_paper_s_setting():
     assert (flags.lr, flags.lr_schedule, flags.warmup_steps, flags.weight_decay) == (1e-4, "constant", 0, 0)
     assert (flags.ema_decays, flags.random_flip, flags.max_steps) == ([0.9999], True, 7_000_000)
     assert (flags.objective, flags.prediction, flags.label_drop) == ("ddpm", "eps", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "batch"),
+    [("pretrain_7b", 1e-4, 4608), ("pretrain_7b_256p_joint", 6e-5, 256), ("moviegen_30b", 1e-4, 9216)],
+)
+def test_nemo_s_settings(name, lr, batch):
+    """Of pretrain_7b and those made of it in NeMo's nemo/collections/diffusion/train.py."""
+    flags = parse(TrainConfig, ["--recipe", name])
+    assert (flags.lr, flags.warmup_steps, flags.lr_schedule, flags.weight_decay) == (lr, 100, "constant", 0.1)
+    assert (flags.adam_beta1, flags.adam_beta2, flags.global_batch_size) == (0.9, 0.95, batch)
 
 
 def test_the_command_line_overrides_wherever_it_stands():
@@ -141,6 +153,7 @@ def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, caps
         ("--dry_run 3 --global_batch_size 64", "use 63"),
         ("--dry_run -1", "--dry_run -1"),
         ("--lora 4", "--pretrained"),
+        ("--adam_beta2 1", "--adam_beta2 1.0: must be at least 0 and below 1"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(argv, message, capsys):
@@ -148,6 +161,16 @@ def test_a_dry_run_refuses_what_the_run_would(argv, message, capsys):
     with pytest.raises(SystemExit):
         train.main(words if "--dry_run" in words else ["--dry_run", *words])
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_dry_run_with_lora_counts_the_states_of_what_is_trained(capsys):
+    argv = ["--recipe", "dit_xl_imagenet256", "--data_path", "mock", "--pretrained", "base.pt"]
+    needs = [
+        float(re.search("states ([\\d.]+)", dry_run([*argv, *more], capsys))[1]) for more in ([], ["--lora", "16"])
+    ]
+    # bf16 weights; fp32 masters, two moments and an average: of 28 blocks' qkv, proj, fc1 and fc2 of 1152 channels
+    added = 28 * 16 * 1152 * ((3 + 1) + (1 + 1) + 2 * (1 + 4))
+    assert needs[1] == pytest.approx((2 * (674.8e6 + added) + 16 * added) / GIB, abs=0.01) and needs[0] > 11
 
 
 def test_a_stage_asks_for_the_weights_of_the_one_before(capsys):
@@ -177,9 +200,13 @@ def test_random_latents_are_the_model_s_size_and_depend_on_the_row_alone(text, f
         assert {data.label(row) for row in range(50)} == set(range(7))
 
 
-def test_a_mock_run_trains_and_leaves_no_checkpoint(tmp_path, no_ranks, capsys):
+def test_a_mock_run_trains_and_leaves_no_checkpoint(tmp_path, no_ranks, monkeypatch, capsys):
+    engines = []
+    monkeypatch.setattr(train, "build_engine", lambda *a, **k: engines.append(build_engine(*a, **k)) or engines[-1])
     argv = "--recipe mock_pretrain_xl --model vDiT-Ti/122 --image_size 32 --batch_size 2 --max_steps 3 --log_every 1"
     train.main([*argv.split(), "--num_workers", "0", "--max_text_tokens", "5", "--outputs", str(tmp_path)])
+    (group,) = engines[0].adam.param_groups
+    assert (group["betas"], group["weight_decay"]) == ((0.9, 0.95), 0.1)
     run = tmp_path / "000-vDiT-Ti-122"
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3] and all(math.isfinite(line["loss"]) for line in lines)

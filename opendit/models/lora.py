@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from opendit.models.dit import DiT
+from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import BlockOps
 from opendit.models.pretrained import Weights
+from opendit.models.zoo import build_model
 
 LAYERS = ("qkv", "q", "kv", "proj", "fc1", "fc2")
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer"  # in peft's names of parameters
@@ -28,6 +29,9 @@ class Lora:
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)
 
+    def __str__(self) -> str:
+        return f"LoRA of rank {self.rank}, alpha {self.alpha:g}"
+
 
 def check_peft() -> None:
     """Raises ValueError if peft is not installed."""
@@ -41,6 +45,14 @@ def targets(model: DiT) -> list[str]:
     """The linear layers of attention and MLP in all blocks. (Not modulation and routers, nor stacks of experts.)"""
     named = model.blocks.named_modules(prefix="blocks")
     return [name for name, layer in named if isinstance(layer, nn.Linear) and name.split(".")[-1] in LAYERS]
+
+
+def lora_parameters(config: DiTConfig, rank: int) -> int:
+    """How many weights ``add_lora`` adds to a model: (in + out) x rank for each target. None is made."""
+    with torch.device("meta"):
+        model = build_model(config)
+    layers = [model.get_submodule(name) for name in targets(model)]
+    return rank * sum(layer.in_features + layer.out_features for layer in layers)
 
 
 def add_lora(model: DiT, lora: Lora, train_too: Collection[str]) -> None:

@@ -99,14 +99,14 @@ gemini_optimizer._AVAIL_OPTIM_LIST.add(ResumableHybridAdam)
 
 
 def build_optimizer(
-    module: nn.Module, lr: float, weight_decay: float, plugin: str = "gemini"
+    module: nn.Module, plugin: str, *, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)
 ) -> tuple[torch.optim.Optimizer, str]:
     """The optimizer for ``plugin`` and one line that says which and why.
 
     gemini: HybridAdam where its CUDA kernels can be built, else torch's fused AdamW. zero2 needs of the optimizer only
     the settings and the state (ZeroOptimizer does the step), ddp is torch's own business: both take FusedAdamW.
     """
-    settings = dict(lr=lr, weight_decay=weight_decay, betas=(0.9, 0.999), eps=1e-8)
+    settings = dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8)
     params = [p for p in module.parameters() if p.requires_grad]
     if plugin == "zero2":
         available, why = kernels_available("cuda" if torch.cuda.is_available() else "cpu", torch.float32)

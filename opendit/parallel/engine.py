@@ -49,9 +49,10 @@ class Engine(ABC):
         self.shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
         # Plugins cast weights and buffers to half before they make their fp32 copies; the masters must be
         # the fp32 initialisation itself, and position tables stay fp32.
-        initial = {n: p.detach().float().cpu().clone() for n, p in module.named_parameters() if p.requires_grad}
+        trained = ((n, p.detach()) for n, p in module.named_parameters() if p.requires_grad)
+        initial = {n: p.to("cpu", torch.float32, copy=True) for n, p in trained}
         buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
-        adam, self.optimizer_name = colossal.build_optimizer(module, settings["lr"], settings["weight_decay"], plugin)
+        adam, self.optimizer_name = colossal.build_optimizer(module, plugin, **settings["adam"])
         self.model, self.optimizer = colossal.boost(
             plugin,
             precision,
@@ -398,6 +399,7 @@ def build_engine(
     precision: str = "bf16",
     lr: float = 1e-4,
     weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
     grad_clip: float = 1.0,
     grad_accumulation: int = 1,
 ) -> Engine:
@@ -406,6 +408,7 @@ def build_engine(
     Args:
         module: a plain module with fp32 weights.
         plugin: zero2, ddp or gemini (gemini: bf16 and fp16 only).
+        betas: of AdamW, both at least 0 and below 1.
         grad_clip: bound of the global gradient norm; 0 means none.
         grad_accumulation: micro-batches a step (gemini has to know).
 
@@ -416,5 +419,6 @@ def build_engine(
         raise ValueError(f"plugin {plugin} with precision {precision}: plugins are {', '.join(_ENGINES)}")
     if plugin == "gemini" and precision == "fp32":
         raise ValueError("--plugin gemini works in bf16 and fp16 only; use --mixed_precision bf16 or --plugin zero2")
-    settings = dict(lr=lr, weight_decay=weight_decay, grad_clip=grad_clip, grad_accumulation=grad_accumulation)
+    adam = dict(lr=lr, weight_decay=weight_decay, betas=betas)
+    settings = dict(adam=adam, grad_clip=grad_clip, grad_accumulation=grad_accumulation)
     return _ENGINES[plugin](module, mesh, plugin, precision, settings)

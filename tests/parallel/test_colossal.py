@@ -18,7 +18,7 @@ def build(precision: str, clip: float = 0.0):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
     module.register_parameter("unused", nn.Parameter(torch.ones(3)))
-    adam, _ = colossal.build_optimizer(module, 1e-2, 0.1, plugin="zero2")
+    adam, _ = colossal.build_optimizer(module, "zero2", lr=1e-2, weight_decay=0.1)
     _, optimizer = colossal.boost(
         "zero2", precision, module, adam, grad_clip=clip, accumulate=False, initial_scale=64.0
     )

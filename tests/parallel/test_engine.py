@@ -11,7 +11,7 @@ from opendit.random import Stream, integers, normal
 from tests.ranks import run_ranks
 
 SEED, GLOBAL_BATCH, STEPS = 3, 8, 20
-LR, CLIP = 2e-3, 0.2
+LR, CLIP, BETAS = 2e-3, 0.2, (0.8, 0.95)
 # hidden 36 and odd depths: no parameter count divides by 4 ranks throughout.
 CONFIG = DiTConfig(input_size=(4, 6), patch_size=2, in_channels=3, hidden_size=36, depth=3, num_heads=3, num_classes=5)
 
@@ -45,7 +45,7 @@ def plain_run() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     Returns losses, weights and first moments (a mean of clipped gradients: a wrong scale shows there,
     where the weights that Adam makes of it would hide it)."""
     model = build_model()
-    adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, betas=BETAS)
     losses, norms = [], []
     for step in range(STEPS):
         loss = loss_of(model, step, torch.arange(GLOBAL_BATCH))
@@ -72,6 +72,7 @@ def engine_run(mesh, plugin: str, precision: str, accumulation: int, checkpointe
         precision=precision,
         lr=LR,
         weight_decay=0.01,
+        betas=BETAS,
         grad_clip=CLIP,
         grad_accumulation=accumulation,
     )
