@@ -6,7 +6,7 @@ without talking, ranks that don't never repeat each other, a run resumes exactly
 generator states, and 1, 2 or 8 GPUs draw the same numbers.
 
 The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011),
-written in torch's int64 arithmetic, so it gives the same bits on CPU and GPU.
+written in torch's int64 arithmetic, and as one kernel where kernels run, with the same bits on CPU and GPU.
 """
 
 import math
@@ -14,6 +14,9 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+
+from opendit.kernels.common import kernels_available
+from opendit.kernels.philox import philox_bits
 
 _MASK = 0xFFFFFFFF
 _MUL = (0xD2511F53, 0xCD9E8D57)
@@ -53,6 +56,8 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tup
 
 def random_bits(seed: int, step: int, index: Tensor, stream: Stream, count: int) -> Tensor:
     """Uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``."""
+    if index.is_cuda and kernels_available(index.device, torch.float32)[0]:
+        return philox_bits(seed, step, index.long(), int(stream), count)
     block = torch.arange((count + 3) // 4, device=index.device)
     words = philox4x32(
         (

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from opendit.kernels import fp8
 from opendit.kernels import gate_residual_layernorm_modulate as joined
 from opendit.kernels import layernorm_modulate as adaln
+from opendit.kernels.add_table import add_table
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8 import E4M3, E5M2, Float8
@@ -232,4 +233,11 @@ def linear_gate_residual_layernorm_modulate(
 
 def float8_ops() -> BlockOps:
     """The operations of a block with its linear layers in float8."""
-    return BlockOps(Modulated, linear_heads, linear_gelu, linear_gate_residual, linear_gate_residual_layernorm_modulate)
+    return BlockOps(
+        Modulated,
+        linear_heads,
+        linear_gelu,
+        linear_gate_residual,
+        linear_gate_residual_layernorm_modulate,
+        add_table=add_table,
+    )

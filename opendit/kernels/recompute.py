@@ -14,7 +14,7 @@ Without the fused LayerNorm + modulate, the normalised input of the modulation i
 (20 in all), and not kept either.
 
 In place of such a tensor autograd keeps its :class:`Recipe`. The same functions on the same inputs make the same bits
-again, but for one: the second LayerNorm's output, which the forward pass makes together with the residual stream
+again, but for one: a LayerNorm's output, where the forward pass makes it together with the residual stream
 (gate_residual_layernorm_modulate), backward makes from that stream by the LayerNorm's own kernel. They normalise alike,
 but a GPU may add a row up in another order, so that a number in half precision now and then rounds to its neighbour.
 """
@@ -150,7 +150,9 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
             return ops.linear_gate_residual(x, gate, z, layer)
 
     def linear_gate_residual_layernorm_modulate(x, gate, z, layer, shift, scale) -> tuple[Tensor, Tensor]:
-        h, y = joined(x, gate, z, layer, shift, scale)
+        z = _as_a_linear_sees(z)
+        with _not_keeping(z):
+            h, y = joined(x, gate, z, layer, shift, scale)
         return h, _remember(y, norm, h, shift, scale)
 
     return replace(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from opendit.config import SpeedFlags
 from opendit.kernels import layernorm_modulate as adaln
+from opendit.kernels.add_table import add_table
 from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.common import kernels_available
@@ -78,7 +79,9 @@ def _block_ops(flags, device, dtype) -> tuple[BlockOps, str]:
         reason = f"; no modulate kernel: {why}" if flags.enable_modulate_kernel else ""
         ops = BlockOps() if norm is None else BlockOps(layernorm_modulate=_after(norm, modulate))
         return ops, norm_note + reason
-    ops = BlockOps(linear_gelu=_linear_gelu, linear_gate_residual=_linear_gate_residual, swiglu=swiglu)
+    ops = BlockOps(
+        linear_gelu=_linear_gelu, linear_gate_residual=_linear_gate_residual, swiglu=swiglu, add_table=add_table
+    )
     if flags.enable_layernorm_kernel:
         return replace(
             ops,

@@ -4,6 +4,7 @@ Transformers", ICCV 2023), with adaLN-Zero conditioning on timestep and class or
 Parameter names are those of Meta's release, so its checkpoints load strictly.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -22,13 +23,13 @@ from opendit.models.layers import (
     Mlp,
     Options,
     PatchEmbed,
+    Pending,
     TimestepEmbedder,
     layer_norm,
     modulation,
 )
 from opendit.models.positions import (
     LearnedPositions,
-    add_table,
     grid_coordinates,
     rotary_table,
     sincos_position_table,
@@ -66,12 +67,12 @@ class DiTBlock(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Pending,
         c: Tensor,
         context: Context | None = None,
         shards: Shards | None = None,
         layout: Layout | None = None,
-    ) -> Tensor:
+    ) -> Pending:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
         x, y = self.ops.residual_and_norm(x, shift_a, scale_a)
         heads = self.attn.heads(y, self.ops, shards, layout)
@@ -84,6 +85,11 @@ class DiTBlock(nn.Module):
         return self.mlp.residual(x, gate_m, y, self.ops)
 
 
+def _whole(block: nn.Module, *args) -> Tensor:
+    """A block's result (B, N, D). What it leaves pending would be kept: nothing after the block recomputes it."""
+    return block.ops.finish(block(*args))
+
+
 class FinalLayer(nn.Module):
     """adaLN, then each token to its patch: (B, N, D) to (B, N, out_features)."""
 
@@ -93,9 +99,10 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = modulation(dim, 2)
         self.ops = BlockOps()
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Pending, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
-        return self.linear(self.ops.layernorm_modulate(x, shift, scale))
+        # Apart, because FP8's joined operation gives what only a linear layer of BlockOps can read.
+        return self.linear(self.ops.layernorm_modulate(self.ops.finish(x), shift, scale))
 
 
 class DiT(nn.Module):
@@ -117,6 +124,7 @@ class DiT(nn.Module):
         self.register_positions()
         self.blocks = nn.ModuleList(self.make_block() for _ in range(config.depth))
         self.final_layer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
+        self.ops = BlockOps()
         self.grad_checkpoint = False
         self.sequence: Callable[[int], Shards] | None = None  # N tokens as the ranks of a group share them
         self.initialize_weights()
@@ -159,7 +167,7 @@ class DiT(nn.Module):
         the same arguments, and all get the whole result. Gradients are those of their own tokens, times their number.
         """
         self.sequence = sequence
-        for part in (*self.blocks, self.final_layer):
+        for part in (self, *self.blocks, self.final_layer):
             part.ops = ops or BlockOps()
         for module in self.blocks.modules():
             if isinstance(module, Attention):
@@ -169,7 +177,8 @@ class DiT(nn.Module):
     def compile_blocks(self, **options) -> None:
         """torch.compile for blocks and final layer, in place; options as of torch.compile.
 
-        They share one graph for each shape they meet. The rest is small, and differs in every model.
+        They share one graph for each shape they meet, but for the first block: only the others begin with the end of
+        one. The rest is small, and differs in every model.
         """
         for part in (*self.blocks, self.final_layer):
             part.compile(dynamic=False, **options)
@@ -217,13 +226,14 @@ class DiT(nn.Module):
         if self.learned_positions is not None:
             x = x + positions
         elif positions is not None:
-            x = add_table(x, positions)  # in fp32: bf16 positions of neighbours would coincide
+            x = self.ops.add_table(x, positions)  # in fp32: bf16 positions of neighbours would coincide
         c, context = self.condition(t, y)
         layout = Layout(grid, self.rotations(grid))
         for block in self.blocks:
             if self.grad_checkpoint and torch.is_grad_enabled():
                 # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
-                x = checkpoint(block, x, c, context, shards, layout, use_reentrant=False, preserve_rng_state=False)
+                whole = functools.partial(_whole, block)
+                x = checkpoint(whole, x, c, context, shards, layout, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, c, context, shards, layout)
         x = self.final_layer(x, c)

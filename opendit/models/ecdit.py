@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT, DiTBlock
-from opendit.models.layers import BlockOps, Mlp
+from opendit.models.layers import BlockOps, Mlp, Pending
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ExpertMlp(Mlp):
         total = _AddRows.apply(out.flatten(0, 1), row.flatten(), B * N)  # in fp32 or wider
         return total.view(B, N, D).to(y.dtype)
 
-    def residual(self, x: Tensor, gate: Tensor, y: Tensor, ops: BlockOps) -> Tensor:
+    def residual(self, x: Tensor, gate: Tensor, y: Tensor, ops: BlockOps) -> Pending:
         return super().residual(x + gate.unsqueeze(1) * self.routed(y), gate, y, ops)
 
     def forward(self, x: Tensor) -> Tensor:

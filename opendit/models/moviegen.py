@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opendit.models.attention import Attention, CrossAttention, Layout, Shards
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import Context, DiT
-from opendit.models.layers import BlockOps, RMSNorm, SwiGlu, modulation
+from opendit.models.layers import BlockOps, Pending, RMSNorm, SwiGlu, modulation
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class MovieGenBlock(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Pending,
         c: Tensor,
         context: Context | None = None,
         shards: Shards | None = None,
         layout: Layout | None = None,
-    ) -> Tensor:
+    ) -> Pending:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
-        x, y = self.ops.residual_rmsnorm_modulate(x, self.attn_norm, shift_a, scale_a)
+        x, y = self.ops.residual_and_rmsnorm(x, self.attn_norm, shift_a, scale_a)
         heads = self.attn.heads(y, self.ops, shards, layout)
         if self.cross_attn is None:
             x, y = self.ops.residual_then_rmsnorm(x, gate_a, heads, self.attn.proj, self.mlp_norm, shift_m, scale_m)

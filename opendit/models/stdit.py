@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opendit.models.attention import Attention, CrossAttention, FrameAttention, Layout, Shards, TemporalAttention
 from opendit.models.dit import Context, DiT
-from opendit.models.layers import BlockOps, Mlp, modulation
+from opendit.models.layers import BlockOps, Mlp, Pending, modulation
 from opendit.models.vdit import VDiTConfig
 
 
@@ -63,12 +63,12 @@ class STDiTBlock(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Pending,
         c: Tensor,
         context: Context | None = None,
         shards: Shards | None = None,
         layout: Layout | None = None,
-    ) -> Tensor:
+    ) -> Pending:
         modulations = iter(self.adaLN_modulation(c).unflatten(1, (self.parts, 3, -1)).unbind(1))
         shift, scale, gate = next(modulations).unbind(1)
         x, y = self.ops.residual_and_norm(x, shift, scale)

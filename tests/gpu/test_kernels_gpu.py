@@ -4,11 +4,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from opendit.kernels.add_table import add_table
 from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.common import Launch, forced_launch, interpreting, kernels_available
+from opendit.kernels.philox import philox_bits
 from opendit.kernels.split_heads import split_heads, split_heads_reference
+from opendit.random import Stream, random_bits
 from tests.kernels.cases import (
     BATCHES,
+    BOUNDS,
     DTYPES,
     KERNELS,
     LENGTHS,
@@ -264,3 +268,23 @@ def test_forced_attention_never_builds_the_scores(requested):
     torch.cuda.reset_peak_memory_stats()
     LocalAttention(backend)(q, k, v).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 4 * 8192 * 8192 * 2 / 4  # a quarter of the scores in bf16
+
+
+@dtypes
+@pytest.mark.parametrize("shape", ((1, 1, 64), (9, 7, 72), (256, 256, 1152), (3, 8193, 384)))
+def test_add_table(shape, dtype):
+    x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+    table = torch.randn(shape[1:], device="cuda")
+    y, want = add_table(x, table), x.double() + table
+    assert y.dtype == dtype and (y - want).norm() <= BOUNDS[dtype] * want.norm()
+    dy = torch.randn_like(x)
+    assert torch.equal(torch.autograd.grad(y, x, dy)[0], dy)
+
+
+@pytest.mark.parametrize("seed", (42, 0x0123456789ABCDEF, 2**64 - 1))
+@pytest.mark.parametrize("step", (0, 1, 2**32 - 1))
+def test_philox_gives_the_bits_of_the_cpu(seed, step):
+    index = torch.tensor([0, 5, 2**31 + 1, 2**32 - 1] * 64)
+    for count in (1, 9, 4096, 5001):
+        got = philox_bits(seed, step, index.cuda(), int(Stream.NOISE), count)
+        assert torch.equal(got.cpu(), random_bits(seed, step, index, Stream.NOISE, count))

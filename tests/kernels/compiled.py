@@ -22,10 +22,12 @@ from triton.runtime.jit import JITFunction
 
 from opendit.kernels import fp8
 from opendit.kernels.adamw_ema import FusedStep, constant_decays
+from opendit.kernels.add_table import add_table
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.exchange_heads import exchange_heads, new_heads
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
+from opendit.kernels.philox import philox_bits
 from opendit.kernels.split_heads import gather_heads_float8, split_heads
 from opendit.kernels.transpose import transpose
 from tests.kernels.cases import OPERATORS, arguments_of, make_inputs, output_gradients
@@ -113,6 +115,9 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         if op.modulated:
             yield f"{name} packed", lambda n=name: forward_and_backward(n, 1152, BFLOAT16, (100, 156))
     yield "split_heads", lambda: heads(1152)
+    yield "add_table", lambda: add_table(torch.zeros(16, 256, 1152, dtype=BFLOAT16), torch.zeros(256, 1152))
+    for seed in (42, 2**64 - 1):
+        yield f"philox {seed}", lambda s=seed: philox_bits(s, 2**32 - 1, torch.zeros(3, dtype=torch.int64), 1, 4096)
     yield "exchange_heads", heads_of_other_ranks
     yield "transpose", lambda: transpose(torch.zeros(64, 1152, dtype=BFLOAT16))
     yield "float8", lambda: float8(1152)

@@ -196,7 +196,9 @@ def test_models_keep_what_is_not_a_linear_layer_of_a_block():
     final = model.final_layer(x, c)
     model.grad_checkpoint = True
     again, grads_again = gradients(model)
-    assert torch.equal(again, got) and all(torch.equal(grads_again[name], grad) for name, grad in grads.items())
+    assert torch.equal(again, got)
+    for name, grad in grads.items():  # whole blocks are not joined with the next: sums are rounded at other places
+        assert (grads_again[name] - grad).norm() < 1e-6 * grad.norm(), name
     with torch.no_grad():
         assert torch.equal(model(*inputs()), got)
     model.use()

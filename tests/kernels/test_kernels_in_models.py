@@ -57,6 +57,7 @@ def test_flags_choose_the_operations():
             "linear_gate_residual",
             "residual_rmsnorm_modulate",
             "swiglu",
+            "add_table",
         },
         (False, False, True): {"linear_heads"},
         (True, True, True): torch_ops,

@@ -1,6 +1,7 @@
 """DiT against an independent implementation, Meta's parameter names, and bad configurations."""
 
 import argparse
+import weakref
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 
 from benchmarks.plain_dit import PlainDiT
 from opendit.models import DiT, DiTConfig, model_config
-from opendit.models.layers import timestep_embedding
+from opendit.models.layers import TORCH_OPS, BlockOps, timestep_embedding
 from opendit.models.positions import sincos_position_table
 from opendit.models.pretrained import load_pretrained, read_weights
 
@@ -84,6 +85,49 @@ def test_gradient_checkpointing_changes_nothing():
         model(x, t, y).square().mean().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("checkpointed", (False, True))
+def test_blocks_are_joined_with_the_next(checkpointed):
+    """An operation that is two, in torch: as often as there are neighbours, with the same results; recomputed blocks
+    are whole."""
+    calls = []
+
+    def joined(x, gate, z, linear, shift, scale):
+        h = TORCH_OPS.linear_gate_residual(x, gate, z, linear)
+        calls.append((shift, scale))
+        return h, TORCH_OPS.layernorm_modulate(h, shift, scale)
+
+    model = randomised(DiT(DiTConfig((4, 4), 2, 2, 32, 3, 2, num_classes=3)))
+    model.grad_checkpoint = checkpointed
+    x, t, y = torch.randn(3, 2, 4, 4), torch.tensor([1, 20, 300]), torch.tensor([0, 1, 3])
+    results = []
+    for ops in (TORCH_OPS, BlockOps(linear_gate_residual_layernorm_modulate=joined)):
+        model.use(ops=ops).zero_grad()
+        output = model(x, t, y)
+        output.square().mean().backward()
+        results.append([output, *(p.grad.clone() for p in model.parameters())])
+    assert len(calls) == (2 * 3 if checkpointed else 2 * 3 - 1)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_hidden_layer_is_not_held_by_the_next_block():
+    hidden, alive = [], []
+
+    def linear_gelu(x, linear):
+        z = TORCH_OPS.linear_gelu(x, linear)
+        hidden.append(weakref.ref(z))
+        return z
+
+    def linear_heads(x, linear, num_heads):
+        alive.append(sum(z() is not None for z in hidden))
+        return TORCH_OPS.linear_heads(x, linear, num_heads)
+
+    model = DiT(DiTConfig((4, 4), 2, 2, 32, 3, 2, num_classes=3))
+    model.use(ops=BlockOps(linear_gelu=linear_gelu, linear_heads=linear_heads))
+    with torch.no_grad():
+        model(torch.randn(3, 2, 4, 4), torch.tensor([1, 20, 300]), torch.tensor([0, 1, 3]))
+    assert len(hidden) == 3 and alive == [0, 0, 0]
 
 
 def test_meta_keys_load_strictly_into_dit_s_2(tmp_path):

@@ -42,7 +42,10 @@ def test_block(kv_heads, text, more):
 
     expected = torch.stack([reference(*sample) for sample in zip(x, c, *context, strict=True)])
     plain.compare(
-        block, block(x, c, context if text else None, None, layout), expected, EXACT_TABLE if places else 1e-9
+        block,
+        block.ops.finish(block(x, c, context if text else None, None, layout)),
+        expected,
+        EXACT_TABLE if places else 1e-9,
     )
 
 

@@ -1,0 +1,22 @@
+"""The kernel of opendit.random, in Triton's interpreter: the bits of its torch operations, whose known answers are in
+tests/test_random.py."""
+
+import pytest
+import torch
+
+from opendit.kernels.philox import BLOCK, philox_bits
+from opendit.random import Stream, random_bits
+from tests.kernels.cases import poisoned_memory
+
+DEVICE = "cpu"
+INDEX = [0, 5, 2**31 + 1, 2**32 - 1, 7]
+
+
+@pytest.mark.parametrize("seed", (0, 42, 2**31, 0x0123456789ABCDEF, 2**64 - 1))
+@pytest.mark.parametrize("step", (0, 1, 16, 2**31 + 3, 2**32 - 1))
+def test_bits(seed, step):
+    for count in (1, 3, 4, 9, 4 * BLOCK, 4 * BLOCK + 5):
+        with poisoned_memory():
+            got = philox_bits(seed, step, torch.tensor(INDEX, device=DEVICE), Stream.CONDITION_DROP, count)
+        assert got.dtype == torch.int64
+        assert torch.equal(got.cpu(), random_bits(seed, step, torch.tensor(INDEX), Stream.CONDITION_DROP, count))
