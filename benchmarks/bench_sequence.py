@@ -6,8 +6,9 @@
 Every kind of sequence parallelism takes turns with two blocking baselines (benchmarks/sequence_baselines.py) and with
 *compute only*: the same layer without any communication, on numbers that mean nothing. The figure is the time of
 compute only over the time: 1 is communication that costs nothing. *Whole* is the layer over the whole sequence on
-every rank alone. On GPUs every variant is a CUDA graph, so that the host's launches don't count. First, on a short
-sequence, each kind's output and gradients are compared with one rank's.
+every rank alone. *Plain* is what compute only should take: the model's own block on a rank's tokens, its attention's
+time replaced by that of attention to all tokens with a rank's heads. On GPUs every variant is a CUDA graph, so that the
+host's launches don't count. First, on a short sequence, each kind's output and gradients are compared with one rank's.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
 from opendit.config import SpeedFlags
 from opendit.forward_backward import record
 from opendit.kernels.select import select_kernels
+from opendit.kernels.split_heads import head_views
 from opendit.models.dit import DiTBlock
 from opendit.parallel.mesh import Mesh, close_mesh, environment_world_size, init_mesh
 from opendit.parallel.sequence import SequenceParallel, Shards, sequence_parallel
@@ -38,6 +40,7 @@ from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import connect
 
 WHOLE = "whole"
+PLAIN, PLAIN_ATTENTION, RANKS_ATTENTION = "plain", "plain attention", "a rank's attention"
 BLOCKING = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
 
 
@@ -80,13 +83,22 @@ class Layer:
         self.whole = torch.randn(1, tokens, hidden, device=mesh.device).to(dtype)
         self.c, self.weights = torch.randn(1, hidden, device=mesh.device).to(dtype), torch.randn_like(self.whole)
 
-    def step(self, shards: Shards | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """(output, gradient of x, gradients of the weights), for this rank's tokens or, without shards, for all."""
-        x, weights = (t if shards is None else shards.take(t) for t in (self.whole, self.weights))
+    def step(self, shards: Shards | None, tokens: int | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(output, gradient of x, gradients of the weights), for this rank's tokens or, without shards, for all or the
+        first ``tokens``."""
+        x, weights = (t[:, :tokens] if shards is None else shards.take(t) for t in (self.whole, self.weights))
         x = x.detach().requires_grad_()
-        output = self.block(x, self.c, None, shards)
+        output = self.block.ops.finish(self.block(x, self.c, None, shards))
         dx, *grads = torch.autograd.grad(output, [x, *self.block.parameters()], weights)
         return output.detach(), dx, grads
+
+    def attention(self, heads: int, tokens: int) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v of so many of the layer's heads and tokens, with nothing around attention."""
+        d = self.shape.hidden // self.shape.heads
+        qkv = self.whole.new_ones(1, tokens, 3 * heads * d).normal_().requires_grad_()
+        parts = head_views(qkv, heads)
+        seen = self.block.attn.attend(*parts)
+        return torch.autograd.grad(seen, parts, torch.ones_like(seen))
 
     def strategy(self, name: str) -> SequenceParallel:
         if name in ("compute only", *BLOCKING):
@@ -114,17 +126,24 @@ def names(mesh: Mesh, heads: int) -> list[str]:
     """The variants that the number of heads and the machine allow."""
     found, ranks = ["compute only"], mesh.world_size
     if heads % ranks == 0:
-        found += [*BLOCKING, "fastseq", "ulysses nccl"]
+        found += [*BLOCKING, "fastseq nccl", "ulysses nccl"]
         if connect(Group.of(mesh.sp_group), mesh.device)[0] is not None:
-            found += [f"ulysses x {g}" for g in range(1, MOST_GROUPS + 1) if heads // ranks % g == 0]
+            found += ["fastseq", *(f"ulysses x {g}" for g in range(1, MOST_GROUPS + 1) if heads // ranks % g == 0)]
     return [*found, "ring", "auto"]
+
+
+@functools.cache
+def capture_stream() -> torch.cuda.Stream:
+    """One for all graphs: torch hands out 32 streams in turn, so after so many variants one of them would be recorded
+    on the stream of PeerMemory's copies, and these would not run beside its kernels."""
+    return torch.cuda.Stream()
 
 
 def captured(mesh: Mesh, work: Callable[[], object]) -> Callable[[], object]:
     """``work`` as one CUDA graph, where there is a GPU."""
     if mesh.device.type != "cuda":
         return work
-    stream = torch.cuda.Stream()
+    stream = capture_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -171,6 +190,12 @@ def measure(
     mesh = layer.mesh
     works = {n: captured(mesh, functools.partial(layer.step, layer.strategy(n)(layer.tokens))) for n in variants}
     works[WHOLE] = captured(mesh, functools.partial(layer.step, None))
+    heads, ranks = layer.shape.heads, mesh.sp_size
+    if heads % ranks == 0:
+        rows = layer.tokens // ranks
+        works[PLAIN] = captured(mesh, functools.partial(layer.step, None, rows))
+        works[PLAIN_ATTENTION] = captured(mesh, functools.partial(layer.attention, heads, rows))
+        works[RANKS_ATTENTION] = captured(mesh, functools.partial(layer.attention, heads // ranks, layer.tokens))
     once = max(timed(mesh, works["compute only"], 1) for _ in range(2))
     repeats = max(1, min(50, int(budget / once)))
     times = {name: [] for name in works}
@@ -181,7 +206,10 @@ def measure(
     if trace_to:
         name = f"{layer.tokens}-{layer.shape.hidden}-{mesh.sp_size}-rank{mesh.rank}.json"
         trace(works["auto" if "auto" in works else variants[-1]], f"{trace_to}/{name}")
-    return {name: statistics.median(found) for name, found in times.items()}
+    seconds = {name: statistics.median(found) for name, found in times.items()}
+    if PLAIN in seconds:
+        seconds[PLAIN] += seconds.pop(RANKS_ATTENTION) - seconds.pop(PLAIN_ATTENTION)
+    return seconds
 
 
 def main() -> None:
@@ -197,7 +225,6 @@ def main() -> None:
     args = parser.parse_args()
     mesh = init_mesh(sequence_parallel=environment_world_size())
     dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
-    rows = []
     for hidden, heads in zip(args.hidden, args.heads, strict=True):
         variants = names(mesh, heads)
         variants = [name for name in variants if not args.only or name in ("compute only", *args.only)]
@@ -207,14 +234,14 @@ def main() -> None:
             layer = Layer(mesh, tokens, hidden, heads, dtype)
             seconds = measure(layer, variants, args.rounds, args.budget, args.trace)
             if mesh.is_main:
-                rows += report(layer, seconds, errors, str(layer.strategy("auto").plan))
+                rows = report(layer, seconds, errors, str(layer.strategy("auto").plan))
+                if args.results:
+                    append(rows, args.results, gpus=mesh.world_size)
             elif "auto" in variants:
                 layer.strategy("auto")  # collective
             del layer
             if mesh.device.type == "cuda":
                 torch.cuda.empty_cache()
-    if mesh.is_main and args.results:
-        append(rows, args.results, gpus=mesh.world_size)
     close_mesh()
 
 
@@ -222,8 +249,10 @@ def report(layer: Layer, seconds: dict[str, float], errors: dict[str, float], au
     shape, ranks = layer.shape, layer.mesh.world_size
     case = f"layer {shape.hidden}/{shape.heads} N {shape.tokens} P {ranks}"
     compute, blocking = seconds["compute only"], seconds.get("blocking ulysses")
-    share = seconds[WHOLE] / ranks
-    print(f"\n{case}: compute only {compute * 1e3:.3f} ms (whole / {ranks}: {share * 1e3:.3f}); auto: {auto}")
+    share, plain = seconds[WHOLE] / ranks * 1e3, seconds.get(PLAIN, float("nan")) * 1e3
+    print(
+        f"\n{case}: compute only {compute * 1e3:.3f} ms (plain {plain:.3f}, whole / {ranks} {share:.3f}); auto: {auto}"
+    )
     rows = []
     for name, error in errors.items():
         exposed = (seconds[name] - compute) / (blocking - compute) if blocking else float("nan")

@@ -122,8 +122,6 @@ class DiTConfig:
             raise ValueError(
                 f"--sequence_parallel_type {kind} attends without --qk_norm and --positions rope; use ulysses"
             )
-        if kind == "fastseq" and not self.bias:
-            raise ValueError("--sequence_parallel_type fastseq needs biases; use ulysses or ring with --no_bias")
 
     def check_speed(self, fp8: bool, recompute: str) -> None:
         """Raises ValueError if the blocks can't run in FP8, or by parts again in the backward pass."""

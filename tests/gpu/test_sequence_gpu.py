@@ -26,7 +26,8 @@ SAMPLES, STEPS = 2, 50
 def types(world: int) -> list[dict]:
     found = [dict(kind="ulysses", groups=g) for g in (1, 2, 4) if 8 // world % g == 0]
     found += [dict(kind=kind, direct=False) for kind in ("ulysses", "ring", "fastseq")]
-    found += [dict(kind="fastseq", keep_gathered=True)]
+    found += [dict(kind="fastseq"), dict(kind="fastseq", keep_gathered=True)]
+    found += [dict(kind="fastseq", keep_gathered=True, direct=False)]
     return found + [dict(kind="usp")] * (world == 4)
 
 

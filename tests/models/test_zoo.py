@@ -133,6 +133,7 @@ def test_recomputed_and_compiled_blocks_change_nothing(config):
     for way in ("plain", "checkpointed", "compiled"):
         model.grad_checkpoint = way == "checkpointed"
         if way == "compiled":
+            torch.compiler.reset()  # torch compiles a function, here that of all kinds of blocks, only so many times
             model.compile_blocks(backend="aot_eager", fullgraph=True)
         model.zero_grad()
         model(*arguments).square().mean().backward()
@@ -320,12 +321,12 @@ def test_what_can_not_be_combined():
         ("MovieGen-Ti/2", "ulysses"): {},  # shared keys and values
         ("DiT-S/2", "ring"): {"qk_norm": True},
         ("DiT-B/2", "usp"): {"positions": "rope"},
-        ("DiT-L/2", "fastseq"): {"bias": False},
     }
     for (name, kind), options in sequence.items():
         with pytest.raises(ValueError, match="--sequence_parallel_"):
             build(name, num_classes=3, **options).check_sequence_parallel(kind)
-    build("DiT-S/2", num_classes=3, qk_norm=True, positions="rope", bias=False).check_sequence_parallel("ulysses")
+    for kind in ("fastseq", "ulysses"):
+        build("DiT-S/2", num_classes=3, qk_norm=True, positions="rope", bias=False).check_sequence_parallel(kind)
     build("MovieGen-5B/122", num_classes=3).check_sequence_parallel("ring")
     for name, options in (("EC-DiT-Ti/2", {}), ("MovieGen-Ti/2", {}), ("DiT-S/2", {"bias": False})):
         with pytest.raises(ValueError, match="--fp8 does not work with"):

@@ -1,12 +1,15 @@
 """What PeerMemory promises, by memory that processes of one machine share, gloo's barrier and torch's copies."""
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from opendit.kernels.exchange_heads import exchange_heads_reference
 from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.sequence.peer_memory import Buffer, Part, Rows
+from opendit.parallel.sequence.peer_memory import Buffer, Pair, Part, Rows
 
 
 class SharedMemory:
@@ -35,14 +38,30 @@ class SharedMemory:
         exchange_heads_reference(heads, rows.of, first, push)
 
     def exchange_beside(self, groups: list[Part], rows: Rows, push: bool) -> list[int]:
-        for heads, first in groups:
-            if not push:
-                for part in heads:
-                    part.fill_(torch.nan)
-            self._late.append((heads, rows, first, push))
-        self._asked += len(groups)
-        return list(range(self._asked - len(groups), self._asked))
+        if not push:
+            for heads, _ in groups:
+                self._spoil(heads)
+        return self._later([partial(self.exchange, heads, rows, first, push) for heads, first in groups])
+
+    def copy_beside(self, groups: list[list[Pair]], own: list[Pair] = ()) -> list[int]:
+        self._spoil(target for pairs in (own, *groups) for target, _ in pairs)
+        return self._later([partial(self._copy, pairs) for pairs in (own, *groups)])[1:]
+
+    @staticmethod
+    def _copy(pairs: list[Pair]) -> None:
+        for target, source in pairs:
+            target.copy_(source)
+
+    @staticmethod
+    def _spoil(targets: Iterable[Tensor]) -> None:
+        for target in targets:
+            target.fill_(torch.nan)
+
+    def _later(self, works: list[Callable[[], None]]) -> list[int]:
+        self._late += works
+        self._asked += len(works)
+        return list(range(self._asked - len(works), self._asked))
 
     def wait(self, event: int | None = None) -> None:
         while self._late and (event is None or self._asked - len(self._late) <= event):
-            self.exchange(*self._late.pop(0))
+            self._late.pop(0)()

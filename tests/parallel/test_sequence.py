@@ -18,6 +18,7 @@ from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.direct import DirectUlysses
+from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
 from tests.models.test_dit import randomised
 from tests.parallel.shared_memory import SharedMemory
 from tests.ranks import run_ranks
@@ -27,6 +28,7 @@ IMAGE = DiTConfig((6, 10), 2, 3, 48, 2, 12, num_classes=5)  # 15 tokens
 VIDEO = VDiTConfig((4, 4, 6), (2, 2, 2), 2, 48, 2, 12, num_classes=5)  # 12 tokens
 TEXT = replace(VIDEO, num_classes=None, text=TextConfig("bytes", 32, 7, cross_attention=True))
 SIX_HEADS = replace(IMAGE, num_heads=6)
+NO_BIAS = replace(IMAGE, bias=False)
 FIVE_HEADS = replace(IMAGE, hidden_size=40, num_heads=5)
 PICTURE = (1, 4, 6)  # for a video model: 6 tokens
 TYPES = {
@@ -36,7 +38,12 @@ TYPES = {
     "ring": {"kind": "ring"},
     "usp": {"kind": "usp"},
 }
-DIRECT = {"direct ulysses": 1, "direct ulysses in groups": 3}  # head groups
+DIRECT = {
+    "direct ulysses": DirectUlysses,
+    "direct ulysses in groups": functools.partial(DirectUlysses, groups=3),
+    "direct fastseq": DirectFastSeq,
+    "direct fastseq, kept": functools.partial(DirectFastSeq, keep_gathered=True),
+}
 BASELINES = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
 
 
@@ -93,7 +100,7 @@ def strategy(mesh: Mesh, name: str, config: DiTConfig) -> SequenceParallel:
         made = sequence_parallel(mesh, "ring", shape)
         if name in BASELINES:
             return replace(made, heads=BASELINES[name](made.group))
-        return replace(made, heads=DirectUlysses(shared_memory(made.group), DIRECT[name]))
+        return replace(made, heads=DIRECT[name](shared_memory(made.group)))
     return sequence_parallel(mesh, shape=shape, **TYPES[name])
 
 
@@ -112,7 +119,7 @@ def possible(ranks: int, config: DiTConfig) -> list[str]:
     """The types that this many ranks and heads allow."""
     names = ["ring"]
     if config.num_heads % ranks == 0:
-        names += ["fastseq", "fastseq, kept", "ulysses", "direct ulysses"]
+        names += ["fastseq", "fastseq, kept", "ulysses", "direct ulysses", "direct fastseq", "direct fastseq, kept"]
         names += ["direct ulysses in groups"] * (config.num_heads // ranks % 3 == 0)
     return names + ["usp"] * (ranks == 4 and config.num_heads % 2 == 0)
 
@@ -128,6 +135,7 @@ def cases_of(world: int) -> list[tuple]:
     cases += [(world, name, IMAGE, (2, 4), 1, False) for name in possible(world, IMAGE)]
     cases += [(world, name, IMAGE, None, 2, False) for name in BASELINES]
     cases += [(world, name, SIX_HEADS, None, 1, False) for name in possible(world, SIX_HEADS)]
+    cases += [(world, name, NO_BIAS, None, 2, False) for name in possible(world, NO_BIAS)]
     return [*cases, (world, "ring", FIVE_HEADS, None, 2, False)]
 
 
@@ -151,7 +159,7 @@ def in_the_wrong_group(mesh: Mesh) -> list:
     meshes = (right, replace(right, sp_group=dist.group.WORLD))
     return [
         [errors(mesh, fresh(IMAGE), strategy(mesh, name, IMAGE), IMAGE.input_size, 1) for mesh in meshes]
-        for name in ("fastseq", "ulysses", "direct ulysses", "ring")
+        for name in ("fastseq", "ulysses", "direct ulysses", "direct fastseq", "ring")
     ]
 
 

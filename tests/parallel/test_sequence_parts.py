@@ -4,12 +4,15 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 import train
 from opendit.config import TrainConfig, parse
 from opendit.models import DiT
 from opendit.parallel.mesh import check_sequence_parallel
 from opendit.parallel.sequence.choose import Machine, Shape, make_plan
+from opendit.parallel.sequence.collectives import Group
+from opendit.parallel.sequence.layout import weight_gradient
 from opendit.parallel.sequence.partial_attention import (
     attend_part,
     attend_part_backward,
@@ -46,6 +49,18 @@ def test_merging_is_exact_where_one_part_outweighs_the_other():
     merged, merged_lse = merge(out.clone(), lse, part, part_lse)
     assert torch.equal(merged[..., 0, :], out[..., 0, :]) and torch.equal(merged[..., 1, :], part[..., 1, :])
     assert torch.equal(merged_lse, torch.full_like(lse, 200.0))
+
+
+@pytest.mark.parametrize("rank,ranks", [(0, 2), (1, 2), (1, 3), (0, 1)])
+def test_a_weights_gradient_is_zero_but_for_the_own_rows(rank, ranks, monkeypatch):
+    own, width, x = 5, 5 * ranks, torch.randn(7, 5 * ranks, dtype=torch.float64)
+    grad = torch.randn(7, 3 * own, dtype=torch.float64)
+    expected = torch.zeros(3 * width, width, dtype=torch.float64)
+    for s, part in enumerate(grad.split(own, 1)):
+        expected[s * width + rank * own : s * width + (rank + 1) * own] = part.T @ x
+    # Memory that nobody writes to would often be zero anyway.
+    monkeypatch.setattr(Tensor, "new_empty", lambda like, *shape: torch.full(shape, torch.nan, dtype=like.dtype))
+    torch.testing.assert_close(weight_gradient(grad, x, Group(None, rank, ranks)), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence.choose import Machine, Plan, Shape, make_plan
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.sequence.direct import DirectUlysses
+from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
 from opendit.parallel.sequence.fastseq import FastSeq
 from opendit.parallel.sequence.peer_memory import connect
 from opendit.parallel.sequence.ulysses import UlyssesRing
@@ -85,7 +86,7 @@ def sequence_parallel(
     memory, why = connect(group, mesh.device) if direct else (None, "not asked for")
     plan = make_plan(kind, mesh.sp_size, shape, groups, Machine(direct=memory is not None))
     if plan.kind == "fastseq":
-        heads = FastSeq(group, keep_gathered)
+        heads = FastSeq(group, keep_gathered) if memory is None else DirectFastSeq(memory, keep_gathered)
     elif plan.kind == "usp":
         heads = UlyssesRing(*map(Group.of, mesh.split_sequence(plan.heads_over)))
     elif plan.kind == "ring":
@@ -94,5 +95,5 @@ def sequence_parallel(
         heads = DirectUlysses(memory, plan.groups)
     else:
         heads = UlyssesRing(group, Group(None, 0, 1))
-    way = "symmetric memory" if isinstance(heads, DirectUlysses) else "collectives"
+    way = "symmetric memory" if isinstance(heads, DirectUlysses | DirectFastSeq) else "collectives"
     return SequenceParallel(group, replace(plan, reason=f"{plan.reason}; by {way} ({why})"), heads)

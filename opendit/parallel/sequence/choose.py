@@ -20,7 +20,9 @@ class Machine:
     link: float = 230 * 2**30  # bytes/s that a rank receives
     latency: float = 20e-6  # s, of a collective or a hop
     barrier: float = 5e-6  # s, of an exchange through each other's memory
-    group: float = 45e-6  # s, of each further group of heads: attention begins and ends once more, in both directions
+    copies: float = 140 * 2**30  # bytes/s that copy engines bring beside matrix products
+    group: float = 30e-6  # s, of each further group of heads: more and smaller kernels, in both directions
+    tail: float = 0.3  # of a multiprocessor's turn at attention, that some wait at the end of each further group
     matmul: float = 640e12  # FLOP/s of projections
     # FLOP/s of attention for each element of a head, up to 128 of them: a head takes as long with 72. The backward pass
     # is 2.5 times the work.
@@ -95,6 +97,20 @@ class _Costs:
         reduced = self.exposed((P - 1) * hop, (2 * P - 1) * shard)  # under the gradients of input and weight
         return (P - 1) * self.exposed(hop, shard) + 2 * heads + again + reduced
 
+    def direct_fastseq(self) -> float:
+        """Of the inputs and their gradients, what the products beside them don't hide; heads come and go in one piece.
+        Passes over memory that a single rank would not make: rows of tokens laid out, taken out and added up, and the
+        own heads' rows of the weight."""
+        s, m, P = self.shape, self.machine, self.ranks
+        shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
+        hop = self.whole / P * m.link / m.copies
+        arriving = (P - 1) * max(hop - shard, 0)
+        leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)  # under the other gradients of input and weight
+        exchanged = 2 * self.whole * (P - 1) / P**2 + 4 * m.barrier
+        rows = (P + 11) * s.samples * s.tokens * s.hidden / P
+        weights = (1 + 3 / P) * 3 * s.hidden**2
+        return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
+
     def ulysses(self, ranks: int | None = None) -> float:
         m, P = self.machine, ranks or self.ranks
         return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
@@ -114,7 +130,7 @@ class _Costs:
         attention = self.attention_flop * (1 / m.attention + 2.5 / m.attention_backward)
         together = self.waves(s.heads // P)
         idle = attention * (groups * self.waves(s.heads // P // groups) / together - 1)
-        return exchanged + copied + (groups - 1) * m.group + idle
+        return exchanged + copied + (groups - 1) * (m.group + m.tail * attention / together) + idle
 
     def ring(self, ranks: int | None = None) -> float:
         s, m, P = self.shape, self.machine, ranks or self.ranks
@@ -134,7 +150,7 @@ def _plans(ranks: int, shape: Shape, machine: Machine, groups: int | None) -> li
     """All that the number of heads allows; direct Ulysses with its best number of groups, or the given one."""
     costs, plans = _Costs(ranks, shape, machine), []
     if shape.heads % ranks == 0:
-        plans.append(Plan("fastseq", "", seconds=costs.fastseq()))
+        plans.append(Plan("fastseq", "", seconds=costs.direct_fastseq() if machine.direct else costs.fastseq()))
         if machine.direct:
             local = shape.heads // ranks
             several = [groups] if groups else [g for g in range(1, min(local, MOST_GROUPS) + 1) if local % g == 0]

@@ -31,16 +31,16 @@ class DirectUlysses:
     def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps, length: int) -> Tensor:
         """See :class:`opendit.parallel.sequence.Shards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
-        layer = _Layer(self.memory, self.groups, num_heads, length, x.shape)
+        layer = Layer(self.memory, self.groups, num_heads, length, x.shape)
         parts, sent = project(x, weight, bias, layer), []
         for group in range(self.groups):
             q, k, v = _Arrive.apply(layer, group, *parts[3 * group : 3 * group + 3])
-            sent.append(_Depart.apply(attend(q, k, v), layer, group))
-        return _Collect.apply(layer, *sent)
+            sent.append(Depart.apply(attend(q, k, v), layer, group))
+        return Collect.apply(layer, None, *sent)
 
 
 @dataclass
-class _Layer:
+class Layer:
     """One call: its sizes, and what its nodes leave for each other until the exchange is done."""
 
     memory: PeerMemory
@@ -75,6 +75,11 @@ class _Layer:
             self.arriving.update(zip(later, events, strict=True))
         return found
 
+    def real(self, rank: int) -> int:
+        """Of a rank's n tokens, those that are no padding."""
+        n = self.shape[1]
+        return min(max(self.length - rank * n, 0), n)
+
     def arrived(self, group: int) -> None:
         if group in self.arriving:
             self.memory.wait(self.arriving.pop(group))
@@ -96,9 +101,7 @@ class _Layer:
         self.held.clear()
         (B, n, _), rank = self.shape, self.memory.group.rank
         own = self.rows(Buffer.OUTPUT, parts, dtype).of[rank].view(B, n, -1)
-        real = min(max(self.length - rank * n, 0), n)
-        if real < n:
-            own[:, real:].zero_()
+        own[:, self.real(rank) :].zero_()
         return own
 
 
@@ -107,7 +110,7 @@ def _unread(like: Tensor) -> Tensor:
     return like.new_empty(1).expand(like.shape)
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer) -> tuple[Tensor, ...]:
+def project(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> tuple[Tensor, ...]:
     """q, k, v (B, h, N, d) of each group of this rank's heads: the first group's, the second's, ...; they are still
     arriving.
 
@@ -123,7 +126,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer) -> tu
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer):
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer):
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
         linear_into(layer.rows(Buffer.INPUT, 3, x.dtype).of[layer.memory.group.rank], x, weight, bias)
@@ -141,7 +144,7 @@ class _Project(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layer: _Layer, group: int, *heads: Tensor):
+    def forward(ctx, layer: Layer, group: int, *heads: Tensor):
         ctx.layer, ctx.group = layer, group
         layer.arrived(group)
         return tuple(part.view_as(part) for part in heads)
@@ -152,9 +155,9 @@ class _Arrive(torch.autograd.Function):
         return None, None, *map(_unread, grads)
 
 
-class _Depart(torch.autograd.Function):
+class Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, seen: Tensor, layer: _Layer, group: int):
+    def forward(ctx, seen: Tensor, layer: Layer, group: int):
         ctx.layer, ctx.group = layer, group
         layer.push((seen,), group, last_to_leave=layer.groups - 1)
         return _unread(seen)
@@ -165,9 +168,12 @@ class _Depart(torch.autograd.Function):
         return ctx.layer.dseen.pop(ctx.group), None, None
 
 
-class _Collect(torch.autograd.Function):
+class Collect(torch.autograd.Function):
+    """``shard``: what the layer gathers again in the backward pass (direct_fastseq.py), behind the gradient."""
+
     @staticmethod
-    def forward(ctx, layer: _Layer, *sent: Tensor):
+    def forward(ctx, layer: Layer, shard: Tensor | None, *sent: Tensor):
+        ctx.save_for_backward(shard)
         ctx.layer = layer
         return layer.collect(1, sent[0].dtype).clone()
 
@@ -176,6 +182,11 @@ class _Collect(torch.autograd.Function):
         layer = ctx.layer
         own = layer.rows(Buffer.INPUT, 1, grad.dtype).of[layer.memory.group.rank]
         own.view(grad.shape).copy_(grad)
+        (shard,) = ctx.saved_tensors
+        if shard is not None:
+            layer.lay_out(shard)
         found = layer.pull(1, grad, layer.groups - 1)
+        if shard is not None:
+            layer.gather(shard)
         layer.dseen.update((group, heads[0]) for group, heads in enumerate(found))
-        return None, *(_unread(part) for (part,) in found)
+        return None, None, *(_unread(part) for (part,) in found)

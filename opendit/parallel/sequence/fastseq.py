@@ -14,7 +14,16 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.sequence.collectives import Exchange, Flight, Group, Ring, start_gather
-from opendit.parallel.sequence.layout import in_working_dtype, linear_into, side_by_side, tokens_by_rank, unpack
+from opendit.parallel.sequence.layout import (
+    in_working_dtype,
+    linear_into,
+    own_rows,
+    side_by_side,
+    tokens_by_rank,
+    unpack,
+    weight_gradient,
+    whole_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class _OwnHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, num_heads, ring, gathered):
         (B, n, D), group = x.shape, ring.group
-        own_weight, own_bias = _own_rows(weight, group), None if bias is None else _own_rows(bias, group)
+        own_weight, own_bias = own_rows(weight, group), None if bias is None else own_rows(bias, group)
         packed = x.new_empty(group.size, B, n, len(own_weight))
         kept = x.new_empty(group.size, B, n, D) if gathered is None else None
         for source, shard in ring.arriving(x, into=kept):
@@ -105,25 +114,13 @@ class _OwnHeads(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         weight, kept = ctx.saved_tensors
         (B, n, D), group, grads = ctx.shape, ctx.ring.group, {}
-        own_weight, rows = _own_rows(weight, group), grad.flatten(3).flatten(1, 2)  # rows: (P, B n, ...)
+        own_weight, rows = own_rows(weight, group), grad.flatten(3).flatten(1, 2)  # rows: (P, B n, ...)
 
         def weights() -> None:
             shards = ctx.gathered.take() if kept is None else kept
             flat = rows.flatten(0, 1)
-            grads["weight"] = _whole(flat.t() @ shards.view(-1, D), group)
-            grads["bias"] = _whole(flat.sum(0), group) if ctx.needs_input_grad[2] else None
+            grads["weight"] = weight_gradient(flat, shards.view(-1, D), group)
+            grads["bias"] = whole_rows(flat.sum(0), group) if ctx.needs_input_grad[2] else None
 
         dx = ctx.ring.reduce_scatter(lambda rank: rows[rank] @ own_weight, meanwhile=weights)
         return dx.view(B, n, D), grads["weight"], grads["bias"], None, None, None
-
-
-def _own_rows(parameter: Tensor, group: Group) -> Tensor:
-    """The rows of this rank's heads in q, k and v: (3 h d, ...) of (3 D, ...)."""
-    return parameter.unflatten(0, (3, group.size, -1))[:, group.rank].flatten(0, 1)
-
-
-def _whole(rows: Tensor, group: Group) -> Tensor:
-    """The inverse of :func:`_own_rows`, with zeros for the other heads."""
-    whole = rows.new_zeros(3, group.size, len(rows) // 3, *rows.shape[1:])
-    whole[:, group.rank] = rows.unflatten(0, (3, -1))
-    return whole.flatten(0, 2)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opendit.parallel.sequence.collectives import Group
+
 
 def in_working_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """What autocast would hand to a linear layer: before anything is sent, which then is half as much."""
@@ -26,6 +28,28 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
+
+
+def own_rows(parameter: Tensor, group: Group) -> Tensor:
+    """The rows of this rank's heads in q, k and v: (3 h d, ...) of (3 D, ...)."""
+    return parameter.unflatten(0, (3, group.size, -1))[:, group.rank].flatten(0, 1)
+
+
+def whole_rows(rows: Tensor, group: Group) -> Tensor:
+    """The inverse of :func:`own_rows`, with zeros for the other heads."""
+    whole = rows.new_zeros(3, group.size, len(rows) // 3, *rows.shape[1:])
+    whole[:, group.rank] = rows.unflatten(0, (3, -1))
+    return whole.flatten(0, 2)
+
+
+def weight_gradient(grad: Tensor, x: Tensor, group: Group) -> Tensor:
+    """``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight whose own rows took x (tokens, D) to the
+    columns of grad (tokens, 3 h d), in one pass: a batched product writes the rows of q, k and v where they belong."""
+    whole = x.new_empty(3, group.size, grad.shape[1] // 3, x.shape[1])
+    whole[:, : group.rank].zero_()
+    whole[:, group.rank + 1 :].zero_()
+    torch.bmm(grad.unflatten(1, (3, -1)).permute(1, 2, 0), x.expand(3, *x.shape), out=whole[:, group.rank])
+    return whole.flatten(0, 2)
 
 
 class _Unpack(torch.autograd.Function):

@@ -30,6 +30,7 @@ from opendit.kernels.exchange_heads import exchange_heads
 from opendit.parallel.sequence.collectives import Group
 
 Part = tuple[tuple[Tensor, ...], int]  # heads, and the first of them among all H
+Pair = tuple[Tensor, Tensor]  # (target, source), (rows, h, d), both dense within a row
 
 
 class Buffer(IntEnum):
@@ -38,7 +39,7 @@ class Buffer(IntEnum):
 
 @dataclass(frozen=True)
 class Rows:
-    """Views of all ranks' buffers: ``of[p]`` is rank p's (B, n, S, H, d); ``addresses`` (P,) int64 is for kernels."""
+    """Views of all ranks' buffers: ``of[p]`` is rank p's; ``addresses`` (P,) int64 is for kernels."""
 
     of: list[Tensor]
     addresses: Tensor
@@ -56,7 +57,7 @@ class PeerMemory:
         self._copies: torch.cuda.Event | None = None  # the end of the last of them, until somebody waited for it
 
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
-        """Views (B, n, S, H, d) of every rank's buffer."""
+        """Views of every rank's buffer, from its beginning on; (B, n, S, H, d) for an exchange of heads."""
         key = (buffer, shape, dtype)
         if key not in self._views:
             handle, addresses = self._handle(buffer, torch.Size(shape).numel() * dtype.itemsize)
@@ -98,22 +99,36 @@ class PeerMemory:
         with torch.cuda.stream(self._stream):
             for heads, first in groups:
                 exchange_heads(heads, rows.addresses, shape, rank, first, push, own=True)
+        return self._copy([self._other_heads(heads, rows, first, push) for heads, first in groups])
+
+    def copy_beside(self, groups: list[list[Pair]], own: list[Pair] = ()) -> list[torch.cuda.Event]:
+        """Rows between this rank's memory and others', as :meth:`exchange_beside` carries heads; ``own`` are within
+        this card, and are there before the first group."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for target, source in own:
+                target.copy_(source)
+        return self._copy(groups)
+
+    def _copy(self, groups: list[list[Pair]]) -> list[torch.cuda.Event]:
         events = []
-        for heads, first in groups:
-            for i in range(1, self.group.size):
-                self._copy_heads(heads, rows, (rank + i) % self.group.size, first, push)
+        for pairs in groups:
+            for target, source in pairs:
+                _copy_rows(target, source, self._stream)
             events.append(self._stream.record_event())
         self._copies = events[-1]
         return events
 
-    def _copy_heads(self, heads: tuple[Tensor, ...], rows: Rows, peer: int, first: int, push: bool) -> None:
-        theirs = rows.of[peer]
-        n, length = theirs.shape[1], heads[0].shape[2]
-        real = min(max(length - peer * n, 0), n)
-        for s, part in enumerate(heads):
-            for here, there in zip(part.transpose(1, 2), theirs[:, :, s, first : first + part.shape[1]], strict=True):
-                pair = (there[:real], here[peer * n : peer * n + real])
-                _copy_rows(*(pair if push else reversed(pair)), self._stream)
+    def _other_heads(self, heads: tuple[Tensor, ...], rows: Rows, first: int, push: bool) -> list[Pair]:
+        found, (rank, size) = [], (self.group.rank, self.group.size)
+        for peer in ((rank + i) % size for i in range(1, size)):
+            n, length = rows.of[peer].shape[1], heads[0].shape[2]
+            real = min(max(length - peer * n, 0), n)
+            for s, part in enumerate(heads):
+                theirs = rows.of[peer][:, :real, s, first : first + part.shape[1]]
+                mine = part.transpose(1, 2)[:, peer * n : peer * n + real]
+                found += zip(*((theirs, mine) if push else (mine, theirs)), strict=True)  # sample by sample
+        return found
 
     def wait(self, event: torch.cuda.Event | None = None) -> None:
         """The current stream waits for an exchange beside it, or for all of them."""
