@@ -51,11 +51,16 @@ class Architecture:
 
 
 OBJECTIVES = (
-    # Clips by velocity: the loss of noise prediction has next to no weight where a clip is decided (docs/log.md). Even
-    # so they take twice the demo's steps.
-    Objective("DDPM, DDIM 50", "--objective ddpm", "--objective ddpm --prediction v --max_steps 6000", "ddim", 50),
-    # A clip's frames repeat each other, so it takes more noise than a picture to hide what moves: flow's shift, and
-    # as much for EDM, whose noise levels are then spread around 6 = exp(1.8) as flow's are.
+    # Clips by velocity: the loss of noise prediction has next to no weight where a clip is decided. Frames repeat each
+    # other, so that is at more noise than for a picture: the schedules are shifted, and EDM's noise levels spread
+    # around 6 = exp(1.8) (docs/log.md).
+    Objective(
+        "DDPM, DDIM 50",
+        "--objective ddpm",
+        "--objective ddpm --prediction v --ddpm_shift 6 --max_steps 4000",
+        "ddim",
+        50,
+    ),
     Objective(
         "EDM, Heun 18",
         "--objective edm --edm_sigma_data 0.75",

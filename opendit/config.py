@@ -17,8 +17,8 @@ from opendit.parallel.guidance import check_cfg_parallel
 from opendit.parallel.mesh import check_sequence_parallel
 from opendit.parallel.sequence.choose import KINDS as SEQUENCE_TYPES
 
-OBJECTIVE_FLAGS = {"prediction": "ddpm", "min_snr": "ddpm", "flow_shift": "flow", "flow_times": "flow",
-                   "edm_mean": "edm", "edm_std": "edm", "edm_sigma_data": "edm"}  # fmt: skip
+OBJECTIVE_FLAGS = {"prediction": "ddpm", "min_snr": "ddpm", "ddpm_shift": "ddpm", "flow_shift": "flow",
+                   "flow_times": "flow", "edm_mean": "edm", "edm_std": "edm", "edm_sigma_data": "edm"}  # fmt: skip
 
 
 @dataclass
@@ -122,6 +122,7 @@ class TrainConfig(ParallelFlags):
     )  # fmt: skip
     prediction: str = flag("eps", "of ddpm: the noise, or v, the velocity", group="Training", choices=PREDICTIONS)
     min_snr: float | None = flag(None, "of ddpm: gamma of min-SNR loss weights, usually 5", group="Training")
+    ddpm_shift: float = flag(1.0, "of ddpm's noise at every timestep, as --flow_shift", group="Training")
     flow_shift: float = flag(1.0, "of flow's times, above 1 to more noise: large pictures, clips", group="Training")
     flow_times: str = flag("uniform", "of flow's training samples", group="Training", choices=tuple(TIME_SAMPLING))
     edm_mean: float = flag(-1.2, "of the log of edm's noise levels in training (P_mean)", group="Training")
@@ -200,7 +201,7 @@ class TrainConfig(ParallelFlags):
         positive(self, "lr", "max_bad_steps", "num_frames", "frame_interval")
         at_least_zero(self, "num_workers", "warmup_steps", "weight_decay", "grad_clip", "ckpt_every", "ckpt_keep")
         at_least_zero(self, "sample_cfg_scale")
-        positive(self, "flow_shift", "edm_std", "edm_sigma_data")
+        positive(self, "ddpm_shift", "flow_shift", "edm_std", "edm_sigma_data")
         for name, objective in OBJECTIVE_FLAGS.items():
             if name in self.given and self.objective != objective:
                 raise ValueError(f"--{name} belongs to --objective {objective}; add that, or leave it out")

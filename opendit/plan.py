@@ -77,7 +77,7 @@ def last_step_of(flags: TrainConfig, schedule: BatchSchedule) -> int:
 
 def _objective(flags: TrainConfig) -> Objective:
     settings = {
-        "ddpm": {"prediction": flags.prediction, "min_snr": flags.min_snr},
+        "ddpm": {"prediction": flags.prediction, "min_snr": flags.min_snr, "shift": flags.ddpm_shift},
         "flow": {"shift": flags.flow_shift, "times_are": flags.flow_times},
         "edm": {"mean": flags.edm_mean, "std": flags.edm_std, "sigma_data": flags.edm_sigma_data},
     }

@@ -4,6 +4,7 @@
     [N] Nichol, Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021
     [S] Salimans, Ho, "Progressive Distillation for Fast Sampling of Diffusion Models", 2022
     [M] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
+    [B] Hoogeboom, Heek, Salimans, "simple diffusion", 2023
 
 This is the objective of the DiT paper: the network predicts the noise eps and, in C more channels, v, which
 interpolates the log variance of the reverse step between its two bounds. In place of eps it may predict the velocity
@@ -68,9 +69,15 @@ class DDPM:
     _on_device: dict = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def linear(cls, T: int = 1000) -> "DDPM":
-        """The schedule that DiT trains with. Raises ValueError as ``linear_betas`` does."""
-        return cls.from_betas(linear_betas(T))
+    def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":
+        """The schedule that DiT trains with; ``shift`` multiplies sigma / alpha at every timestep, as [B] does for
+        large pictures (their d / 64, eq. 4) and ``shift_times`` for flow. Raises ValueError as ``linear_betas`` does.
+        """
+        linear = cls.from_betas(linear_betas(T))
+        if shift == 1:
+            return linear
+        kept = linear.alphas_cumprod / (linear.alphas_cumprod + shift**2 * (1 - linear.alphas_cumprod))
+        return linear._with(kept, linear.timestep_map)
 
     @classmethod
     def from_betas(cls, betas: Tensor, timestep_map: Tensor | None = None) -> "DDPM":
@@ -126,11 +133,14 @@ class DDPM:
         return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))
 
     def _keeping(self, keep: Tensor) -> "DDPM":
-        """The schedule over the timesteps ``keep``, int64, ascending: betas such that the noise levels there are
-        unchanged ([N] eq. 19)."""
-        kept = self.alphas_cumprod[keep]
-        previous = torch.cat((torch.ones_like(kept[:1]), kept[:-1]))
-        return DDPM.from_betas(1 - kept / previous, self.timestep_map[keep])
+        """The schedule over the timesteps ``keep``, int64, ascending, whose noise levels stay what they are."""
+        return self._with(self.alphas_cumprod[keep], self.timestep_map[keep])
+
+    @staticmethod
+    def _with(alphas_cumprod: Tensor, timestep_map: Tensor) -> "DDPM":
+        """The schedule of these noise levels: [N] eq. 19 for its betas."""
+        previous = torch.cat((torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]))
+        return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
 
     def _tables(self, device: torch.device) -> dict[str, Tensor]:
         """What the methods look up, on ``device``. Copied there once, so that a training step never waits for it."""

@@ -3,6 +3,7 @@
 It is made from flags for training, and from what a checkpoint says of itself (``to_dict``) for sampling.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -66,24 +67,36 @@ class Objective(ABC):
         return {"objective": self.name}
 
 
+@functools.cache
+def _shifted(shift: float) -> DDPM:
+    """One for all who ask, with its tables on their devices."""
+    return DDPM.linear(shift=shift)
+
+
 @dataclass(frozen=True)
 class DDPMObjective(Objective):
     """Noise prediction with learned variance over 1,000 steps: the DiT paper's. prediction: "v" puts the velocity in
-    the noise's place. min_snr: the gamma of min-SNR weights, None for weights of 1."""
+    the noise's place. min_snr: the gamma of min-SNR weights, None for weights of 1. shift: of the noise at every
+    timestep, in training and sampling alike."""
 
     name: ClassVar[str] = "ddpm"
     samplers: ClassVar[tuple[str, ...]] = tuple(SAMPLERS)
     preview_sampler: ClassVar[str] = "ddim"
     learn_sigma: ClassVar[bool] = True
-    schedule: ClassVar[DDPM] = DDPM.linear()
 
     prediction: str = "eps"
     min_snr: float | None = None
+    shift: float = 1.0
 
     def __post_init__(self):
         _one_of("--prediction", self.prediction, PREDICTIONS)
         if self.min_snr is not None:
             _above_0("--min_snr", self.min_snr)
+        _above_0("--ddpm_shift", self.shift)
+
+    @property
+    def schedule(self) -> DDPM:
+        return _shifted(self.shift)
 
     def times(self, seed, step, index):
         return integers(seed, step, index, Stream.TIMESTEP, self.schedule.num_steps)
@@ -106,7 +119,8 @@ class DDPMObjective(Objective):
 
     @property
     def predicts(self):
-        return {**super().predicts, "prediction": self.prediction}
+        shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}  # the network is told the timestep only
+        return {**super().predicts, "prediction": self.prediction, **shifted}
 
     def to_dict(self):
         """Without what is at its default: as checkpoints from before these settings say it, which so resume unnoted."""

@@ -55,7 +55,30 @@ def test_from_betas_refuses_what_is_no_schedule():
         DDPM.from_betas(torch.tensor([0.1, 0.2]), torch.arange(3))
 
 
-@pytest.mark.parametrize("schedule", [SCHEDULE, SCHEDULE.respaced(37)], ids=["linear", "respaced"])
+@given(shift=st.floats(0.05, 50), T=st.integers(21, 1000))
+def test_a_shift_multiplies_the_noise_of_every_timestep(shift, T):
+    plain, shifted = DDPM.linear(T), DDPM.linear(T, shift)
+    t = torch.arange(T)
+    signal, noise = (plain.q_sample(x0, t, n)[:, 0].double() for x0, n in ((ones(T), zeros(T)), (zeros(T), ones(T))))
+    x = shifted.q_sample(ones(T), t, zeros(T))[:, 0].double(), shifted.q_sample(zeros(T), t, ones(T))[:, 0].double()
+    torch.testing.assert_close(x[0] ** 2 + x[1] ** 2, torch.ones(T, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(x[1] / x[0], shift * noise / signal, rtol=1e-5, atol=0)
+    assert torch.equal(shifted.model_timesteps(t), t)
+
+
+def ones(T):
+    return torch.ones(T, 1)
+
+
+def zeros(T):
+    return torch.zeros(T, 1)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [SCHEDULE, SCHEDULE.respaced(37), DDPM.linear(shift=6.0).respaced(37)],
+    ids=["linear", "respaced", "shifted"],
+)
 def test_posterior_is_bayes_rule(schedule):
     betas = schedule.betas.numpy()
     x0, xt = randn(7, 2, 3, 3, seed=1), randn(7, 2, 3, 3, seed=2)

@@ -13,6 +13,7 @@ from opendit.config import SampleConfig, TrainConfig, parse
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion import (
     ALL_SAMPLERS,
+    DDPM,
     OBJECTIVES,
     DDPMObjective,
     EDMObjective,
@@ -30,6 +31,7 @@ EVERY = [
     DDPMObjective("v"),
     DDPMObjective("eps", 5.0),
     DDPMObjective("v", 1.5),
+    DDPMObjective("v", shift=6.0),
     FlowObjective(),
     FlowObjective(6.0, "mode"),
     EDMObjective(),
@@ -58,6 +60,7 @@ def test_checkpoints_from_before_there_was_a_choice_load_and_resume_unnoted():
         ({"name": "edm2"}, "'edm2': this version knows ddpm, flow, edm"),
         ({"name": "ddpm", "prediction": "x0"}, "--prediction x0: this version knows eps, v"),
         ({"name": "ddpm", "min_snr": 0.0}, "--min_snr 0.0: must be a number above 0"),
+        ({"name": "ddpm", "shift": 0.0}, "--ddpm_shift 0.0: must be a number above 0"),
         ({"name": "flow", "times_are": "beta"}, "--flow_times beta: this version knows uniform, logit_normal, mode"),
         ({"name": "flow", "shift": -1.0}, "--flow_shift -1.0: must be a number above 0"),
         ({"name": "edm", "std": 0.0}, "--edm_std 0.0: must be a number above 0"),
@@ -90,7 +93,8 @@ def plain_losses(argv: list[str], steps: int) -> list[float]:
     torch.manual_seed(flags.global_seed)
     model = DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10, learn_sigma=not is_edm))
     adam = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0)
-    ac, losses = DDPMObjective.schedule.alphas_cumprod, []
+    schedule, losses = DDPM.linear(shift=flags.ddpm_shift), []
+    ac = schedule.alphas_cumprod
     for _, item in zip(range(steps), loader, strict=False):
         key = (flags.global_seed, item.step, item.index)
         noise = normal(*key, Stream.NOISE, (1, 8, 8))
@@ -105,7 +109,7 @@ def plain_losses(argv: list[str], steps: int) -> list[float]:
             loss = ((s**2 + data**2) / (s * data) ** 2 * (denoised - item.x) ** 2).mean()
         else:
             t = integers(*key, Stream.TIMESTEP, 1000)
-            seen = ddpm_loss(DDPMObjective.schedule, model, item.x, t, noise, prediction=flags.prediction, y=y)
+            seen = ddpm_loss(schedule, model, item.x, t, noise, prediction=flags.prediction, y=y)
             snr = (ac / (1 - ac))[t].float()
             loss = (snr.clamp(max=flags.min_snr) / (snr + 1) * seen.mse + seen.vb).mean()
         loss.backward()
@@ -130,7 +134,10 @@ def draw(run, folder, name: str, *flags: str) -> np.ndarray:
             ["--objective", "edm", "--edm_mean", "-0.8", "--edm_sigma_data", "0.75"],
             {"name": "edm", "mean": -0.8, "std": 1.2, "sigma_data": 0.75},
         ),
-        (["--prediction", "v", "--min_snr", "5"], {"name": "ddpm", "prediction": "v", "min_snr": 5.0}),
+        (
+            ["--prediction", "v", "--min_snr", "5", "--ddpm_shift", "2"],
+            {"name": "ddpm", "prediction": "v", "min_snr": 5.0, "shift": 2.0},
+        ),
     ],
     ids=["edm", "v"],
 )
@@ -164,6 +171,7 @@ def test_training_follows_the_plain_loop_and_the_checkpoint_draws(argv, stored, 
         (["--objective", "flow", "--min_snr", "5"], "--min_snr belongs to --objective ddpm"),
         (["--objective", "edm", "--edm_std", "0"], "--edm_std 0.0: must be above 0"),
         (["--min_snr", "-5"], "--min_snr -5.0: must be above 0"),
+        (["--objective", "flow", "--ddpm_shift", "2"], "--ddpm_shift belongs to --objective ddpm"),
     ],
 )
 def test_flags_that_do_not_fit(argv, message, tmp_path):

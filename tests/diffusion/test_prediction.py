@@ -90,6 +90,24 @@ def test_a_velocity_model_draws_what_the_noise_model_draws(name, learned):
     torch.testing.assert_close(by_velocity, by_noise, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_shifted_objective_draws_from_the_noise_it_trains_on(name):
+    """The one picture that a model knows, by the angle arctan(sigma / alpha), its tangent 4 times the usual one."""
+    objective, picture, asked = DDPMObjective("v", shift=4.0), randn(1, 2, 3), []
+
+    def model(x, t):
+        asked.append(t)
+        angle = torch.arctan(4 * SCHEDULE.noise_level(t).double()).view(-1, 1, 1)
+        noise = (x - angle.cos() * picture) / angle.sin()
+        return torch.cat((angle.cos() * noise - angle.sin() * picture, torch.zeros_like(noise)), 1).float()
+
+    drawn = objective.sample(model, torch.arange(3), (2, 3), seed=1, steps=50, sampler=name, progress=None)
+    torch.testing.assert_close(drawn.double(), picture.expand(3, -1, -1), rtol=0, atol=1e-3 if name != "ddpm" else 0.1)
+    how = lambda x, t: model(x.double(), t), picture, torch.tensor([200]), randn(1, 2, 3, seed=5)
+    assert objective.loss(*how).item() < 1e-3 < 0.1 < DDPMObjective("v").loss(*how).item()
+    assert max(int(t.max()) for t in asked) == 999
+
+
 def test_the_objective_samples_by_its_prediction():
     how = dict(seed=1, steps=25, sampler="ddim", progress=None)
     schedule, index = SCHEDULE.respaced(25), torch.arange(5)
