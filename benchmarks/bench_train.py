@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
@@ -99,7 +100,7 @@ def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = F
 
 
 def engine_step(
-    args, config, mesh, data, plugin: str, precision: str, speed: SpeedFlags, graph: bool = False,
+    args, config, mesh, data, plugin: str, precision: str, *, speed: SpeedFlags, graph: bool = False,
     recompute: str = "none", compiled: bool = False,
 ):  # fmt: skip
     with mesh.device:
@@ -149,6 +150,34 @@ def measure(build, steps: int, warmup: int, mesh: Mesh) -> tuple[list[float], fl
     return times, peak
 
 
+def speeds_of(args) -> dict[tuple[str, ...], SpeedFlags]:
+    found = {} if args.kernels == "only" else {(): SpeedFlags()}
+    if args.kernels:
+        found["kernels",] = SpeedFlags(True, True, True)
+    if args.kernels and args.fp8:
+        found["fp8",] = SpeedFlags(True, True, True, fp8=True)
+    return found
+
+
+def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]:
+    """What else is done with a variant, as arguments of engine_step; first of all nothing."""
+    graphs = {(): {}}
+    if args.graph and plugin == "zero2":
+        graphs["graph",] = {"graph": True}
+    found = dict(graphs)
+    if speed.fp8:
+        return found
+    if args.compile and plugin != "gemini":
+        found["compile",] = {"compiled": True}
+    if plugin != "gemini":
+        for level in args.recompute:
+            found |= {(f"recompute {level}", *graph): {"recompute": level, **how} for graph, how in graphs.items()}
+    if args.ablation and speed != SpeedFlags():
+        flags = ("enable_modulate_kernel", "enable_layernorm_kernel", "enable_flashattn")
+        found |= {(f"without {flag}",): {"speed": replace(speed, **{flag: False})} for flag in flags}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default="DiT-XL/2")
@@ -163,8 +192,11 @@ def main() -> None:
     parser.add_argument("--fused_plain", action="store_true", help="also the plain model with docs/api.md's change")
     parser.add_argument("--compiled", action="store_true", help="also the plain baseline under torch.compile")
     parser.add_argument("--kernels", choices=("too", "only"), help="each variant with all kernels on")
+    parser.add_argument("--ablation", action="store_true", help="with --kernels: each also with one flag less")
     parser.add_argument("--fp8", action="store_true", help="with --kernels: each also with the block linears in FP8")
-    parser.add_argument("--graph", action="store_true", help="each zero2 variant as a CUDA graph too")
+    parser.add_argument(
+        "--graph", action="store_true", help="each zero2 variant as a CUDA graph too, recomputing or not"
+    )
     parser.add_argument("--compile", action="store_true", help="each zero2 and ddp variant with compiled blocks too")
     parser.add_argument(
         "--recompute", nargs="+", choices=("norms", "cheap", "half", "mlp"), default=[], help="likewise, one each"
@@ -188,26 +220,12 @@ def main() -> None:
         variants["plain autocast bf16 five lines"] = lambda: plain_step(args, config, mesh, data, fused=True)
     if args.compiled:
         variants["plain autocast bf16 compiled"] = lambda: plain_step(args, config, mesh, data, compiled=True)
-    speeds = {} if args.kernels == "only" else {(): SpeedFlags()}
-    if args.kernels:
-        speeds["kernels",] = SpeedFlags(True, True, True)
-    if args.kernels and args.fp8:
-        speeds["fp8",] = SpeedFlags(True, True, True, fp8=True)
     for plugin in args.plugins:
         for precision in args.precisions:
-            for suffix, speed in speeds.items():
-                how = plugin, precision, speed
-                variants[" ".join([plugin, precision, *suffix])] = functools.partial(
-                    engine_step, args, config, mesh, data, *how
-                )
-                ways = {"graph": {"graph": True}} if args.graph and plugin == "zero2" else {}
-                if args.compile and plugin != "gemini" and not speed.fp8:
-                    ways["compile"] = {"compiled": True}
-                if plugin != "gemini" and not speed.fp8:
-                    ways |= {f"recompute {level}": {"recompute": level} for level in args.recompute}
-                for way, settings in ways.items():
-                    variants[" ".join([plugin, precision, *suffix, way])] = functools.partial(
-                        engine_step, args, config, mesh, data, *how, **settings
+            for suffix, speed in speeds_of(args).items():
+                for way, settings in ways_of(args, plugin, speed).items():
+                    variants[" ".join([plugin, precision, *suffix, *way])] = functools.partial(
+                        engine_step, args, config, mesh, data, plugin, precision, **{"speed": speed, **settings}
                     )
     times, peaks = {name: [] for name in variants}, {}
     for turn in range(args.rounds):
