@@ -64,7 +64,7 @@ def run(model: DiT, index: Tensor, size: tuple[int, ...]) -> tuple[Tensor, dict[
     model.zero_grad()
     output = model(*arguments)
     (output * weights).sum().div(len(index)).backward()
-    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def errors(mesh: Mesh, model: DiT, sequence, size: tuple[int, ...], samples: int) -> tuple[float, float, str]:
@@ -200,6 +200,16 @@ def under_autocast(mesh: Mesh) -> list:
     return results
 
 
+def frozen_before_the_first_block(mesh: Mesh) -> list:
+    """Errors where the first block's input needs no gradient, but its weights do."""
+    mesh, results = init_mesh(sequence_parallel=4), []
+    for name in possible(4, IMAGE):
+        model = fresh(IMAGE).requires_grad_(False)
+        model.blocks[0].attn.requires_grad_(True)
+        results.append(errors(mesh, model, strategy(mesh, name, IMAGE), IMAGE.input_size, 1))
+    return results
+
+
 def said(mesh: Mesh) -> str:
     return str(sequence_parallel(init_mesh(sequence_parallel=4), "ulysses", Shape(15, 48, 12)).plan)
 
@@ -210,6 +220,7 @@ FOUR = {
     "wrong": in_the_wrong_group,
     "padding": gradients_of_padding,
     "autocast": under_autocast,
+    "frozen": frozen_before_the_first_block,
 }
 
 
@@ -237,6 +248,12 @@ def test_padding_has_no_gradient(four):
         for _, padding, tokens, total in rank["padding"]:
             assert padding == 0.0 and (total > 0) == (tokens > 0)
     assert all(count for count, *_ in four[3]["padding"])
+
+
+def test_what_is_before_the_first_block_may_be_frozen(four):
+    for rank in four:
+        assert len(rank["frozen"]) == len(possible(4, IMAGE))
+        assert all(max(output, gradient) < TOLERANCE for output, gradient, _ in rank["frozen"])
 
 
 def test_autocast_rounds_as_in_one_process(four):

@@ -4,15 +4,14 @@
       ─▶ what the heads have seen goes back as in Ulysses (direct.py)
 
 In the backward pass the inputs arrive once more, beside attention. Then the gradients of the others' inputs are made,
-one rank's after the other; each travels to its owner's output buffer beside what is made next, the weight's gradient
-and that of the own input at last. After the barrier a rank adds up what is there.
+in the gradient buffer; after the barrier copy engines bring them to their owners, beside the product that makes the
+weight's gradient. That of the own input comes last, and adds itself to what has arrived.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -89,32 +88,23 @@ class _Layer(Layer):
         everyone, self.everyone = self.everyone, None
         return everyone
 
-    def slot(self, owner: int, adder: int, dtype: torch.dtype) -> Tensor:
-        """(B, its tokens, D) of a rank's output buffer, for what another adds to the gradient of its input."""
-        return self._slots(dtype).of[owner][adder][:, : self.real(owner)]
+    def gradient_for(self, owner: int, adder: int, dtype: torch.dtype) -> Tensor:
+        """(B, its tokens, D) in the adder's gradient buffer: what it adds to the gradient of the owner's input."""
+        slots = self.memory.rows(Buffer.GRADIENT, (self.memory.group.size, *self.shape), dtype)
+        return slots.of[adder][owner][:, : self.real(owner)]
 
-    def _slots(self, dtype: torch.dtype) -> Rows:
-        return self.memory.rows(Buffer.OUTPUT, (self.memory.group.size, *self.shape), dtype)
-
-    def send_gradient(self, peer: int, grad: Tensor) -> None:
-        """(B, its tokens, D), to its slot; ``grad`` is kept until it is there."""
-        slot = self.slot(peer, self.memory.group.rank, grad.dtype)
-        self.memory.copy_beside([list(zip(slot.unsqueeze(2), grad.unsqueeze(2), strict=True))])
-        self.held.append(grad)
-
-    def finish_sending(self) -> None:
-        """Now the own slots are full."""
-        self.memory.wait()
-        self.memory.ready(Buffer.OUTPUT)
-        self.held.clear()
-
-    def sum_of_slots(self, dtype: torch.dtype) -> Tensor:
-        """The gradient (B, n, D) of this rank's input, zero for padding."""
-        rank = self.memory.group.rank
-        parts = self._slots(dtype).of[rank][:, :, : self.real(rank)]
-        # Of two, the addition is faster; a sum rounds once, not once for each rank.
-        dx = torch.add(*parts) if len(parts) == 2 else parts.sum(0)
-        return F.pad(dx, (0, 0, 0, missing)) if (missing := self.shape[1] - dx.shape[1]) else dx
+    def fetch_gradients(self, like: Tensor) -> Tensor:
+        """(P - 1, B, n, D): what the others add to the gradient of this rank's input, still arriving."""
+        (B, n, D), rank = self.shape, self.memory.group.rank
+        found = like.new_empty(len(self.others), B, n, D)
+        found[:, :, self.real(rank) :].zero_()
+        self.memory.ready(Buffer.GRADIENT)
+        groups = []
+        for target, peer in zip(found[:, :, : self.real(rank)], self.others, strict=True):
+            source = self.gradient_for(rank, peer, like.dtype)
+            groups.append(list(zip(target.unsqueeze(2), source.unsqueeze(2), strict=True)))
+        self.memory.copy_beside(groups)
+        return found
 
 
 def own_heads(
@@ -159,19 +149,27 @@ class _OwnProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dqkv: Tensor):
         (weight, everyone), layer = ctx.saved_tensors, ctx.layer
-        group, dweight = layer.memory.group, None
+        group = layer.memory.group
         own_weight = own_rows(weight, group)
-        if ctx.needs_input_grad[0]:
-            for peer in layer.others:
-                layer.send_gradient(peer, dqkv[:, layer.tokens_of(peer)] @ own_weight)
+        for peer in layer.others:
+            _input_gradient(dqkv, own_weight, layer, peer, layer.gradient_for(peer, group.rank, dqkv.dtype))
         if everyone is None:
-            everyone = layer.take_everyone()
+            everyone = layer.take_everyone()  # before the next barrier, after which others may overwrite it
+        parts = layer.fetch_gradients(dqkv)
+        dweight = None
         if ctx.needs_input_grad[1]:
             dweight = weight_gradient(dqkv.flatten(0, 1), everyone.flatten(0, 1), group)
-        if ctx.needs_input_grad[0]:
-            own = layer.slot(group.rank, group.rank, dqkv.dtype)
-            for out, rows in zip(own, dqkv[:, layer.tokens_of(group.rank)], strict=True):
-                torch.mm(rows, own_weight, out=out)
-        layer.finish_sending()
-        dx = layer.sum_of_slots(dqkv.dtype) if ctx.needs_input_grad[0] else None
+        layer.memory.wait()
+        dx = parts[0] if len(parts) == 1 else parts.sum(0)
+        _input_gradient(dqkv, own_weight, layer, group.rank, dx[:, : layer.real(group.rank)], add=True)
         return dx, dweight, None, None, None
+
+
+def _input_gradient(dqkv: Tensor, own_weight: Tensor, layer: _Layer, rank: int, out: Tensor, add: bool = False) -> None:
+    """The gradient of a rank's input, as far as it comes through this rank's heads, written to ``out`` or added.
+
+    Made whether it is needed or not (before the first block everything may be frozen): without the gradient buffer's
+    turn, the input buffer would be used twice in a row.
+    """
+    for target, rows in zip(out, dqkv[:, layer.tokens_of(rank)], strict=True):  # sample by sample
+        torch.addmm(target, rows, own_weight, beta=int(add), out=target)

@@ -32,7 +32,8 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 def own_rows(parameter: Tensor, group: Group) -> Tensor:
     """The rows of this rank's heads in q, k and v: (3 h d, ...) of (3 D, ...)."""
-    return parameter.unflatten(0, (3, group.size, -1))[:, group.rank].flatten(0, 1)
+    # Joined, not flattened: torch copies contiguous blocks three times as fast as a view with gaps between them.
+    return torch.cat(parameter.unflatten(0, (3, group.size, -1))[:, group.rank].unbind())
 
 
 def whole_rows(rows: Tensor, group: Group) -> Tensor:
@@ -46,8 +47,9 @@ def weight_gradient(grad: Tensor, x: Tensor, group: Group) -> Tensor:
     """``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight whose own rows took x (tokens, D) to the
     columns of grad (tokens, 3 h d), in one pass: a batched product writes the rows of q, k and v where they belong."""
     whole = x.new_empty(3, group.size, grad.shape[1] // 3, x.shape[1])
-    whole[:, : group.rank].zero_()
-    whole[:, group.rank + 1 :].zero_()
+    others = [part for rows in whole for part in (rows[: group.rank], rows[group.rank + 1 :]) if part.numel()]
+    if others:
+        torch._foreach_zero_(others)  # contiguous each, and one kernel for all
     torch.bmm(grad.unflatten(1, (3, -1)).permute(1, 2, 0), x.expand(3, *x.shape), out=whole[:, group.rank])
     return whole.flatten(0, 2)
 

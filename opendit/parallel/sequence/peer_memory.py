@@ -1,14 +1,15 @@
 """Memory of each rank of a group that the others read and write over NVLink (torch's symmetric memory), no collective.
 
-Two buffers a rank, and one barrier for each time that one of them is used:
+Buffers of every rank, and one barrier for each time that one of them is used:
 
-    input   a rank fills its own, barrier, all ranks read what they need of it
-    output  all ranks write to it, barrier, its owner reads it
+    input     a rank fills its own, barrier, all ranks read what they need of it
+    output    all ranks write to it, barrier, its owner reads it
+    gradient  as input
 
-The two take turns. So a buffer is used again only after the barrier of the other one, at which every rank arrives, in
-the order of its stream, when it is done with the first: nobody needs a second barrier or a second pair of buffers. A
-layer's forward pass is input, output; so is its backward pass, and a recorded graph begins with input and ends with
-output however often it is replayed.
+None is used twice in a row. So it is used again only after the barrier of another one, at which every rank arrives, in
+the order of its stream, when it is done with the first: nobody needs a second barrier or a second set of buffers. A
+layer's forward pass is input, output; its backward pass is that, too, or input, gradient (FastSeq). A recorded graph
+begins with input and ends with another one however often it is replayed.
 
 Either a kernel carries the data, on the caller's stream at the links' full rate, or the copy engines do, beside the
 caller's kernels: they are slower, and take no multiprocessor from them. (Measured on H200s: half of a layer's
@@ -34,7 +35,7 @@ Pair = tuple[Tensor, Tensor]  # (target, source), (rows, h, d), both dense withi
 
 
 class Buffer(IntEnum):
-    INPUT, OUTPUT = 0, 1
+    INPUT, OUTPUT, GRADIENT = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class PeerMemory:
 
     def __init__(self, group: Group, device: torch.device):
         self.group, self.device = group, device
-        self._made: dict[Buffer, list] = {Buffer.INPUT: [], Buffer.OUTPUT: []}  # recorded graphs know the old ones too
+        self._made: dict[Buffer, list] = {buffer: [] for buffer in Buffer}  # recorded graphs know the old ones too
         self._views: dict[tuple, Rows] = {}
         self._last = Buffer.OUTPUT
         self._stream = torch.cuda.Stream(device)  # of the copy engines
@@ -77,7 +78,7 @@ class PeerMemory:
 
     def ready(self, buffer: Buffer) -> None:
         """The barrier of one use of ``buffer``; the device waits in it, not the host."""
-        assert buffer != self._last, "the buffers take turns"
+        assert buffer != self._last, "no buffer is used twice in a row"
         self._last = buffer
         self._made[buffer][-1][0].barrier(channel=0)
 
