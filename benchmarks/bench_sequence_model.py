@@ -191,12 +191,13 @@ def main() -> None:
     work += [(case, "forward") for case in SAMPLE if "sample" in wanted]
     if args.small:
         work = [(SMALL, kind) for kind in ("train", "forward")]
-    run = partial(scaling, meshes, repeats=args.repeats)
-    rows = [row for case, kind in work for row in run(case=case, kind=kind)]
+    parts = [partial(scaling, meshes, case, kind, args.repeats) for case, kind in work]
     if "longest" in wanted and not args.small and meshes[0].device.type == "cuda":
-        rows += [row for mesh in meshes for row in longest(mesh, LONGEST, args.limit)]
-    if meshes[0].is_main and args.results:
-        append(rows, args.results, gpus=world)
+        parts += [partial(longest, mesh, LONGEST, args.limit) for mesh in meshes]
+    for part in parts:
+        rows = part()
+        if meshes[0].is_main and args.results:
+            append(rows, args.results, gpus=world)  # one by one: a run that is cut short leaves what it found
     close_mesh()
 
 

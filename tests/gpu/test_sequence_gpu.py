@@ -3,6 +3,8 @@
 The bounds: an output or a gradient is no further from fp32 than 1.5 times one GPU's in bf16, which rounds as often.
 """
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from opendit.parallel.engine import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
+from opendit.parallel.sequence.collectives import Group
+from opendit.parallel.sequence.peer_memory import Buffer, connect
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 
@@ -138,3 +142,27 @@ def test_fifty_steps_give_one_gpus_curve(world):
         assert alone[-1] < 0.9 * alone[0]
         for losses in others:
             assert max(abs(a - b) / b for a, b in zip(losses, alone, strict=True)) < 0.01
+
+
+def made_while_a_rank_is_late(mesh: Mesh) -> list[float] | None:
+    """What all ranks have written to this one's new buffer; None: its barrier did not end."""
+    group = Group.of(init_mesh(sequence_parallel=mesh.world_size).sp_group)
+    memory, _ = connect(group, mesh.device)
+    if group.rank == 0:
+        torch.cuda._sleep(2 * 10**9)  # about a second of its stream; its host goes on
+    rows = memory.rows(Buffer.INPUT, (group.size, 1000), torch.float32)
+    for theirs in rows.of:
+        theirs[group.rank].fill_(group.rank + 1)
+    memory.ready(Buffer.INPUT)
+    done, start = torch.cuda.current_stream().record_event(), time.monotonic()
+    while not done.query():
+        if time.monotonic() - start > 20:
+            return None
+        time.sleep(0.01)
+    return rows.of[group.rank].mean(1).tolist()
+
+
+@ranks
+def test_a_buffer_made_while_a_rank_is_late_keeps_what_the_others_write(world):
+    needs(world)
+    assert run_ranks(world, made_while_a_rank_is_late) == [[float(p + 1) for p in range(world)]] * world

@@ -72,6 +72,9 @@ class PeerMemory:
         made = self._made[buffer]
         if not made or made[-1][0].buffer_size < size:
             memory = symmetric.empty(size, dtype=torch.uint8, device=self.device)
+            # torch zeroes it, the barrier's signals too, on the stream, behind what that has been given. Done later, it
+            # would wipe out what a faster rank has written there: attention to 64k tokens is 100 ms, and this is none.
+            torch.cuda.synchronize(self.device)
             handle = symmetric.rendezvous(memory, self.group.handle)
             made.append((handle, torch.tensor(handle.buffer_ptrs, device=self.device), memory))
         return made[-1][:2]
