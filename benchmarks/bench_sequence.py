@@ -217,8 +217,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 65536])
     parser.add_argument("--hidden", type=int, nargs="+", default=[1152, 3072])
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 24], help="one for each --hidden")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget", type=float, default=0.05, help="seconds a variant's turn takes, about")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=0.15,
+        help="seconds a variant's turn takes, about: in 0.05 figures scatter by 3 %%",
+    )
     parser.add_argument("--only", nargs="+", help="these variants, besides compute only")
     parser.add_argument("--trace", help="folder for a trace of auto, or of the last variant")
     parser.add_argument("--results", help="append to this CSV")
