@@ -11,6 +11,8 @@ from opendit.command_line import flag
 from opendit.command_line import parse as parse  # where the rest of the program looks for it
 from opendit.diffusion import ALL_SAMPLERS, OBJECTIVES, PREDICTIONS
 from opendit.diffusion.flow import TIME_SAMPLING
+from opendit.kernels.attention import NAMES as ATTENTIONS
+from opendit.kernels.attention import PACKAGE
 from opendit.models.positions import POSITIONS
 from opendit.models.zoo import canonical_name, is_video
 from opendit.parallel.guidance import check_cfg_parallel
@@ -35,6 +37,9 @@ class SpeedFlags:
         False, "never materialise the N x N attention matrix; the fastest kernel for the card", group="Speed"
     )
     fp8: bool = flag(False, "block linears in FP8, with all fused kernels (Hopper and newer)", group="Speed")
+    attention: str = flag(
+        "auto", "force an attention kernel; flash_attn: the package, if installed", group="Speed", choices=ATTENTIONS
+    )
 
 
 @dataclass
@@ -193,6 +198,10 @@ class TrainConfig(ParallelFlags):
         if self.plugin == "gemini" and self.mixed_precision == "fp32":
             raise ValueError(
                 "--plugin gemini works in bf16 and fp16 only: use --mixed_precision bf16, or --plugin zero2 for fp32"
+            )
+        if self.deterministic and self.attention in ("cudnn", PACKAGE):
+            raise ValueError(
+                f"--attention {self.attention} adds gradients in any order; use flash with --deterministic"
             )
         if self.fp8 and self.plugin == "gemini":
             raise ValueError("--fp8 does not work with --plugin gemini; use --plugin zero2, or leave --fp8 out")

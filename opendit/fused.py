@@ -5,33 +5,28 @@
 docs/api.md shows a plain DiT with them.
 """
 
-import functools
-import importlib
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from opendit.kernels import gate_residual as gated
+from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.attention import BACKENDS, preferences
 from opendit.kernels.common import kernels_available
+from opendit.models.attention import RIGHT_WHEN_COMPILED
 
 
-@functools.cache
-def _pick(module: str, device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
-    operation = importlib.import_module(f"opendit.kernels.{module}")
-    if kernels_available(device, dtype)[0]:
-        return getattr(operation, module)
-    reference = getattr(operation, f"{module}_reference")
-    return lambda x, *others: reference(x, *others).to(x.dtype)
-
-
-def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
     """LN(x) * (1 + scale) + shift, LN without weights, in one pass: adaLN (Peebles & Xie 2023, sec. 3.2).
 
-    x: (B, N, D) bf16, fp16 or fp32; shift, scale: (B, D). Returns (B, N, D) in x's dtype.
+    x: (B, N, D) bf16, fp16 or fp32; shift, scale: (B, D); eps: DiT's, where ``nn.LayerNorm`` has 1e-5 unless told
+    otherwise. Returns (B, N, D) in x's dtype.
     """
-    return _pick("layernorm_modulate", x.device, x.dtype)(x, shift, scale)
+    if kernels_available(x.device, x.dtype)[0]:
+        return adaln.layernorm_modulate(x, shift, scale, eps)
+    return adaln.layernorm_modulate_reference(x, shift, scale, eps).to(x.dtype)
 
 
 def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
@@ -39,12 +34,20 @@ def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
 
     x, branch: (B, N, D) bf16, fp16 or fp32; gate: (B, D). Returns (B, N, D) in x's dtype.
     """
-    return _pick("gate_residual", x.device, x.dtype)(x, gate, branch)
+    if kernels_available(x.device, x.dtype)[0]:
+        return gated.gate_residual(x, gate, branch)
+    return gated.gate_residual_reference(x, gate, branch).to(x.dtype)
 
 
-def attention():
-    """A context in which ``F.scaled_dot_product_attention`` takes the fastest kernel measured for the card."""
+def attention() -> AbstractContextManager:
+    """A context in which ``F.scaled_dot_product_attention`` takes the fastest kernel measured for the card.
+
+    With torch.compile, enter it within what is compiled: there it leaves out cuDNN, whose gradients would be wrong
+    (opendit.models.attention); around a compiled function it can't know.
+    """
     order = [SDPBackend.MATH]
-    if torch.cuda.is_available():
+    if torch.compiler.is_compiling():
+        order = RIGHT_WHEN_COMPILED
+    elif torch.cuda.is_available():
         order = [BACKENDS[name] for name, _ in preferences(torch.cuda.get_device_capability(), torch.bfloat16)]
     return sdpa_kernel(order, set_priority=True)

@@ -20,7 +20,7 @@ from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelC
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, load_codec, sample_moments
 from opendit.encoders.video_vae import VideoCodec, load_video_codec
-from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.fp8_linear import Modulated
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.memory import Setup
@@ -214,18 +214,20 @@ def _agree_on_attention(
 ) -> KernelChoice:
     """Rank 0's attention kernel on every rank; on resuming the checkpoint's, where it runs here. (Other kernels round
     differently: ranks would disagree, and a resumed run would leave its curve by a little.) --deterministic takes
-    FlashAttention rather than cuDNN, which adds the parts of dq up in any order."""
+    torch's FlashAttention, which it tells to, rather than cuDNN, which adds the parts of dq up in any order and which
+    torch's own choice may be."""
     backend, note = kernels.attend.backend, kernels.attention_note
+    stored = stored if flags.attention == "auto" else None
     wanted, why = stored, "as in the checkpoint"
-    if flags.deterministic and "cudnn" in (backend, stored):
-        wanted, why = "flash", "--deterministic"
-    if flags.enable_flashattn and wanted not in (None, "auto", backend):
+    if flags.deterministic and mesh.device.type == "cuda" and {"auto", "cudnn"} & {backend, stored}:
+        wanted, why = "flash" if dtype in HALF else "efficient", "--deterministic"
+    if (flags.enable_flashattn or flags.deterministic) and wanted not in (None, "auto", backend):
         head_dim = config.hidden_size // config.num_heads
         try:
             backend, _ = resolve_attention(wanted, mesh.device, dtype, head_dim, config.tokens, tiled=True)
             note = f"{backend}: {why}"
         except ValueError as error:
-            notes.append(f"the checkpoint's attention kernel is not used, so this run goes on within rounding: {error}")
+            notes.append(f"attention is not {wanted} ({why}), so this run goes on within rounding: {error}")
     backend, note = mesh.broadcast_object((backend, note))
     return replace(kernels, attend=LocalAttention(backend), attention_note=note)
 

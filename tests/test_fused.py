@@ -40,6 +40,25 @@ def test_the_changed_model_is_the_model(stream, bound):
         assert (got_grads[name] - grad).norm() <= bound * grad.norm() + 1e-7, name
 
 
+@pytest.mark.parametrize("compiler", ("eager", "aot_eager"))
+def test_no_graph_break_and_another_eps(compiler):
+    torch.manual_seed(0)
+    x, branch = torch.randn(2, 2, 5, 24, requires_grad=True) * 1e-3  # so small that eps matters
+    a, b = torch.randn(2, 2, 24)
+
+    def block(x, branch):
+        with fused.attention():
+            seen = torch.nn.functional.scaled_dot_product_attention(x, branch, branch)
+        return fused.gate_residual(fused.layernorm_modulate(x, a, b, eps=1e-5), a, seen)
+
+    y = torch.nn.functional.layer_norm(x, (24,), eps=1e-5) * (1 + b.unsqueeze(1)) + a.unsqueeze(1)
+    weights = torch.softmax(x @ branch.transpose(1, 2) / 24**0.5, -1)
+    want = y + a.unsqueeze(1) * (weights @ branch)
+    torch.testing.assert_close(torch.compile(block, backend=compiler, fullgraph=True)(x, branch), want)
+    torch.testing.assert_close(block(x, branch), want)
+    assert not torch.allclose(fused.layernorm_modulate(x, a, b), y)
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_the_functions_keep_the_dtype(dtype):
     torch.manual_seed(0)

@@ -22,10 +22,18 @@ from opendit.models.layers import BlockOps
         ("cudnn", "cudnn", True, True, "flash"),
         ("flash", "cudnn", True, True, "flash"),
         ("efficient", None, True, True, "efficient"),  # fp32
-        ("auto", "flash", True, False, "auto"),
+        ("auto", "flash", False, False, "auto"),
+        ("auto", None, True, False, "flash"),  # torch's own choice may be cuDNN
+        ("auto", "auto", True, False, "flash"),
     ],
 )
-def test_attention_of_a_resumed_and_of_a_deterministic_run(chosen, stored, deterministic, flashattn, used, monkeypatch):
+@pytest.mark.parametrize("asked", ("auto", "efficient"))
+def test_attention_of_resumed_and_deterministic_runs(
+    chosen, stored, deterministic, flashattn, used, asked, monkeypatch
+):
+    if asked != "auto":  # wins over the checkpoint's
+        chosen = used = asked
+
     def resolve(wanted, *_, tiled):
         if wanted == "math":
             raise ValueError("builds the N x N matrix")
@@ -33,9 +41,9 @@ def test_attention_of_a_resumed_and_of_a_deterministic_run(chosen, stored, deter
 
     monkeypatch.setattr(job, "resolve_attention", resolve)
     mesh = SimpleNamespace(device=torch.device("cuda"), broadcast_object=lambda value: value)
-    flags = SimpleNamespace(deterministic=deterministic, enable_flashattn=flashattn)
+    flags = SimpleNamespace(deterministic=deterministic, enable_flashattn=flashattn, attention=asked)
     config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=3)
     kernels, notes = KernelChoice(BlockOps(), LocalAttention(chosen), "", "measured"), []
     agreed = job._agree_on_attention(kernels, stored, flags, config, torch.bfloat16, mesh, notes)
     assert agreed.attend.backend == used and (agreed.attention_note == "measured") == (used == chosen)
-    assert len(notes) == (stored == "math")
+    assert len(notes) == (stored == "math" and asked == "auto")

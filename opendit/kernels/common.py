@@ -66,6 +66,7 @@ def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[b
 
 
 def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least ``n``, and 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 

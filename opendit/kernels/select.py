@@ -39,6 +39,9 @@ def select_kernels(
     """The operations for activations of ``dtype`` on ``device``, heads of ``head_dim``, ``tokens`` tokens a sample.
 
     A kernel that was asked for and can't be used is replaced by its torch reference; the note says why.
+
+    Raises:
+        ValueError: the attention kernel that ``--attention`` names does not run here.
     """
     ops, ops_note = _block_ops(flags, device, dtype)
     attend, attention_note = _attention(flags, device, dtype, head_dim, tokens)
@@ -57,11 +60,16 @@ def select_kernels(
 
 
 def _attention(flags, device, dtype, head_dim, tokens):
-    if not flags.enable_flashattn:
+    asked = flags.attention != "auto"
+    if not (flags.enable_flashattn or asked):
         return LocalAttention(), "torch's own choice (--enable_flashattn is off)"
     try:
-        backend, why = resolve_attention("auto", device, dtype, head_dim, tokens, tiled=True)
+        backend, why = resolve_attention(
+            flags.attention, device, dtype, head_dim, tokens, tiled=flags.enable_flashattn
+        )  # fmt: skip
     except ValueError as error:
+        if asked:
+            raise ValueError(f"--attention: {error}") from None
         return LocalAttention(), f"torch's own choice: {error}"
     return LocalAttention(backend), f"{backend}: {why}"
 

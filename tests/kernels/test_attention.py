@@ -1,10 +1,16 @@
 """The attention resolver: its choice, its reasons, its errors; and LocalAttention under torch.compile."""
 
+import sys
+import types
+
 import pytest
 import torch
 
+from opendit.config import SpeedFlags
 from opendit.kernels import attention
 from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.select import select_kernels
+from opendit.models.attention import local_attention
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
@@ -58,6 +64,72 @@ def test_a_backend_asked_for_is_used_or_refused(card):
         resolve_attention("flash", "cpu", BFLOAT16, 72, 256)
     with pytest.raises(ValueError, match="one of auto"):
         resolve_attention("fast", "cpu", BFLOAT16, 72, 256)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """Stands for an installed FlashAttention: (B, N, H, d) in, and out or, as version 4, with the log-sum-exp."""
+
+    def install(name: str, with_lse: bool = False) -> None:
+        def flash_attn_func(q, k, v):
+            out = expected(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+            return (out, None) if with_lse else out
+
+        for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+            found = types.SimpleNamespace(flash_attn_func=flash_attn_func) if module == name else None
+            monkeypatch.setitem(sys.modules, module, found)
+        attention.flash_attn.cache_clear()
+
+    yield install
+    attention.flash_attn.cache_clear()
+
+
+@pytest.mark.parametrize("name", ("flash_attn", "flash_attn_interface"))
+@pytest.mark.parametrize("with_lse", (False, True))
+def test_the_flash_attn_package(package, monkeypatch, name, with_lse):
+    package(name, with_lse)
+    monkeypatch.setattr(attention, "capability", lambda device: (9, 0))
+    asked = resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256, tiled=True)
+    assert asked == ("flash_attn", f"asked for, {name}")
+    q, k, v = torch.randn(3, 2, 3, 7, 24, dtype=torch.float64)
+    torch.testing.assert_close(LocalAttention("flash_attn")(q, k, v), expected(q, k, v))
+    for dtype, head_dim in ((FLOAT32, 72), (BFLOAT16, 70), (BFLOAT16, 512)):
+        with pytest.raises(ValueError, match="does not run here"):
+            resolve_attention("flash_attn", "cuda", dtype, head_dim, 256)
+    monkeypatch.setattr(attention, "capability", lambda device: (8, 0))
+    if name == "flash_attn":
+        assert resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256) == asked
+    else:  # made for Hopper
+        with pytest.raises(ValueError, match="does not run here"):
+            resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256)
+
+
+def test_a_kernel_that_is_asked_for_by_flag(package):
+    package("none of them")
+    with pytest.raises(ValueError, match="--attention: .*pip install flash-attn"):
+        choose(SpeedFlags(attention="flash_attn"), "cuda")
+    with pytest.raises(ValueError, match="--attention: .*needs a CUDA GPU"):
+        choose(SpeedFlags(attention="cudnn"), "cpu")
+    choice = choose(SpeedFlags(attention="math"), "cpu")
+    assert choice.attend.backend == "math" and choice.attention_note == "math: asked for"
+
+
+def choose(flags: SpeedFlags, device: str):
+    return select_kernels(flags, torch.device(device), FLOAT32, 32, 16)
+
+
+@pytest.mark.parametrize("attend", (local_attention, LocalAttention("auto"), LocalAttention("cudnn")))
+def test_never_cudnn_when_compiled(attend):
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    q, k, v = torch.randn(3, 2, 3, 7, 24)
+    torch.compile(attend, backend=keep, fullgraph=True)(q, k, v)
+    before = graphs[0].split("scaled_dot_product_attention(")[0]  # what was allowed comes back after it
+    assert "FLASH_ATTENTION" in before and "CUDNN" not in before
 
 
 def test_cpu_leaves_it_to_torch():
