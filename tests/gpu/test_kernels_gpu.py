@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from opendit import fused
 from opendit.kernels.add_table import add_table
 from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.common import Launch, forced_launch, interpreting, kernels_available
@@ -237,17 +239,21 @@ def test_attention_of_deterministic_runs_repeats_its_bits(dtype):
 @pytest.mark.parametrize("length", (256, 1024))
 @pytest.mark.parametrize("dtype", (BFLOAT16, torch.float16))
 @pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compile"))
-def test_attention_that_is_picked(length, dtype, compiled):
+@pytest.mark.parametrize("way", ("picked", "torch's choice", "fused"))
+def test_attention_that_is_picked(length, dtype, compiled, way):
     backend, reason = resolve_attention("auto", "cuda", dtype, 72, length, tiled=True)
     if torch.cuda.get_device_capability() >= (9, 0):
         assert backend == "cudnn", reason
     torch.manual_seed(0)
     qkv = torch.randn(2, length, 3, 4, 72, device="cuda", dtype=dtype, requires_grad=True)
-    attend = LocalAttention(backend)
+    attend = LocalAttention(backend if way == "picked" else "auto")
 
     def block(qkv):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return attend(q, k, v)
+        if way != "fused":
+            return attend(q, k, v)
+        with fused.attention():
+            return F.scaled_dot_product_attention(q, k, v)
 
     got = torch.compile(block, fullgraph=True)(qkv) if compiled else block(qkv)
     exact = qkv.detach().double().requires_grad_()
