@@ -1,5 +1,10 @@
-"""Runs a function on several gloo processes and brings its results back."""
+"""Runs a function on several gloo processes and brings its results back.
 
+An interpreter of its own imports torch and Colossal-AI for 5 s. So without a GPU, which a fork would not survive, ranks
+are forked from a process that has only imported them.
+"""
+
+import multiprocessing
 import os
 import pickle
 import socket
@@ -8,19 +13,36 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
-def _child(rank: int, world: int, port: int, folder: str, function: Callable, args: tuple) -> None:
+class _Surroundings:
+    """Takes a process's environment, output and errors along to where it is unpickled: forks have those of the process
+    that they were forked from, which began with another test's."""
+
+    def __reduce__(self):
+        return _surround, (dict(os.environ), DupFd(1), DupFd(2))
+
+
+def _surround(environment: dict[str, str], output: DupFd, errors: DupFd) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(output.detach(), 1)
+    os.dup2(errors.detach(), 2)
+
+
+def _child(rank: int, world: int, port: int, folder: str, _, function: Callable, args: tuple) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -29,6 +51,7 @@ def _child(rank: int, world: int, port: int, folder: str, function: Callable, ar
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    np.random.seed()  # otherwise forks would share what must not be relied on
     torch.set_num_threads(1)
     from opendit.parallel.mesh import init_mesh
 
@@ -49,8 +72,19 @@ def _child(rank: int, world: int, port: int, folder: str, function: Callable, ar
     os._exit(0)
 
 
-def run_ranks(world: int, function: Callable, *args) -> list:
-    """``[function(mesh, *args) on rank 0, on rank 1, ...]``; the function must be importable."""
+def context(fresh: bool = False) -> multiprocessing.context.BaseContext:
+    """How ranks are started; ``fresh``: each in an interpreter of its own."""
+    chosen = multiprocessing.get_context("spawn" if fresh or torch.cuda.is_available() else "forkserver")
+    chosen.set_forkserver_preload(["train", "sample", "sklearn.datasets", "torch.utils.tensorboard", "torchvision"])
+    return chosen
+
+
+def run_ranks(world: int, function: Callable, *args, fresh: bool = False) -> list:
+    """``[function(mesh, *args) on rank 0, on rank 1, ...]``; the function must be importable.
+
+    ``fresh``: every rank in an interpreter of its own, where sets of strings have another order.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_child, (world, _free_port(), folder, function, args), nprocs=world)
+        args = (world, free_port(), folder, _Surroundings(), function, args)
+        mp.start_processes(_child, args, nprocs=world, start_method=context(fresh).get_start_method())
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world)]

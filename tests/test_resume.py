@@ -73,7 +73,7 @@ def test_every_plugin_resumes_bit_for_bit(tmp_path, vae):
             [*argv, "--max_steps", str(WHOLE), "--outputs", str(tmp_path / name / "parts"), "--load", "latest"]
         )
     run_ranks(2, trainings, before)
-    run_ranks(2, trainings, after)  # in fresh processes
+    run_ranks(2, trainings, after, fresh=True)
     for name in SETTINGS:
         whole, parts = tmp_path / name / "whole", tmp_path / name / "parts"
         assert list(losses(whole)) == list(range(1, WHOLE + 1))

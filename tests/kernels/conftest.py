@@ -1,22 +1,18 @@
 """The tests of INTERPRETED need TRITON_INTERPRET=1 from before triton's import, which would also turn the kernels of
-every other test in the process into interpreted ones. So they run in a process of their own (test_interpreter.py)."""
+every other test in the process into interpreted ones. So they run in processes of their own (test_interpreter.py), one
+for each line."""
 
 import os
 
 import torch
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-INTERPRETED = [
-    "test_add_table.py",
-    "test_operators.py",
-    "test_philox.py",
-    "test_split_heads.py",
-    "test_exchange_heads.py",
-    "test_kernels_in_models.py",
-    "test_fp8.py",
-    "test_recompute.py",
-]
-collect_ignore = [] if INTERPRETING else INTERPRETED
+INTERPRETED = (
+    ("test_operators.py",),
+    ("test_kernels_in_models.py", "test_fp8.py", "test_recompute.py"),
+    ("test_add_table.py", "test_philox.py", "test_split_heads.py", "test_exchange_heads.py"),
+)
+collect_ignore = [] if INTERPRETING else [name for names in INTERPRETED for name in names]
 
 
 def let_old_interpreters_loop() -> None:
@@ -52,6 +48,27 @@ def round_float8_as_hardware_does() -> None:
     interpreter._convert_float = patched
 
 
+def replace_the_language_once_a_launch() -> None:
+    """Triton's interpreter replaces what a function's module sees of triton.language at the start of a launch and again
+    in every call of a device function, although it stays replaced until the launch ends. That took 40 % of its time."""
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    replace, modules = interpreter._patch_lang, set()
+
+    def patched(function):
+        if tl.core.is_builtin(tl.load):  # not replaced: a launch begins
+            modules.clear()
+        if function.__module__ not in modules:
+            modules.add(function.__module__)
+            return replace(function)
+
+    interpreter._patch_lang = patched
+
+
 if INTERPRETING:
     round_float8_as_hardware_does()
     let_old_interpreters_loop()
+    replace_the_language_once_a_launch()

@@ -14,11 +14,12 @@ from tests.kernels.conftest import INTERPRETED
 
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
 @pytest.mark.skipif(interpreting(), reason="already in the interpreter")
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_in_the_interpreter(name):
+@pytest.mark.parametrize("names", INTERPRETED, ids=" ".join)
+def test_in_the_interpreter(names):
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{name}"]
+    files = [f"tests/kernels/{name}" for name in names]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert " passed" in result.stdout, result.stdout[-2000:]
