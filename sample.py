@@ -173,13 +173,19 @@ def latent_size(flags: SampleConfig, model: DiT, weights: Weights) -> tuple[int,
             f"--image_size {flags.image_size}: {weights.path} draws {height * downscale} x {width * downscale}; leave "
             "the flag out"
         )
-    config.grid_of((*frames, height, width))  # raises ValueError if the patch does not divide the frames
+    grid = config.grid_of((*frames, height, width))  # raises ValueError if the patch does not divide the frames
+    if config.positions == "learned" and grid[0] > config.grid[0]:  # (the other sides are the model's own)
+        most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
+        raise ValueError(f"--num_frames {flags.num_frames}: {weights.path} has learned the positions of {most} at most")
     return (*frames, height, width)
 
 
 def share_sequence(flags: SampleConfig, model: DiT, size: tuple[int, ...], mesh: Mesh) -> SequenceParallel | None:
-    """How the ranks of a sequence group share latents of ``size``. Raises ValueError if the heads forbid it."""
+    """How the ranks of a sequence group share latents of ``size``. Raises ValueError if the model or its heads forbid
+    it."""
     config = model.config
+    if mesh.sp_size > 1:
+        config.check_sequence_parallel(flags.sequence_parallel_type)
     halves = 1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2
     shape = Shape(
         tokens=math.prod(config.grid_of(size)),
@@ -187,11 +193,9 @@ def share_sequence(flags: SampleConfig, model: DiT, size: tuple[int, ...], mesh:
         heads=config.num_heads,
         samples=halves * flags.batch_size,
         bytes=PRECISIONS[flags.mixed_precision].itemsize,
+        types=config.sequence_types,
     )
-    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
-    if sequence:
-        config.check_sequence_parallel(sequence.plan.kind)
-    return sequence
+    return sequence_parallel(mesh, flags.sequence_parallel_type, shape)
 
 
 def what_to_draw(

@@ -24,15 +24,16 @@ from opendit.dry_run import describe_recipe, dry_run
 from opendit.ema import EMA
 from opendit.forward_backward import ForwardBackward
 from opendit.interrupt import Interrupt
-from opendit.job import USER_ERRORS, Job, config_of, example_captions, open_folder, prepare
+from opendit.job import USER_ERRORS, Job, example_captions, open_folder, prepare
 from opendit.kernels.recompute import recompute_in
-from opendit.memory import USABLE, advice, describe
+from opendit.memory import USABLE, advice, card_memory, describe
 from opendit.models import Condition, DiT, build_model
 from opendit.models.adapt import adapt
-from opendit.models.lora import add_lora
+from opendit.models.lora import add_lora, lora_parameters
 from opendit.monitor import Monitor
 from opendit.parallel.engine import Engine, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.plan import config_of
 from opendit.profiling import StepProfiler
 from opendit.random import Stream, normal, uniform
 from opendit.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
@@ -62,6 +63,7 @@ def main(argv: list[str]) -> None:
 def train(job: Job) -> int:
     """Trains to the job's last step, or to the one in which a signal comes; returns how many saves failed."""
     flags, mesh = job.flags, job.mesh
+    announce_memory(job)
     engine = build_model_and_engine(job)
     ema = EMA(engine, flags.ema_decays, flags.ema_warmup)
     skipped_before = load_checkpoint(job.resume, engine, ema)["skipped"] if job.resume else 0
@@ -101,7 +103,13 @@ def train(job: Job) -> int:
         say=monitor.say,
         enabled=flags.save,
     )
-    profiler = StepProfiler(flags.profile and mesh.is_main, job.folder / "profile", mesh.device, monitor.say)
+    profiler = StepProfiler(
+        flags.profile and mesh.is_main,
+        job.folder / "profile",
+        mesh.device,
+        steps=job.last_step - job.first_step,
+        say=monitor.say,
+    )
     save_owed = False
     with checkpoints, Interrupt(mesh) as interrupt:
         for step in range(job.first_step, job.last_step):
@@ -126,7 +134,7 @@ def train(job: Job) -> int:
             skipping = looking and check_health(engine, flags.max_bad_steps)
             saving = (flags.save and last) or (save_owed and not skipping)
             drawing = due(done, sample_every(flags)) or done == job.last_step
-            if saving or due(done, flags.log_every):  # a line at every save: a resumed run starts a new mean there too
+            if saving or last or due(done, flags.log_every):  # a line at every save: a resumed run starts a new mean there too
                 grad_norm = result.grad_norm.item() if result.finite else None
                 skipped = skipped_before + int(engine.skipped)
                 seen = torch.tensor([loader.skipped, loader.shortened], device=mesh.device)
@@ -298,6 +306,18 @@ def what_to_draw(job: Job) -> tuple[Condition, list[str]]:
     return labels.to(job.mesh.device), [names[label] for label in labels]
 
 
+def announce_memory(job: Job) -> None:
+    """What the step will need and, where the GPU has less, the cheapest way out: before building runs out of it."""
+    if not job.mesh.is_main:
+        return
+    config, batch = job.model_config, job.flags.batch_size
+    card = card_memory(job.mesh.device)
+    setup = job.memory_setup(lora_parameters(config, job.lora.rank) if job.lora else config.parameters())
+    print(f"memory: {describe(config, setup, batch, card)}", flush=True)
+    if card is not None and (way_out := advice(config, setup, batch, USABLE * card)):
+        print(f"note: memory: the estimate is above what the GPU has; the cheapest way out is {way_out}", flush=True)
+
+
 def announce(job: Job, engine: Engine, ema: EMA, graph_note: str, compile_note: str) -> None:
     """One block that says what is in use, and why."""
     if not job.mesh.is_main:
@@ -305,9 +325,7 @@ def announce(job: Job, engine: Engine, ema: EMA, graph_note: str, compile_note: 
     open_folder(job)
     flags, mesh, config = job.flags, job.mesh, job.model_config
     cuda = mesh.device.type == "cuda"
-    card = torch.cuda.get_device_properties(mesh.device).total_memory if cuda else None
     weights = sum(math.prod(shape) for shape in engine.shapes.values())  # that are trained
-    setup = job.memory_setup(weights)
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
     rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}
     rows |= {
@@ -326,17 +344,13 @@ def announce(job: Job, engine: Engine, ema: EMA, graph_note: str, compile_note: 
         "kernels": job.kernels.ops_note,
         "CUDA graph": graph_note,
         "compile": compile_note,
-        "memory": describe(config, setup, flags.batch_size, card),
         "batch": f"{flags.batch_size} x {mesh.dp_size} ranks x {flags.grad_accumulation} micro-batches = "
         f"{job.schedule.global_batch}; {job.schedule.steps_per_epoch} steps an epoch",
         "steps": f"{job.first_step} to {job.last_step}" + (f", resumed from {job.resume}" if job.resume else ""),
         "run folder": str(job.folder),
     }
     monitoring.print_block("OpenDiT training", rows)
-    notes = job.notes
-    if cuda and (way_out := advice(config, setup, flags.batch_size, USABLE * card)):
-        notes = [*notes, f"memory: the estimate is above what the GPU has; the cheapest way out is {way_out}"]
-    for note in notes:
+    for note in job.notes:
         print(f"note: {note}", flush=True)
 
 

@@ -5,15 +5,18 @@
 
 A step is what train.py does on cached latents: keyed noise, forward, backward, clipping, optimizer, EMA. The
 variants take turns for --rounds rounds in one process; the median of all rounds counts. Steps are timed in groups of
-GROUP that run on as in training: nothing waits for the device between them.
+GROUP that run on as in training: nothing waits for the device between them. A variant whose kernels can't be used on
+this machine is left out, and said to be.
 """
 
 import argparse
 import functools
 import gc
+import itertools
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,15 +34,18 @@ from opendit.diffusion import DDPM, ddpm_loss
 from opendit.ema import EMA
 from opendit.forward_backward import EAGER, ForwardBackward
 from opendit.job import make_deterministic
-from opendit.kernels.attention import LocalAttention
+from opendit.kernels.common import kernels_available
+from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.recompute import recompute_in
-from opendit.kernels.select import select_kernels
+from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import build_model, model_config
 from opendit.parallel.engine import PRECISIONS, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.random import Stream, integers, normal
 
 SEED, GROUP = 1, 4
+PLAIN = "plain autocast bf16"
+COMPILED = f"{PLAIN} compiled"
 
 
 class Latents:
@@ -100,16 +106,12 @@ def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = F
 
 
 def engine_step(
-    args, config, mesh, data, plugin: str, precision: str, *, speed: SpeedFlags, graph: bool = False,
+    args, config, mesh, data, plugin: str, precision: str, kernels: KernelChoice, *, graph: bool = False,
     recompute: str = "none", compiled: bool = False,
 ):  # fmt: skip
     with mesh.device:
         model = build_model(config)
-    kernels = select_kernels(
-        speed, mesh.device, PRECISIONS[precision], config.hidden_size // config.num_heads, config.tokens
-    )
-    attend = LocalAttention("flash") if args.deterministic else kernels.attend  # as train.py does
-    model.use(ops=kernels.ops, attend=attend).grad_checkpoint = args.grad_checkpoint
+    model.use(ops=kernels.ops, attend=kernels.attend).grad_checkpoint = args.grad_checkpoint
     recompute_in(model, recompute)
     engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision)
     if compiled:
@@ -150,6 +152,18 @@ def measure(build, steps: int, warmup: int, mesh: Mesh) -> tuple[list[float], fl
     return times, peak
 
 
+def kernels_of(args, config, mesh: Mesh, precision: str, speed: SpeedFlags) -> KernelChoice:
+    """What ``speed`` asks for. Raises ValueError where that can't be used, which would measure something else."""
+    dtype = PRECISIONS[precision]
+    if speed != SpeedFlags():
+        usable, why = (float8_available if speed.fp8 else kernels_available)(mesh.device, dtype)
+        if not usable:
+            raise ValueError(why)
+    if args.deterministic and mesh.device.type == "cuda":
+        speed = replace(speed, attention="flash")  # as train.py does
+    return select_kernels(speed, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
+
+
 def speeds_of(args) -> dict[tuple[str, ...], SpeedFlags]:
     found = {} if args.kernels == "only" else {(): SpeedFlags()}
     if args.kernels:
@@ -160,7 +174,8 @@ def speeds_of(args) -> dict[tuple[str, ...], SpeedFlags]:
 
 
 def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]:
-    """What else is done with a variant, as arguments of engine_step; first of all nothing."""
+    """What else is done with a variant, as arguments of engine_step, or with other kernels ("speed"); first of all
+    nothing."""
     graphs = {(): {}}
     if args.graph and plugin == "zero2":
         graphs["graph",] = {"graph": True}
@@ -175,6 +190,31 @@ def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]
     if args.ablation and speed != SpeedFlags():
         flags = ("enable_modulate_kernel", "enable_layernorm_kernel", "enable_flashattn")
         found |= {(f"without {flag}",): {"speed": replace(speed, **{flag: False})} for flag in flags}
+    return found
+
+
+def variants_of(args, config, mesh: Mesh, data: Latents) -> dict[str, Callable]:
+    """What builds each variant's step, by its name; prints the kernels that each has in use, or why it is left out."""
+    say, found = print if mesh.is_main else lambda _: None, {}
+    if not args.no_plain:
+        found[PLAIN] = lambda: plain_step(args, config, mesh, data)
+    if args.fused_plain:
+        found[f"{PLAIN} five lines"] = lambda: plain_step(args, config, mesh, data, fused=True)
+    if args.compiled:
+        found[COMPILED] = lambda: plain_step(args, config, mesh, data, compiled=True)
+    for plugin, precision in itertools.product(args.plugins, args.precisions):
+        for suffix, speed in speeds_of(args).items():
+            for way, settings in ways_of(args, plugin, speed).items():
+                name, settings = " ".join([plugin, precision, *suffix, *way]), {"speed": speed, **settings}
+                try:
+                    kernels = kernels_of(args, config, mesh, precision, settings.pop("speed"))
+                except ValueError as error:
+                    say(f"{name}: left out: {error}")
+                    continue
+                say(f"{name}: kernels {kernels.ops_note}; attention {kernels.attention_note}")
+                found[name] = functools.partial(
+                    engine_step, args, config, mesh, data, plugin, precision, kernels, **settings
+                )
     return found
 
 
@@ -213,20 +253,7 @@ def main() -> None:
     side = args.image_size // 8
     config = model_config(args.model, input_size=(side, side), frames=args.frames, in_channels=4, num_classes=1000)
     data = Latents(config, args.batch_size, mesh)
-    variants = {}
-    if not args.no_plain:
-        variants["plain autocast bf16"] = lambda: plain_step(args, config, mesh, data)
-    if args.fused_plain:
-        variants["plain autocast bf16 five lines"] = lambda: plain_step(args, config, mesh, data, fused=True)
-    if args.compiled:
-        variants["plain autocast bf16 compiled"] = lambda: plain_step(args, config, mesh, data, compiled=True)
-    for plugin in args.plugins:
-        for precision in args.precisions:
-            for suffix, speed in speeds_of(args).items():
-                for way, settings in ways_of(args, plugin, speed).items():
-                    variants[" ".join([plugin, precision, *suffix, *way])] = functools.partial(
-                        engine_step, args, config, mesh, data, plugin, precision, **{"speed": speed, **settings}
-                    )
+    variants = variants_of(args, config, mesh, data)
     times, peaks = {name: [] for name in variants}, {}
     for turn in range(args.rounds):
         for name, build in variants.items():
@@ -244,7 +271,7 @@ def main() -> None:
 def report(args, config, mesh: Mesh, times: dict, peaks: dict) -> None:
     batch, rows = args.batch_size * mesh.world_size, []
     rates = {name: batch / statistics.median(seconds) for name, seconds in times.items()}
-    plain = next((name for name in reversed(rates) if name.startswith("plain")), None)
+    plain = next((name for name in (COMPILED, PLAIN) if name in rates), None)
     print(f"\n{args.model} {args.image_size}px, batch {args.batch_size} x {mesh.world_size}, {torch.__version__}")
     print(f"{'variant':28s} {'img/s':>8s} {'TFLOP/s':>8s} {'ms min':>8s} {'median':>8s} {'max':>8s} {'GiB':>6s}")
     for name, seconds in times.items():

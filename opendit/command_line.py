@@ -75,6 +75,7 @@ def overridden(config) -> dict[str, tuple[Any, Any]]:
 
 
 def build_parser(cls: type) -> argparse.ArgumentParser:
+    """A parser with the flags of a configuration; it returns those alone that stood on the command line."""
     parser = argparse.ArgumentParser(
         description=cls.__doc__.split("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )

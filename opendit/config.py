@@ -4,6 +4,7 @@ A configuration is a dataclass; :func:`opendit.command_line.parse` makes one of 
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -211,14 +212,14 @@ class TrainConfig(ParallelFlags):
         at_least_zero(self, "num_workers", "warmup_steps", "weight_decay", "grad_clip", "ckpt_every", "ckpt_keep")
         at_least_zero(self, "sample_cfg_scale")
         positive(self, "ddpm_shift", "flow_shift", "edm_std", "edm_sigma_data")
+        if not math.isfinite(self.edm_mean):
+            raise ValueError(f"--edm_mean {self.edm_mean}: must be finite")
         for name, objective in OBJECTIVE_FLAGS.items():
             if name in self.given and self.objective != objective:
                 raise ValueError(f"--{name} belongs to --objective {objective}; add that, or leave it out")
-        if self.dry_run is not None:
-            at_least_zero(self, "dry_run")
-        for name in ("max_steps", "max_text_tokens", "min_snr", "global_batch_size", "lora", "lora_alpha"):
-            if getattr(self, name) is not None:
-                positive(self, name)
+        positive(self, "num_classes", "max_steps", "max_text_tokens", "min_snr", "global_batch_size")
+        positive(self, "lora", "lora_alpha")
+        at_least_zero(self, "dry_run", "sample_every")
         shares = [(name, getattr(self, name)) for name in ("label_drop", "max_bad", "adam_beta1", "adam_beta2")]
         for name, value in shares + [("ema_decay", decay) for decay in self.ema_decays]:
             if not 0 <= value < 1:
@@ -323,12 +324,12 @@ class SampleConfig(ParallelFlags):
     def check(self, world_size: int, has_gpu: bool) -> list[str]:
         """As :meth:`TrainConfig.check`."""
         self.mixed_precision, notes = settle_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
-        positive(self, "num_sampling_steps", "batch_size")
+        positive(
+            self, "num_sampling_steps", "batch_size", "num_samples", "num_frames", "frame_interval", "cfg_channels"
+        )
         at_least_zero(self, "cfg_scale")
         if self.cfg_interval:
             check_interval(self.cfg_interval)
-        if self.num_samples is not None:
-            positive(self, "num_samples")
         if self.num_sampling_steps > 1000:
             raise ValueError(f"--num_sampling_steps {self.num_sampling_steps}: the models have 1000 steps at most")
         if self.model is not None:
@@ -355,18 +356,23 @@ def settle_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[st
 
 
 def positive(config, *names: str) -> None:
+    """Raises ValueError for the first of these flags that is given and not a finite number above 0."""
     for name in names:
-        if getattr(config, name) <= 0:
-            raise ValueError(f"--{name} {getattr(config, name)}: must be above 0")
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name} {value}: must be above 0 and finite")
 
 
 def at_least_zero(config, *names: str) -> None:
+    """Raises ValueError for the first of these flags that is given and not a finite number from 0."""
     for name in names:
-        if getattr(config, name) < 0:
-            raise ValueError(f"--{name} {getattr(config, name)}: must not be negative")
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"--{name} {value}: must be at least 0 and finite")
 
 
 def check_interval(interval: list[float]) -> None:
+    """Raises ValueError unless ``interval`` is two noise levels of --cfg_interval, the lower one first."""
     if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
         given = " ".join(f"{level:g}" for level in interval)
         raise ValueError(f"--cfg_interval {given}: takes two noise levels, LOW HIGH, with 0 <= LOW < HIGH")

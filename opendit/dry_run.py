@@ -1,6 +1,7 @@
 """``--dry_run [GPUS]``: what a run will need, from its flags alone: no weights, no GPU, no process group."""
 
 import math
+from pathlib import Path
 
 from opendit.command_line import overridden
 from opendit.config import TrainConfig
@@ -10,10 +11,9 @@ from opendit.memory import GIB, USABLE, Setup, advice, estimate, largest_batch
 from opendit.models import DiTConfig
 from opendit.models.lora import lora_parameters
 from opendit.monitor import print_block
-from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.mesh import environment_world_size
-from opendit.parallel.sequence.choose import Shape, make_plan
-from opendit.plan import last_step_of, open_data, plan_model
+from opendit.parallel.sequence.choose import make_plan
+from opendit.plan import check_pretrained, last_step_of, open_data, plan_model, sequence_shape
 from opendit.recipes import find_recipe
 
 CARDS = {"80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}  # as torch counts an H100's and an H200's memory
@@ -32,6 +32,10 @@ def dry_run(flags: TrainConfig) -> None:
     notes = flags.check(world, has_gpu=True) + recipe_notes(flags)
     dataset = _data(flags, notes)
     config, objective, vae = plan_model(flags, dataset, notes)
+    if flags.pretrained and Path(flags.pretrained).exists():
+        check_pretrained(flags, config)
+    elif flags.pretrained:
+        notes.append(f"--pretrained {flags.pretrained} isn't there: its blocks are not compared with the model's")
     ranks = world // flags.sequence_parallel_size
     samples = flags.batch_size * ranks * flags.grad_accumulation
     flop = 3 * config.forward_flops()
@@ -49,8 +53,7 @@ def dry_run(flags: TrainConfig) -> None:
         **_steps(flags, None if missing else dataset, samples),
     }
     if flags.sequence_parallel_size > 1:
-        itemsize = PRECISIONS[flags.mixed_precision].itemsize
-        shape = Shape(config.tokens, config.hidden_size, config.num_heads, flags.batch_size, itemsize)
+        shape = sequence_shape(flags, config)
         plan = make_plan(flags.sequence_parallel_type, flags.sequence_parallel_size, shape)
         rows["sequence"] = f"over {flags.sequence_parallel_size} ranks, {plan.kind}"
     rows |= _memory(config, flags, memory_setup(flags, config, world))

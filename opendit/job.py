@@ -25,14 +25,12 @@ from opendit.kernels.fp8_linear import Modulated
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.memory import Setup
 from opendit.models import DiTConfig, config_from_dict
-from opendit.models.adapt import check_same_blocks
 from opendit.models.lora import Lora, check_peft, lora_ops
-from opendit.models.pretrained import Weights, find_weights, infer_config, read_info, read_weights
+from opendit.models.pretrained import Weights, read_info
 from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
-from opendit.parallel.sequence.choose import Shape
-from opendit.plan import last_step_of, open_data, plan_model
+from opendit.plan import check_pretrained, last_step_of, open_data, plan_model, sequence_shape
 from opendit.random import Stream, normal
 
 USER_ERRORS = (ValueError, OSError, DataError)  # of prepare(): the message is enough, no traceback needed
@@ -142,16 +140,14 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     schedule = build_schedule(dataset, global_batch, flags.grad_accumulation, flags.global_seed)
     config, objective, vae = plan_model(flags, dataset, notes)
     dtype = PRECISIONS[flags.mixed_precision]
-    shape = Shape(config.tokens, config.hidden_size, config.num_heads, flags.batch_size, dtype.itemsize)
+    shape = sequence_shape(flags, config)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, keep_gathered=flags.keep_gathered)
-    if sequence:
-        config.check_sequence_parallel(sequence.plan.kind)
     resume = find_checkpoint(flags.load, flags.outputs, flags.model) if flags.load else None
     if flags.load and resume is None:
         notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
     stored = _check_resume(resume, config, objective, bool(flags.lora), mesh) if resume else {}
     # LoRA's checkpoints hold what it adds: the weights it is added to are read each time.
-    initial = _check_pretrained(flags, config) if flags.pretrained and (flags.lora or not resume) else None
+    initial = check_pretrained(flags, config) if flags.pretrained and (flags.lora or not resume) else None
     lora = _lora(flags, initial, resume, notes) if flags.lora else None
     codec = _load_codec(flags, dataset, vae, mesh, notes)
     conditioner = _conditioner(flags, config, dataset, mesh)
@@ -288,19 +284,6 @@ def _check_resume(resume: Path, config: DiTConfig, objective: Objective, adds: b
             "to start from its weights"
         )
     return state
-
-
-def _check_pretrained(flags: TrainConfig, config: DiTConfig) -> Weights:
-    weights = read_weights(find_weights(flags.pretrained))
-    if "lora" in weights.info:
-        raise ValueError(f"--pretrained {flags.pretrained} holds what --lora adds to {weights.info['lora']['base']}")
-    check_same_blocks(config_of(weights, flags.model), config, weights.path)
-    return weights
-
-
-def config_of(weights: Weights, model: str) -> DiTConfig:
-    """What the file says, or what its shapes say of Meta's files."""
-    return weights.config or infer_config(weights.state, model, weights.path)
 
 
 def _lora(flags: TrainConfig, initial: Weights, resume: Path | None, notes: list[str]) -> Lora:

@@ -11,6 +11,8 @@ allocator can't use of its memory.
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -72,7 +74,7 @@ class Estimate:
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """The peak of one rank for micro-batches of ``batch`` samples on a GPU.
 
-    LoRA's trained weights are counted beside the model's, also where they are the model's (new embedders). Activations
+    LoRA's trained weights are counted beside the model's; embedders that it trains whole are not. Activations
     are those of training all weights: where no embedder is trained, LoRA keeps up to a fifth less.
     """
     size, world = BYTES[setup.precision], setup.world
@@ -198,8 +200,13 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     return "a smaller model" if setup.plugin == "gemini" else "--plugin gemini on several ranks, or a smaller model"
 
 
+def card_memory(device: torch.device) -> int | None:
+    """Bytes that a GPU has; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> str:
-    """One line for the block that train.py prints; ``capacity``: bytes of the card, None on a CPU."""
+    """One line, which train.py prints before it builds; ``capacity``: bytes of the card, None on a CPU."""
     needs = estimate(config, setup, batch)
     states = sum(needs.states.values())
     total = needs.total - (LIBRARIES if capacity is None else 0)
@@ -211,4 +218,5 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
     if capacity is None:
         return f"{text}; on a CPU in {setup.precision}, libraries and loader processes not counted"
     largest = largest_batch(config, setup, USABLE * capacity)
-    return f"{text}; the GPU has {capacity / GIB:.1f}, enough for --batch_size {largest}"
+    room = f"enough for --batch_size {largest}" if largest else "too little for one sample"
+    return f"{text}; the GPU has {capacity / GIB:.1f}, {room}"

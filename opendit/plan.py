@@ -1,4 +1,4 @@
-"""What the flags ask for, without making any of it: the data, the model's configuration, the objective, the steps."""
+"""What the flags ask for, without making any of it: data, configuration, objective, steps, first weights."""
 
 import math
 from dataclasses import replace
@@ -10,8 +10,12 @@ from opendit.diffusion import Objective, objective_from_dict
 from opendit.encoders.text import text_geometry
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
+from opendit.memory import BYTES
 from opendit.models import DiTConfig, TextConfig, model_config
+from opendit.models.adapt import check_same_blocks
+from opendit.models.pretrained import Weights, find_weights, infer_config, read_weights
 from opendit.models.zoo import patch_size
+from opendit.parallel.sequence.choose import Shape
 
 
 def open_data(flags: TrainConfig, data_path: str | None = None) -> MediaDataset:
@@ -58,12 +62,44 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> t
         **flags.architecture,
     )
     config.check_speed(flags.fp8, flags.recompute)
+    if flags.lora is not None and flags.lora >= config.hidden_size:
+        raise ValueError(f"--lora {flags.lora}: a rank from 1 to below the width, {config.hidden_size}")
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
     return config, objective, vae
 
 
+def sequence_shape(flags: TrainConfig, config: DiTConfig) -> Shape:
+    """What --sequence_parallel_type chooses by. Raises ValueError if the model can't share samples, or not that way."""
+    if flags.sequence_parallel_size > 1:
+        config.check_sequence_parallel(flags.sequence_parallel_type)
+    return Shape(
+        tokens=config.tokens,
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        samples=flags.batch_size,
+        bytes=BYTES[flags.mixed_precision],
+        types=config.sequence_types,
+    )
+
+
+def check_pretrained(flags: TrainConfig, config: DiTConfig) -> Weights:
+    """The weights of --pretrained, in CPU memory. Raises ValueError or FileNotFoundError if there are none that this
+    model can start from."""
+    weights = read_weights(find_weights(flags.pretrained))
+    if "lora" in weights.info:
+        raise ValueError(f"--pretrained {flags.pretrained} holds what --lora adds to {weights.info['lora']['base']}")
+    check_same_blocks(config_of(weights, flags.model), config, weights.path)
+    return weights
+
+
+def config_of(weights: Weights, model: str) -> DiTConfig:
+    """What the file says, or what its shapes say of Meta's files."""
+    return weights.config or infer_config(weights.state, model, weights.path)
+
+
 def saved_by_adaln_lora(config: DiTConfig) -> str:
+    """The note on how many weights --adaln_lora leaves out."""
     full, low = (made.parameters() / 1e6 for made in (replace(config, adaln_lora=None), config))
     share = (full - low) / full
     return f"--adaln_lora {config.adaln_lora} saves {full - low:,.1f} M of {full:,.1f} M weights ({share:.0%})"

@@ -36,6 +36,7 @@ class Work(NamedTuple):
 
 
 def kind_of(name: str) -> str:
+    """The kind of work, of ``KINDS``, that a kernel or operator of this name does."""
     return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
 
 
@@ -60,13 +61,18 @@ def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
 class StepProfiler:
     """Records a few steps and writes trace.json.gz and table.txt into ``folder``; call :meth:`step` after every step.
 
-    With ``wanted`` false nothing happens; nothing is written either by a run that ends before all steps are recorded.
+    With ``wanted`` false nothing happens. A run that ends before all steps are recorded writes nothing and says so: at
+    once if ``steps``, those it will take, are too few, else in :meth:`close`.
     """
 
-    def __init__(self, wanted: bool, folder: Path, device: torch.device, say: Callable[[str], None] = print):
+    def __init__(
+        self, wanted: bool, folder: Path, device: torch.device, steps: int, say: Callable[[str], None] = print
+    ):
         self.folder, self.say, self.cuda = folder, say, device.type == "cuda"
         self._profile, self._steps = None, 0
-        if wanted:
+        if wanted and steps < WARMUP + STEPS:
+            self._say_too_short(steps)
+        elif wanted:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
             when = schedule(wait=WARMUP - 2, warmup=2, active=STEPS, repeat=1)
             self._profile = profile(activities=activities, schedule=when, on_trace_ready=self._write)
@@ -82,8 +88,17 @@ class StepProfiler:
 
     def close(self) -> None:
         running, self._profile = self._profile, None
-        if running is not None:
-            running.stop()
+        if running is None:
+            return
+        running.stop()
+        if self._steps < WARMUP + STEPS:
+            self._say_too_short(self._steps)
+
+    def _say_too_short(self, steps: int) -> None:
+        self.say(
+            f"note: --profile writes nothing: it records {STEPS} steps after a run's first {WARMUP}, and this one "
+            f"takes {max(0, steps)}; let it take {WARMUP + STEPS} or more (--max_steps, --epochs)"
+        )
 
     def _write(self, recorded: profile) -> None:
         if self._profile is None:  # being closed halfway through

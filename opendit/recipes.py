@@ -118,7 +118,8 @@ def find_recipe(name: str) -> Recipe:
     """Raises ValueError for an unknown one, naming the most similar."""
     if name not in RECIPES:
         raise ValueError(
-            f"--recipe {name}: no such recipe; did you mean {nearest(name, RECIPES)}? (--recipe list shows all)"
+            f"--recipe {name}: no such recipe; did you mean {nearest(name, [*RECIPES, 'list'])}? "
+            "(--recipe list shows all)"
         )
     return RECIPES[name]
 

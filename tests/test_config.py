@@ -77,6 +77,14 @@ def test_unknown_flags_are_refused(capsys):
         (["--deterministic", "--attention", "cudnn"], "--attention cudnn adds gradients in any order"),
         (["--batch_size", "0"], "--batch_size 0"),
         (["--lr", "-1"], "--lr"),
+        (["--lr", "nan"], "--lr nan: must be above 0 and finite"),
+        (["--lr", "inf"], "--lr inf: must be above 0 and finite"),
+        (["--weight_decay", "nan"], "--weight_decay nan: must be at least 0 and finite"),
+        (["--grad_clip", "inf"], "--grad_clip inf: must be at least 0 and finite"),
+        (["--objective", "edm", "--edm_mean", "nan"], "--edm_mean nan: must be finite"),
+        (["--ema_decay", "nan"], "--ema_decay nan"),
+        (["--num_classes", "0"], "--num_classes 0: must be above 0"),
+        (["--num_classes", "-5"], "--num_classes -5: must be above 0"),
         (["--label_drop", "1"], "--label_drop"),
         (["--sequence_parallel_size", "3"], "does not divide the 4 processes"),
         (["--grad_clip", "-1"], "--grad_clip"),
@@ -99,3 +107,11 @@ def test_default_precision_falls_back_with_a_note(tmp_path):
     assert flags.mixed_precision == "fp32" and "no GPU" in notes[0]
     flags = parse(TrainConfig, ["--outputs", str(tmp_path)])
     assert flags.check(world_size=1, has_gpu=True) == [] and flags.mixed_precision == "fp16"
+
+
+@pytest.mark.parametrize(
+    "words", ["cfg_scale nan", "num_samples 0", "num_frames -4", "frame_interval 0", "cfg_interval 0 nan"]
+)
+def test_mistakes_in_sampling_name_the_flag(words, tmp_path):
+    with pytest.raises(ValueError, match=f"--{words}"):
+        parse(SampleConfig, [*f"--{words}".split(), "--output", str(tmp_path)]).check(world_size=1, has_gpu=False)

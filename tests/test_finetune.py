@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -128,6 +129,62 @@ def test_a_clip_model_starts_from_a_picture_model(tmp_path):
     frames = new.unpatchify(new.final_layer(tokens, c), (1, 4, 4))
     assert torch.allclose(frames, old.unpatchify(old.final_layer(tokens, c), (4, 4))[:, :, None].expand_as(frames))
     assert set(done.resized) == {"x_embedder.proj.weight", "final_layer.linear.weight", "final_layer.linear.bias"}
+
+
+AXES = "learned_positions.axes.{}.weight"
+PAIRS = [("MovieGen-Ti/2", "MovieGen-Ti/122"), ("EC-DiT-Ti/2", "EC-DiT-Ti/122"), ("DiT-Ti/2", "vDiT-Ti/122")]
+
+
+def stretched(table: torch.Tensor, length: int) -> torch.Tensor:
+    """By numpy, one channel at a time."""
+    at = np.linspace(0, len(table) - 1, length)
+    channels = [np.interp(at, np.arange(len(table)), channel) for channel in table.detach().numpy().T]
+    return torch.from_numpy(np.stack(channels, 1)).float()
+
+
+@pytest.mark.parametrize(("picture", "clip"), PAIRS)
+def test_learned_positions_of_a_picture_model_are_a_clip_model_s_rows_and_columns(picture, clip, tmp_path):
+    options = dict(positions="learned", input_size=(8, 12))
+    old, new = model(picture, **options), model(clip, seed=1, frames=4, **options)  # as many frames as rows of patches
+    fresh = new.learned_positions.axes[0].weight.clone()
+    done = adapt(new, weights(old, tmp_path), old.config)
+    assert list(done.new) == [AXES.format(0)] and not done.left_out
+    assert torch.equal(new.learned_positions.axes[0].weight, fresh)
+    assert {AXES.format(1), AXES.format(2)} <= done.reused.keys()
+    reused, *others = done.describe()
+    assert "learned_positions.axes.1, learned_positions.axes.2" in reused
+    assert others[-1] == f"new: {4 * 128:,} weights, learned_positions.axes.0"
+    torch.nn.init.zeros_(new.learned_positions.axes[0].weight)  # nothing is added for the frame: it is the picture
+    (x, t), y = inputs(old), torch.tensor([0, 2, 5])
+    torch.testing.assert_close(new(x[:, :, None], t, y)[:, :, 0], old(x, t, y), atol=1e-5, rtol=1e-4)
+    # of other sizes, each axis by itself
+    other = model(clip, seed=1, frames=6, positions="learned", input_size=(12, 10))
+    done = adapt(other, weights(old, tmp_path), old.config)
+    assert list(done.new) == [AXES.format(0)] and {AXES.format(1), AXES.format(2)} <= done.resized.keys()
+    rows, columns = (table.weight for table in old.learned_positions.axes)
+    for table, expected in zip(
+        other.learned_positions.axes[1:], (stretched(rows, 6), stretched(columns, 5)), strict=True
+    ):
+        torch.testing.assert_close(table.weight, expected)
+
+
+@pytest.mark.parametrize(("picture", "clip"), PAIRS[:2])  # (a DiT takes no vDiT's weights)
+def test_learned_positions_of_a_clip_model_without_its_frames_are_a_picture_model_s(picture, clip, tmp_path):
+    options = dict(positions="learned", input_size=(8, 12))
+    old, new = model(clip, frames=4, **options), model(picture, seed=1, **options)
+    done = adapt(new, weights(old, tmp_path), old.config)
+    assert done.left_out[AXES.format(0)] == 4 * 128 and {AXES.format(0), AXES.format(1)} <= done.reused.keys()
+    assert re.fullmatch(r"left out of the file: [\d,]+ weights, .*learned_positions\.axes\.0", done.describe()[-1])
+    new.x_embedder.proj.weight.data.copy_(old.x_embedder.proj.weight[:, :, 0])  # new: of another number of axes
+    torch.nn.init.zeros_(old.learned_positions.axes[0].weight)
+    (x, t), y = inputs(new), torch.tensor([0, 2, 5])
+    torch.testing.assert_close(new(x, t, y), old(x[:, :, None], t, y)[:, :, 0], atol=1e-5, rtol=1e-4)
+    other = model(picture, seed=1, positions="learned", input_size=(12, 10))
+    done = adapt(other, weights(old, tmp_path), old.config)
+    assert {AXES.format(0), AXES.format(1)} <= done.resized.keys() and AXES.format(0) in done.left_out
+    _, rows, columns = (table.weight for table in old.learned_positions.axes)
+    for table, expected in zip(other.learned_positions.axes, (stretched(rows, 6), stretched(columns, 5)), strict=True):
+        torch.testing.assert_close(table.weight, expected)
 
 
 @pytest.mark.parametrize(

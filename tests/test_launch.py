@@ -16,7 +16,7 @@ DIGITS = "--recipe digits --global_batch_size 8 --log_every 1 --sample_every 0 -
 # Slurm on one machine: a node is a process, SLURM_NODEID tells them apart; what signals a step signals all of them.
 STAND_INS = {
     "srun": """
-echo "srun $1 $2" >> "$CALLS"
+echo "srun $1 $2${SRUN_CPUS_PER_TASK:+, CPUs: $SRUN_CPUS_PER_TASK}" >> "$CALLS"
 shift
 for node in 0 1; do SLURM_NODEID=$node "$@" & pids="${pids:-} $!"; done
 echo $pids > "$CALLS.step"
@@ -87,7 +87,7 @@ def losses(outputs: Path) -> list[float]:
 
 def test_each_node_runs_torchrun_with_the_same_rendezvous(tmp_path):
     argv = ["--recipe", "pretrain_xl", "--data_path", "a b.csv"]
-    done = job(tmp_path, argv, 4711, {"torchrun": TORCHRUN}, SLURM_GPUS_ON_NODE="8")
+    done = job(tmp_path, argv, 4711, {"torchrun": TORCHRUN}, SLURM_GPUS_ON_NODE="8", SLURM_CPUS_PER_TASK="64")
     assert done.wait(60) == 0
     for node in ("0", "1"):
         words = (tmp_path / f"calls.{node}").read_text().split("|")
@@ -98,15 +98,15 @@ def test_each_node_runs_torchrun_with_the_same_rendezvous(tmp_path):
         assert flags["--log-dir"] == str(tmp_path / "logs/slurm-4711/attempt-0" / f"node-{node}")
         program = words[words.index("train.py") :]
         assert program == ["train.py", "--outputs", "outputs/slurm-4711", "--load", "latest", *argv]
-    assert (tmp_path / "calls").read_text() == "srun --kill-on-bad-exit=1 bash\n"  # and nothing is queued again
+    assert (tmp_path / "calls").read_text() == "srun --kill-on-bad-exit=1 bash, CPUs: 64\n"  # nothing is queued again
 
 
 def test_a_failure_shows_what_the_ranks_wrote_and_is_not_queued_again(tmp_path):
     done = job(tmp_path, [], 4712, {"torchrun": TORCHRUN}, FAKE_CODE="3", SLURM_RESTART_COUNT="2")
     assert done.wait(60) == 3
     log = (tmp_path / "log").read_text()
+    assert (tmp_path / "calls").read_text() == "srun --kill-on-bad-exit=1 bash\n"  # the job asked for no CPUs
     assert "exit code 3" in log and "node 0 broke" in log and "node 1 broke" in log and "attempt 2" in log
-    assert "requeue" not in (tmp_path / "calls").read_text()
 
 
 @pytest.mark.timeout(600)

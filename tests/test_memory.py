@@ -259,6 +259,30 @@ def test_compiled_blocks_have_the_gradients_of_the_model():
         torch.testing.assert_close(results[1][name], grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("card", (None, GIB // 8), ids=("CPU", "small GPU"))
+@pytest.mark.parametrize("rank", (None, 3), ids=("all weights", "LoRA"))
+def test_what_is_needed_is_said_before_it_is_allocated(card, rank, tmp_path, no_ranks, capsys, monkeypatch):
+    tiny = "--model DiT-Ti/2 --data_path mock --image_size 64 --num_workers 0 --batch_size 512".split()
+    argv = [*tiny, "--mixed_precision", "fp32", "--outputs", str(tmp_path)]
+    config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=4, num_classes=1000)
+    if rank is not None:
+        torch.save(build_model(config).state_dict(), tmp_path / "base.pt")
+        argv += ["--pretrained", str(tmp_path / "base.pt"), "--lora", str(rank)]
+    monkeypatch.setattr(train, "card_memory", lambda device: card)
+    monkeypatch.setattr(train, "build_model", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        train.main(argv)
+    out = capsys.readouterr().out
+    trained = None if rank is None else lora_parameters(config, rank)
+    setup = Setup(precision="fp32", fused=False, trained=trained)
+    assert out.count("GiB a rank estimated") == 1 and describe(config, setup, 512, card) in out
+    assert ("the cheapest way out is --" in out) == (card is not None)
+
+
+def out_of_memory(config: DiTConfig):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def start(mesh, argv: list[str]) -> None:
     train.main(argv)
 
@@ -274,7 +298,7 @@ def test_a_run_says_what_it_does(plugin, tmp_path, capfd):
     )
     run_ranks(1, start, [*common, *how])
     out = capfd.readouterr().out
-    row = re.search(r"memory +(.*)", out).group(1)
+    row = re.search(r"memory: (.*)", out).group(1)
     assert "GiB a rank estimated" in row and ("--recompute cheap" in row) == (plugin == "zero2") and "on a CPU" in row
     row = re.search(r"compile +(.*)", out).group(1)
     assert row.startswith("off: Gemini fetches weights" if plugin == "gemini" else "off (--compile is)")

@@ -4,9 +4,10 @@ import gzip
 import json
 
 import pytest
+import torch
 
 import train
-from opendit.profiling import STEPS, WARMUP, Work, kind_of, table
+from opendit.profiling import STEPS, WARMUP, StepProfiler, Work, kind_of, table
 
 
 @pytest.mark.parametrize(
@@ -46,15 +47,41 @@ def test_the_table_adds_up():
 ARGV = "--model DiT-Ti/2 --image_size 16 --vae none --mixed_precision fp32 --batch_size 4 --num_workers 0 --profile"
 
 
-@pytest.mark.parametrize("steps", (WARMUP + STEPS, WARMUP + 1))
-def test_a_run_writes_its_profile_once_all_steps_are_recorded(steps, tmp_path, capsys, monkeypatch):
+def test_a_run_writes_its_profile(tmp_path, no_ranks, capsys, monkeypatch):
     monkeypatch.setattr(train, "draw_grid", lambda *_: None)
-    train.main([*ARGV.split(), "--max_steps", str(steps), "--outputs", str(tmp_path)])
+    train.main([*ARGV.split(), "--max_steps", str(WARMUP + STEPS), "--outputs", str(tmp_path)])
     folder = tmp_path / "000-DiT-Ti-2" / "profile"
-    assert folder.is_dir() == (steps == WARMUP + STEPS)
-    if folder.is_dir():
-        trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
-        names = {event.get("name") for event in trace["traceEvents"]}
-        assert "aten::addmm" in names and f"ProfilerStep#{WARMUP}" in names
-        text = (folder / "table.txt").read_text()
-        assert "matrix products" in text and text in capsys.readouterr().out
+    trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert "aten::addmm" in names and f"ProfilerStep#{WARMUP}" in names
+    text, out = (folder / "table.txt").read_text(), capsys.readouterr().out
+    assert "matrix products" in text and text in out and "writes nothing" not in out
+
+
+def test_a_run_that_is_too_short_says_so_at_its_start(tmp_path, no_ranks, capsys, monkeypatch):
+    class FirstStep(Exception):
+        pass
+
+    def first_step(*_):
+        raise FirstStep
+
+    monkeypatch.setattr(train, "inputs", first_step)
+    for short in (1, 0):
+        with pytest.raises(FirstStep):
+            train.main([*ARGV.split(), "--max_steps", str(WARMUP + STEPS - short), "--outputs", str(tmp_path)])
+        assert capsys.readouterr().out.count(f"this one takes {WARMUP + STEPS - 1}; let it take") == short
+
+
+@pytest.mark.parametrize("taken", (WARMUP - 1, WARMUP + STEPS - 1, WARMUP + STEPS))
+def test_a_run_that_is_stopped_early_says_so_at_its_end(taken, tmp_path):
+    said = []
+    profiler = StepProfiler(True, tmp_path / "profile", torch.device("cpu"), steps=1000, say=said.append)
+    for _ in range(taken):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+        profiler.step()
+    profiler.close()
+    profiler.close()
+    whole = taken == WARMUP + STEPS
+    assert (tmp_path / "profile").is_dir() == whole and len(said) == 1
+    assert said[0].startswith("profile of" if whole else "note: --profile writes nothing")
+    assert whole or f"takes {taken}; let it take {WARMUP + STEPS} or more" in said[0]

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import train
 from opendit.command_line import overridden
@@ -14,6 +15,7 @@ from opendit.data.base import Ticket
 from opendit.data.mock import MockDataset
 from opendit.memory import GIB, Setup, estimate
 from opendit.models import build_model, config_from_dict, model_config
+from opendit.models.pretrained import METADATA_KEY
 from opendit.parallel.engine import build_engine
 from opendit.recipes import RECIPES
 
@@ -81,6 +83,9 @@ def test_the_command_line_overrides_wherever_it_stands():
     ("argv", "message"),
     [
         (["--recipe", "pretran_xl"], "--recipe pretran_xl: no such recipe; did you mean pretrain_xl?"),
+        (["--recipe", "PRETRAIN_XL"], "did you mean pretrain_xl?"),
+        (["--recipe", "LIST"], "did you mean list?"),
+        (["--BATCH_SIZE", "3"], "--BATCH_SIZE: no such flag; did you mean --batch_size?"),
         (["--recipe", "digits", "--bach_size", "3"], "--bach_size: no such flag; did you mean --batch_size?"),
         (["--recipe", "digits", "optim.lr=3"], "flags are written --name value; did you mean --lr 3?"),
         (["--recipe", "digits", "fast"], "fast: a value without a flag"),
@@ -153,6 +158,10 @@ def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, caps
         ("--dry_run 3 --global_batch_size 64", "use 63"),
         ("--dry_run -1", "--dry_run -1"),
         ("--lora 4", "--pretrained"),
+        ("--recipe digits --lora 128 --pretrained nowhere", "--lora 128: a rank from 1 to below the width, 128"),
+        ("8 --recipe st_dit_xl_768p --sequence_parallel_size 4", "stdit models can't share a sample between ranks"),
+        ("2 --recipe pretrain_xl --qk_norm --sequence_parallel_size 2 --sequence_parallel_type ring", "use ulysses"),
+        ("3 --recipe pretrain_xl --qk_norm --sequence_parallel_size 3", "16 heads can't be shared out"),
         ("--adam_beta2 1", "--adam_beta2 1.0: must be at least 0 and below 1"),
     ],
 )
@@ -161,6 +170,18 @@ def test_a_dry_run_refuses_what_the_run_would(argv, message, capsys):
     with pytest.raises(SystemExit):
         train.main(words if "--dry_run" in words else ["--dry_run", *words])
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_dry_run_compares_the_blocks_of_pretrained_weights(tmp_path, capsys):
+    config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10)
+    base = tmp_path / "base.safetensors"
+    save_file(build_model(config).state_dict(), base, {METADATA_KEY: json.dumps({"config": config.to_dict()})})
+    argv = ["--recipe", "digits", "--pretrained", str(base)]
+    assert "DiT-Ti/2: " in dry_run(argv, capsys)
+    with pytest.raises(SystemExit):
+        dry_run([*argv, "--qk_norm"], capsys)
+    assert "has other blocks than this run's model: qk_norm False there, True here" in capsys.readouterr().err
+    assert "isn't there: its blocks are not compared" in dry_run([*argv[:-1], str(tmp_path / "none")], capsys)
 
 
 def test_a_dry_run_with_lora_counts_the_states_of_what_is_trained(capsys):

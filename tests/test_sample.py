@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import sample
 from opendit.diffusion import DDPMObjective, FlowObjective
-from opendit.models import DiT, model_config
+from opendit.models import DiT, build_model, model_config
 from opendit.models.pretrained import METADATA_KEY
 from opendit.sampling import preview_labels, sample_latents, save_grid, to_uint8
 from tests.models.test_dit import randomised
@@ -105,6 +105,26 @@ def test_more_processes_than_samples(tmp_path, ckpt):
 def test_bad_input(argv, message, tmp_path, ckpt, no_ranks, capsys):
     with pytest.raises(SystemExit) as stop:
         sample.main(["--ckpt", str(ckpt), "--output", str(tmp_path / "o"), *argv.format(tmp=tmp_path).split()])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("frames", "frames_a_patch"), [(3, 1), (4, 2), (1, 2)])
+def test_frames_that_have_no_learned_positions(frames, frames_a_patch, tmp_path, no_ranks, capsys, monkeypatch):
+    sizes = dict(input_size=(8, 8), in_channels=1, num_classes=5)
+    name = f"MovieGen-Ti/{frames_a_patch}22"
+    config = model_config(name, **sizes, frames=frames)
+    info = {"model": name, "config": config.to_dict(), "vae": "none", "image_size": 8, "num_frames": frames}
+    path = tmp_path / "clips.safetensors"
+    save_file(randomised(build_model(config)).state_dict(), path, metadata={METADATA_KEY: json.dumps(info)})
+    argv = (
+        f"--ckpt {path} --num_samples 1 --num_sampling_steps 2 --no_save_png --output {tmp_path} --num_frames".split()
+    )
+    known = max(frames, frames_a_patch)
+    sample.main([*argv, str(known)])  # of a picture's patch all frames are trained
+    monkeypatch.setattr(sample, "load_video_codec", lambda *_, **__: pytest.fail("the VAE was loaded first"))
+    with pytest.raises(SystemExit) as stop:
+        sample.main([*argv, str(known + frames_a_patch)])
+    message = f"--num_frames {known + frames_a_patch}: {path} has learned the positions of {known} at most"
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 

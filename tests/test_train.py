@@ -97,6 +97,14 @@ def test_load_latest_without_a_run_starts_afresh(tmp_path, no_ranks, capsys):
     assert len(log_of(tmp_path / "000-DiT-Ti-2")) == 1
 
 
+def test_a_run_that_saves_nothing_ends_as_done(tmp_path, no_ranks, capsys):
+    flags = "--batch_size 2 --max_steps 2 --log_every 100 --no_save --sample_every 100000 --outputs".split()
+    train.main([*TINY, *QUIET, *flags, str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "Done: step 2" in said and "none (--no_save)" in said
+    assert [line["step"] for line in log_of(tmp_path / "000-DiT-Ti-2")] == [2]
+
+
 def test_a_diverging_run_stops_and_keeps_its_weights_finite(tmp_path, no_ranks):
     argv = [*TINY, *QUIET, "--batch_size", "4", "--max_steps", "9", "--outputs", str(tmp_path), "--ckpt_every", "1"]
     with pytest.raises(FloatingPointError, match="try a lower --lr"):

@@ -52,10 +52,12 @@ class Recipe:
         self._result: Tensor | None = None
 
     def share(self) -> "Recipe":
+        """Announces one more use; returns itself."""
         self._uses += 1
         return self
 
     def take(self) -> Tensor:
+        """The tensor, made for the first of the announced uses and let go with the last."""
         if self._result is None:
             inputs = [i.take() if isinstance(i, Recipe) else i for i in self._inputs]
             enabled, dtype = self._autocast

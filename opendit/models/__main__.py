@@ -46,6 +46,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--world", type=int, default=1, help="GPUs")
     parser.add_argument("--mixed_precision", default="bf16", choices=tuple(BYTES))
     args = parser.parse_args(argv)
+    for name in ("image_size", "num_frames", "batch_size", "world"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name} {getattr(args, name)}: must be above 0")
     names = args.names or [*NAMES, *VIDEO_NAMES]
     sizes = args.image_size, args.num_frames, args.batch_size, args.world, args.mixed_precision
     try:

@@ -52,7 +52,8 @@ class Adaptation:
                 reasons = dict.fromkeys(self.why[name] for name in weights if name in self.why)
                 because = f" ({'; '.join(reasons)})" if reasons else ""
                 names = ", ".join(_groups(weights))
-                lines.append(f"{kind.replace('_', ' ')}: {sum(weights.values()):,} weights, {names}{because}")
+                what = {"left_out": "left out of the file"}.get(kind, kind)  # whose axes are not always the model's
+                lines.append(f"{what}: {sum(weights.values()):,} weights, {names}{because}")
         return lines
 
 
@@ -78,14 +79,15 @@ def adapt(model: DiT, weights: Weights, found: DiTConfig, class_names: Sequence[
     Same name and shape: as it is, unless it belongs to another text encoder. Label table of other classes: the null
     class, and the classes whose names (``class_names``, and the file's) are the same; the others are fresh. Head: the
     channels of a learned variance are dropped, or added as zeros. Patches of several frames from a DiT's: its filter,
-    spread over the frames. Learned positions: interpolated linearly. Sine-cosine tables are those of the new size,
-    counted from 0 as always: they are computed, not interpolated.
+    spread over the frames. Learned positions: interpolated linearly along each axis; between pictures and clips rows go
+    to rows and columns to columns, and the table of frames is fresh or left out. Sine-cosine tables are those of the
+    new size, counted from 0 as always: they are computed, not interpolated.
     """
     done, config, theirs = Adaptation(), model.config, dict(weights.state)
     buffers = {name for name, _ in model.named_buffers()}
     other_words = _text_name(found) != _text_name(config)
     for name, own in model.state_dict().items():
-        value, why = theirs.pop(name, None), None
+        value, why = theirs.pop(_stored_as(name, found, config), None), None
         if value is not None and other_words and name.startswith(("y_embedder.", "text_encoder.")):
             done.left_out[name], value = value.numel(), None
         if value is not None and name == TABLE:
@@ -102,6 +104,14 @@ def adapt(model: DiT, weights: Weights, found: DiTConfig, class_names: Sequence[
             done.why[name] = why
     done.left_out.update((name, value.numel()) for name, value in theirs.items())
     return done
+
+
+def _stored_as(name: str, found: DiTConfig, config: DiTConfig) -> str:
+    """What ``name`` is called in weights of ``found``. Axes are counted from the first, which is time only in clips."""
+    axis = re.fullmatch(r"learned_positions\.axes\.(\d+)\.weight", name)
+    if axis is None:
+        return name
+    return f"learned_positions.axes.{int(axis[1]) + len(found.grid) - len(config.grid)}.weight"
 
 
 def _text_name(config: DiTConfig) -> str | None:
@@ -147,8 +157,7 @@ def _variance(found: DiTConfig, config: DiTConfig) -> str:
 
 
 def _groups(names) -> list[str]:
-    """The modules of parameters, those of all blocks as one: blocks.*.attn, x_embedder, ..."""
-    groups = dict.fromkeys(re.sub(r"^blocks\.\d+\.(\w+).*", r"blocks.*.\1", name) for name in names)
-    return list(
-        dict.fromkeys(".".join(g.split(".")[:3]) if g.startswith("blocks") else g.split(".")[0] for g in groups)
-    )
+    """The modules of parameters, those of all blocks as one: blocks.*.attn, x_embedder, learned_positions.axes.0"""
+    groups = (re.sub(r"^blocks\.\d+\.", "blocks.*.", name).split(".") for name in names)
+    apart = ("blocks", "learned_positions")  # modules whose parts may fare differently
+    return list(dict.fromkeys(".".join(parts[: 3 if parts[0] in apart else 1]) for parts in groups))

@@ -114,11 +114,20 @@ class DiTConfig:
         if self.positions == "rope":
             rotary_shares(self.head_dim, len(self.patch))
 
-    def check_sequence_parallel(self, kind: str) -> None:
-        """Raises ValueError if ranks can't share this model's samples by a strategy ``kind``; the message says why."""
+    @property
+    def sequence_types(self) -> tuple[str, ...]:
+        """The strategies by which ranks can share this model's samples."""
         if not self.sequence_parallel:
+            return ()
+        by_heads = ("fastseq", "ulysses")
+        return by_heads if self.qk_norm or self.positions == "rope" else (*by_heads, "ring", "usp")
+
+    def check_sequence_parallel(self, kind: str) -> None:
+        """Raises ValueError if ranks can't share this model's samples by a strategy ``kind``, or by any for "auto"; the
+        message says why."""
+        if not self.sequence_types:
             raise ValueError(f"--sequence_parallel_size: {self.kind} models can't share a sample between ranks yet")
-        if kind in ("ring", "usp") and (self.qk_norm or self.positions == "rope"):
+        if kind not in ("auto", *self.sequence_types):
             raise ValueError(
                 f"--sequence_parallel_type {kind} attends without --qk_norm and --positions rope; use ulysses"
             )
@@ -205,4 +214,5 @@ class DiTConfig:
 
 
 def times(sizes: tuple[int, ...]) -> str:
+    """times((2, 4, 3)) -> "2 x 4 x 3"."""
     return " x ".join(map(str, sizes))

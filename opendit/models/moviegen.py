@@ -34,10 +34,14 @@ class MovieGenConfig(DiTConfig):
         if self.num_heads % (self.kv_heads or self.num_heads):
             raise ValueError(f"{self.num_heads} heads can't share {self.kv_heads} heads of keys and values evenly")
 
+    @property
+    def sequence_types(self) -> tuple[str, ...]:
+        return super().sequence_types if self.key_value_width == self.hidden_size else ()
+
     def check_sequence_parallel(self, kind: str) -> None:
-        super().check_sequence_parallel(kind)
-        if self.kv_heads not in (None, self.num_heads):
+        if self.key_value_width != self.hidden_size:
             raise ValueError("--sequence_parallel_size: heads that share keys and values can't go to other ranks yet")
+        super().check_sequence_parallel(kind)
 
     def attention_flops(self, keys: int) -> int:
         n, d = self.tokens, self.hidden_size

@@ -75,8 +75,10 @@ VIDEO_NAMES = tuple(name for name in _LISTED if name not in NAMES)
 
 
 def nearest(name: str, names) -> str:
-    """The valid name most like ``name``, for error messages."""
-    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.0)), "")
+    """The valid name most like ``name`` in whatever case, for error messages."""
+    spelled = {valid.lower(): valid for valid in names}
+    found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.0)
+    return spelled[found[0]] if found else ""
 
 
 def _parse(name: str) -> tuple[str, str, int | tuple[int, ...]]:

@@ -38,6 +38,8 @@ exec torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$NPROC" --rdzv-i
 stopped=
 trap 'stopped=1; echo "the time limit is near: saving"; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 trap 'echo "preempted or cancelled: saving"' TERM
+# Since Slurm 22.05 srun does not take --cpus-per-task over from its job: all ranks of a node would share one CPU.
+[ -n "${SLURM_CPUS_PER_TASK:-}" ] && export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 srun --kill-on-bad-exit=1 bash -c "$node" train --outputs "outputs/slurm-$SLURM_JOB_ID" --load latest "$@" &
 step=$!
 wait "$step"; code=$?

@@ -2,8 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from scipy import stats
 from torch import Tensor
 
@@ -46,6 +48,28 @@ def test_shifted_times_lead_to_the_same_place(shift):
     times = flow.sampling_times(400, shift)
     assert times[0] == 1 and times[-1] == 0 and (times.diff() < 0).all()
     torch.testing.assert_close(flow.sample_heun(gaussian_velocity, x, times), exact_end(x), atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_euler_matches_diffusers(shift):
+    """diffusers' own times end at 1 / 1000; pipelines (SD3, FLUX) give it those from 1 to 1 / n before the shift."""
+    reference = FlowMatchEulerDiscreteScheduler(shift=shift)
+    reference.set_timesteps(sigmas=np.linspace(1, 1 / 25, 25).tolist())
+    times, states, told = flow.sampling_times(25, shift), [], []
+    torch.testing.assert_close(times.float(), reference.sigmas, atol=1e-5, rtol=0)
+
+    def model(x, timestep):
+        told.append(timestep[0])
+        return torch.sin(2 * x + timestep.view(-1, 1, 1, 1) / 200) - x
+
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    got = flow.sample_euler(model, x, times, callback=lambda s: states.append(s["x"]))
+    torch.testing.assert_close(torch.stack(told), reference.timesteps, atol=1e-2, rtol=0)  # 1e-5 of the thousand
+    assert torch.equal(states[0], x) and len(states) == 25
+    for k, t in enumerate(reference.timesteps):
+        expected = reference.step(model(states[k], t.expand(2)), t, states[k]).prev_sample
+        after = states[k + 1] if k + 1 < 25 else got
+        torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5, msg=lambda m, t=t: f"t = {t}: {m}")
 
 
 def test_heun_evaluates_the_second_time_where_the_step_leads():

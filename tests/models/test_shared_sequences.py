@@ -3,16 +3,20 @@
 from dataclasses import replace
 
 from opendit.models import MovieGenConfig
-from tests.parallel.test_sequence import IMAGE, TOLERANCE, VIDEO, many_cases
+from tests.parallel.test_sequence import IMAGE, TEXT, TOLERANCE, VIDEO, many_cases
 from tests.ranks import run_ranks
 
 NORMED = {"qk_norm": True, "positions": "rope"}
+MOVIE = MovieGenConfig((4, 4, 6), (2, 2, 2), 2, 48, 2, 12, num_classes=5)  # 12 tokens
 CASES = [
     (2, "ulysses", replace(IMAGE, **NORMED), None, 2, False),
     (2, "fastseq", replace(VIDEO, num_heads=6, **NORMED), (2, 4, 6), 1, False),  # a shorter clip
     (2, "ulysses", replace(IMAGE, bias=False, adaln_lora=5), None, 1, True),
     (2, "ring", replace(VIDEO, bias=False, positions="learned"), (2, 4, 4), 2, False),
-    (2, "ulysses", MovieGenConfig((4, 4, 6), (2, 2, 2), 2, 48, 2, 12, num_classes=5), None, 1, False),
+    (2, "ulysses", MOVIE, None, 1, False),
+    (2, "fastseq", MOVIE, (2, 4, 6), 2, False),
+    (2, "fastseq, kept", replace(MOVIE, num_classes=None, text=TEXT.text), (2, 4, 4), 2, True),
+    (2, "ring", MOVIE, (2, 4, 4), 2, True),
 ]
 
 

@@ -276,6 +276,9 @@ def test_experts_cost_what_a_dense_mlp_does():
         ("moviegen-5B/122", "MovieGen-5B/122"),
         ("DiT-28/2", "DiT-28B/2"),
         ("vDiT-7b/222", "vDiT-7B/222"),
+        ("dit-xl/2", "DiT-XL/2"),
+        ("VDIT-XL/122", "vDiT-XL/122"),
+        ("st-dit-ti/222", "ST-DiT-Ti/222"),
     ],
 )
 def test_names_that_do_not_exist(name, hint):
@@ -323,8 +326,13 @@ def test_what_can_not_be_combined():
         ("DiT-B/2", "usp"): {"positions": "rope"},
     }
     for (name, kind), options in sequence.items():
+        config = build(name, num_classes=3, **options)
         with pytest.raises(ValueError, match="--sequence_parallel_"):
-            build(name, num_classes=3, **options).check_sequence_parallel(kind)
+            config.check_sequence_parallel(kind)
+        assert config.sequence_types == (("fastseq", "ulysses") if options else ())
+        if not options:  # so that auto has nothing to choose from
+            with pytest.raises(ValueError, match="--sequence_parallel_size: "):
+                config.check_sequence_parallel("auto")
     for kind in ("fastseq", "ulysses"):
         build("DiT-S/2", num_classes=3, qk_norm=True, positions="rope", bias=False).check_sequence_parallel(kind)
     build("MovieGen-5B/122", num_classes=3).check_sequence_parallel("ring")

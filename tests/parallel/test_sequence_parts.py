@@ -8,7 +8,7 @@ from torch import Tensor
 
 import train
 from opendit.config import TrainConfig, parse
-from opendit.models import DiT
+from opendit.models import DiT, model_config
 from opendit.parallel.mesh import check_sequence_parallel
 from opendit.parallel.sequence.choose import Machine, Shape, make_plan
 from opendit.parallel.sequence.collectives import Group
@@ -76,6 +76,18 @@ def test_a_weights_gradient_is_zero_but_for_the_own_rows(rank, ranks, monkeypatc
 def test_types_that_the_heads_forbid(kind, ranks, heads, message):
     with pytest.raises(ValueError, match=message):
         make_plan(kind, ranks, Shape(64, 64, heads))
+
+
+def test_auto_takes_only_what_the_model_can_attend_by():
+    """Of a tiny model on 2 ranks the cheapest is ring, which attends without --qk_norm and rope."""
+    for options, expected in (({}, "ring"), ({"qk_norm": True}, "ulysses"), ({"positions": "rope"}, "ulysses")):
+        config = model_config("vDiT-Ti/122", input_size=(32, 32), in_channels=4, frames=4, num_classes=3, **options)
+        shape = Shape(config.tokens, config.hidden_size, config.num_heads, types=config.sequence_types)
+        plan = make_plan("auto", 2, shape)
+        config.check_sequence_parallel(plan.kind)
+        assert plan.kind == expected and ("ring" in plan.reason) == (not options)
+    with pytest.raises(ValueError, match="by fastseq, ulysses only, and its 4 heads can't .* use a size that divides"):
+        make_plan("auto", 3, shape)
 
 
 def test_groups_must_divide_the_heads_of_a_rank():

@@ -45,6 +45,7 @@ class Shape:
     heads: int
     samples: int = 1
     bytes: int = 2  # of an element of the activations
+    types: tuple[str, ...] = KINDS[1:]  # that auto chooses among: those by which the model can attend
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def make_plan(kind: str, ranks: int, shape: Shape, groups: int | None = None, ma
 
     Raises:
         ValueError: the heads don't divide by the ranks, and this kind needs that; or not by the groups; or there are
-            groups and no direct way to exchange them.
+            groups and no direct way to exchange them. For auto: no type of ``shape.types`` is left.
     """
     machine = machine or Machine()
     if kind not in KINDS:
@@ -190,8 +191,14 @@ def make_plan(kind: str, ranks: int, shape: Shape, groups: int | None = None, ma
     plans = {plan.kind: plan for plan in _plans(ranks, shape, machine, groups)}
     if kind != "auto":
         return replace(plans[kind], reason="asked for")
-    best = min(plans.values(), key=lambda plan: plan.seconds)
-    others = ", ".join(f"{name} {plan.seconds * 1e6:.0f}" for name, plan in plans.items())
+    possible = {name: plan for name, plan in plans.items() if name in shape.types}
+    if not possible:
+        raise ValueError(
+            f"--sequence_parallel_size {ranks}: this model attends by {', '.join(shape.types)} only, and its "
+            f"{shape.heads} heads can't be shared out over so many ranks; use a size that divides them"
+        )
+    best = min(possible.values(), key=lambda plan: plan.seconds)
+    others = ", ".join(f"{name} {plan.seconds * 1e6:.0f}" for name, plan in possible.items())
     reason = f"communication costs least, in us a layer by the cost model: {others}"
     if "fastseq" not in plans:
         reason += f"; {math.gcd(shape.heads, ranks)} is all that {shape.heads} heads and {ranks} ranks divide by"
