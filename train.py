@@ -134,7 +134,8 @@ def train(job: Job) -> int:
             skipping = looking and check_health(engine, flags.max_bad_steps)
             saving = (flags.save and last) or (save_owed and not skipping)
             drawing = due(done, sample_every(flags)) or done == job.last_step
-            if saving or last or due(done, flags.log_every):  # a line at every save: a resumed run starts a new mean there too
+            # A line at every save: a resumed run starts a new mean there, too.
+            if saving or last or due(done, flags.log_every):
                 grad_norm = result.grad_norm.item() if result.finite else None
                 skipped = skipped_before + int(engine.skipped)
                 seen = torch.tensor([loader.skipped, loader.shortened], device=mesh.device)
