@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_sequence.py [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_sequence.py --tokens 64 --hidden 48 --heads 4     (CPUs)
 
-Every kind of sequence parallelism takes turns with two blocking baselines (benchmarks/sequence_baselines.py) and with
+Every kind of sequence parallelism, and two blocking baselines (benchmarks/sequence_baselines.py), take turns with
 *compute only*: the same layer without any communication, on numbers that mean nothing. The figure is the time of
 compute only over the time: 1 is communication that costs nothing. *Whole* is the layer over the whole sequence on
 every rank alone. *Plain* is what compute only should take: the model's own block on a rank's tokens, its attention's
@@ -39,7 +39,7 @@ from opendit.parallel.sequence.choose import MOST_GROUPS, Plan, Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import connect
 
-WHOLE = "whole"
+WHOLE, COMPUTE_ONLY = "whole", "compute only"
 PLAIN, PLAIN_ATTENTION, RANKS_ATTENTION = "plain", "plain attention", "a rank's attention"
 BLOCKING = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
 
@@ -101,7 +101,7 @@ class Layer:
         return torch.autograd.grad(seen, parts, torch.ones_like(seen))
 
     def strategy(self, name: str) -> SequenceParallel:
-        if name in ("compute only", *BLOCKING):
+        if name in (COMPUTE_ONLY, *BLOCKING):
             group = Group.of(self.mesh.sp_group)
             heads = BLOCKING[name](group) if name in BLOCKING else compute_only
             return SequenceParallel(group, Plan(name, ""), heads)
@@ -124,7 +124,7 @@ class Layer:
 
 def names(mesh: Mesh, heads: int) -> list[str]:
     """The variants that the number of heads and the machine allow."""
-    found, ranks = ["compute only"], mesh.world_size
+    found, ranks = [COMPUTE_ONLY], mesh.world_size
     if heads % ranks == 0:
         found += [*BLOCKING, "fastseq nccl", "ulysses nccl"]
         if connect(Group.of(mesh.sp_group), mesh.device)[0] is not None:
@@ -186,7 +186,11 @@ def trace(work: Callable[[], object], path: str) -> None:
 def measure(
     layer: Layer, variants: list[str], rounds: int, budget: float, trace_to: str | None = None
 ) -> dict[str, float]:
-    """Median seconds a step of every variant; they take turns. ``budget``: seconds a turn may take, about."""
+    """Seconds a step of every variant; they take turns. ``budget``: seconds a turn may take, about.
+
+    At its power limit a GPU's clock wanders by several percent within seconds. So compute only has a turn before and
+    after each of the others, whose seconds are the median of their ratio to these two, times compute only's median.
+    """
     mesh = layer.mesh
     works = {n: captured(mesh, functools.partial(layer.step, layer.strategy(n)(layer.tokens))) for n in variants}
     works[WHOLE] = captured(mesh, functools.partial(layer.step, None))
@@ -196,17 +200,20 @@ def measure(
         works[PLAIN] = captured(mesh, functools.partial(layer.step, None, rows))
         works[PLAIN_ATTENTION] = captured(mesh, functools.partial(layer.attention, heads, rows))
         works[RANKS_ATTENTION] = captured(mesh, functools.partial(layer.attention, heads // ranks, layer.tokens))
-    once = max(timed(mesh, works["compute only"], 1) for _ in range(2))
+    once = max(timed(mesh, works[COMPUTE_ONLY], 1) for _ in range(2))
     repeats = max(1, min(50, int(budget / once)))
-    times = {name: [] for name in works}
-    shuffled = random.Random(0)  # of all ranks alike: a variant that leaves the GPU cool would favour the next one
+    ratios, shuffled = {name: [] for name in works if name != COMPUTE_ONLY}, random.Random(0)  # of all ranks alike
+    unhindered = [timed(mesh, works[COMPUTE_ONLY], repeats)]
     for _ in range(rounds):
-        for name in shuffled.sample(list(works), len(works)):
-            times[name].append(timed(mesh, works[name], repeats if name != WHOLE else max(1, repeats // mesh.sp_size)))
+        for name in shuffled.sample(list(ratios), len(ratios)):
+            took = timed(mesh, works[name], repeats if name != WHOLE else max(1, repeats // mesh.sp_size))
+            unhindered.append(timed(mesh, works[COMPUTE_ONLY], repeats))
+            ratios[name].append(2 * took / sum(unhindered[-2:]))
     if trace_to:
         name = f"{layer.tokens}-{layer.shape.hidden}-{mesh.sp_size}-rank{mesh.rank}.json"
         trace(works["auto" if "auto" in works else variants[-1]], f"{trace_to}/{name}")
-    seconds = {name: statistics.median(found) for name, found in times.items()}
+    seconds = {COMPUTE_ONLY: statistics.median(unhindered)}
+    seconds |= {name: statistics.median(found) * seconds[COMPUTE_ONLY] for name, found in ratios.items()}
     if PLAIN in seconds:
         seconds[PLAIN] += seconds.pop(RANKS_ATTENTION) - seconds.pop(PLAIN_ATTENTION)
     return seconds
@@ -217,13 +224,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 65536])
     parser.add_argument("--hidden", type=int, nargs="+", default=[1152, 3072])
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 24], help="one for each --hidden")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=0.15,
-        help="seconds a variant's turn takes, about: in 0.05 figures scatter by 3 %%",
-    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--budget", type=float, default=0.1, help="seconds a variant's turn takes, about")
     parser.add_argument("--only", nargs="+", help="these variants, besides compute only")
     parser.add_argument("--trace", help="folder for a trace of auto, or of the last variant")
     parser.add_argument("--results", help="append to this CSV")
@@ -232,7 +234,7 @@ def main() -> None:
     dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
     for hidden, heads in zip(args.hidden, args.heads, strict=True):
         variants = names(mesh, heads)
-        variants = [name for name in variants if not args.only or name in ("compute only", *args.only)]
+        variants = [name for name in variants if not args.only or name in (COMPUTE_ONLY, *args.only)]
         short = Layer(mesh, 16 * mesh.world_size * 3 + 5, hidden, heads, dtype)
         errors = {name: short.error(name) for name in variants[1:]}
         for tokens in args.tokens:
@@ -253,7 +255,7 @@ def main() -> None:
 def report(layer: Layer, seconds: dict[str, float], errors: dict[str, float], auto: str) -> list[dict]:
     shape, ranks = layer.shape, layer.mesh.world_size
     case = f"layer {shape.hidden}/{shape.heads} N {shape.tokens} P {ranks}"
-    compute, blocking = seconds["compute only"], seconds.get("blocking ulysses")
+    compute, blocking = seconds[COMPUTE_ONLY], seconds.get("blocking ulysses")
     share, plain = seconds[WHOLE] / ranks * 1e3, seconds.get(PLAIN, float("nan")) * 1e3
     print(
         f"\n{case}: compute only {compute * 1e3:.3f} ms (plain {plain:.3f}, whole / {ranks} {share:.3f}); auto: {auto}"
@@ -263,9 +265,7 @@ def report(layer: Layer, seconds: dict[str, float], errors: dict[str, float], au
         exposed = (seconds[name] - compute) / (blocking - compute) if blocking else float("nan")
         ratio = compute / seconds[name]
         print(f"  {name:17s} {seconds[name] * 1e3:9.3f} ms {ratio:7.3f}  exposed {exposed:6.2f}  error {error:.1e}")
-        fields = dict(
-            value=f"{seconds[name] * 1e3:.3f}", baseline="compute only", baseline_value=f"{compute * 1e3:.3f}"
-        )
+        fields = dict(value=f"{seconds[name] * 1e3:.3f}", baseline=COMPUTE_ONLY, baseline_value=f"{compute * 1e3:.3f}")
         rows.append(dict(bench="sequence", case=f"{case} {name}", metric="ms", ratio=f"{ratio:.3f}", **fields))
     sys.stdout.flush()
     return rows

@@ -7,8 +7,8 @@ rank, with h of the heads, H / P or fewer, and all N tokens, n of them of each r
     heads[s][b, i, p n + t] = rows of rank p [b, t, s, first + i]
 
 ``push`` false: heads are filled from the rows of all ranks; true: the rows of all ranks are filled from heads, but for
-those past N, which are padding. Whoever calls this sees to it that the others are ready
-(opendit.parallel.sequence.peer_memory).
+those past N, which are padding. :func:`send_rows` fills the heads of all ranks from the rows of one, S = 1. Whoever
+calls this sees to it that the others are ready (opendit.parallel.sequence.peer_memory).
 """
 
 import torch
@@ -31,9 +31,17 @@ def exchange_heads_reference(heads: tuple[Tensor, ...], peers: list[Tensor], fir
             target[:, : here.shape[1]].copy_(source[:, : here.shape[1]])
 
 
+def send_rows_reference(rows: Tensor, peers: list[Tensor], rank: int) -> None:
+    """As :func:`send_rows`, by torch, with the ranks' heads (B, N, h, d) as tensors."""
+    n, (_, length, h, _) = rows.shape[1], peers[0].shape
+    real = min(max(length - rank * n, 0), n)
+    for p, heads in enumerate(peers):
+        heads[:, rank * n : rank * n + real].copy_(rows[:, :real, p * h : (p + 1) * h])
+
+
 # ------------------------------------------------------------------------------------------------------------- kernel
 
-BLOCK, WARPS = 512, 4  # units of 16 bytes of a program: 4 loads of a thread are under way at a time
+BLOCK, WARPS = 256, 4  # units of 16 bytes of a program: 2 loads of a thread are under way at a time
 
 
 @triton.jit(do_not_specialize=("start", "ranks", "samples", "tokens", "length", "first"))
@@ -111,6 +119,49 @@ def exchange_heads(
         VISITED=visited, PARTS=parts, ALL=all_heads * d // unit, HEADS=h, HEAD=d // unit, UNIT=unit, BLOCK=BLOCK,
         PUSH=push, num_warps=WARPS,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("rank", "ranks", "samples", "tokens", "length"))
+def _send_rows_kernel(
+    rows_ptr, table_ptr, rank, ranks, samples, tokens, length,
+    WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program moves BLOCK units of this rank's rows to one other. A row is ``ranks`` times WIDTH units."""
+    peer = (rank + 1 + tl.program_id(0) % ranks) % ranks
+    unit = (tl.program_id(0) // ranks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, column = unit // WIDTH, unit % WIDTH
+    sample, token = row // tokens, row % tokens
+    at = rank * tokens + token
+    real = ((sample < samples) & (at < length))[:, None]
+    inside = tl.arange(0, UNIT)[None, :]
+    here = rows_ptr + ((row * ranks + peer) * WIDTH + column)[:, None] * UNIT + inside
+    there = tl.load(table_ptr + peer).to(tl.pointer_type(rows_ptr.dtype.element_ty))
+    there = tl.multiple_of(there, 16) + ((sample * length + at) * WIDTH + column)[:, None] * UNIT + inside
+    tl.store(there, tl.load(here, mask=real), mask=real)
+
+
+def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
+    """Fills the heads of all ranks, each its own, for the tokens of this one, by one Triton kernel.
+
+    Args:
+        rows: (B, n, H, d), contiguous, H divisible by the ranks.
+        addresses: (P,) int64 on the device, where each rank's contiguous heads (B, N, h, d) of rows' dtype are.
+        rank: this one.
+        length: N; tokens past it are padding and are left out.
+
+    Raises:
+        ValueError: the heads don't divide.
+    """
+    (B, n, H, d), ranks = rows.shape, len(addresses)
+    if H % ranks or length > ranks * n:
+        raise ValueError(f"rows {tuple(rows.shape)} can't go to {ranks} ranks with {length} tokens")
+    width, unit = H // ranks * d, 16 // rows.element_size()
+    if width % unit or rows.data_ptr() % 16:
+        unit = 1
+    programs = ranks * triton.cdiv(B * n * width // unit, BLOCK)
+    _send_rows_kernel[(programs,)](
+        rows, addresses, rank, ranks, B, n, length, WIDTH=width // unit, UNIT=unit, BLOCK=BLOCK, num_warps=WARPS
+    )
 
 
 def new_heads(parts: int, B: int, h: int, N: int, d: int, like: Tensor) -> tuple[Tensor, ...]:

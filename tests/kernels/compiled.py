@@ -24,7 +24,7 @@ from opendit.kernels import fp8
 from opendit.kernels.adamw_ema import FusedStep, constant_decays
 from opendit.kernels.add_table import add_table
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
-from opendit.kernels.exchange_heads import exchange_heads, new_heads
+from opendit.kernels.exchange_heads import exchange_heads, new_heads, send_rows
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
 from opendit.kernels.philox import philox_bits
@@ -97,6 +97,7 @@ def heads_of_other_ranks() -> None:
     for parts, push in ((3, False), (1, True)):
         heads = new_heads(parts, 2, 4, 64, 72, torch.empty(0, dtype=BFLOAT16))
         exchange_heads(heads, addresses, (2, 32, parts, 8, 72), 0, 0, push)
+    send_rows(torch.empty(2, 32, 8, 72, dtype=BFLOAT16), addresses, 0, 64)
 
 
 def heads(width: int) -> None:

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from opendit.kernels.exchange_heads import exchange_heads, exchange_heads_reference, new_heads
+from opendit.kernels.exchange_heads import (
+    exchange_heads,
+    exchange_heads_reference,
+    new_heads,
+    send_rows,
+    send_rows_reference,
+)
 
 # Ranks, samples, tokens of a rank, q k v or one, all heads, head size, all tokens: also with padding, or a rank of
 # nothing else.
@@ -54,11 +60,33 @@ def test_it_is_the_reference(case, push, tokens_first, dtype):
                     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_are_sent_where_heads_would_have_read_them(case, dtype):
+    ranks, B, n, _, all_heads, d, length = case
+    torch.manual_seed(0)
+    share = all_heads // ranks
+    rows = [torch.randn(B, n, all_heads, d).to(dtype) for _ in range(ranks)]
+    heads = [torch.full((B, length, share, d), torch.nan, dtype=dtype) for _ in range(ranks)]
+    reference = [torch.full_like(part, torch.nan) for part in heads]
+    addresses = torch.tensor([part.data_ptr() for part in heads])
+    for rank in range(ranks):
+        send_rows(rows[rank], addresses, rank, length)
+        send_rows_reference(rows[rank], reference, rank)
+    for rank, (got, same) in enumerate(zip(heads, reference, strict=True)):
+        want = new_heads(1, B, share, length, d, got)
+        exchange_heads_reference(want, [r.unsqueeze(2) for r in rows], rank * share, push=False)
+        assert torch.equal(got, want[0].transpose(1, 2)) and torch.equal(same, got)
+
+
 def test_bad_input():
     rows, addresses = (1, 5, 3, 4, 8), torch.zeros(2, dtype=torch.int64)
     heads = new_heads(3, 1, 2, 10, 8, torch.empty(0))
     for wrong in (heads[:1], new_heads(3, 1, 2, 11, 8, heads[0]), new_heads(3, 2, 2, 10, 8, heads[0])):
         with pytest.raises(ValueError, match="don't fit rows"):
             exchange_heads(wrong, addresses, rows, 0, 0, False)
+    for heads_and_tokens in ((3, 10), (4, 11)):
+        with pytest.raises(ValueError, match="can't go to 2 ranks"):
+            send_rows(torch.empty(1, 5, heads_and_tokens[0], 8), addresses, 0, heads_and_tokens[1])
     with pytest.raises(ValueError, match="one shape and layout"):
         exchange_heads((*heads[:2], heads[2].contiguous()), addresses, rows, 0, 0, False)

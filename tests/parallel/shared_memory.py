@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opendit.kernels.exchange_heads import exchange_heads_reference
+from opendit.kernels.exchange_heads import exchange_heads_reference, send_rows_reference
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, Pair, Part, Rows
 
@@ -29,10 +29,20 @@ class SharedMemory:
         assert size <= self.SIZE
         return Rows([memory[:size].view(dtype).view(shape) for memory in self._bytes[buffer]], torch.empty(0))
 
-    def ready(self, buffer: Buffer) -> None:
-        assert buffer != self._last and not self._late
+    def ready(self, buffer: Buffer, again: bool = False) -> None:
+        assert not self._late or buffer == Buffer.INPUT  # some of which may still be on their way to others
+        self._barrier(buffer, again)
+
+    def ready_beside(self, buffer: Buffer) -> int:
+        return self._later([partial(self._barrier, buffer, False)])[0]
+
+    def _barrier(self, buffer: Buffer, again: bool) -> None:
+        assert again == (buffer == self._last)
         self._last = buffer
         dist.barrier(self.group.handle)
+
+    def send(self, rows: Tensor, heads: Rows, length: int) -> None:
+        send_rows_reference(rows, heads.of, self.group.rank)
 
     def exchange(self, heads: tuple[Tensor, ...], rows: Rows, first: int, push: bool) -> None:
         exchange_heads_reference(heads, rows.of, first, push)

@@ -1,6 +1,7 @@
 """Sequence parallelism against one process: outputs, and every parameter's gradient before any optimizer."""
 
 import functools
+import itertools
 import tempfile
 from dataclasses import replace
 
@@ -201,11 +202,12 @@ def under_autocast(mesh: Mesh) -> list:
 
 
 def frozen_before_the_first_block(mesh: Mesh) -> list:
-    """Errors where the first block's input needs no gradient, but its weights do."""
+    """Errors where the first block's input needs no gradient, but its attention's weights do, or only a bias."""
     mesh, results = init_mesh(sequence_parallel=4), []
-    for name in possible(4, IMAGE):
+    for name, bias_only in itertools.product(possible(4, IMAGE), (False, True)):
         model = fresh(IMAGE).requires_grad_(False)
-        model.blocks[0].attn.requires_grad_(True)
+        attention = model.blocks[0].attn
+        (attention.qkv.bias if bias_only else attention).requires_grad_(True)
         results.append(errors(mesh, model, strategy(mesh, name, IMAGE), IMAGE.input_size, 1))
     return results
 
@@ -252,7 +254,7 @@ def test_padding_has_no_gradient(four):
 
 def test_what_is_before_the_first_block_may_be_frozen(four):
     for rank in four:
-        assert len(rank["frozen"]) == len(possible(4, IMAGE))
+        assert len(rank["frozen"]) == 2 * len(possible(4, IMAGE))
         assert all(max(output, gradient) < TOLERANCE for output, gradient, _ in rank["frozen"])
 
 

@@ -12,7 +12,7 @@ from opendit.models import DiT, model_config
 from opendit.parallel.mesh import check_sequence_parallel
 from opendit.parallel.sequence.choose import Machine, Shape, make_plan
 from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.sequence.layout import weight_gradient
+from opendit.parallel.sequence.layout import weight_gradient, zeros_but_own
 from opendit.parallel.sequence.partial_attention import (
     attend_part,
     attend_part_backward,
@@ -60,7 +60,9 @@ def test_a_weights_gradient_is_zero_but_for_the_own_rows(rank, ranks, monkeypatc
         expected[s * width + rank * own : s * width + (rank + 1) * own] = part.T @ x
     # Memory that nobody writes to would often be zero anyway.
     monkeypatch.setattr(Tensor, "new_empty", lambda like, *shape: torch.full(shape, torch.nan, dtype=like.dtype))
-    torch.testing.assert_close(weight_gradient(grad, x, Group(None, rank, ranks)), expected, rtol=1e-12, atol=1e-12)
+    group = Group(None, rank, ranks)
+    whole = zeros_but_own(torch.randn(3 * own, width, dtype=torch.float64), group)
+    torch.testing.assert_close(weight_gradient(grad, x, group, whole), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

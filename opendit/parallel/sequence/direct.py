@@ -50,7 +50,7 @@ class Layer:
     shape: tuple[int, int, int]  # (B, n, D)
     held: list = field(default_factory=list)  # what copy engines read
     arriving: dict = field(default_factory=dict)  # a group's event
-    dseen: dict = field(default_factory=dict)  # a group's gradient, there or still arriving
+    dseen: dict = field(default_factory=dict)  # a group's gradient, there or still arriving, of its heads
 
     def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> Rows:
         B, n, D = self.shape
@@ -74,6 +74,20 @@ class Layer:
             events = self.memory.exchange_beside([(found[g], firsts[g]) for g in later], rows, push=False)
             self.arriving.update(zip(later, events, strict=True))
         return found
+
+    def send_gradient(self, grad: Tensor) -> None:
+        """The gradient (B, n, D) of what all heads have seen of this rank's tokens, to the ranks of the heads."""
+        if self.groups > 1:
+            self.rows(Buffer.INPUT, 1, grad.dtype).of[self.memory.group.rank].view(grad.shape).copy_(grad)
+            found = [heads[0] for heads in self.pull(1, grad, self.groups - 1)]
+        else:
+            (B, n, D), (_, number) = self.shape, self.heads_of(0)
+            d = D // self.num_heads
+            heads = self.memory.rows(Buffer.INPUT, (B, self.length, number, d), grad.dtype)
+            self.memory.send(grad.contiguous().view(B, n, self.num_heads, d), heads, self.length)
+            self.memory.ready(Buffer.INPUT)
+            found = [heads.of[self.memory.group.rank].transpose(1, 2)]  # read by attention's backward pass only
+        self.dseen.update(enumerate(found))
 
     def real(self, rank: int) -> int:
         """Of a rank's n tokens, those that are no padding."""
@@ -180,13 +194,8 @@ class Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         layer = ctx.layer
-        own = layer.rows(Buffer.INPUT, 1, grad.dtype).of[layer.memory.group.rank]
-        own.view(grad.shape).copy_(grad)
+        layer.send_gradient(grad)
         (shard,) = ctx.saved_tensors
         if shard is not None:
-            layer.lay_out(shard)
-        found = layer.pull(1, grad, layer.groups - 1)
-        if shard is not None:
-            layer.gather(shard)
-        layer.dseen.update((group, heads[0]) for group, heads in enumerate(found))
-        return None, None, *(_unread(part) for (part,) in found)
+            layer.gather_again(shard)
+        return None, None, *(_unread(layer.dseen[group]) for group in range(layer.groups))

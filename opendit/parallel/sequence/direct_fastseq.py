@@ -3,9 +3,9 @@
     x_p in the input buffer ─barrier─▶ q, k, v of own heads: own tokens, and the others' as they arrive ─▶ attention
       ─▶ what the heads have seen goes back as in Ulysses (direct.py)
 
-In the backward pass the inputs arrive once more, beside attention. Then the gradients of the others' inputs are made,
-in the gradient buffer; after the barrier copy engines bring them to their owners, beside the product that makes the
-weight's gradient. That of the own input comes last, and adds itself to what has arrived.
+In the backward pass copy engines take the input to the others once more, beside attention. Then the gradients of the
+others' inputs are made, in the gradient buffer; after the barrier copy engines bring them to their owners, beside the
+product that makes the weight's gradient. That of the own input comes last, and adds itself to what has arrived.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,15 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.sequence.direct import Collect, Depart, Layer
-from opendit.parallel.sequence.layout import in_working_dtype, linear_into, own_rows, weight_gradient
-from opendit.parallel.sequence.peer_memory import Buffer, Pair, PeerMemory, Rows
+from opendit.parallel.sequence.layout import (
+    in_working_dtype,
+    linear_into,
+    own_rows,
+    weight_gradient,
+    whole_rows,
+    zeros_but_own,
+)
+from opendit.parallel.sequence.peer_memory import Buffer, Pair, PeerMemory
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,7 @@ class DirectFastSeq:
 
 @dataclass
 class _Layer(Layer):
-    everyone: Tensor | None = None  # all tokens' inputs (B, N, D), there or still arriving
-    events: dict = field(default_factory=dict)  # a rank's part of them
+    events: list = field(default_factory=list)  # at which this rank's inputs are with one of the others
 
     @property
     def others(self) -> list[int]:
@@ -53,40 +59,35 @@ class _Layer(Layer):
         first = rank * self.shape[1]
         return slice(first, first + self.real(rank))
 
-    def _inputs(self, dtype: torch.dtype) -> Rows:
-        """[1] of a rank's input buffer; [0] is where its gradient of what the heads have seen lies."""
-        return self.memory.rows(Buffer.INPUT, (2, *self.shape), dtype)
+    def inputs(self, buffer: Buffer, dtype: torch.dtype) -> list[Tensor]:
+        """Of every rank, where all tokens' inputs (B, N, D) arrive."""
+        B, _, D = self.shape
+        return self.memory.rows(buffer, (B, self.length, D), dtype).of
 
-    def lay_out(self, shard: Tensor) -> None:
-        self._inputs(shard.dtype).of[self.memory.group.rank][1].copy_(shard)
+    def gather(self, shard: Tensor) -> None:
+        """Starts to bring this rank's inputs to all others, one after the other."""
+        self.held.append(shard)
+        self.events = self.memory.copy_beside([self._to(p, shard, Buffer.INPUT) for p in self.others])
 
-    def gather(self, shard: Tensor, own: bool = True) -> None:
-        """Starts to fill ``everyone``, after the barrier; with ``own``, this rank's part too."""
-        rows, (B, _, D), rank = self._inputs(shard.dtype), self.shape, self.memory.group.rank
-        self.everyone = shard.new_empty(B, self.length, D)
+    def gather_again(self, shard: Tensor) -> None:
+        """The same in the backward pass, where all inputs lie together and are there with the gradients' barrier."""
+        self.held.append(shard)
+        own, *groups = (self._to(p, shard, Buffer.EVERYONE) for p in (self.memory.group.rank, *self.others))
+        self.memory.copy_beside(groups, own)
 
-        def pairs(peer: int, theirs: Tensor) -> list[Pair]:
-            mine = self.everyone[:, self.tokens_of(peer)].unsqueeze(2)
-            return list(zip(mine, theirs[:, : self.real(peer)].unsqueeze(2), strict=True))
-
-        groups = [pairs(peer, rows.of[peer][1]) for peer in self.others]
-        events = self.memory.copy_beside(groups, pairs(rank, shard) if own else [])
-        self.events.update(zip(self.others, events, strict=True))
+    def _to(self, rank: int, shard: Tensor, buffer: Buffer) -> list[Pair]:
+        mine = self.memory.group.rank
+        target = self.inputs(buffer, shard.dtype)[rank][:, self.tokens_of(mine)]
+        return _sample_by_sample(target, shard[:, : self.real(mine)])
 
     def shards(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """(rank, its tokens' inputs) of every rank, its own first, the others' once they are there."""
-        rank = self.memory.group.rank
+        rank, buffer = self.memory.group.rank, self.inputs(Buffer.INPUT, own.dtype)
         yield rank, own[:, : self.real(rank)]
-        for peer in self.others:
-            self.memory.wait(self.events.pop(peer))
-            yield peer, self.everyone[:, self.tokens_of(peer)]
-
-    def take_everyone(self) -> Tensor:
-        for event in self.events.values():
-            self.memory.wait(event)
-        self.events.clear()
-        everyone, self.everyone = self.everyone, None
-        return everyone
+        for i, peer in enumerate(reversed(self.others)):  # the last of them sends here first
+            self.memory.wait(self.events[i])
+            self.memory.ready(Buffer.INPUT, again=i > 0)
+            yield peer, buffer[rank][:, self.tokens_of(peer)]
 
     def gradient_for(self, owner: int, adder: int, dtype: torch.dtype) -> Tensor:
         """(B, its tokens, D) in the adder's gradient buffer: what it adds to the gradient of the owner's input."""
@@ -96,15 +97,18 @@ class _Layer(Layer):
     def fetch_gradients(self, like: Tensor) -> Tensor:
         """(P - 1, B, n, D): what the others add to the gradient of this rank's input, still arriving."""
         (B, n, D), rank = self.shape, self.memory.group.rank
-        found = like.new_empty(len(self.others), B, n, D)
+        found, groups = like.new_empty(len(self.others), B, n, D), []
         found[:, :, self.real(rank) :].zero_()
-        self.memory.ready(Buffer.GRADIENT)
-        groups = []
         for target, peer in zip(found[:, :, : self.real(rank)], self.others, strict=True):
             source = self.gradient_for(rank, peer, like.dtype)
-            groups.append(list(zip(target.unsqueeze(2), source.unsqueeze(2), strict=True)))
+            groups.append(_sample_by_sample(target, source))
         self.memory.copy_beside(groups)
         return found
+
+
+def _sample_by_sample(targets: Tensor, sources: Tensor) -> list[Pair]:
+    """Pairs of rows to copy, of (B, n, D) each."""
+    return list(zip(targets.unsqueeze(2), sources.unsqueeze(2), strict=True))
 
 
 def own_heads(
@@ -119,50 +123,57 @@ def own_heads(
         # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
         return handle_torch_function(own_heads, (weight, bias), x, weight, bias, layer, keep_gathered)
     group = layer.memory.group
-    # The kernel that brings the gradients of q, k, v together sums them up for the bias, too.
+    # The kernel that puts the gradients of q, k, v together sums them up for the bias, too.
     split = split_heads if kernels_available(x.device, x.dtype)[0] else split_heads_reference
-    own_bias = None if bias is None else own_rows(bias, group)
-    qkv = _OwnProjection.apply(x, weight, None if bias is None else own_bias.detach(), layer, keep_gathered)
+    qkv, own_bias = _OwnProjection.apply(x, weight, bias, layer, keep_gathered)
     return split(qkv, layer.num_heads // group.size, own_bias)
 
 
 class _OwnProjection(torch.autograd.Function):
-    """(B, N, 3 h d) of all tokens; the bias has no gradient here."""
+    """(B, N, 3 h d) of all tokens, and the bias (3 h d,) that it contains: its gradient is made elsewhere."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, own_bias: Tensor | None, layer: _Layer, keep_gathered: bool):
-        layer.lay_out(x)
-        layer.memory.ready(Buffer.INPUT)
-        layer.gather(x, own=keep_gathered)
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer, keep_gathered: bool):
+        group = layer.memory.group
+        own_bias = None if bias is None else own_rows(bias, group)
+        layer.gather(x)
         # A copy, under the inputs' way. The three blocks of rows as they lie would be three products, whose few tiles
         # leave more multiprocessors idle at the end, or one batch of three, which takes no bias.
-        own_weight = own_rows(weight, layer.memory.group)
+        own_weight = own_rows(weight, group)
         qkv = x.new_empty(len(x), layer.length, len(own_weight))
         for rank, shard in layer.shards(x):
             for out, tokens in zip(qkv[:, layer.tokens_of(rank)], shard, strict=True):  # sample by sample
                 linear_into(out, tokens, own_weight, own_bias)
-        everyone = layer.take_everyone()
-        ctx.save_for_backward(weight, everyone if keep_gathered else None)
+        everyone = None
+        if keep_gathered:
+            everyone = layer.inputs(Buffer.INPUT, x.dtype)[group.rank].clone()
+            everyone[:, layer.tokens_of(group.rank)] = x[:, : layer.real(group.rank)]
+        # The copy of the own rows, and not the weight, of which another would have to be made: 3 D D / P a layer.
+        ctx.save_for_backward(own_weight, everyone)
         ctx.layer = layer
-        return qkv
+        return qkv, own_bias
 
     @staticmethod
-    def backward(ctx, dqkv: Tensor):
-        (weight, everyone), layer = ctx.saved_tensors, ctx.layer
-        group = layer.memory.group
-        own_weight = own_rows(weight, group)
+    def backward(ctx, dqkv: Tensor, own_dbias: Tensor | None):
+        (own_weight, everyone), layer = ctx.saved_tensors, ctx.layer
+        memory, group, dweight, dbias = layer.memory, layer.memory.group, None, None
         for peer in layer.others:
             _input_gradient(dqkv, own_weight, layer, peer, layer.gradient_for(peer, group.rank, dqkv.dtype))
-        if everyone is None:
-            everyone = layer.take_everyone()  # before the next barrier, after which others may overwrite it
-        parts = layer.fetch_gradients(dqkv)
-        dweight = None
+        there = memory.ready_beside(Buffer.GRADIENT)
+        if ctx.needs_input_grad[2]:  # small things, while a rank may have to wait for another
+            dbias = whole_rows(own_dbias, group)
         if ctx.needs_input_grad[1]:
-            dweight = weight_gradient(dqkv.flatten(0, 1), everyone.flatten(0, 1), group)
-        layer.memory.wait()
+            dweight = zeros_but_own(own_weight, group)
+        memory.wait(there)
+        parts = layer.fetch_gradients(dqkv)
+        if dweight is not None:
+            everyone = layer.inputs(Buffer.EVERYONE, dqkv.dtype)[group.rank] if everyone is None else everyone
+            dweight = weight_gradient(dqkv.flatten(0, 1), everyone.flatten(0, 1), group, dweight)
+        memory.wait()
+        layer.held.clear()
         dx = parts[0] if len(parts) == 1 else parts.sum(0)
         _input_gradient(dqkv, own_weight, layer, group.rank, dx[:, : layer.real(group.rank)], add=True)
-        return dx, dweight, None, None, None
+        return dx, dweight, dbias, None, None
 
 
 def _input_gradient(dqkv: Tensor, own_weight: Tensor, layer: _Layer, rank: int, out: Tensor, add: bool = False) -> None:

@@ -23,6 +23,7 @@ from opendit.parallel.sequence.layout import (
     unpack,
     weight_gradient,
     whole_rows,
+    zeros_but_own,
 )
 
 
@@ -119,7 +120,7 @@ class _OwnHeads(torch.autograd.Function):
         def weights() -> None:
             shards = ctx.gathered.take() if kept is None else kept
             flat = rows.flatten(0, 1)
-            grads["weight"] = weight_gradient(flat, shards.view(-1, D), group)
+            grads["weight"] = weight_gradient(flat, shards.view(-1, D), group, zeros_but_own(own_weight, group))
             grads["bias"] = whole_rows(flat.sum(0), group) if ctx.needs_input_grad[2] else None
 
         dx = ctx.ring.reduce_scatter(lambda rank: rows[rank] @ own_weight, meanwhile=weights)

@@ -43,13 +43,20 @@ def whole_rows(rows: Tensor, group: Group) -> Tensor:
     return whole.flatten(0, 2)
 
 
-def weight_gradient(grad: Tensor, x: Tensor, group: Group) -> Tensor:
-    """``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight whose own rows took x (tokens, D) to the
-    columns of grad (tokens, 3 h d), in one pass: a batched product writes the rows of q, k and v where they belong."""
-    whole = x.new_empty(3, group.size, grad.shape[1] // 3, x.shape[1])
+def zeros_but_own(own_weight: Tensor, group: Group) -> Tensor:
+    """(3, P, h d, D) for the gradient of the weight whose own rows are (3 h d, D): zeros for the other heads, and those
+    of the own ones are anything."""
+    whole = own_weight.new_empty(3, group.size, len(own_weight) // 3, own_weight.shape[1])
     others = [part for rows in whole for part in (rows[: group.rank], rows[group.rank + 1 :]) if part.numel()]
     if others:
         torch._foreach_zero_(others)  # contiguous each, and one kernel for all
+    return whole
+
+
+def weight_gradient(grad: Tensor, x: Tensor, group: Group, whole: Tensor) -> Tensor:
+    """``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight whose own rows took x (tokens, D) to the
+    columns of grad (tokens, 3 h d), in one pass: a batched product writes the rows of q, k and v where they belong, in
+    ``whole`` of :func:`zeros_but_own`."""
     torch.bmm(grad.unflatten(1, (3, -1)).permute(1, 2, 0), x.expand(3, *x.shape), out=whole[:, group.rank])
     return whole.flatten(0, 2)
 

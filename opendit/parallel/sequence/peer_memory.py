@@ -2,14 +2,17 @@
 
 Buffers of every rank, and one barrier for each time that one of them is used:
 
-    input     a rank fills its own, barrier, all ranks read what they need of it
     output    all ranks write to it, barrier, its owner reads it
-    gradient  as input
+    input     as output; or a rank fills its own, barrier, all ranks read what they need of it
+    everyone  as output; it has no barrier of its own: it is filled after input's and read after gradient's
+    gradient  a rank fills its own, barrier, all ranks read what they need of it
 
 None is used twice in a row. So it is used again only after the barrier of another one, at which every rank arrives, in
 the order of its stream, when it is done with the first: nobody needs a second barrier or a second set of buffers. A
 layer's forward pass is input, output; its backward pass is that, too, or input, gradient (FastSeq). A recorded graph
 begins with input and ends with another one however often it is replayed.
+
+A barrier may be on the stream of the copies, beside the caller's kernels, while these don't need yet what it is for.
 
 Either a kernel carries the data, on the caller's stream at the links' full rate, or the copy engines do, beside the
 caller's kernels: they are slower, and take no multiprocessor from them. (Measured on H200s: half of a layer's
@@ -27,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opendit.kernels.common import kernels_available
-from opendit.kernels.exchange_heads import exchange_heads
+from opendit.kernels.exchange_heads import exchange_heads, send_rows
 from opendit.parallel.sequence.collectives import Group
 
 Part = tuple[tuple[Tensor, ...], int]  # heads, and the first of them among all H
@@ -35,7 +38,7 @@ Pair = tuple[Tensor, Tensor]  # (target, source), (rows, h, d), both dense withi
 
 
 class Buffer(IntEnum):
-    INPUT, OUTPUT, GRADIENT = 0, 1, 2
+    INPUT, OUTPUT, EVERYONE, GRADIENT = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class PeerMemory:
         self._made: dict[Buffer, list] = {buffer: [] for buffer in Buffer}  # recorded graphs know the old ones too
         self._views: dict[tuple, Rows] = {}
         self._last = Buffer.OUTPUT
-        self._stream = torch.cuda.Stream(device)  # of the copy engines
+        self._stream = torch.cuda.Stream(device, priority=-1)  # of the copy engines; barriers on it before products
         self._copies: torch.cuda.Event | None = None  # the end of the last of them, until somebody waited for it
 
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
@@ -79,16 +82,34 @@ class PeerMemory:
             made.append((handle, torch.tensor(handle.buffer_ptrs, device=self.device), memory))
         return made[-1][:2]
 
-    def ready(self, buffer: Buffer) -> None:
-        """The barrier of one use of ``buffer``; the device waits in it, not the host."""
-        assert buffer != self._last, "no buffer is used twice in a row"
+    def ready(self, buffer: Buffer, again: bool = False) -> None:
+        """The barrier of one use of ``buffer``, or one more of the same; the device waits in it, not the host."""
+        self._barrier(buffer, again, channel=0)
+
+    def ready_beside(self, buffer: Buffer) -> torch.cuda.Event:
+        """The same behind the copies and all that the current stream has been given, and beside what it is given next,
+        until it waits for this event.
+
+        The copies must be done by then, about: a kernel that waits for one would hold up the caller's kernels.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._barrier(buffer, False, channel=1)  # a channel's signals are those of one stream
+        return self._stream.record_event()
+
+    def _barrier(self, buffer: Buffer, again: bool, channel: int) -> None:
+        assert again == (buffer == self._last), "no buffer is used twice in a row"
         self._last = buffer
-        self._made[buffer][-1][0].barrier(channel=0)
+        self._made[buffer][-1][0].barrier(channel=channel)
 
     def exchange(self, heads: tuple[Tensor, ...], rows: Rows, first: int, push: bool) -> None:
         """As :func:`opendit.kernels.exchange_heads.exchange_heads`, on the current stream."""
         shape = tuple(rows.of[0].shape)
         exchange_heads(heads, rows.addresses, shape, self.group.rank, first, push)
+
+    def send(self, rows: Tensor, heads: Rows, length: int) -> None:
+        """As :func:`opendit.kernels.exchange_heads.send_rows`, on the current stream."""
+        send_rows(rows, heads.addresses, self.group.rank, length)
 
     def exchange_beside(self, groups: list[Part], rows: Rows, push: bool) -> list[torch.cuda.Event]:
         """The same by the copy engines, group after group, after all that the current stream has been given, and beside
@@ -96,7 +117,8 @@ class PeerMemory:
         until then.
 
         Within one card a copy would take its multiprocessors, so kernels carry the own shares, and before any copy: one
-        that waits for a copy would hold up the caller's kernels behind it (170 us, seen in a trace of a CUDA graph).
+        that waits for a copy would hold up the caller's kernels (as long as the copy takes, by two traces of CUDA
+        graphs).
         """
         shape, rank = tuple(rows.of[0].shape), self.group.rank
         self._stream.wait_stream(torch.cuda.current_stream())
