@@ -156,10 +156,10 @@ def longest(mesh: Mesh, case: Case, limit: float) -> list[dict]:
 
     def peak(frames: int) -> float:
         run = Run(mesh, with_frames(case, frames), attend=_Keeps.apply)
-        run.train()
-        torch.cuda.reset_peak_memory_stats()
-        run.train()
-        found = torch.tensor(torch.cuda.max_memory_reserved() / 2**30, device=mesh.device)
+        for _ in range(2):
+            run.train()
+        free_now, total = torch.cuda.mem_get_info()  # torch gives nothing back, and other ranks' buffers count, too
+        found = torch.tensor((total - free_now) / 2**30, device=mesh.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         del run
         free(mesh)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opendit.models import DiT, DiTConfig
 from opendit.random import Stream, integers, normal
+from tests.numbers import off_by
 from tests.ranks import run_ranks
 
 SEED, GLOBAL_BATCH, STEPS = 3, 8, 20
@@ -94,10 +95,6 @@ def engine_run(mesh, plugin: str, precision: str, accumulation: int, checkpointe
     return losses, masters, moments
 
 
-def worst(a: list[float], b: list[float]) -> float:
-    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
-
 def used_rows(name: str) -> slice:
     """Softmax ignores the keys' bias: its gradient is rounding noise, which Adam blows up to full steps."""
     return slice(0, CONFIG.hidden_size) if name.endswith("qkv.bias") else slice(None)
@@ -128,7 +125,7 @@ def test_every_plugin_gives_the_single_process_curve(world):
     )
     for rank in results:
         for curve, masters, first_moments in rank[:4]:
-            assert worst(curve, losses) < 1e-5
+            assert off_by(curve, losses) < 1e-5
             for name, weight in weights.items():
                 used = used_rows(name)
                 assert torch.allclose(masters[name][used], weight[used], rtol=1e-4, atol=2e-5), name
@@ -136,10 +133,10 @@ def test_every_plugin_gives_the_single_process_curve(world):
                 assert error < 1e-4, name
         zero2, gemini, gemini_accumulated, zero2_accumulated, ddp = (curve for curve, *_ in rank[4:])
         # bf16 weights and activations: 2^-9 relative rounding each; the curves differ by less than that.
-        assert worst(gemini, zero2) < 1e-3
-        assert worst(gemini_accumulated, zero2_accumulated) < 1e-3
+        assert off_by(gemini, zero2) < 1e-3
+        assert off_by(gemini_accumulated, zero2_accumulated) < 1e-3
         for curve in (zero2, gemini, ddp):
-            assert worst(curve, losses) < 2e-3
+            assert off_by(curve, losses) < 2e-3
     # all ranks agree
     assert all(torch.equal(results[0][0][1][n], other[0][1][n]) for other in results for n in weights)
 

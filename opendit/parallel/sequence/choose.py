@@ -100,16 +100,16 @@ class _Costs:
 
     def direct_fastseq(self) -> float:
         """Of the inputs and their gradients, what the products beside them don't hide; heads come and go in one piece.
-        Passes over memory that a single rank would not make: rows of tokens laid out, taken out and added up, and the
-        own heads' rows of the weight."""
+        Passes over memory that a single rank would not make: rows of tokens taken out and added up, the own heads' rows
+        of the weight, and zeros for the others' in its gradient."""
         s, m, P = self.shape, self.machine, self.ranks
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P * m.link / m.copies
         arriving = (P - 1) * max(hop - shard, 0)
         leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)  # under the other gradients of input and weight
         exchanged = 2 * self.whole * (P - 1) / P**2 + 4 * m.barrier
-        rows = (P + 11) * s.samples * s.tokens * s.hidden / P
-        weights = (1 + 3 / P) * 3 * s.hidden**2
+        rows = (P + 4) * s.samples * s.tokens * s.hidden / P
+        weights = (1 + 1 / P) * 3 * s.hidden**2
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
     def ulysses(self, ranks: int | None = None) -> float:
