@@ -1,6 +1,6 @@
 """Memory of each rank of a group that the others read and write over NVLink (torch's symmetric memory), no collective.
 
-Buffers of every rank, and one barrier for each time that one of them is used:
+Buffers of every rank, and a barrier for each time that one of them is used, or for each part that arrives in it:
 
     output    all ranks write to it, barrier, its owner reads it
     input     as output; or a rank fills its own, barrier, all ranks read what they need of it
