@@ -37,7 +37,7 @@ from opendit.monitor import print_block
 from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.parallel.sequence import SequenceParallel, sequence_parallel
+from opendit.parallel.sequence import SequenceParallel, attention_note, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.sampling import (
     grid_columns,
@@ -193,7 +193,7 @@ def share_sequence(flags: SampleConfig, model: DiT, size: tuple[int, ...], mesh:
         heads=config.num_heads,
         samples=halves * flags.batch_size,
         bytes=PRECISIONS[flags.mixed_precision].itemsize,
-        types=config.sequence_types,
+        types=flags.sequence_types(config.sequence_types),
     )
     return sequence_parallel(mesh, flags.sequence_parallel_type, shape)
 
@@ -333,7 +333,7 @@ def announce(job: Job) -> None:
         "sampler": f"{sampler}, {flags.num_sampling_steps} steps, guidance {flags.cfg_scale}"
         f"{', its halves on different processes' if job.replica.halves else ''}",
         "vae": job.codec.name,
-        "attention": job.kernels.attention_note,
+        "attention": attention_note(job.kernels.attention_note, job.sequence),
         "kernels": job.kernels.ops_note,
         "sequence": f"over {job.mesh.sp_size} ranks, {job.sequence.plan}" if job.sequence else "whole on every rank",
         "processes": f"{job.mesh.world_size} ({processor})",

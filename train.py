@@ -33,6 +33,7 @@ from opendit.models.lora import add_lora, lora_parameters
 from opendit.monitor import Monitor
 from opendit.parallel.engine import Engine, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.parallel.sequence import attention_note
 from opendit.plan import config_of
 from opendit.profiling import StepProfiler
 from opendit.random import Stream, normal, uniform
@@ -133,7 +134,7 @@ def train(job: Job) -> int:
             looking = last or save_owed or due(done, flags.log_every) or due(done, flags.max_bad_steps)
             skipping = looking and check_health(engine, flags.max_bad_steps)
             saving = (flags.save and last) or (save_owed and not skipping)
-            drawing = due(done, sample_every(flags)) or done == job.last_step
+            drawing = due(done, sample_every(flags)) or (done == job.last_step and flags.sample_every != 0)
             # A line at every save: a resumed run starts a new mean there, too.
             if saving or last or due(done, flags.log_every):
                 grad_norm = result.grad_norm.item() if result.finite else None
@@ -252,22 +253,22 @@ def compile_blocks(job: Job, engine: Engine) -> str:
 
 
 def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -> None:
-    """samples/NNNNNNN.png from the EMA weights; rank 0 draws, the others help to gather the weights.
+    """samples/NNNNNNN.png from the EMA weights, by rank 0 and those that share its samples; the others help to gather
+    the weights.
 
     The training module itself takes them for the time; under a plugin that has cut it up, a second one does.
     """
     mesh, model, trained = job.mesh, None, monitoring.allocated_gib()
-    if mesh.is_main and engine.whole:
+    if mesh.dp_rank == 0 and engine.whole:
         model = engine.module
-    elif mesh.is_main:
+    elif mesh.dp_rank == 0:
         with mesh.device:
             model = build_model(job.model_config)
-        model.place(mesh.device, engine.dtype).use(ops=job.kernels.ops, attend=job.kernels.attend)
+        model.place(mesh.device, engine.dtype)
+        model.use(ops=job.kernels.ops, attend=job.kernels.attend, sequence=job.sequence)
     with ema.applied(model), engine.autocast():
         if model is not None:
-            model.sequence = None  # rank 0 is alone here
             draw(job, model, monitor, step)
-            model.sequence = job.sequence
     monitor.forget_drawing(trained)
     mesh.barrier()
 
@@ -288,6 +289,8 @@ def draw(job: Job, model: DiT, monitor: Monitor, step: int) -> None:
         cfg_scale=job.flags.sample_cfg_scale,
     )
     pictures = np.concatenate([pictures for _, pictures in batches])
+    if not job.mesh.is_main:
+        return
     path = job.folder / "samples" / f"{step:07d}.png"
     if pictures.ndim == 5:
         save_contact_sheet(path, pictures, captions)
@@ -340,7 +343,7 @@ def announce(job: Job, engine: Engine, ema: EMA, graph_note: str, compile_note: 
         "optimizer": engine.optimizer_name,
         "EMA": f"decay {', '.join(map(str, ema.decays))}{', warm-up' if ema.warmup else ''}; "
         f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)",
-        "attention": job.kernels.attention_note,
+        "attention": attention_note(job.kernels.attention_note, job.sequence),
         "sequence": f"over {mesh.sp_size} ranks, {job.sequence.plan}" if job.sequence else "whole on every rank",
         "kernels": job.kernels.ops_note,
         "CUDA graph": graph_note,

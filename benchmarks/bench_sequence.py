@@ -268,7 +268,8 @@ def report(layer: Layer, seconds: dict[str, float], errors: dict[str, float], au
         fields = dict(value=f"{seconds[name] * 1e3:.3f}", baseline=COMPUTE_ONLY, baseline_value=f"{compute * 1e3:.3f}")
         rows.append(dict(bench="sequence", case=f"{case} {name}", metric="ms", ratio=f"{ratio:.3f}", **fields))
     sys.stdout.flush()
-    return rows
+    own = dict(value=f"{compute * 1e3:.3f}", baseline=PLAIN, baseline_value=f"{plain:.3f}")
+    return [*rows, dict(bench="sequence", case=f"{case} {COMPUTE_ONLY}", metric="ms", **own)]
 
 
 if __name__ == "__main__":

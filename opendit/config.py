@@ -19,6 +19,7 @@ from opendit.models.zoo import canonical_name, is_video
 from opendit.parallel.guidance import check_cfg_parallel
 from opendit.parallel.mesh import check_sequence_parallel
 from opendit.parallel.sequence.choose import KINDS as SEQUENCE_TYPES
+from opendit.parallel.sequence.choose import OWN_ATTENTION
 
 OBJECTIVE_FLAGS = {"prediction": "ddpm", "min_snr": "ddpm", "ddpm_shift": "ddpm", "flow_shift": "flow",
                    "flow_times": "flow", "edm_mean": "edm", "edm_std": "edm", "edm_sigma_data": "edm"}  # fmt: skip
@@ -62,6 +63,15 @@ class ParallelFlags(SpeedFlags):
         for name in sorted({"sequence_parallel_type", "keep_gathered"} & self.given):
             if self.sequence_parallel_size == 1:
                 raise ValueError(f"--{name} needs --sequence_parallel_size above 1; add that, or leave it out")
+        if self.attention != "auto" and self.sequence_parallel_type in OWN_ATTENTION:
+            raise ValueError(
+                f"--attention {self.attention}: --sequence_parallel_type {self.sequence_parallel_type} has a kernel of "
+                "its own; leave one of them out"
+            )
+
+    def sequence_types(self, types: tuple[str, ...]) -> tuple[str, ...]:
+        """Of the strategies that a model allows those that these flags do."""
+        return types if self.attention == "auto" else tuple(t for t in types if t not in OWN_ATTENTION)
 
 
 @dataclass
@@ -166,7 +176,7 @@ class TrainConfig(ParallelFlags):
     ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", group="Run")
     deterministic: bool = flag(False, "the same bits in every run on the same GPUs; slower", group="Run")
     profile: bool = flag(False, "record a few early steps: a trace and a table of where the time goes", group="Run")
-    sample_every: int | None = flag(None, "steps between sample grids (default: as --ckpt_every)", group="Run")
+    sample_every: int | None = flag(None, "steps between sample grids (default: as --ckpt_every); 0: none", group="Run")
     sample_steps: int = flag(50, "sampling steps of those grids", group="Run")
     sample_cfg_scale: float = flag(4.0, "guidance of those grids", group="Run")
 

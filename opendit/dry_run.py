@@ -12,7 +12,7 @@ from opendit.models import DiTConfig
 from opendit.models.lora import lora_parameters
 from opendit.monitor import print_block
 from opendit.parallel.mesh import environment_world_size
-from opendit.parallel.sequence.choose import make_plan
+from opendit.parallel.sequence.choose import Machine, make_plan
 from opendit.plan import check_pretrained, last_step_of, open_data, plan_model, sequence_shape
 from opendit.recipes import find_recipe
 
@@ -54,8 +54,10 @@ def dry_run(flags: TrainConfig) -> None:
     }
     if flags.sequence_parallel_size > 1:
         shape = sequence_shape(flags, config)
-        plan = make_plan(flags.sequence_parallel_type, flags.sequence_parallel_size, shape)
-        rows["sequence"] = f"over {flags.sequence_parallel_size} ranks, {plan.kind}"
+        size, one_host = flags.sequence_parallel_size, Machine(direct=flags.sequence_parallel_size <= 8)
+        rows["sequence"] = (
+            f"over {size} ranks, {make_plan(flags.sequence_parallel_type, size, shape, machine=one_host)}"
+        )
     rows |= _memory(config, flags, memory_setup(flags, config, world))
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:

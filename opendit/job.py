@@ -142,6 +142,8 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     dtype = PRECISIONS[flags.mixed_precision]
     shape = sequence_shape(flags, config)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, keep_gathered=flags.keep_gathered)
+    if flags.keep_gathered and sequence.plan.kind != "fastseq":
+        notes.append(f"--keep_gathered does nothing: {sequence.plan.kind}, which auto took, gathers nothing")
     resume = find_checkpoint(flags.load, flags.outputs, flags.model) if flags.load else None
     if flags.load and resume is None:
         notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")

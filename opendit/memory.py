@@ -176,7 +176,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
     """What to change where the step needs more than ``capacity``: the first that is enough of recomputing by parts,
-    recomputing blocks, smaller micro-batches, more ranks. None: nothing."""
+    recomputing blocks, smaller micro-batches, ranks that share samples, more ranks. None: nothing."""
 
     def fits(**changes) -> bool:
         return estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -193,10 +193,26 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     smaller = next((size for size in range(min(smaller, batch - 1), 0, -1) if batch % size == 0), 0)
     if smaller:
         return f"--batch_size {smaller} with {batch // smaller} x the --grad_accumulation"
+
+    def shared(world: int) -> str | None:
+        sizes = [size for size in range(setup.sequence_parallel + 1, world + 1) if world % size == 0]
+        if not config.sequence_types or setup.fp8 or setup.trained is not None:
+            return None
+        for flag, changes in (("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))):
+            for size in sizes:
+                if fits(world=world, sequence_parallel=size, **changes):
+                    return f"--sequence_parallel_size {size}{flag}"
+        return None
+
+    if flags := shared(setup.world):
+        return flags
     ranks = [setup.world * 2**i for i in range(1, 8)]
     enough = next((world for world in ranks if setup.plugin != "ddp" and fits(world=world)), None)
     if enough:
         return f"{enough} ranks, which share the states"
+    for world in ranks:
+        if flags := shared(world):
+            return f"{world} ranks and {flags}"
     return "a smaller model" if setup.plugin == "gemini" else "--plugin gemini on several ranks, or a smaller model"
 
 

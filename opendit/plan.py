@@ -79,7 +79,7 @@ def sequence_shape(flags: TrainConfig, config: DiTConfig) -> Shape:
         heads=config.num_heads,
         samples=flags.batch_size,
         bytes=BYTES[flags.mixed_precision],
-        types=config.sequence_types,
+        types=flags.sequence_types(config.sequence_types),
     )
 
 

@@ -177,6 +177,13 @@ def test_advice_is_the_cheapest_that_is_enough():
     assert advice(XL, Setup(), 4096, card) == "--batch_size 128 with 32 x the --grad_accumulation"
     assert advice(XL, Setup(), 1, 10 * GIB) == "2 ranks, which share the states"
     assert "smaller model" in advice(XL, Setup("ddp"), 1, 4 * GIB)
+    clip = model_config("vDiT-XL/222", input_size=(64, 64), in_channels=4, frames=2400, num_classes=3)
+    assert advice(clip, Setup(world=8), 1, card) == "--sequence_parallel_size 2 --grad_checkpoint"
+    assert advice(clip, Setup(world=8, grad_checkpoint=True), 1, card) == "--sequence_parallel_size 2"
+    assert advice(clip, Setup(), 1, card) == "2 ranks and --sequence_parallel_size 2 --grad_checkpoint"
+    assert "sequence" not in advice(clip, Setup(world=8, fp8=True), 1, card)
+    apart = model_config("ST-DiT-XL/122", input_size=(64, 64), in_channels=4, frames=9600, num_classes=3)
+    assert "sequence" not in advice(apart, Setup(world=8), 1, card)
 
 
 def test_the_line_of_the_opening_block():

@@ -99,11 +99,12 @@ def test_load_latest_without_a_run_starts_afresh(tmp_path, no_ranks, capsys):
 
 
 def test_a_run_that_saves_nothing_ends_as_done(tmp_path, no_ranks, capsys):
-    flags = "--batch_size 2 --max_steps 2 --log_every 100 --no_save --sample_every 100000 --outputs".split()
+    flags = "--batch_size 2 --max_steps 2 --log_every 100 --no_save --sample_every 0 --outputs".split()
     train.main([*TINY, *QUIET, *flags, str(tmp_path)])
     said = capsys.readouterr().out
     assert "Done: step 2" in said and "none (--no_save)" in said
     assert [line["step"] for line in log_of(tmp_path / "000-DiT-Ti-2")] == [2]
+    assert not any((tmp_path / "000-DiT-Ti-2").glob("samples/*"))
 
 
 def test_a_diverging_run_stops_and_keeps_its_weights_finite(tmp_path, no_ranks):

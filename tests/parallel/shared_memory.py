@@ -11,14 +11,22 @@ from opendit.kernels.exchange_heads import exchange_heads_reference, send_rows_r
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, Pair, Part, Rows
 
+# What nobody needs any more once all ranks are at a buffer's barrier.
+DEAD = {
+    Buffer.INPUT: (Buffer.OUTPUT, Buffer.EVERYONE, Buffer.GRADIENT),
+    Buffer.OUTPUT: (Buffer.INPUT,),
+    Buffer.GRADIENT: (Buffer.INPUT, Buffer.OUTPUT),
+}
+
 
 class SharedMemory:
-    """Exchanges beside the caller's work are done as late as that allows: when somebody waits for them."""
+    """Exchanges beside the caller's work are done as late as that allows: when somebody waits for them; or ``early``:
+    at once. What is dead is NaN."""
 
     SIZE = 2**18
 
-    def __init__(self, group: Group, folder: str):
-        self.group, self._late, self._asked, self._last = group, [], 0, Buffer.OUTPUT
+    def __init__(self, group: Group, folder: str, early: bool = False):
+        self.group, self._late, self._asked, self._last, self._early = group, [], 0, Buffer.OUTPUT, early
         self._bytes = [
             [torch.from_file(f"{folder}/{b.name}{p}", True, self.SIZE, dtype=torch.uint8) for p in range(group.size)]
             for b in Buffer
@@ -40,6 +48,10 @@ class SharedMemory:
         assert again == (buffer == self._last)
         self._last = buffer
         dist.barrier(self.group.handle)
+        if not again:
+            for dead in DEAD[buffer]:
+                self._bytes[dead][self.group.rank].fill_(255)
+            dist.barrier(self.group.handle)
 
     def send(self, rows: Tensor, heads: Rows, length: int) -> None:
         send_rows_reference(rows, heads.of, self.group.rank)
@@ -70,6 +82,8 @@ class SharedMemory:
     def _later(self, works: list[Callable[[], None]]) -> list[int]:
         self._late += works
         self._asked += len(works)
+        if self._early:
+            self.wait()
         return list(range(self._asked - len(works), self._asked))
 
     def wait(self, event: int | None = None) -> None:

@@ -46,6 +46,7 @@ DIRECT = {
     "direct fastseq": DirectFastSeq,
     "direct fastseq, kept": functools.partial(DirectFastSeq, keep_gathered=True),
 }
+DIRECT |= {f"{name}, early": strategy for name, strategy in DIRECT.items()}  # see SharedMemory
 BASELINES = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
 
 
@@ -91,10 +92,10 @@ def fresh(config: DiTConfig) -> DiT:
 
 
 @functools.cache
-def shared_memory(group: Group) -> SharedMemory:
+def shared_memory(group: Group, early: bool) -> SharedMemory:
     folder = [tempfile.mkdtemp() if group.rank == 0 else None]
     dist.broadcast_object_list(folder, group=group.handle, group_src=0)
-    return SharedMemory(group, folder[0])
+    return SharedMemory(group, folder[0], early)
 
 
 def strategy(mesh: Mesh, name: str, config: DiTConfig) -> SequenceParallel:
@@ -103,7 +104,7 @@ def strategy(mesh: Mesh, name: str, config: DiTConfig) -> SequenceParallel:
         made = sequence_parallel(mesh, "ring", shape)
         if name in BASELINES:
             return replace(made, heads=BASELINES[name](made.group))
-        return replace(made, heads=DIRECT[name](shared_memory(made.group)))
+        return replace(made, heads=DIRECT[name](shared_memory(made.group, "early" in name)))
     return sequence_parallel(mesh, shape=shape, **TYPES[name])
 
 
@@ -122,8 +123,8 @@ def possible(ranks: int, config: DiTConfig) -> list[str]:
     """The types that this many ranks and heads allow."""
     names = ["ring"]
     if config.num_heads % ranks == 0:
-        names += ["fastseq", "fastseq, kept", "ulysses", "direct ulysses", "direct fastseq", "direct fastseq, kept"]
-        names += ["direct ulysses in groups"] * (config.num_heads // ranks % 3 == 0)
+        names += ["fastseq", "fastseq, kept", "ulysses"]
+        names += [name for name in DIRECT if "in groups" not in name or config.num_heads // ranks % 3 == 0]
     return names + ["usp"] * (ranks == 4 and config.num_heads % 2 == 0)
 
 
@@ -151,6 +152,23 @@ def check(world: int, ranks: list) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_outputs_and_every_gradient_equal_one_process(world):
     check(world, run_ranks(world, many_cases, cases_of(world)))
+
+
+def compiled(mesh: Mesh, names: list[str]) -> list:
+    mesh, results = init_mesh(sequence_parallel=mesh.world_size), []
+    for name in names:
+        model = fresh(IMAGE)
+        model.compile_blocks(backend="aot_eager")
+        results.append(errors(mesh, model, strategy(mesh, name, IMAGE), IMAGE.input_size, 2))
+        torch._dynamo.reset()
+    return results
+
+
+def test_compiled_blocks_share_sequences():
+    names = ["fastseq", "ulysses", "ring", "direct ulysses", "direct fastseq"]
+    for results in run_ranks(2, compiled, names):
+        for name, (output, gradient, which) in zip(names, results, strict=True):
+            assert largest((output, gradient)) < TOLERANCE, (name, which)
 
 
 # ------------------------------------------------------------------------- four ranks: one start of them for all tests

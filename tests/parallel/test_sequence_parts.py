@@ -20,6 +20,7 @@ from opendit.parallel.sequence.partial_attention import (
     reference_backward,
     reference_forward,
 )
+from opendit.plan import sequence_shape
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,8 @@ def test_a_weights_gradient_is_zero_but_for_the_own_rows(rank, ranks, monkeypatc
         ("fastseq", 3, 16, "fastseq: 16 heads .*3 ranks.*use ring or auto"),
         ("ulysses", 5, 16, "ulysses: 16 heads .*use ring or auto"),
         ("usp", 4, 5, "usp: 5 heads"),
-        ("usp", 3, 6, "usp: 6 heads"),  # a prime number of ranks is no grid
+        ("usp", 3, 6, "usp: 3 ranks are no grid.*use ring or auto"),
+        ("usp", 2, 4, "usp: 2 ranks are no grid"),
         ("megatron", 2, 4, "choose one of auto, fastseq"),
     ],
 )
@@ -90,6 +92,8 @@ def test_auto_takes_only_what_the_model_can_attend_by():
         assert plan.kind == expected and ("ring" in plan.reason) == (not options)
     with pytest.raises(ValueError, match="by fastseq, ulysses only, and its 4 heads can't .* use a size that divides"):
         make_plan("auto", 3, shape)
+    with pytest.raises(ValueError, match="ulysses: 4 heads can't .* use a size that divides them"):
+        make_plan("ulysses", 3, shape)
 
 
 def test_groups_must_divide_the_heads_of_a_rank():
@@ -159,3 +163,13 @@ def test_flags_of_a_run_that_fits(tmp_path):
     flags.sequence_parallel_type = "ring"
     with pytest.raises(ValueError, match="--keep_gathered: .*ring gathers nothing"):
         flags.check(world_size=4, has_gpu=False)
+
+
+def test_an_attention_that_is_asked_for_is_the_one_that_runs():
+    words = "--sequence_parallel_size 2 --batch_size 1 --attention math --sequence_parallel_type".split()
+    for kind in ("ring", "usp"):
+        with pytest.raises(ValueError, match=f"--attention math: .*{kind} has a kernel of its own"):
+            parse(TrainConfig, [*words, kind]).check(world_size=4, has_gpu=False)
+    config = model_config("vDiT-Ti/122", input_size=(32, 32), in_channels=4, frames=4, num_classes=3)
+    for options, kind in ((words[:4], "ring"), ([*words, "auto"], "ulysses")):  # ring costs least here
+        assert make_plan("auto", 2, sequence_shape(parse(TrainConfig, options), config)).kind == kind

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sequence.choose import Machine, Plan, Shape, make_plan
+from opendit.parallel.sequence.choose import OWN_ATTENTION, Machine, Plan, Shape, make_plan
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.sequence.direct import DirectUlysses
 from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
@@ -57,6 +57,13 @@ class Shards:
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, length, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
         return gather_tokens(x, self.length, self.sequence.group)
+
+
+def attention_note(note: str, sequence: SequenceParallel | None) -> str:
+    """What attends, in words: ``note``, of the model's attention, or what the strategy has in its place."""
+    if sequence is None or sequence.plan.kind not in OWN_ATTENTION:
+        return note
+    return f"{sequence.plan.kind}: to a part of the keys at a time, merged by log-sum-exps"
 
 
 def sequence_parallel(

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 KINDS = ("auto", "fastseq", "ulysses", "ring", "usp")
+OWN_ATTENTION = ("ring", "usp")  # that attend to a part of the keys at a time, by a kernel of their own
 MOST_GROUPS = 6  # of heads: each costs the host some 30 calls a layer
 
 
@@ -180,10 +181,11 @@ def make_plan(kind: str, ranks: int, shape: Shape, groups: int | None = None, ma
         raise ValueError(f"--sequence_parallel_type {kind}: choose one of {', '.join(KINDS)}")
     inner = {"fastseq": ranks, "ulysses": ranks, "usp": _usp_split(ranks, shape.heads)}.get(kind, 1)
     if not inner or shape.heads % inner:
-        raise ValueError(
-            f"--sequence_parallel_type {kind}: {shape.heads} heads can't be shared out over {ranks} ranks that way; "
-            "use ring or auto"
-        )
+        why = f"{shape.heads} heads can't be shared out over {ranks} ranks that way"
+        if kind == "usp" and all(ranks % size for size in range(2, ranks)):
+            why = f"{ranks} ranks are no grid, which needs a number like 4 or 6"
+        way_out = "ring or auto" if "ring" in shape.types else "a size that divides them"
+        raise ValueError(f"--sequence_parallel_type {kind}: {why}; use {way_out}")
     if groups and shape.heads // inner % groups:
         raise ValueError(f"{shape.heads // inner} heads a rank can't be exchanged in {groups} groups")
     if groups and groups > 1 and not machine.direct:
@@ -194,12 +196,12 @@ def make_plan(kind: str, ranks: int, shape: Shape, groups: int | None = None, ma
     possible = {name: plan for name, plan in plans.items() if name in shape.types}
     if not possible:
         raise ValueError(
-            f"--sequence_parallel_size {ranks}: this model attends by {', '.join(shape.types)} only, and its "
+            f"--sequence_parallel_size {ranks}: this model can attend by {', '.join(shape.types)} only, and its "
             f"{shape.heads} heads can't be shared out over so many ranks; use a size that divides them"
         )
     best = min(possible.values(), key=lambda plan: plan.seconds)
     others = ", ".join(f"{name} {plan.seconds * 1e6:.0f}" for name, plan in possible.items())
-    reason = f"communication costs least, in us a layer by the cost model: {others}"
+    reason = f"communication costs least, in us a layer of H200s by the cost model: {others}"
     if "fastseq" not in plans:
         reason += f"; {math.gcd(shape.heads, ranks)} is all that {shape.heads} heads and {ranks} ranks divide by"
     return replace(best, reason=reason)

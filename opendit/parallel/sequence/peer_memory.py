@@ -60,6 +60,7 @@ class PeerMemory:
         self._stream = torch.cuda.Stream(device, priority=-1)  # of the copy engines; barriers on it before products
         self._copies: torch.cuda.Event | None = None  # the end of the last of them, until somebody waited for it
 
+    @torch.inference_mode(False)  # of a view made in inference mode, training could not make use later
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
         """Views of every rank's buffer, from its beginning on; (B, n, S, H, d) for an exchange of heads."""
         key = (buffer, shape, dtype)
