@@ -134,8 +134,8 @@ def names(mesh: Mesh, heads: int) -> list[str]:
 
 @functools.cache
 def capture_stream() -> torch.cuda.Stream:
-    """One for all graphs: torch hands out 32 streams in turn, so after so many variants one of them would be recorded
-    on the stream of PeerMemory's copies, and these would not run beside its kernels."""
+    """One for all graphs: torch hands out 32 streams in turn, so after so many variants one of them could be recorded
+    on a stream that it uses itself, and what is meant to run beside its kernels would not."""
     return torch.cuda.Stream()
 
 

@@ -54,10 +54,9 @@ def dry_run(flags: TrainConfig) -> None:
     }
     if flags.sequence_parallel_size > 1:
         shape = sequence_shape(flags, config)
-        size, one_host = flags.sequence_parallel_size, Machine(direct=flags.sequence_parallel_size <= 8)
-        rows["sequence"] = (
-            f"over {size} ranks, {make_plan(flags.sequence_parallel_type, size, shape, machine=one_host)}"
-        )
+        size = flags.sequence_parallel_size
+        machine = Machine(direct=size <= 8)  # GPUs of one host reach each other's memory
+        rows["sequence"] = f"over {size} ranks, {make_plan(flags.sequence_parallel_type, size, shape, machine=machine)}"
     rows |= _memory(config, flags, memory_setup(flags, config, world))
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:
