@@ -39,6 +39,7 @@ from opendit.parallel.sequence.choose import MOST_GROUPS, Plan, Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import connect
 
+LEAST_STEPS = 4  # of a turn, however long it takes then
 WHOLE, COMPUTE_ONLY = "whole", "compute only"
 PLAIN, PLAIN_ATTENTION, RANKS_ATTENTION = "plain", "plain attention", "a rank's attention"
 BLOCKING = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
@@ -201,7 +202,7 @@ def measure(
         works[PLAIN_ATTENTION] = captured(mesh, functools.partial(layer.attention, heads, rows))
         works[RANKS_ATTENTION] = captured(mesh, functools.partial(layer.attention, heads // ranks, layer.tokens))
     once = max(timed(mesh, works[COMPUTE_ONLY], 1) for _ in range(2))
-    repeats = max(1, min(50, int(budget / once)))
+    repeats = max(LEAST_STEPS, min(50, int(budget / once)))
     ratios, shuffled = {name: [] for name in works if name != COMPUTE_ONLY}, random.Random(0)  # of all ranks alike
     unhindered = [timed(mesh, works[COMPUTE_ONLY], repeats)]
     for _ in range(rounds):

@@ -151,6 +151,15 @@ def with_frames(case: Case, frames: int) -> Case:
     return Case(case.name, (frames, *case.size[1:]), case.hidden, case.depth, case.heads, case.samples)
 
 
+def next_try(used: dict[int, float], limit: float) -> int:
+    """The number of frames to try next by the slope of two tries around ``limit``, or of the two longest; one that has
+    been tried: the search is over. At most twice the longest: short clips leave gaps between tensors."""
+    fit = sorted(frames for frames, gib in used.items() if gib <= limit)
+    few, more = sorted([fit[-1], min(used.keys() - fit, default=fit[-2])])
+    frames = few + (limit - used[few]) * (more - few) / (used[more] - used[few])
+    return min(int(frames) // 2 * 2, 2 * fit[-1])
+
+
 def longest(mesh: Mesh, case: Case, limit: float) -> list[dict]:
     """The most frames that train within ``limit`` GiB; see above."""
 
@@ -166,12 +175,7 @@ def longest(mesh: Mesh, case: Case, limit: float) -> list[dict]:
         return found.item()
 
     used = {frames: peak(frames) for frames in (case.size[0], 2 * case.size[0])}
-    while True:  # by the slope of the two longest, and at most twice as long: short clips leave gaps between tensors
-        few, more = sorted(used)[-2:]
-        most = int(more + (limit - used[more]) * (more - few) / (used[more] - used[few])) // 2 * 2
-        if most <= 1.01 * more:
-            break
-        frames = min(most, 2 * more)
+    while (frames := next_try(used, limit)) not in used:
         used[frames] = peak(frames)
     frames = max(frames for frames, gib in used.items() if gib <= limit)
     if mesh.is_main:

@@ -160,7 +160,7 @@ def made_while_a_rank_is_late(mesh: Mesh) -> list[float] | None:
         if time.monotonic() - start > 20:
             return None
         time.sleep(0.01)
-    return rows.of[group.rank].mean(1).tolist()
+    return rows.of[group.rank].double().mean(1).tolist()
 
 
 @ranks

@@ -29,6 +29,7 @@ from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layer
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
 from opendit.kernels.philox import philox_bits
 from opendit.kernels.split_heads import gather_heads_float8, split_heads
+from opendit.kernels.sum_parts import sum_parts
 from opendit.kernels.transpose import transpose
 from tests.kernels.cases import OPERATORS, arguments_of, make_inputs, output_gradients
 
@@ -120,6 +121,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     for seed in (42, 2**64 - 1):
         yield f"philox {seed}", lambda s=seed: philox_bits(s, 2**32 - 1, torch.zeros(3, dtype=torch.int64), 1, 4096)
     yield "exchange_heads", heads_of_other_ranks
+    yield "sum_parts", lambda: sum_parts(torch.zeros(3, 64, 1152, dtype=BFLOAT16))
     yield "transpose", lambda: transpose(torch.zeros(64, 1152, dtype=BFLOAT16))
     yield "float8", lambda: float8(1152)
     yield "adamw_ema", optimizer_step

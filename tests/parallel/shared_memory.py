@@ -33,9 +33,13 @@ class SharedMemory:
         ]
 
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
-        size = torch.Size(shape).numel() * dtype.itemsize
+        return self.slots(buffer, 1, shape, dtype)[0]
+
+    def slots(self, buffer: Buffer, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Rows]:
+        size = number * torch.Size(shape).numel() * dtype.itemsize
         assert size <= self.SIZE
-        return Rows([memory[:size].view(dtype).view(shape) for memory in self._bytes[buffer]], torch.empty(0))
+        of = [memory[:size].view(dtype).view(number, *shape) for memory in self._bytes[buffer]]
+        return [Rows([views[i] for views in of], torch.empty(0)) for i in range(number)]
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
         assert not self._late or buffer == Buffer.INPUT  # some of which may still be on their way to others

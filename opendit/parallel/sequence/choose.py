@@ -21,16 +21,17 @@ class Machine:
     link: float = 230 * 2**30  # bytes/s that a rank receives
     latency: float = 20e-6  # s, of a collective or a hop
     barrier: float = 5e-6  # s, of an exchange through each other's memory
-    copies: float = 140 * 2**30  # bytes/s that copy engines bring beside matrix products
-    group: float = 30e-6  # s, of each further group of heads: more and smaller kernels, in both directions
-    tail: float = 0.3  # of a multiprocessor's turn at attention, that some wait at the end of each further group
+    copies: float = 270 * 2**30  # bytes/s that copy engines bring beside matrix products
+    part: float = 10e-6  # s, of another rank's tokens in FastSeq, each way: a copy's start, and smaller products
+    group: float = 40e-6  # s, of each further group of heads: more and smaller kernels, in both directions
+    tail: float = 0.03  # of a multiprocessor's turn at attention, that some wait at the end of each further group
     matmul: float = 640e12  # FLOP/s of projections
     # FLOP/s of attention for each element of a head, up to 128 of them: a head takes as long with 72. The backward pass
     # is 2.5 times the work.
     attention: float = 5.1e12
     attention_backward: float = 4.35e12
-    part: float = 2.9e12  # of the kernel that attends to a part of the keys and says their log-sum-exp
-    part_backward: float = 2.45e12
+    partial: float = 2.9e12  # of the kernel that attends to a part of the keys and says their log-sum-exp
+    partial_backward: float = 2.45e12
     memory: float = 3.6e12  # bytes/s read or written
     overlap: float = 0.3  # of a collective, what computation of its length beside it hides
     multiprocessors: int = 132
@@ -108,7 +109,7 @@ class _Costs:
         hop = self.whole / P * m.link / m.copies
         arriving = (P - 1) * max(hop - shard, 0)
         leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)  # under the other gradients of input and weight
-        exchanged = 2 * self.whole * (P - 1) / P**2 + 4 * m.barrier
+        exchanged = 2 * self.whole * (P - 1) / P**2 + (P + 2) * m.barrier + 2 * (P - 1) * m.part
         rows = (P + 4) * s.samples * s.tokens * s.hidden / P
         weights = (1 + 1 / P) * 3 * s.hidden**2
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
@@ -137,8 +138,8 @@ class _Costs:
     def ring(self, ranks: int | None = None) -> float:
         s, m, P = self.shape, self.machine, ranks or self.ranks
         flop, hop = self.attention_flop, 2 * self.whole / self.ranks + m.latency
-        forward, backward = flop / P / m.part, 2.5 * flop / P / m.part_backward
-        slower = flop * (1 / m.part - 1 / m.attention + 2.5 / m.part_backward - 2.5 / m.attention_backward)
+        forward, backward = flop / P / m.partial, 2.5 * flop / P / m.partial_backward
+        slower = flop * (1 / m.partial - 1 / m.attention + 2.5 / m.partial_backward - 2.5 / m.attention_backward)
         merging = 2 * (P - 1) * 16 * s.samples * s.tokens * s.hidden / self.ranks / m.memory  # fp32, read and written
         return (P - 1) * (self.exposed(hop, forward) + self.exposed(2 * hop, backward)) + slower + merging
 

@@ -17,6 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.kernels.common import kernels_available
 from opendit.kernels.split_heads import split_heads, split_heads_reference
+from opendit.kernels.sum_parts import sum_parts, sum_parts_reference
 from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.sequence.direct import Collect, Depart, Layer
 from opendit.parallel.sequence.layout import (
@@ -171,9 +172,13 @@ class _OwnProjection(torch.autograd.Function):
             dweight = weight_gradient(dqkv.flatten(0, 1), everyone.flatten(0, 1), group, dweight)
         memory.wait()
         layer.held.clear()
-        dx = parts[0] if len(parts) == 1 else parts.sum(0)
+        dx = parts[0] if len(parts) == 1 else _sum(parts)
         _input_gradient(dqkv, own_weight, layer, group.rank, dx[:, : layer.real(group.rank)], add=True)
         return dx, dweight, dbias, None, None
+
+
+def _sum(parts: Tensor) -> Tensor:
+    return (sum_parts if kernels_available(parts.device, parts.dtype)[0] else sum_parts_reference)(parts)
 
 
 def _input_gradient(dqkv: Tensor, own_weight: Tensor, layer: _Layer, rank: int, out: Tensor, add: bool = False) -> None:

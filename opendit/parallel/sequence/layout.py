@@ -30,6 +30,11 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         torch.addmm(bias, x, weight.t(), out=out)
 
 
+def column_sums(x: Tensor) -> Tensor:
+    """x.sum(0) of x (rows, columns), as a product with ones: torch's sum takes twice as long."""
+    return torch.mv(x.t(), x.new_ones(len(x)))
+
+
 def own_rows(parameter: Tensor, group: Group) -> Tensor:
     """The rows of this rank's heads in q, k and v: (3 h d, ...) of (3 D, ...)."""
     # Joined, not flattened: torch copies contiguous blocks three times as fast as a view with gaps between them.

