@@ -164,6 +164,16 @@ class Options:
 PLAIN = Options()
 
 
+class _Modulation(nn.Sequential):
+    """With one sample, the gradient of the last weight is a column times a row, for which cuBLAS takes twice as long as
+    with seven rows of zeros under it (H200, width 3072, forward and backward: 171 us, with them 125)."""
+
+    def forward(self, c: Tensor) -> Tensor:
+        if len(c) > 1 or not torch.is_grad_enabled():
+            return super().forward(c)
+        return super().forward(F.pad(c, (0, 0, 0, 7)))[:1]
+
+
 def modulation(dim: int, chunks: int, options: Options = PLAIN) -> nn.Sequential:
     """Condition (B, D) to ``chunks`` vectors side by side (B, chunks * D); its last layer is to be initialised to zero.
 
@@ -171,7 +181,7 @@ def modulation(dim: int, chunks: int, options: Options = PLAIN) -> nn.Sequential
     rank * (1 + chunks) * D weights in place of chunks * D * D.
     """
     first = [] if options.adaln_lora is None else [nn.Linear(dim, options.adaln_lora, bias=False)]
-    return nn.Sequential(nn.SiLU(), *first, nn.Linear(options.adaln_lora or dim, chunks * dim, bias=options.bias))
+    return _Modulation(nn.SiLU(), *first, nn.Linear(options.adaln_lora or dim, chunks * dim, bias=options.bias))
 
 
 class Mlp(nn.Module):

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from benchmarks.plain_dit import PlainDiT
 from opendit.models import DiT, DiTConfig, model_config
-from opendit.models.layers import TORCH_OPS, BlockOps, timestep_embedding
+from opendit.models.layers import PLAIN, TORCH_OPS, BlockOps, Options, modulation, timestep_embedding
 from opendit.models.positions import sincos_position_table
 from opendit.models.pretrained import load_pretrained, read_weights
 
@@ -205,6 +205,18 @@ def test_published_sizes():
         assert (config.parameters() + table) / 1e6 == pytest.approx(millions, abs=0.35)
     # the paper: 118.6 Gflops, counting a multiply-add as one
     assert config.forward_flops() / 2e9 == pytest.approx(118.6, abs=0.1)
+
+
+@pytest.mark.parametrize("options", (PLAIN, Options(adaln_lora=3), Options(bias=False)))
+@pytest.mark.parametrize("samples", (1, 2))
+def test_modulation_is_its_layers_for_one_sample_too(samples, options):
+    torch.manual_seed(0)
+    layer, c = modulation(5, 6, options).double(), torch.randn(samples, 5, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(samples, 30, dtype=torch.float64)
+    leaves, want = [c, *layer.parameters()], torch.nn.Sequential(*layer)(c)
+    found = layer(c)
+    got, exact = ([y, *torch.autograd.grad(y, leaves, weights)] for y in (found, want))
+    torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
 
 def test_timestep_embedding_closed_form():

@@ -335,7 +335,7 @@ def test_counts_are_those_of_torch(config):
         tokens, mask, pooled = text_batch(1, 7, config.text.width, (3,), dtype=torch.float32)
         y = encode_bytes(["abc"], 7) if config.text.inside else TextCondition(tokens, mask, pooled)
     # In plain operations, because torch does not count its fused attention on a CPU.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(torch.randn(1, config.in_channels, *config.input_size), torch.tensor([5]), y)
     assert counter.get_total_flops() == config.forward_flops()
 

@@ -77,7 +77,7 @@ def test_counts_are_those_of_torch(config):
     model = build_model(config)
     assert sum(p.numel() for p in model.parameters()) == config.parameters()
     # In plain operations, because torch does not count its fused attention on a CPU.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         model(*inputs(config, 1, torch.float32))
     assert counter.get_total_flops() == config.forward_flops()
 
