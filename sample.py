@@ -31,14 +31,14 @@ from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.models import Condition, DiT
-from opendit.models.pretrained import Weights, load_pretrained
+from opendit.models import Condition, DiT, DiTConfig
+from opendit.models.pretrained import Weights, find_weights, load_pretrained, read_config
 from opendit.monitor import print_block
 from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, attention_note, sequence_parallel
-from opendit.parallel.sequence.choose import Shape
+from opendit.parallel.sequence.choose import Shape, make_plan
 from opendit.sampling import (
     grid_columns,
     preview_labels,
@@ -107,6 +107,7 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
         if found is None:
             raise ValueError(f"--ckpt latest: no run with a checkpoint under {flags.outputs}; give a path")
         ckpt = found
+    check_sequence(flags, read_config(find_weights(ckpt, flags.weights)), mesh)
     model, weights = load_pretrained(ckpt, flags.model, flags.weights, flags.lora)
     config = model.config
     if flags.use_video and not config.is_video:
@@ -117,7 +118,9 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
     size = latent_size(flags, model, weights)
     if flags.fp8:
         config.check_speed(True, "none")
-    replica, sequence = make_replicas(mesh, flags.cfg_parallel), share_sequence(flags, model, size, mesh)
+    check_sequence(flags, config, mesh)
+    replica = make_replicas(mesh, flags.cfg_parallel)
+    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, sequence_shape(flags, config, size))
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
     model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
     half = torch.float32 if flags.mixed_precision == "fp32" else torch.float16  # closer to fp32 than bf16 for a VAE
@@ -180,14 +183,18 @@ def latent_size(flags: SampleConfig, model: DiT, weights: Weights) -> tuple[int,
     return (*frames, height, width)
 
 
-def share_sequence(flags: SampleConfig, model: DiT, size: tuple[int, ...], mesh: Mesh) -> SequenceParallel | None:
-    """How the ranks of a sequence group share latents of ``size``. Raises ValueError if the model or its heads forbid
-    it."""
-    config = model.config
-    if mesh.sp_size > 1:
+def check_sequence(flags: SampleConfig, config: DiTConfig | None, mesh: Mesh) -> None:
+    """Raises ValueError if the model or its heads forbid that the ranks of a sequence group share latents. A file that
+    says which model it is can be refused before its weights are read."""
+    if mesh.sp_size > 1 and config is not None:
         config.check_sequence_parallel(flags.sequence_parallel_type)
+        make_plan(flags.sequence_parallel_type, mesh.sp_size, sequence_shape(flags, config, config.input_size))
+
+
+def sequence_shape(flags: SampleConfig, config: DiTConfig, size: tuple[int, ...]) -> Shape:
+    """Of the sequences that latents of ``size`` are."""
     halves = 1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2
-    shape = Shape(
+    return Shape(
         tokens=math.prod(config.grid_of(size)),
         hidden=config.hidden_size,
         heads=config.num_heads,
@@ -195,7 +202,6 @@ def share_sequence(flags: SampleConfig, model: DiT, size: tuple[int, ...], mesh:
         bytes=PRECISIONS[flags.mixed_precision].itemsize,
         types=flags.sequence_types(config.sequence_types),
     )
-    return sequence_parallel(mesh, flags.sequence_parallel_type, shape)
 
 
 def what_to_draw(

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -282,10 +283,14 @@ REFUSED = [
     ("--ckpt {tmp}/nowhere --cfg_parallel --cfg_scale 1", "--cfg_scale 1 is no guidance"),
     ("--ckpt {tmp}/nowhere --sequence_parallel_size 3", "does not divide the 2 processes"),
     ("--ckpt {weights}/five.safetensors --sequence_parallel_size 2 --sequence_parallel_type ulysses", "use ring or"),
+    ("--ckpt {tmp}/hollow.safetensors --sequence_parallel_size 2 --sequence_parallel_type ulysses", "use ring or"),
+    ("--ckpt {tmp}/hollow.safetensors --sequence_parallel_size 2 --sequence_parallel_type ring", "another model"),
 ]
 
 
 def test_mistakes_are_told_once_and_before_the_weights_are_read(tmp_path, weights):
+    with safe_open(weights / "five.safetensors", framework="pt") as file:  # says that it is this model, and is none
+        save_file({"nothing": torch.zeros(1)}, tmp_path / "hollow.safetensors", metadata=file.metadata())
     runs = [argv.format(tmp=tmp_path, weights=weights) + f" --output {tmp_path}/o" for argv, _ in REFUSED]
     first, second = run_ranks(2, start, runs)
     for (argv, message), ours, other in zip(REFUSED, first, second, strict=True):

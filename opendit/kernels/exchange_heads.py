@@ -65,7 +65,9 @@ def _exchange_heads_kernel(
     inside = tl.arange(0, UNIT)[None, :]
 
     there = tl.load(table_ptr + peer).to(tl.pointer_type(a_ptr.dtype.element_ty))
-    there = tl.multiple_of(there, 16) + ((row * PARTS + part) * ALL + first * HEAD + column)[:, None] * UNIT + inside
+    if UNIT > 1:
+        there = tl.multiple_of(there, 16)
+    there += ((row * PARTS + part) * ALL + first * HEAD + column)[:, None] * UNIT + inside
     here = a_ptr
     if PARTS == 3:
         address = tl.where(part == 0, a_ptr.to(tl.int64), tl.where(part == 1, b_ptr.to(tl.int64), c_ptr.to(tl.int64)))

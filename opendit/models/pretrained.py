@@ -60,6 +60,15 @@ def read_info(path: Path) -> dict:
         raise ValueError(f"{path} is not a readable safetensors file ({error}); take another checkpoint") from error
 
 
+def read_config(path: Path) -> DiTConfig | None:
+    """The configuration in one of our safetensors files, without reading its weights; None for other files and for one
+    that can't be read, of which :func:`read_weights` says more."""
+    try:
+        return Weights({}, path, read_info(path)).config
+    except ValueError:
+        return None
+
+
 def read_weights(path: Path) -> Weights:
     """Reads a weights file into CPU memory, verified if it is a checkpoint's. Pickles are read with ``weights_only``:
     they run no code.

@@ -113,6 +113,7 @@ class Engine(ABC):
         return StepResult(norm, torch.tensor(math.isfinite(grad_norm), device=self.mesh.device), loss_scale)
 
     def set_lr(self, lr: float) -> None:
+        """The learning rate of all parameters from the next step on."""
         for group in self.adam.param_groups:
             group["lr"] = lr
 
@@ -138,9 +139,11 @@ class Engine(ABC):
         return None
 
     def span(self, name: str) -> Span:
+        """The slice of a flat parameter that this rank holds."""
         return self.spans[name][self.mesh.rank]
 
     def masters(self) -> dict[str, Tensor]:
+        """This rank's live fp32 pieces of all parameters, by name."""
         return {name: self.master(name) for name in self.shapes}
 
     def moments(self, name: str) -> dict[str, Tensor]:

@@ -30,21 +30,26 @@ class Mesh:
 
     @property
     def sp_rank(self) -> int:
+        """This rank's place in its sequence group."""
         return self.rank % self.sp_size
 
     @property
     def dp_rank(self) -> int:
+        """The number of this rank's sequence group: ranks of one number see the same samples."""
         return self.rank // self.sp_size
 
     @property
     def dp_size(self) -> int:
+        """How many sequence groups there are."""
         return self.world_size // self.sp_size
 
     @property
     def is_main(self) -> bool:
+        """Whether this rank prints and writes what is written once."""
         return self.rank == 0
 
     def barrier(self) -> None:
+        """Waits for all ranks."""
         if self.world_size > 1:
             dist.barrier(device_ids=[self.local_rank] if self.device.type == "cuda" else None)
 

@@ -44,6 +44,7 @@ class Shards:
 
     @property
     def rows(self) -> int:
+        """Tokens of a rank, padding among them."""
         return -(-self.length // self.sequence.group.size)
 
     def take(self, x: Tensor) -> Tensor:

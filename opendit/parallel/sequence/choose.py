@@ -91,6 +91,8 @@ class _Costs:
         return transfer - self.machine.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
+        """By a ring and an all-to-all: of the gathers and the gradients' sum what computation does not hide, and the
+        heads' way."""
         s, m, P = self.shape, self.machine, self.ranks
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P + m.latency
@@ -115,6 +117,7 @@ class _Costs:
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
     def ulysses(self, ranks: int | None = None) -> float:
+        """By all-to-alls among so many of the ranks, forward and backward, beside which nothing runs."""
         m, P = self.machine, ranks or self.ranks
         return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
 
@@ -136,6 +139,7 @@ class _Costs:
         return exchanged + copied + (groups - 1) * (m.group + m.tail * attention / together) + idle
 
     def ring(self, ranks: int | None = None) -> float:
+        """Keys and values round so many of the ranks, under a slower attention whose parts are merged in fp32."""
         s, m, P = self.shape, self.machine, ranks or self.ranks
         flop, hop = self.attention_flop, 2 * self.whole / self.ranks + m.latency
         forward, backward = flop / P / m.partial, 2.5 * flop / P / m.partial_backward

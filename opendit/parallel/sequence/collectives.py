@@ -21,6 +21,7 @@ class Group:
 
     @classmethod
     def of(cls, handle: dist.ProcessGroup) -> "Group":
+        """The group of a process group that this rank is in."""
         return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
 
@@ -61,10 +62,12 @@ class Exchange:
         self.flight: Flight | None = None
 
     def start(self, send: Tensor) -> "Exchange":
+        """Sends ``send`` (P, ...), of one shape on all ranks, on its way."""
         self._received = _Start.apply(send, self)
         return self
 
     def finish(self) -> Tensor:
+        """What arrived (P, ...): row p is from rank p. Once for each ``start``."""
         received, self._received = self._received, None
         return _Finish.apply(received, self)
 

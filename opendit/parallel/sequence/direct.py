@@ -53,6 +53,7 @@ class Layer:
     dseen: dict = field(default_factory=dict)  # a group's gradient, there or still arriving, of its heads
 
     def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> Rows:
+        """(B, n, parts, H, d) of every rank: its own tokens, all heads."""
         B, n, D = self.shape
         return self.memory.rows(buffer, (B, n, parts, self.num_heads, D // self.num_heads), dtype)
 
@@ -95,6 +96,7 @@ class Layer:
         return min(max(self.length - rank * n, 0), n)
 
     def arrived(self, group: int) -> None:
+        """The current stream waits for a group of heads that is still on its way."""
         if group in self.arriving:
             self.memory.wait(self.arriving.pop(group))
 
@@ -196,6 +198,8 @@ class _Arrive(torch.autograd.Function):
 
 
 class Depart(torch.autograd.Function):
+    """What a group of heads has seen leaves for the owners of the tokens; its gradient comes from :class:`Collect`."""
+
     @staticmethod
     def forward(ctx, seen: Tensor, layer: Layer, group: int):
         ctx.layer, ctx.group = layer, group

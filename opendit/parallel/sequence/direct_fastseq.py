@@ -53,10 +53,12 @@ class _Layer(Layer):
 
     @property
     def others(self) -> list[int]:
+        """The other ranks, from the next one on."""
         rank, size = self.memory.group.rank, self.memory.group.size
         return [(rank + i) % size for i in range(1, size)]
 
     def tokens_of(self, rank: int) -> slice:
+        """Of all tokens those of a rank, without padding."""
         first = rank * self.shape[1]
         return slice(first, first + self.real(rank))
 

@@ -61,9 +61,11 @@ class _GatheredAgain:
         self._flight: Flight | None = None
 
     def start(self, shard: Tensor) -> None:
+        """Starts to gather the ranks' shards (B, n, D)."""
         self._flight = start_gather(shard, self.group)
 
     def take(self) -> Tensor:
+        """The gathered shards (P, B, n, D), once they are here."""
         flight, self._flight = self._flight, None
         return flight.wait()
 
