@@ -12,6 +12,7 @@ length. There attention keeps all that the real one keeps and computes nothing: 
 """
 
 import argparse
+import math
 import statistics
 import sys
 from dataclasses import dataclass
@@ -152,12 +153,26 @@ def with_frames(case: Case, frames: int) -> Case:
 
 
 def next_try(used: dict[int, float], limit: float) -> int:
-    """The number of frames to try next by the slope of two tries around ``limit``, or of the two longest; one that has
-    been tried: the search is over. At most twice the longest: short clips leave gaps between tensors."""
+    """The number of frames to try next, of those that took so many GiB; one that has been tried: the search is over.
+
+    By the slope between the longest that fits and the next longer one, or, as long as all fit, the longest two, and at
+    most twice the longest: short clips leave gaps between tensors.
+
+    Raises:
+        ValueError: none fits.
+    """
     fit = sorted(frames for frames, gib in used.items() if gib <= limit)
-    few, more = sorted([fit[-1], min(used.keys() - fit, default=fit[-2])])
-    frames = few + (limit - used[few]) * (more - few) / (used[more] - used[few])
-    return min(int(frames) // 2 * 2, 2 * fit[-1])
+    if not fit:
+        raise ValueError(f"{min(used)} frames take {used[min(used)]:.1f} GiB, more than {limit}: take a larger --limit")
+    above = min((frames for frames, gib in used.items() if gib > limit and frames > fit[-1]), default=None)
+    if above is None:
+        few, more = fit[-2:] if len(fit) > 1 else (0, fit[-1])
+        slope = (used[more] - used.get(few, 0.0)) / (more - few)
+        most = more + (limit - used[more]) / slope if slope > 0 else math.inf
+        return int(min(most, 2 * more)) // 2 * 2
+    few, more = fit[-1], above
+    frames = int(few + (limit - used[few]) * (more - few) / (used[more] - used[few])) // 2 * 2
+    return frames if frames > few or more - few <= 2 else (few + more) // 4 * 2
 
 
 def longest(mesh: Mesh, case: Case, limit: float) -> list[dict]:

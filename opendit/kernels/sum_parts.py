@@ -24,6 +24,7 @@ def _sum_parts_kernel(parts_ptr, out_ptr, numel, PARTS: tl.constexpr, BLOCK: tl.
 
 def sum_parts(parts: Tensor) -> Tensor:
     """(...) of contiguous parts (P, ...) in bf16, fp16 or fp32, by one Triton kernel."""
+    assert parts.is_contiguous()
     out = torch.empty_like(parts[0])
     block, warps = 1024, 4  # 16 bytes of a thread for each part
     grid = (triton.cdiv(out.numel(), block),)

@@ -190,8 +190,7 @@ def boost(
             min_chunk_size_m=min(32.0, max(0.005, size / 16)),
             search_range_m=32 if size > 64 else 1,
             placement_policy="static",
-            # Nothing moves to the host here; pinned, every chunk would keep a copy there: for 7B 40 GB and minutes.
-            pin_memory=False,
+            pin_memory=on_gpu,  # Colossal-AI does it with asynchronous reduction anyway, and warns
             enable_async_reduce=on_gpu,
         )
     elif plugin == "ddp":

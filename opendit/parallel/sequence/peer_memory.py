@@ -69,10 +69,13 @@ class PeerMemory:
         """Views of so many parts of every rank's buffer, one after the other."""
         key = (buffer, number, shape, dtype)
         if key not in self._views:
+            if number > 1 and torch.cuda.is_current_stream_capturing():  # the addresses below would not be computed yet
+                raise RuntimeError("a CUDA graph can't be the first to exchange sequences of this shape")
             size = torch.Size(shape).numel() * dtype.itemsize
             handle, addresses = self._handle(buffer, number * size)
             of = [handle.get_buffer(p, (number, *shape), dtype).unbind() for p in range(self.group.size)]
-            self._views[key] = [Rows([*views], addresses + i * size) for i, views in enumerate(zip(*of, strict=True))]
+            parts = enumerate(zip(*of, strict=True))
+            self._views[key] = [Rows([*views], addresses + i * size if i else addresses) for i, views in parts]
         return self._views[key]
 
     def _handle(self, buffer: Buffer, size: int) -> tuple:
