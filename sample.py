@@ -107,7 +107,8 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
         if found is None:
             raise ValueError(f"--ckpt latest: no run with a checkpoint under {flags.outputs}; give a path")
         ckpt = found
-    check_sequence(flags, read_config(find_weights(ckpt, flags.weights)), mesh)
+    if mesh.sp_size > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
+        check_sequence(flags, stored, mesh)  # before the weights are read
     model, weights = load_pretrained(ckpt, flags.model, flags.weights, flags.lora)
     config = model.config
     if flags.use_video and not config.is_video:
@@ -183,10 +184,9 @@ def latent_size(flags: SampleConfig, model: DiT, weights: Weights) -> tuple[int,
     return (*frames, height, width)
 
 
-def check_sequence(flags: SampleConfig, config: DiTConfig | None, mesh: Mesh) -> None:
-    """Raises ValueError if the model or its heads forbid that the ranks of a sequence group share latents. A file that
-    says which model it is can be refused before its weights are read."""
-    if mesh.sp_size > 1 and config is not None:
+def check_sequence(flags: SampleConfig, config: DiTConfig, mesh: Mesh) -> None:
+    """Raises ValueError if the model or its heads forbid that the ranks of a sequence group share latents."""
+    if mesh.sp_size > 1:
         config.check_sequence_parallel(flags.sequence_parallel_type)
         make_plan(flags.sequence_parallel_type, mesh.sp_size, sequence_shape(flags, config, config.input_size))
 

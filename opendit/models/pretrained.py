@@ -65,7 +65,7 @@ def read_config(path: Path) -> DiTConfig | None:
     that can't be read, of which :func:`read_weights` says more."""
     try:
         return Weights({}, path, read_info(path)).config
-    except ValueError:
+    except (ValueError, KeyError, TypeError):
         return None
 
 
