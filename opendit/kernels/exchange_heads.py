@@ -44,9 +44,9 @@ def send_rows_reference(rows: Tensor, peers: list[Tensor], rank: int) -> None:
 BLOCK, WARPS = 256, 4  # units of 16 bytes of a program: 2 loads of a thread are under way at a time
 
 
-@triton.jit(do_not_specialize=("start", "ranks", "samples", "tokens", "length", "first"))
+@triton.jit(do_not_specialize=("offset", "start", "ranks", "samples", "tokens", "length", "first"))
 def _exchange_heads_kernel(
-    a_ptr, b_ptr, c_ptr, table_ptr, start, ranks, samples, tokens, length, first, batch_stride, head_stride,
+    a_ptr, b_ptr, c_ptr, table_ptr, offset, start, ranks, samples, tokens, length, first, batch_stride, head_stride,
     token_stride,
     VISITED: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, PUSH: tl.constexpr,
@@ -64,7 +64,7 @@ def _exchange_heads_kernel(
     real = (sample < samples) & (at < length)
     inside = tl.arange(0, UNIT)[None, :]
 
-    there = tl.load(table_ptr + peer).to(tl.pointer_type(a_ptr.dtype.element_ty))
+    there = (tl.load(table_ptr + peer) + offset).to(tl.pointer_type(a_ptr.dtype.element_ty))
     if UNIT > 1:
         there = tl.multiple_of(there, 16)
     there += ((row * PARTS + part) * ALL + first * HEAD + column)[:, None] * UNIT + inside
@@ -74,8 +74,8 @@ def _exchange_heads_kernel(
         here = address.to(tl.pointer_type(a_ptr.dtype.element_ty))
         if UNIT > 1:
             here = tl.multiple_of(here, 16)
-    offset = sample * batch_stride + (column // HEAD) * head_stride + at.to(tl.int64) * token_stride + column % HEAD
-    here += offset[:, None] * UNIT + inside
+    place = sample * batch_stride + (column // HEAD) * head_stride + at.to(tl.int64) * token_stride + column % HEAD
+    here += place[:, None] * UNIT + inside
     if PUSH:
         tl.store(there, tl.load(here, mask=real[:, None]), mask=real[:, None])
     else:
@@ -90,6 +90,7 @@ def exchange_heads(
     first: int,
     push: bool,
     own: bool = False,
+    offset: int = 0,
 ) -> None:
     """Fills ``heads`` from all ranks' rows, or with ``push`` all ranks' rows from heads, by one Triton kernel.
 
@@ -100,6 +101,7 @@ def exchange_heads(
         rank: this one, where the order of the others begins.
         first: the first of the heads among all H.
         own: only what goes between this rank's rows and its heads.
+        offset: bytes from the addresses to the rows; a multiple of 16 where d is one of 16 bytes.
 
     Raises:
         ValueError: shapes or layouts don't fit.
@@ -117,7 +119,7 @@ def exchange_heads(
     start, visited = (rank, 1) if own else (rank + 1, ranks)
     programs = visited * parts * triton.cdiv(B * n * h * d // unit, BLOCK)
     _exchange_heads_kernel[(programs,)](
-        *(heads * 3)[:3], addresses, start, ranks, B, n, N, first, *(stride // unit for stride in layout[:3]),
+        *(heads * 3)[:3], addresses, offset, start, ranks, B, n, N, first, *(stride // unit for stride in layout[:3]),
         VISITED=visited, PARTS=parts, ALL=all_heads * d // unit, HEADS=h, HEAD=d // unit, UNIT=unit, BLOCK=BLOCK,
         PUSH=push, num_warps=WARPS,
     )  # fmt: skip

@@ -44,9 +44,9 @@ def test_it_is_the_reference(case, push, tokens_first, dtype):
             rows = [torch.randn(B, n, parts, all_heads, d).to(dtype) for _ in range(ranks)]
             heads = heads_like(rows[0], number, length, tokens_first)
             want_rows, want_heads = [r.clone() for r in rows], tuple(part.clone() for part in heads)
-            addresses = torch.tensor([r.data_ptr() for r in rows])
+            addresses, offset = torch.tensor([r.data_ptr() for r in rows]) - 32, 32
             for own in (True, False):  # the own share first, then, again with it, all
-                exchange_heads(heads, addresses, tuple(rows[0].shape), rank, first, push, own)
+                exchange_heads(heads, addresses, tuple(rows[0].shape), rank, first, push, own, offset)
                 peers = [want_rows[p] if p == rank or not own else want_rows[p].clone() for p in range(ranks)]
                 if own and not push:
                     whole = tuple(part.clone() for part in want_heads)

@@ -1,6 +1,7 @@
 """Sequence parallelism's parts without other processes: attention to a part of the keys, the choice, bad input."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from opendit.parallel.sequence.partial_attention import (
     reference_backward,
     reference_forward,
 )
+from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
 from opendit.plan import sequence_shape
 
 
@@ -126,6 +128,31 @@ def test_auto_takes_the_cheapest_that_the_heads_allow():
         "ulysses",
         "ulysses",
     ]
+
+
+def test_a_recording_that_fails_in_a_layer_does_not_stop_the_next_one(monkeypatch):
+    """Of buffers no one is used twice in a row; a CUDA graph's uses count only among themselves."""
+    recording, barriers = [False], []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording[0])
+    memory = PeerMemory(Group(None, 0, 1), torch.device("cpu"))
+    handle = SimpleNamespace(barrier=lambda channel: barriers.append(recording[0]))
+    memory._made = {buffer: [(handle,)] for buffer in Buffer}
+
+    def use(*buffers: Buffer) -> None:
+        for buffer in buffers:
+            memory.ready(buffer)
+
+    use(Buffer.INPUT, Buffer.OUTPUT)
+    with pytest.raises(AssertionError, match="twice"):
+        use(Buffer.OUTPUT)
+    recording[0] = True
+    use(Buffer.INPUT)  # and then it failed
+    recording[0] = False
+    use(Buffer.INPUT, Buffer.OUTPUT)
+    with pytest.raises(AssertionError, match="twice"):
+        use(Buffer.OUTPUT)
+    assert barriers == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,12 @@ class Buffer(IntEnum):
 
 @dataclass(frozen=True)
 class Rows:
-    """Views of all ranks' buffers: ``of[p]`` is rank p's; ``addresses`` (P,) int64 is for kernels."""
+    """Views of all ranks' buffers: ``of[p]`` is rank p's. For kernels ``addresses`` (P,) int64, and the ``offset`` in
+    bytes from there."""
 
     of: list[Tensor]
     addresses: Tensor
+    offset: int = 0
 
 
 class PeerMemory:
@@ -56,7 +58,7 @@ class PeerMemory:
         self.group, self.device = group, device
         self._made: dict[Buffer, list] = {buffer: [] for buffer in Buffer}  # recorded graphs know the old ones too
         self._views: dict[tuple, list[Rows]] = {}
-        self._last = Buffer.OUTPUT
+        self._last, self._capturing = Buffer.OUTPUT, False
         self._stream = torch.cuda.Stream(device, priority=-1)  # of the copy engines; barriers on it before products
         self._copies: torch.cuda.Event | None = None  # the end of the last of them, until somebody waited for it
 
@@ -69,13 +71,10 @@ class PeerMemory:
         """Views of so many parts of every rank's buffer, one after the other."""
         key = (buffer, number, shape, dtype)
         if key not in self._views:
-            if number > 1 and torch.cuda.is_current_stream_capturing():  # the addresses below would not be computed yet
-                raise RuntimeError("a CUDA graph can't be the first to exchange sequences of this shape")
             size = torch.Size(shape).numel() * dtype.itemsize
             handle, addresses = self._handle(buffer, number * size)
             of = [handle.get_buffer(p, (number, *shape), dtype).unbind() for p in range(self.group.size)]
-            parts = enumerate(zip(*of, strict=True))
-            self._views[key] = [Rows([*views], addresses + i * size if i else addresses) for i, views in parts]
+            self._views[key] = [Rows([*views], addresses, i * size) for i, views in enumerate(zip(*of, strict=True))]
         return self._views[key]
 
     def _handle(self, buffer: Buffer, size: int) -> tuple:
@@ -108,6 +107,9 @@ class PeerMemory:
         return self._stream.record_event()
 
     def _barrier(self, buffer: Buffer, again: bool, channel: int) -> None:
+        if self._capturing != torch.cuda.is_current_stream_capturing():
+            # Between layers: what a recording has enqueued has not run, and one that failed ended anywhere.
+            self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
         assert again == (buffer == self._last), "no buffer is used twice in a row"
         self._last = buffer
         self._made[buffer][-1][0].barrier(channel=channel)
@@ -115,7 +117,7 @@ class PeerMemory:
     def exchange(self, heads: tuple[Tensor, ...], rows: Rows, first: int, push: bool) -> None:
         """As :func:`opendit.kernels.exchange_heads.exchange_heads`, on the current stream."""
         shape = tuple(rows.of[0].shape)
-        exchange_heads(heads, rows.addresses, shape, self.group.rank, first, push)
+        exchange_heads(heads, rows.addresses, shape, self.group.rank, first, push, offset=rows.offset)
 
     def send(self, rows: Tensor, heads: Rows, length: int) -> None:
         """As :func:`opendit.kernels.exchange_heads.send_rows`, on the current stream."""
@@ -134,7 +136,7 @@ class PeerMemory:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for heads, first in groups:
-                exchange_heads(heads, rows.addresses, shape, rank, first, push, own=True)
+                exchange_heads(heads, rows.addresses, shape, rank, first, push, own=True, offset=rows.offset)
         return self._copy([self._other_heads(heads, rows, first, push) for heads, first in groups])
 
     def copy_beside(self, groups: list[list[Pair]], own: list[Pair] = ()) -> list[torch.cuda.Event]:
