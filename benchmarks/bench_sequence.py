@@ -5,10 +5,12 @@
 
 Every kind of sequence parallelism, and two blocking baselines (benchmarks/sequence_baselines.py), take turns with
 *compute only*: the same layer without any communication, on numbers that mean nothing. The figure is the time of
-compute only over the time: 1 is communication that costs nothing. *Whole* is the layer over the whole sequence on
-every rank alone. *Plain* is what compute only should take: the model's own block on a rank's tokens, its attention's
-time replaced by that of attention to all tokens with a rank's heads. On GPUs every variant is a CUDA graph, so that the
-host's launches don't count. First, on a short sequence, each kind's output and gradients are compared with one rank's.
+compute only over the time: 1 is communication that costs nothing. *In step* is compute only whose ranks wait for each
+other where every kind has to, and exchange nothing: where their clocks differ, no kind can be faster. *Whole* is the
+layer over the whole sequence on every rank alone. *Plain* is what compute only should take: the model's own block on a
+rank's tokens, its attention's time replaced by that of attention to all tokens with a rank's heads. On GPUs every
+variant is a CUDA graph, so that the host's launches don't count. First, on a short sequence, each kind's output and
+gradients are compared with one rank's.
 """
 
 import argparse
@@ -37,10 +39,10 @@ from opendit.parallel.mesh import Mesh, close_mesh, environment_world_size, init
 from opendit.parallel.sequence import SequenceParallel, Shards, sequence_parallel
 from opendit.parallel.sequence.choose import MOST_GROUPS, Plan, Shape
 from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.sequence.peer_memory import connect
+from opendit.parallel.sequence.peer_memory import Buffer, connect
 
 LEAST_STEPS = 4  # of a turn, however long it takes then
-WHOLE, COMPUTE_ONLY = "whole", "compute only"
+WHOLE, COMPUTE_ONLY, IN_STEP = "whole", "compute only", "in step"
 PLAIN, PLAIN_ATTENTION, RANKS_ATTENTION = "plain", "plain attention", "a rank's attention"
 BLOCKING = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
 
@@ -68,6 +70,42 @@ def compute_only(x: Tensor, qkv: nn.Linear, num_heads: int, attend, ops, length:
     """A single GPU's operations on as much as a rank has: no pass over memory more."""
     own = ops.linear_heads(x, qkv, num_heads)
     return attend(*_TakenForAll.apply(length // x.shape[1], *own)).transpose(1, 2).reshape(x.shape)
+
+
+class _Meet(torch.autograd.Function):
+    """Waits for all ranks, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, wait: Callable[[Buffer], None], forward: Buffer, backward: Buffer):
+        wait(forward)
+        ctx.wait, ctx.backward_of = wait, backward
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.wait(ctx.backward_of)
+        return grad, None, None, None
+
+
+def in_step(group: Group, device: torch.device) -> Callable:
+    """``compute_only`` with a barrier where inputs and where outputs of attention would be exchanged."""
+    memory, _ = connect(group, device)
+
+    def wait(buffer: Buffer) -> None:
+        if memory is None:
+            dist.barrier(group.handle)
+        else:
+            memory.rows(buffer, (1,), torch.uint8)
+            memory.ready(buffer)
+
+    def heads(x: Tensor, qkv: nn.Linear, num_heads: int, attend, ops, length: int) -> Tensor:
+        def met(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            seen = attend(_Meet.apply(q, wait, Buffer.INPUT, Buffer.OUTPUT), k, v)
+            return _Meet.apply(seen, wait, Buffer.OUTPUT, Buffer.INPUT)
+
+        return compute_only(x, qkv, num_heads, met, ops, length)
+
+    return heads
 
 
 class Layer:
@@ -102,9 +140,10 @@ class Layer:
         return torch.autograd.grad(seen, parts, torch.ones_like(seen))
 
     def strategy(self, name: str) -> SequenceParallel:
-        if name in (COMPUTE_ONLY, *BLOCKING):
-            group = Group.of(self.mesh.sp_group)
-            heads = BLOCKING[name](group) if name in BLOCKING else compute_only
+        if name in (COMPUTE_ONLY, IN_STEP, *BLOCKING):
+            group, heads = Group.of(self.mesh.sp_group), compute_only
+            if name != COMPUTE_ONLY:
+                heads = in_step(group, self.mesh.device) if name == IN_STEP else BLOCKING[name](group)
             return SequenceParallel(group, Plan(name, ""), heads)
         kind, *how = name.split()
         groups = int(how[1]) if how[:1] == ["x"] else None
@@ -125,7 +164,7 @@ class Layer:
 
 def names(mesh: Mesh, heads: int) -> list[str]:
     """The variants that the number of heads and the machine allow."""
-    found, ranks = [COMPUTE_ONLY], mesh.world_size
+    found, ranks = [COMPUTE_ONLY, IN_STEP], mesh.world_size
     if heads % ranks == 0:
         found += [*BLOCKING, "fastseq nccl", "ulysses nccl"]
         if connect(Group.of(mesh.sp_group), mesh.device)[0] is not None:
@@ -235,9 +274,9 @@ def main() -> None:
     dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
     for hidden, heads in zip(args.hidden, args.heads, strict=True):
         variants = names(mesh, heads)
-        variants = [name for name in variants if not args.only or name in (COMPUTE_ONLY, *args.only)]
+        variants = [name for name in variants if not args.only or name in (COMPUTE_ONLY, IN_STEP, *args.only)]
         short = Layer(mesh, 16 * mesh.world_size * 3 + 5, hidden, heads, dtype)
-        errors = {name: short.error(name) for name in variants[1:]}
+        errors = {name: short.error(name) if name != IN_STEP else float("nan") for name in variants[1:]}
         for tokens in args.tokens:
             layer = Layer(mesh, tokens, hidden, heads, dtype)
             seconds = measure(layer, variants, args.rounds, args.budget, args.trace)
