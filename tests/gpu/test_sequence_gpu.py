@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from opendit.config import SpeedFlags
+from opendit.forward_backward import ForwardBackward
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig
 from opendit.parallel.engine import build_engine
@@ -143,6 +144,49 @@ def test_fifty_steps_give_one_gpus_curve(world):
         assert alone[-1] < 0.9 * alone[0]
         for losses in others:
             assert off_by(losses, alone) < 0.01
+
+
+def recorded(mesh: Mesh) -> list[list[tuple[str, list[float]]]]:
+    """Of each type (what is said of CUDA graphs, losses): kernel by kernel, from a graph, and with a graph whose
+    recording fails inside a layer."""
+    device, shape = mesh.device, Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, SAMPLES)
+    shared, found = init_mesh(sequence_parallel=mesh.world_size), []
+
+    def refusing(attend):
+        def refuse(*heads):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("not to be recorded")
+            return attend(*heads)
+
+        return refuse
+
+    def train(settings: dict, graph: bool, fails: bool) -> tuple[str, list[float]]:
+        model = use(model_on(device), torch.bfloat16, device, sequence_parallel(shared, shape=shape, **settings))
+        if fails:
+            model.blocks[1].attn.attend = refusing(model.blocks[1].attn.attend)
+        engine, losses = build_engine(model, shared, plugin="zero2", precision="bf16", lr=1e-3, grad_clip=0.0), []
+        run = ForwardBackward(
+            engine, lambda x, t, target, y: (engine.forward(x, t, y).float() - target).square().mean(), graph=graph
+        )
+        for step in range(8):
+            x, t, y, target = batch(device, step % 3)
+            losses.append(run(x, t, target, y, last=True).item())
+            engine.step()
+        return run.note, losses
+
+    for settings in (dict(kind="ulysses"), dict(kind="ulysses", groups=2), dict(kind="fastseq")):
+        found.append([train(settings, graph, fails) for graph, fails in ((False, False), (True, False), (True, True))])
+    return found
+
+
+@ranks
+def test_a_recorded_step_is_the_step_and_a_recording_may_fail_inside_a_layer(world):
+    needs(world)
+    for rank in run_ranks(world, recorded):
+        for (off, losses), (note, replayed), (why, after) in rank:
+            assert off.startswith("off") and note.startswith("forward and backward") and "not to be recorded" in why
+            assert off_by(replayed, losses) < 0.01 and off_by(after, losses) < 0.01
+            assert losses[-1] < 0.95 * losses[0]
 
 
 def made_while_a_rank_is_late(mesh: Mesh) -> list[float] | None:
