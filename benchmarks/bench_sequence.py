@@ -6,9 +6,9 @@
 Every kind of sequence parallelism, and two blocking baselines (benchmarks/sequence_baselines.py), take turns with
 *compute only*: the same layer without any communication, on numbers that mean nothing. The figure is the time of
 compute only over the time: 1 is communication that costs nothing. *In step* is compute only whose ranks wait for each
-other where every kind has to, and exchange nothing: where their clocks differ, no kind can be faster. *Whole* is the
-layer over the whole sequence on every rank alone. *Plain* is what compute only should take: the model's own block on a
-rank's tokens, its attention's time replaced by that of attention to all tokens with a rank's heads. On GPUs every
+other at attention's inputs and outputs, and exchange nothing: what it costs that they are not equally fast. *Whole* is
+the layer over the whole sequence on every rank alone. *Plain* is what compute only should take: the model's own block
+on a rank's tokens, its attention's time replaced by that of attention to all tokens with a rank's heads. On GPUs every
 variant is a CUDA graph, so that the host's launches don't count. First, on a short sequence, each kind's output and
 gradients are compared with one rank's.
 """
