@@ -14,6 +14,7 @@ gradients are compared with one rank's.
 """
 
 import argparse
+import contextlib
 import functools
 import random
 import statistics
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.clocks import Clocks
 from benchmarks.results import append
 from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
 from opendit.config import SpeedFlags
@@ -224,7 +226,12 @@ def trace(work: Callable[[], object], path: str) -> None:
 
 
 def measure(
-    layer: Layer, variants: list[str], rounds: int, budget: float, trace_to: str | None = None
+    layer: Layer,
+    variants: list[str],
+    rounds: int,
+    budget: float,
+    trace_to: str | None = None,
+    clocks: Clocks | None = None,
 ) -> dict[str, float]:
     """Seconds a step of every variant; they take turns. ``budget``: seconds a turn may take, about.
 
@@ -242,12 +249,18 @@ def measure(
         works[RANKS_ATTENTION] = captured(mesh, functools.partial(layer.attention, heads // ranks, layer.tokens))
     once = max(timed(mesh, works[COMPUTE_ONLY], 1) for _ in range(2))
     repeats = max(LEAST_STEPS, min(50, int(budget / once)))
+
+    def turn(name: str) -> float:
+        times = repeats if name != WHOLE else max(1, repeats // mesh.sp_size)
+        with clocks.during(name) if clocks else contextlib.nullcontext():
+            return timed(mesh, works[name], times)
+
     ratios, shuffled = {name: [] for name in works if name != COMPUTE_ONLY}, random.Random(0)  # of all ranks alike
-    unhindered = [timed(mesh, works[COMPUTE_ONLY], repeats)]
+    unhindered = [turn(COMPUTE_ONLY)]
     for _ in range(rounds):
         for name in shuffled.sample(list(ratios), len(ratios)):
-            took = timed(mesh, works[name], repeats if name != WHOLE else max(1, repeats // mesh.sp_size))
-            unhindered.append(timed(mesh, works[COMPUTE_ONLY], repeats))
+            took = turn(name)
+            unhindered.append(turn(COMPUTE_ONLY))
             ratios[name].append(2 * took / sum(unhindered[-2:]))
     if trace_to:
         name = f"{layer.tokens}-{layer.shape.hidden}-{mesh.sp_size}-rank{mesh.rank}.json"
@@ -267,6 +280,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--budget", type=float, default=0.1, help="seconds a variant's turn takes, about")
     parser.add_argument("--only", nargs="+", help="these variants, besides compute only")
+    parser.add_argument("--clocks", action="store_true", help="the GPUs' clock and power, too; take a --budget of 1.5")
     parser.add_argument("--trace", help="folder for a trace of auto, or of the last variant")
     parser.add_argument("--results", help="append to this CSV")
     args = parser.parse_args()
@@ -279,9 +293,12 @@ def main() -> None:
         errors = {name: short.error(name) if name != IN_STEP else float("nan") for name in variants[1:]}
         for tokens in args.tokens:
             layer = Layer(mesh, tokens, hidden, heads, dtype)
-            seconds = measure(layer, variants, args.rounds, args.budget, args.trace)
+            clocks = Clocks(mesh.world_size) if args.clocks and mesh.is_main else None
+            seconds = measure(layer, variants, args.rounds, args.budget, args.trace, clocks)
             if mesh.is_main:
                 rows = report(layer, seconds, errors, str(layer.strategy("auto").plan))
+                if clocks:
+                    rows += report_clocks(layer, clocks)
                 if args.results:
                     append(rows, args.results, gpus=mesh.world_size)
             elif "auto" in variants:
@@ -292,9 +309,26 @@ def main() -> None:
     close_mesh()
 
 
+def case_name(layer: Layer) -> str:
+    return f"layer {layer.shape.hidden}/{layer.shape.heads} N {layer.shape.tokens} P {layer.mesh.world_size}"
+
+
+def report_clocks(layer: Layer, clocks: Clocks) -> list[dict]:
+    clocks.close()
+    rows, means = [], clocks.means()
+    for name, (megahertz, watts) in means.items():
+        print(f"  {name:17s} {megahertz:9.0f} MHz {watts:6.0f} W")
+        fields = dict(baseline=COMPUTE_ONLY, baseline_value=f"{means[COMPUTE_ONLY][0]:.0f}")
+        case = f"{case_name(layer)} {name}"
+        rows.append(
+            dict(bench="sequence", case=case, metric="MHz, mean of the GPUs", value=f"{megahertz:.0f}", **fields)
+        )
+    sys.stdout.flush()
+    return rows
+
+
 def report(layer: Layer, seconds: dict[str, float], errors: dict[str, float], auto: str) -> list[dict]:
-    shape, ranks = layer.shape, layer.mesh.world_size
-    case = f"layer {shape.hidden}/{shape.heads} N {shape.tokens} P {ranks}"
+    case, ranks = case_name(layer), layer.mesh.world_size
     compute, blocking = seconds[COMPUTE_ONLY], seconds.get("blocking ulysses")
     share, plain = seconds[WHOLE] / ranks * 1e3, seconds.get(PLAIN, float("nan")) * 1e3
     print(

@@ -125,11 +125,29 @@ def record(work: Callable[[], Tensor], stream: torch.cuda.Stream, pool) -> tuple
 
     Raises RuntimeError if something in it can't be recorded.
     """
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: other threads, which pin batches and watch communicators, may go on calling CUDA.
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        result = work()
+    graph, failure = torch.cuda.CUDAGraph(), None
+    try:
+        # thread_local: other threads, which pin batches and watch communicators, may go on calling CUDA.
+        recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        with torch.cuda.stream(torch.cuda.current_stream()), recording:
+            try:
+                result = work()
+            except RuntimeError as error:
+                failure = error  # of a recording that failed halfway the end fails, too, and says less
+                raise
+    except RuntimeError as error:
+        _clear_up(pool)
+        raise failure or error from None
     return result, graph.replay
+
+
+def _clear_up(pool) -> None:
+    """After a recording whose end failed, torch would take it to go on: freed memory that another stream has used would
+    never be used again, and no random number be drawn."""
+    with contextlib.suppress(RuntimeError):  # its end did not fail
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _tensors(y: Condition) -> list[Tensor]:

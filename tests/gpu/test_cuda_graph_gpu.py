@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from opendit.config import SpeedFlags
+from opendit.forward_backward import record
 from opendit.models import DiTConfig, TextConfig
 from tests.ranks import run_ranks
 from tests.test_forward_backward import train
@@ -37,3 +38,42 @@ def test_replayed_steps_are_the_steps():
     for found in run_ranks(min(2, torch.cuda.device_count()), both):
         assert all(equal for equal, _ in found), found
         assert all(0 < loss < 100 for _, loss in found)
+
+
+def failing(how: str, side: torch.cuda.Stream) -> torch.Tensor:
+    found = torch.ones(1000, device="cuda") * 2
+    if how == "waits for the device":
+        return found * found.sum().item()
+    if how == "another stream not joined":
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found.add_(1)
+    raise RuntimeError("not to be recorded")
+
+
+@pytest.mark.parametrize("how", ("raises", "waits for the device", "another stream not joined"))
+def test_a_failed_recording_leaves_torch_as_it_was(how):
+    side, stream, pool = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    torch.cuda.manual_seed(0)
+    drawn, state = torch.randn(5, device="cuda"), torch.cuda.get_rng_state()
+    said = "not permitted" if how == "waits for the device" else "not to be recorded"
+    with pytest.raises(RuntimeError, match=said):
+        record(lambda: failing(how, side), stream, pool)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    torch.cuda.manual_seed(0)
+    assert torch.equal(torch.randn(5, device="cuda"), drawn)
+    places = set()
+    for _ in range(6):  # memory that another stream has used, given back and taken again
+        block = torch.zeros(50 << 20, dtype=torch.uint8, device="cuda")
+        with torch.cuda.stream(side):
+            block.add_(1)
+        block.record_stream(side)
+        places.add(block.data_ptr())
+        torch.cuda.synchronize()
+        del block
+    assert len(places) < 6
+    numbers = torch.arange(1000.0, device="cuda")
+    threefold, replay = record(lambda: numbers * 3, stream, pool)
+    replay()
+    assert torch.equal(threefold, numbers * 3)
