@@ -123,7 +123,7 @@ class ForwardBackward:
 def record(work: Callable[[], Tensor], stream: torch.cuda.Stream, pool) -> tuple[Tensor, Callable[[], None]]:
     """Records what ``work`` enqueues without running it: (its result's memory, a function that runs it).
 
-    Raises RuntimeError if something in it can't be recorded.
+    Raises RuntimeError if something in it can't be recorded; the pool is good for no other recording then.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:
@@ -136,14 +136,18 @@ def record(work: Callable[[], Tensor], stream: torch.cuda.Stream, pool) -> tuple
                 failure = error  # of a recording that failed halfway the end fails, too, and says less
                 raise
     except RuntimeError as error:
-        _clear_up(pool)
+        _clear_up(graph, pool)
         raise failure or error from None
     return result, graph.replay
 
 
-def _clear_up(pool) -> None:
-    """After a recording whose end failed, torch would take it to go on: freed memory that another stream has used would
-    never be used again, and no random number be drawn."""
+_FAILED: list[torch.cuda.CUDAGraph] = []
+
+
+def _clear_up(graph: torch.cuda.CUDAGraph, pool) -> None:
+    """After a recording whose end failed, torch takes it to go on: freed memory that another stream has used would not
+    be used again, and no random numbers could be drawn."""
+    _FAILED.append(graph)  # the allocator of pinned memory goes on asking it whether a stream belongs to it
     with contextlib.suppress(RuntimeError):  # its end did not fail
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     generator = torch.cuda.default_generators[torch.cuda.current_device()]

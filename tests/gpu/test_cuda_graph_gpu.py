@@ -53,12 +53,12 @@ def failing(how: str, side: torch.cuda.Stream) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", ("raises", "waits for the device", "another stream not joined"))
 def test_a_failed_recording_leaves_torch_as_it_was(how):
-    side, stream, pool = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    side, stream = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.manual_seed(0)
     drawn, state = torch.randn(5, device="cuda"), torch.cuda.get_rng_state()
     said = "not permitted" if how == "waits for the device" else "not to be recorded"
     with pytest.raises(RuntimeError, match=said):
-        record(lambda: failing(how, side), stream, pool)
+        record(lambda: failing(how, side), stream, torch.cuda.graph_pool_handle())
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.equal(torch.cuda.get_rng_state(), state)
     torch.cuda.manual_seed(0)
@@ -74,6 +74,6 @@ def test_a_failed_recording_leaves_torch_as_it_was(how):
         del block
     assert len(places) < 6
     numbers = torch.arange(1000.0, device="cuda")
-    threefold, replay = record(lambda: numbers * 3, stream, pool)
+    threefold, replay = record(lambda: numbers * 3, stream, torch.cuda.graph_pool_handle())
     replay()
     assert torch.equal(threefold, numbers * 3)
