@@ -9,7 +9,6 @@
 Several processes split the samples, or share each of them; its noise depends on --seed and its number only.
 """
 
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -38,7 +37,8 @@ from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, attention_note, sequence_parallel
-from opendit.parallel.sequence.choose import Shape, make_plan
+from opendit.parallel.sequence.choose import make_plan
+from opendit.plan import sequence_shape
 from opendit.sampling import (
     grid_columns,
     preview_labels,
@@ -121,7 +121,8 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
         config.check_speed(True, "none")
     check_sequence(flags, config, mesh)
     replica = make_replicas(mesh, flags.cfg_parallel)
-    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, sequence_shape(flags, config, size))
+    shape = sequence_shape(flags, config, samples_at_once(flags), size)
+    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
     model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
     half = torch.float32 if flags.mixed_precision == "fp32" else torch.float16  # closer to fp32 than bf16 for a VAE
@@ -187,21 +188,12 @@ def latent_size(flags: SampleConfig, model: DiT, weights: Weights) -> tuple[int,
 def check_sequence(flags: SampleConfig, config: DiTConfig, mesh: Mesh) -> None:
     """Raises ValueError if the model or its heads forbid that the ranks of a sequence group share latents."""
     if mesh.sp_size > 1:
-        config.check_sequence_parallel(flags.sequence_parallel_type)
-        make_plan(flags.sequence_parallel_type, mesh.sp_size, sequence_shape(flags, config, config.input_size))
+        make_plan(flags.sequence_parallel_type, mesh.sp_size, sequence_shape(flags, config, samples_at_once(flags)))
 
 
-def sequence_shape(flags: SampleConfig, config: DiTConfig, size: tuple[int, ...]) -> Shape:
-    """Of the sequences that latents of ``size`` are."""
-    halves = 1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2
-    return Shape(
-        tokens=math.prod(config.grid_of(size)),
-        hidden=config.hidden_size,
-        heads=config.num_heads,
-        samples=halves * flags.batch_size,
-        bytes=PRECISIONS[flags.mixed_precision].itemsize,
-        types=flags.sequence_types(config.sequence_types),
-    )
+def samples_at_once(flags: SampleConfig) -> int:
+    """That the model is given in one call: with guidance both halves, unless other processes have one of them."""
+    return flags.batch_size * (1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2)
 
 
 def what_to_draw(

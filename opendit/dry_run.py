@@ -53,7 +53,7 @@ def dry_run(flags: TrainConfig) -> None:
         **_steps(flags, None if missing else dataset, samples),
     }
     if flags.sequence_parallel_size > 1:
-        shape = sequence_shape(flags, config)
+        shape = sequence_shape(flags, config, flags.batch_size)
         size = flags.sequence_parallel_size
         machine = Machine(direct=size <= 8)  # GPUs of one host reach each other's memory
         rows["sequence"] = f"over {size} ranks, {make_plan(flags.sequence_parallel_type, size, shape, machine=machine)}"

@@ -140,7 +140,7 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     schedule = build_schedule(dataset, global_batch, flags.grad_accumulation, flags.global_seed)
     config, objective, vae = plan_model(flags, dataset, notes)
     dtype = PRECISIONS[flags.mixed_precision]
-    shape = sequence_shape(flags, config)
+    shape = sequence_shape(flags, config, flags.batch_size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, keep_gathered=flags.keep_gathered)
     if flags.keep_gathered and sequence.plan.kind != "fastseq":
         notes.append(f"--keep_gathered does nothing: {sequence.plan.kind}, which auto took, gathers nothing")

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from opendit.config import TrainConfig
+from opendit.config import ParallelFlags, TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
 from opendit.data.mock import MockDataset
 from opendit.diffusion import Objective, objective_from_dict
@@ -69,15 +69,18 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> t
     return config, objective, vae
 
 
-def sequence_shape(flags: TrainConfig, config: DiTConfig) -> Shape:
-    """What --sequence_parallel_type chooses by. Raises ValueError if the model can't share samples, or not that way."""
+def sequence_shape(flags: ParallelFlags, config: DiTConfig, samples: int, size: tuple[int, ...] | None = None) -> Shape:
+    """What --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or of ``size``.
+
+    Raises ValueError if the model can't share samples, or not that way.
+    """
     if flags.sequence_parallel_size > 1:
         config.check_sequence_parallel(flags.sequence_parallel_type)
     return Shape(
-        tokens=config.tokens,
+        tokens=math.prod(config.grid_of(size or config.input_size)),
         hidden=config.hidden_size,
         heads=config.num_heads,
-        samples=flags.batch_size,
+        samples=samples,
         bytes=BYTES[flags.mixed_precision],
         types=flags.sequence_types(config.sequence_types),
     )
