@@ -30,7 +30,7 @@ from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.models import Condition, DiT, DiTConfig
+from opendit.models import Condition, DiT
 from opendit.models.pretrained import Weights, find_weights, load_pretrained, read_config
 from opendit.monitor import print_block
 from opendit.parallel.engine import PRECISIONS
@@ -108,7 +108,8 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
             raise ValueError(f"--ckpt latest: no run with a checkpoint under {flags.outputs}; give a path")
         ckpt = found
     if mesh.sp_size > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
-        check_sequence(flags, stored, mesh)  # before the weights are read
+        # What sequence_parallel would refuse, before the weights are read.
+        make_plan(flags.sequence_parallel_type, mesh.sp_size, sequence_shape(flags, stored, samples_at_once(flags)))
     model, weights = load_pretrained(ckpt, flags.model, flags.weights, flags.lora)
     config = model.config
     if flags.use_video and not config.is_video:
@@ -119,7 +120,6 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
     size = latent_size(flags, model, weights)
     if flags.fp8:
         config.check_speed(True, "none")
-    check_sequence(flags, config, mesh)
     replica = make_replicas(mesh, flags.cfg_parallel)
     shape = sequence_shape(flags, config, samples_at_once(flags), size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
@@ -183,12 +183,6 @@ def latent_size(flags: SampleConfig, model: DiT, weights: Weights) -> tuple[int,
         most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
         raise ValueError(f"--num_frames {flags.num_frames}: {weights.path} has learned the positions of {most} at most")
     return (*frames, height, width)
-
-
-def check_sequence(flags: SampleConfig, config: DiTConfig, mesh: Mesh) -> None:
-    """Raises ValueError if the model or its heads forbid that the ranks of a sequence group share latents."""
-    if mesh.sp_size > 1:
-        make_plan(flags.sequence_parallel_type, mesh.sp_size, sequence_shape(flags, config, samples_at_once(flags)))
 
 
 def samples_at_once(flags: SampleConfig) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from opendit.models import Condition, TextCondition
 from opendit.parallel.engine import Engine
 
+_FAILED: list[torch.cuda.CUDAGraph] = []  # recordings that torch must go on finding, see _clear_up
 EAGER = 3  # micro-batches before a recording: kernels get compiled, libraries set up, communicators connected
 
 
@@ -139,9 +140,6 @@ def record(work: Callable[[], Tensor], stream: torch.cuda.Stream, pool) -> tuple
         _clear_up(graph, pool)
         raise failure or error from None
     return result, graph.replay
-
-
-_FAILED: list[torch.cuda.CUDAGraph] = []
 
 
 def _clear_up(graph: torch.cuda.CUDAGraph, pool) -> None:

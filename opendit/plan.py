@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from opendit.config import ParallelFlags, TrainConfig
+from opendit.config import SampleConfig, TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
 from opendit.data.mock import MockDataset
 from opendit.diffusion import Objective, objective_from_dict
@@ -69,7 +69,9 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> t
     return config, objective, vae
 
 
-def sequence_shape(flags: ParallelFlags, config: DiTConfig, samples: int, size: tuple[int, ...] | None = None) -> Shape:
+def sequence_shape(
+    flags: TrainConfig | SampleConfig, config: DiTConfig, samples: int, size: tuple[int, ...] | None = None
+) -> Shape:
     """What --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or of ``size``.
 
     Raises ValueError if the model can't share samples, or not that way.
