@@ -13,23 +13,26 @@ a save.
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
 
+from benchmarks.faults.lab import differing, newest_step
+from benchmarks.faults.processes import Program, Programs, Starter, free_port
 from benchmarks.results import append
 from opendit.checkpoint import newest_checkpoint
 from opendit.state_files import damage
-from tests.test_checkpoint import ARGV, steps_in
-from tests.test_faults import kill, launch, wait_for
-from tests.test_resume import assert_same_bits
 
 WORLD = 2
 RUN = "000-DiT-Ti-2"
+ARGV = "--model DiT-Ti/2 --image_size 8 --vae none --batch_size 4 --mixed_precision fp32 --num_workers 0".split()
+ARGV += "--log_every 1 --sample_every 0".split()
 
 
 @dataclass
@@ -47,33 +50,47 @@ def saving(checkpoints: Path) -> set[str]:
     return {path.name for path in checkpoints.glob(".step_*.incomplete")}
 
 
-def kill_once(argv: list[str], checkpoints: Path, choose: random.Random, in_save: bool, startup: float) -> Kill:
+def launch(programs: Programs, argv: list[str]) -> list[Program]:
+    """train.py on WORLD ranks."""
+    common = dict(WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    return [programs.start("train.py", *argv, RANK=str(r), LOCAL_RANK=str(r), **common) for r in range(WORLD)]
+
+
+def kill_once(
+    programs: Programs, argv: list[str], checkpoints: Path, choose: random.Random, in_save: bool, startup: float
+) -> Kill:
     """Starts the run and kills a rank of it: in a save one to three steps on, or around the end of its start-up, which
     takes about ``startup`` seconds."""
-    processes, began = launch(argv, WORLD), time.monotonic()
-    try:
-        if in_save:
-            goal = max(steps_in(checkpoints), default=0) + choose.randint(1, 3)
-            wait_for(lambda: max(steps_in(checkpoints), default=0) >= goal, processes)
-            time.sleep(choose.uniform(0, 0.05))
-            wait_for(lambda: saving(checkpoints), processes)
-        else:
-            end = began + choose.uniform(startup / 2, startup + 1)
-            wait_for(lambda: time.monotonic() >= end, processes)
-        rank, before = choose.randrange(WORLD), saving(checkpoints)
-        kill([processes[rank]])
-        after_s, hit = time.monotonic() - began, bool(before & saving(checkpoints))
-        step = max(steps_in(checkpoints), default=0)
-        time.sleep(choose.uniform(0, 0.2))  # the other one's last moments: torchrun does not notice at once
-    finally:
-        kill(processes)
+    ranks, began, run = launch(programs, argv), time.monotonic(), checkpoints.parent
+
+    def wait_for(condition: Callable[[], object]) -> None:
+        programs.wait(lambda: condition() or any(rank.code() is not None for rank in ranks), 120, "a moment to kill")
+        if not condition():
+            raise SystemExit(f"a run that nobody killed ended: {ranks[0].last_line()}")
+
+    if in_save:
+        goal = newest_step(run) + choose.randint(1, 3)
+        wait_for(lambda: newest_step(run) >= goal)
+        time.sleep(choose.uniform(0, 0.05))
+        wait_for(lambda: saving(checkpoints))
+    else:
+        end = began + choose.uniform(startup / 2, startup + 1)
+        wait_for(lambda: time.monotonic() >= end)
+    rank, before = choose.randrange(WORLD), saving(checkpoints)
+    ranks[rank].send(signal.SIGKILL)
+    programs.wait(lambda: ranks[rank].code() is not None, 10, "the end of what was killed")
+    after_s, hit = time.monotonic() - began, bool(before & saving(checkpoints))
+    step = newest_step(run)
+    time.sleep(choose.uniform(0, 0.2))  # the other one's last moments: torchrun does not notice at once
+    programs.kill_all()
     return Kill(rank, step, after_s, hit)
 
 
-def finish(argv: list[str]) -> None:
-    codes = [process.wait() for process in launch(argv, WORLD)]
-    if any(codes):
-        raise SystemExit(f"a run that nobody killed ended with exit codes {codes}")
+def finish(programs: Programs, argv: list[str]) -> None:
+    ranks = launch(programs, argv)
+    programs.wait(lambda: all(rank.code() is not None for rank in ranks), 3600, "a run that nobody killed")
+    if any(codes := [rank.code() for rank in ranks]):
+        raise SystemExit(f"a run that nobody killed ended with exit codes {codes}: {ranks[0].last_line()}")
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -82,14 +99,8 @@ def losses(run: Path) -> dict[int, float]:
 
 def differences(one: Path, other: Path) -> list[str]:
     """What of two finished runs is not the same, to the bit."""
-    found = []
-    try:
-        assert_same_bits(one / "checkpoints/latest", other / "checkpoints/latest")
-    except AssertionError as error:
-        found.append(f"tensors of {error}")
-    if losses(one) != losses(other):
-        found.append("losses")
-    return found
+    tensor = differing(one, other)
+    return [tensor] * bool(tensor) + ["losses"] * (losses(one) != losses(other))
 
 
 def main() -> None:
@@ -99,18 +110,18 @@ def main() -> None:
     parser.add_argument("--results", help="append to this CSV")
     args = parser.parse_args()
     choose, began = random.Random(args.seed), time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Programs(starter := Starter(), Path(folder, "cwd")) as programs:
         outputs = {name: Path(folder, name) for name in ("whole", "killed")}
         # More than the run gets on between the kills; what is left after the last one is trained in one go.
         argv = [*ARGV, "--max_steps", str(40 + 5 * args.kills), "--ckpt_every", "1", "--ckpt_keep", "2"]
-        finish([*argv, "--outputs", str(outputs["whole"])])
+        finish(programs, [*argv, "--outputs", str(outputs["whole"])])
         again = [*argv, "--outputs", str(outputs["killed"]), "--load", "latest"]
         run = outputs["killed"] / RUN
         checkpoints, kills, startup = run / "checkpoints", [], 0.0
         for number in range(1, args.kills + 1):
             # The first one falls into a save too: before there is a checkpoint, a restart is another run.
             in_save = 2 * sum(one.in_save for one in kills) <= len(kills)
-            made = kill_once(again, checkpoints, choose, in_save, startup)
+            made = kill_once(programs, again, checkpoints, choose, in_save, startup)
             startup = made.after_s if in_save else startup
             kills.append(made)
             newest = newest_checkpoint(run)
@@ -121,7 +132,8 @@ def main() -> None:
                 f"{damaged or 'intact'}",
                 flush=True,
             )
-        finish(again)
+        finish(programs, again)
+        starter.close()
         different = differences(outputs["whole"] / RUN, run)
         steps = max(losses(run))
     inside = sum(made.in_save for made in kills)

@@ -29,11 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 import torch
 
 from benchmarks.results import append
-from opendit.config import TrainConfig, parse
-from opendit.dry_run import CARDS, memory_setup
+from opendit.cli.command_line import parse
+from opendit.cli.dry_run import CARDS, memory_setup
+from opendit.cli.train_flags import TrainConfig
 from opendit.memory import GIB, USABLE, estimate, largest_batch
 from opendit.models import config_from_dict
 from opendit.plan import open_data, plan_model
+from opendit.state.run_folders import run_folders
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY = 10, 2  # of a run, and of a line of its log
@@ -117,7 +119,7 @@ def train(argv: list[str], gpus: int, outputs: Path, limit: float) -> Path:
             process.wait()
     if process.returncode:
         raise RuntimeError(f"{reason(output.read_text())} (see {output})")
-    return max(outputs.glob("[0-9][0-9][0-9]-*"))
+    return run_folders(outputs)[-1]
 
 
 def reason(output: str) -> str:

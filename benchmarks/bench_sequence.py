@@ -32,16 +32,17 @@ from torch import Tensor, nn
 from benchmarks.clocks import Clocks
 from benchmarks.results import append
 from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
-from opendit.config import SpeedFlags
+from opendit.cli.shared_flags import SpeedFlags
 from opendit.forward_backward import record
 from opendit.kernels.select import select_kernels
 from opendit.kernels.split_heads import head_views
 from opendit.models.dit import DiTBlock
-from opendit.parallel.mesh import Mesh, close_mesh, environment_world_size, init_mesh
+from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, Shards, sequence_parallel
 from opendit.parallel.sequence.choose import MOST_GROUPS, Plan, Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
+from opendit.parallel.sizes import environment_world_size
 
 LEAST_STEPS = 4  # of a turn, however long it takes then
 WHOLE, COMPUTE_ONLY, IN_STEP = "whole", "compute only", "in step"

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.bench_train import Latents
 from benchmarks.results import append
 from opendit.checkpoint import load_checkpoint, verify
-from opendit.config import SpeedFlags
+from opendit.cli.shared_flags import SpeedFlags
 from opendit.ema import EMA
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config

@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.fused_dit import fused_dit
 from benchmarks.plain_dit import PlainDiT, PlainVDiT
 from benchmarks.results import append
-from opendit.config import SpeedFlags
+from opendit.cli.shared_flags import SpeedFlags
 from opendit.diffusion import DDPM, ddpm_loss
 from opendit.ema import EMA
 from opendit.forward_backward import EAGER, ForwardBackward

@@ -86,6 +86,11 @@ class ForwardBackward:
         with self._beside():
             return self._run(x, t, noise, y, last)
 
+    def eager(self, x: Tensor, t: Tensor, noise: Tensor, y: Condition, *, last: bool) -> Tensor:
+        """The same kernel by kernel, outside the count of micro-batches."""
+        with self._beside():
+            return self._run(x, t, noise, y, last)
+
     def _run(self, x: Tensor, t: Tensor, noise: Tensor, y: Condition, last: bool) -> Tensor:
         with self.engine.micro_batch(last=last):
             loss = self.loss(x, t, noise, y)

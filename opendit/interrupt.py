@@ -1,5 +1,6 @@
 """SIGTERM, SIGINT and SIGUSR1 (of schedulers, before a time limit): finish the step, save, leave with exit code 0."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -31,9 +32,13 @@ class Interrupt:
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if kind is not None and self._mesh.world_size > 1:
+            # torchrun tells the other ranks to end once one has ended. This one has to say why and to put away what it
+            # holds first, for which the Supervisor gives it seconds.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def ask(self) -> Callable[[], bool]:
         """Starts to ask whether any rank was told to stop; the answer is the same on all ranks."""
@@ -46,7 +51,8 @@ class Interrupt:
             if self._mesh.local_rank == 0:
                 name = signal.Signals(number).name
                 text = f"\n{name}: finishing the step and saving; a second signal quits at once\n"
-                os.write(sys.stderr.fileno(), text.encode())  # print may be in the middle of a line right now
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                    os.write(sys.stderr.fileno(), text.encode())  # print may be in the middle of a line right now
             if not self._echo:
                 self._hand_back()
         elif now - self._noted_at >= self._echo:

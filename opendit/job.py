@@ -1,37 +1,44 @@
 """From flags to everything a training run needs, checked before any weight of the model is made."""
 
-import json
 import os
-from dataclasses import dataclass, replace
+import shlex
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import opendit
-from opendit.checkpoint import MODEL, checkpoint_config, find_checkpoint, read_state, run_folder, verify
-from opendit.command_line import overridden
-from opendit.config import TrainConfig, to_dict
+from opendit.checkpoint import MODEL, Checkpoint, find_checkpoint
+from opendit.cli.checks import check_writable
+from opendit.cli.dry_run import memory_setup, recipe_notes
+from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
-from opendit.diffusion import Objective, objective_from_dict
-from opendit.dry_run import recipe_notes
+from opendit.diffusion import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
+from opendit.encoders.folder import KNOWN
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, load_codec, sample_moments
 from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.fp8_linear import Modulated
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.memory import Setup
-from opendit.models import DiTConfig, config_from_dict
+from opendit.memory import Setup, check_host
+from opendit.models import DiTConfig
 from opendit.models.lora import Lora, check_peft, lora_ops
-from opendit.models.pretrained import Weights, read_info
+from opendit.models.pretrained import Weights, read_config, read_info
+from opendit.models.zoo import of_revision
 from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
-from opendit.plan import check_pretrained, last_step_of, open_data, plan_model, sequence_shape
+from opendit.plan import check_pretrained, last_step_of, open_data, plan_model, saved_by_adaln_lora, sequence_shape
 from opendit.random import Stream, normal
+from opendit.state.lock import lock_folder
+from opendit.state.run_folders import new_run_folder
+from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint
+from opendit.training.resume import check_resume
 
 USER_ERRORS = (ValueError, OSError, DataError)  # of prepare(): the message is enough, no traceback needed
 
@@ -52,12 +59,14 @@ class Job:
     kernels: KernelChoice
     sequence: SequenceParallel | None
     folder: Path
-    resume: Path | None
+    lock: AbstractContextManager  # the right to write there
+    resume: Checkpoint | None
     first_step: int
     last_step: int
     initial: Weights | None
     lora: Lora | None
     notes: list[str]
+    fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 
     def latents(self, x: Tensor, step: int, index: Tensor) -> Tensor:
         """What the model learns from a batch of the data set: (B, C, h, w) or (B, C, t, h, w) fp32 on the device.
@@ -96,20 +105,6 @@ class Job:
             trained=trained if self.lora else None,
         )
 
-    def facts(self) -> dict:
-        """What decides whether a resumed run goes on bit for bit; checkpoints store it."""
-        return {
-            "world_size": self.mesh.world_size,
-            "plugin": self.flags.plugin,
-            "precision": self.flags.mixed_precision,
-            "fp8": self.flags.fp8,
-            "attention": self.kernels.attend.backend,
-            "sequence_parallel": self.sequence and f"{self.sequence.plan.kind} over {self.mesh.sp_size} ranks",
-            "global_batch": self.schedule.global_batch,
-            "seed": self.flags.global_seed,
-            "objective": self.objective.to_dict(),
-        }
-
     def info(self) -> dict:
         """What this run's weights files say of themselves."""
         return {
@@ -118,8 +113,8 @@ class Job:
             "objective": self.objective.to_dict(),
             "class_names": self.dataset.class_names,
             "captions": example_captions(self.dataset),
-            "vae": _path_or_name(self.vae, ("none", "ema", "mse")),
-            "text_encoder": _path_or_name(self.flags.text_encoder, (None, "bytes", "clip", "t5")),
+            "vae": _path_or_name(self.vae),
+            "text_encoder": _path_or_name(self.flags.text_encoder),
             "image_size": self.flags.image_size,
             "frame_interval": self.flags.frame_interval,
             **({"lora": self.lora.to_dict()} if self.lora else {}),
@@ -139,32 +134,58 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
     schedule = build_schedule(dataset, global_batch, flags.grad_accumulation, flags.global_seed)
     config, objective, vae = plan_model(flags, dataset, notes)
+    if mesh.device.type == "cpu":
+        setup, ranks = memory_setup(flags, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        check_host(config, setup, flags.batch_size, ranks)
     dtype = PRECISIONS[flags.mixed_precision]
     shape = sequence_shape(flags, config, flags.batch_size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, keep_gathered=flags.keep_gathered)
     if flags.keep_gathered and sequence.plan.kind != "fastseq":
         notes.append(f"--keep_gathered does nothing: {sequence.plan.kind}, which auto took, gathers nothing")
-    resume = find_checkpoint(flags.load, flags.outputs, flags.model) if flags.load else None
+    resume = find_checkpoint(flags.load, flags.outputs, flags.model, mesh) if flags.load else None
     if flags.load and resume is None:
         notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
-    stored = _check_resume(resume, config, objective, bool(flags.lora), mesh) if resume else {}
+    stored = stored_fingerprint(resume.state) if resume else {}
+    if resume:
+        resumed = read_config(resume.folder / MODEL)
+        config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
+        notes += check_resume(resume, config, objective, bool(flags.lora))
     # LoRA's checkpoints hold what it adds: the weights it is added to are read each time.
-    initial = check_pretrained(flags, config) if flags.pretrained and (flags.lora or not resume) else None
+    initial = None
+    if flags.pretrained and (flags.lora or not resume):
+        initial, config = check_pretrained(flags, config, notes, resumed=resume is not None)
+    if config.adaln_lora is not None:
+        notes.append(saved_by_adaln_lora(config))
     lora = _lora(flags, initial, resume, notes) if flags.lora else None
-    codec = _load_codec(flags, dataset, vae, mesh, notes)
-    conditioner = _conditioner(flags, config, dataset, mesh)
+    only_cached = _named_by_the_cache_alone(flags, dataset, vae)
+    if only_cached:
+        notes.append(
+            f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
+            f"what only a file names is not loaded; if you trust it, add {' '.join(only_cached)}"
+        )
+    codec = None if only_cached else _load_codec(flags, dataset, vae, mesh, notes)
+    conditioner = _conditioner(flags, config, dataset, mesh, for_grids=codec is not None)
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
     kernels = _agree_on_attention(kernels, stored.get("attention"), flags, config, dtype, mesh, notes)
     if lora is not None:
         ops = lora_ops(kernels.ops)
         why = "" if ops == kernels.ops else "; what takes a linear layer is torch's: --lora is a part of it"
         kernels = replace(kernels, ops=ops, ops_note=kernels.ops_note + why)
-    folder = resume.parent.parent if resume else run_folder(flags.outputs, flags.model) if mesh.is_main else None
-    folder = Path(mesh.broadcast_object(str(folder)))
+    folder = resume.run if resume else None
+    if folder is not None and flags.save:
+        check_writable(str(folder), f"--load {flags.load}:")
+    if folder is None:
+        folder = mesh.broadcast_object(new_run_folder(flags.outputs, flags.model) if mesh.is_main else None)
+    if resume and not resume.run:
+        notes.append(f"--load: {resume.folder} lies in no run's checkpoints folder, so the run goes on in {folder}")
+    lock, lock_notes = lock_folder(folder, mesh, f"--load {flags.load}", "stop it, or start a new run without --load")
+    notes += lock_notes
     last_step = last_step_of(flags, schedule)
-    first_step = stored.get("step", 0)
+    first_step = resume.state["step"] if resume else 0
     if first_step >= last_step:
-        notes.append(f"{resume} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on")
+        notes.append(
+            f"{resume.folder} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on"
+        )
     job = Job(
         flags=flags,
         mesh=mesh,
@@ -178,6 +199,7 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         kernels=kernels,
         sequence=sequence,
         folder=folder,
+        lock=lock,
         resume=resume,
         first_step=first_step,
         last_step=last_step,
@@ -185,8 +207,9 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         lora=lora,
         notes=notes,
     )
+    job.fingerprint = mesh.broadcast_object(fingerprint(job) if mesh.is_main else None)
     if resume:
-        notes += _what_changed(stored, job.facts())
+        notes += changes(stored, job.fingerprint, first_step)
     return job
 
 
@@ -230,21 +253,29 @@ def _agree_on_attention(
     return replace(kernels, attend=LocalAttention(backend), attention_note=note)
 
 
-def _what_changed(stored: dict, now: dict) -> list[str]:
-    """Notes on how a resumed run differs from the one that wrote the checkpoint."""
-    changed = [key for key in now if key in stored and stored[key] != now[key]]
-    text = ", ".join(f"{key} {stored[key]} there, {now[key]} here" for key in changed)
-    if {"global_batch", "seed"} & set(changed):
-        return [f"resuming with other samples and noise: {text}"]
-    return [f"resuming within rounding, not bit for bit: {text}"] if changed else []
+def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
+    """The flags that would name the VAE and the text encoder of cached latents, where the user has named none and they
+    are no names known everywhere: an index may be a stranger's, and what it names is not loaded."""
+    if dataset.kind != "latents" or isinstance(dataset, MockDataset):
+        return []
+    named = {"vae": vae, "text_encoder": dataset.text_encoder and flags.text_encoder}
+    return [
+        f"--{flag} {shlex.quote(name) if name.isprintable() else ascii(name)}"
+        for flag, name in named.items()
+        if name is not None and name not in KNOWN and flag not in flags.given
+    ]
 
 
-def _conditioner(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh) -> Conditioner:
+def _conditioner(
+    flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, for_grids: bool
+) -> Conditioner:
+    """What conditions are made by. Embeddings from a cache need no encoder but ``for_grids``."""
     if config.text is None:
         return LabelConditioner(config.num_classes, mesh.device)
     encoder, empty = None, None if config.text.inside else getattr(dataset, "empty_caption", None)
     empty = empty and [part.unsqueeze(0) for part in empty]
-    if not config.text.inside and not isinstance(dataset, MockDataset):  # which has no words to encode
+    needed = for_grids or empty is None
+    if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # (mock data have no words)
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
         encoder = load_text_encoder(
             flags.text_encoder, device=mesh.device, dtype=dtype, max_tokens=config.text.max_tokens
@@ -260,43 +291,22 @@ def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
     return list(dict.fromkeys(dataset.caption(row) for row in rows))[:count]
 
 
-def _path_or_name(value: str | None, names: tuple) -> str | None:
-    return value if value in names else str(Path(value).resolve())
+def _path_or_name(value: str | None) -> str | None:
+    """What a checkpoint says of an encoder: a folder by its absolute path, a name as it is."""
+    folder = value is not None and value not in KNOWN and Path(value).expanduser()
+    return str(folder.resolve()) if folder and folder.exists() else value
 
 
-def _check_resume(resume: Path, config: DiTConfig, objective: Objective, adds: bool, mesh: Mesh) -> dict:
-    """The state of a checkpoint whose files are intact and whose model is this one. Raises ValueError otherwise."""
-    verify(resume, mesh)
-    found = config_from_dict(checkpoint_config(resume))
-    if ("lora" in read_info(resume / MODEL)) != adds:
-        raise ValueError(f"--load: {resume} was made with{'out' if adds else ''} --lora; do so again")
-    if found != config:
-        differences = [
-            f"{key} {value} there, {config.to_dict()[key]} here"
-            for key, value in found.to_dict().items()
-            if value != config.to_dict()[key]
-        ]
-        raise ValueError(f"--load: {resume} is a checkpoint of another model: {'; '.join(differences)}")
-    state = read_state(resume)
-    then = objective_from_dict(state.get("objective")).predicts
-    if then != objective.predicts:
-        flags = " ".join(f"--{name} {value}" for name, value in then.items())
-        raise ValueError(
-            f"--load: the model in {resume} learned another objective: repeat its {flags}, or give it to --pretrained "
-            "to start from its weights"
-        )
-    return state
-
-
-def _lora(flags: TrainConfig, initial: Weights, resume: Path | None, notes: list[str]) -> Lora:
+def _lora(flags: TrainConfig, initial: Weights, resume: Checkpoint | None, notes: list[str]) -> Lora:
     """Raises ValueError if peft is missing, or if the checkpoint to resume has another rank or scale."""
     check_peft()
     lora = Lora(flags.lora, flags.lora_alpha or flags.lora, str(initial.path.resolve()))
     if resume is not None:
-        stored = Lora(**read_info(resume / MODEL)["lora"])
+        stored = Lora(**read_info(resume.folder / MODEL)["lora"])
         if (stored.rank, stored.alpha) != (lora.rank, lora.alpha):
-            raise ValueError(f"--load: {resume} was made with --lora {stored.rank} --lora_alpha {stored.alpha:g}")
-        if stored.base != lora.base:
+            made = f"--lora {stored.rank} --lora_alpha {stored.alpha:g}"
+            raise ValueError(f"--load: {resume.folder} was made with {made}")
+        if stored.base != lora.base and "pretrained" not in stored_fingerprint(resume.state):
             notes.append(f"--pretrained {lora.base}: the checkpoint was made for {stored.base}")
     return lora
 
@@ -314,31 +324,3 @@ def _load_codec(flags, dataset, vae: str, mesh: Mesh, notes: list[str]) -> Image
             raise
         notes.append(f"no sample grids: the latents' VAE can't be loaded ({error})")
         return None
-
-
-def open_folder(job: Job) -> None:
-    """Rank 0, before the first step: config.json with every flag and what was made of them; and of a log that a
-    killed run wrote past its last checkpoint, the lines that are about to be written again go."""
-    content = {
-        "opendit": opendit.__version__,
-        "torch": torch.__version__,
-        "world_size": job.mesh.world_size,
-        "flags": to_dict(job.flags),
-        "recipe": job.flags.recipe and {"name": job.flags.recipe, "changed": list(overridden(job.flags))},
-        "model_config": job.model_config.to_dict(),
-        "steps_per_epoch": job.schedule.steps_per_epoch,
-        "last_step": job.last_step,
-    }
-    (job.folder / "config.json").write_text(json.dumps(content, indent=1))
-    log = job.folder / "log.jsonl"
-    if log.is_file():
-        shorter = log.with_suffix(".tmp")
-        shorter.write_text("".join(line for line in log.read_text().splitlines(True) if _up_to(line, job.first_step)))
-        shorter.replace(log)
-
-
-def _up_to(line: str, step: int) -> bool:
-    try:
-        return json.loads(line)["step"] <= step
-    except ValueError:  # cut off by the kill
-        return False

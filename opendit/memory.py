@@ -9,6 +9,7 @@ counted: the VAE and text encoder, the trained bytes encoder's activations, a CU
 allocator can't use of its memory.
 """
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -139,7 +140,7 @@ def _adaln_units(config: DiTConfig, setup: Setup) -> float:
 
 def _llama_units(config: MovieGenConfig, setup: Setup) -> float:
     """Of RMSNorms, one attention and SwiGLU; of cross-attention what is outside of its heads."""
-    shared = config.key_value_width / config.hidden_size
+    shared = config.key_value_width / config.hidden_size if setup.sequence_parallel == 1 else 1  # else there are copies
     heads = 3 if shared == 1 else 1 + 2 * shared + 2  # grouped: keys and values for every head too
     norm, mlp = (1, 3) if setup.fused else (3, 4)  # the modulation alone; without SiLU's output
     # x, the RMSNorm's two products and its modulation; heads, attention, its projection, h; again the RMSNorm's three
@@ -214,6 +215,20 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
         if flags := shared(world):
             return f"{world} ranks and {flags}"
     return "a smaller model" if setup.plugin == "gemini" else "--plugin gemini on several ranks, or a smaller model"
+
+
+def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
+    """Raises ValueError if ``ranks`` processes that train on this machine's CPUs need more than all of its memory:
+    Linux would end them without a word."""
+    needs, there = (
+        ranks * estimate(config, setup, batch).total,
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
+    if needs > there:
+        raise ValueError(
+            f"training needs about {needs / GIB:,.0f} GiB and this machine has {there / GIB:,.0f}: lower --image_size, "
+            "--num_frames, --batch_size or --num_classes, or take a smaller --model"
+        )
 
 
 def card_memory(device: torch.device) -> int | None:

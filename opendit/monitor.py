@@ -1,14 +1,17 @@
 """What a run shows: progress bar, log.jsonl, TensorBoard, throughput, MFU, memory."""
 
-import contextlib
 import json
+import os
 import time
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
+from opendit.data.progress import Progress
 from opendit.parallel.mesh import Mesh
+from opendit.state.replace import replacing
+from opendit.training.board import Board
+from opendit.training.records import RecordFile, WriteFailures
 
 # Dense bf16/fp16 tensor-core peaks by the vendors' data sheets, FLOP/s; a GPU that is not here has no MFU.
 PEAK_FLOPS = {
@@ -32,12 +35,13 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 class Monitor:
-    """Logs a run. Ranks other than 0 only take part in the sums.
+    """Logs a run; a context manager. Ranks other than 0 only take part in the sums.
 
     Args:
         folder: the run's folder.
         flops_per_sample: of a training step (forward and backward).
         samples_per_step: the global batch.
+        failures: takes what the disk refuses.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Monitor:
         samples_per_step: int,
         flops_per_sample: float,
         precision: str,
+        failures: WriteFailures,
     ):
         self.mesh, self.samples_per_step, self.flops_per_sample = mesh, samples_per_step, flops_per_sample
         self.peak = peak_flops(mesh.device, precision)
@@ -58,12 +63,19 @@ class Monitor:
         self._steps, self._since = 0, time.perf_counter()
         self._peak_gib = 0.0  # of memory, before the last drawing
         self.last: dict = {}
+        self.failures = failures
         if mesh.is_main:
-            from torch.utils.tensorboard import SummaryWriter
+            with failures.survive("log.jsonl"):
+                keep_up_to(folder / "log.jsonl", first_step)
+            self.log_file = RecordFile(folder / "log.jsonl")
+            self.board = Board(folder / "tensorboard", first_step + 1)
+            self._bar = Progress(last_step, "steps", initial=first_step)
 
-            self._file = open(folder / "log.jsonl", "a", buffering=1)
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1)
-            self._bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def loader_wait(self, seconds: float) -> None:
         """Adds time that the step stood waiting for its batch."""
@@ -116,12 +128,14 @@ class Monitor:
             "memory_gib": max(self._peak_gib, allocated_gib()) if cuda else resident_gib(),
             "data_wait_s": self.data_wait,
             **more,
+            "failed_writes": self.failures.count,
         }
         if self.mesh.is_main:
-            try:
-                self._write(step)
-            except OSError as error:  # a full disk: the run is worth more than its log
-                self.say(f"step {step}: NOT LOGGED, {error}; training goes on")
+            with self.failures.survive("log.jsonl", step):
+                self.log_file.append(json.dumps(self.last).encode() + b"\n")
+            numbers = {k: v for k, v in self.last.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
+            with self.failures.survive("TensorBoard", step):
+                self.board.scalars(numbers, step)
             shown = {
                 "loss": "-" if loss is None else f"{loss:.4f}",
                 "img/s": f"{rate:.1f}",
@@ -129,16 +143,10 @@ class Monitor:
             }
             if self.peak:
                 shown["MFU"] = f"{self.last['mfu']:.1%}"
-            self._bar.set_postfix(shown, refresh=False)
+            self._bar.figures(shown)
         self._sums.zero_()
         self._steps, self._since, self.data_wait = 0, now, 0.0
         return self.last
-
-    def _write(self, step: int) -> None:
-        self._file.write(json.dumps(self.last) + "\n")
-        for key, value in self.last.items():
-            if isinstance(value, int | float) and key not in ("step", "epoch"):
-                self._board.add_scalar(key, value, step)
 
     def say(self, text: str) -> None:
         """A line for people, above the progress bar."""
@@ -147,17 +155,37 @@ class Monitor:
 
     def picture(self, path: Path, step: int) -> None:
         """Shows a PNG file in TensorBoard."""
-        from PIL import Image
-        from torchvision.transforms.functional import pil_to_tensor
-
-        self._board.add_image("samples", pil_to_tensor(Image.open(path)), step)
+        with self.failures.survive("TensorBoard", step):
+            self.board.picture("samples", path.read_bytes(), step)
 
     def close(self) -> None:
         if self.mesh.is_main:
             self._bar.close()
-            for file in (self._file, self._board):
-                with contextlib.suppress(OSError):  # what a full disk did not take has been told
-                    file.close()
+            with self.failures.survive("log.jsonl"):
+                self.log_file.close()
+            with self.failures.survive("TensorBoard"):
+                self.board.close()
+
+
+def keep_up_to(log: Path, step: int) -> None:
+    """Of a log that a killed run wrote past its last checkpoint, drops the lines that are about to be written again,
+    and one that is not whole. Raises OSError."""
+    if not log.is_file():
+        return
+    lines = log.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and _is_up_to(line, step)]
+    if kept == lines[: len(kept)]:
+        os.truncate(log, sum(map(len, kept)))  # which a full disk allows
+        return
+    with replacing(log) as new:
+        new.write_bytes(b"".join(kept))
+
+
+def _is_up_to(line: bytes, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, TypeError, KeyError, RecursionError):  # cut off by a kill
+        return False
 
 
 def allocated_gib() -> float:

@@ -2,19 +2,22 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
-from opendit.config import SampleConfig, TrainConfig
+from opendit.cli.sample_flags import SampleConfig
+from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
 from opendit.data.mock import MockDataset
 from opendit.diffusion import Objective, objective_from_dict
-from opendit.encoders.text import text_geometry
+from opendit.encoders.text import check_tokens, text_geometry
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
 from opendit.memory import BYTES
 from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
-from opendit.models.pretrained import Weights, find_weights, infer_config, read_weights
-from opendit.models.zoo import patch_size
+from opendit.models.names import patch_size
+from opendit.models.pretrained import Weights, assumption, infer_config, read_newest
+from opendit.models.zoo import of_revision
 from opendit.parallel.sequence.choose import Shape
 
 
@@ -45,7 +48,8 @@ def open_data(flags: TrainConfig, data_path: str | None = None) -> MediaDataset:
 
 
 def plan_model(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> tuple[DiTConfig, Objective, str]:
-    """The model's configuration, its objective, and the VAE's name.
+    """The model's configuration, its objective, and the VAE's name. The configuration is of the newest revision;
+    weights that the run starts from may be of an earlier one (:func:`check_pretrained`).
 
     Raises ValueError or OSError, naming the flag and the fix, for sizes and conditions that do not go together.
     """
@@ -64,8 +68,6 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> t
     config.check_speed(flags.fp8, flags.recompute)
     if flags.lora is not None and flags.lora >= config.hidden_size:
         raise ValueError(f"--lora {flags.lora}: a rank from 1 to below the width, {config.hidden_size}")
-    if config.adaln_lora is not None:
-        notes.append(saved_by_adaln_lora(config))
     return config, objective, vae
 
 
@@ -88,19 +90,26 @@ def sequence_shape(
     )
 
 
-def check_pretrained(flags: TrainConfig, config: DiTConfig) -> Weights:
-    """The weights of --pretrained, in CPU memory. Raises ValueError or FileNotFoundError if there are none that this
-    model can start from."""
-    weights = read_weights(find_weights(flags.pretrained))
+def check_pretrained(
+    flags: TrainConfig, config: DiTConfig, notes: list[str], resumed: bool = False
+) -> tuple[Weights, DiTConfig]:
+    """The weights of --pretrained, in CPU memory, and the model's configuration in their revision; of a run that is
+    ``resumed``, the configuration as it is.
+
+    Raises ValueError or FileNotFoundError if there are none that this model can start from."""
+    weights = read_newest(flags.pretrained, notes=notes)
     if "lora" in weights.info:
         raise ValueError(f"--pretrained {flags.pretrained} holds what --lora adds to {weights.info['lora']['base']}")
-    check_same_blocks(config_of(weights, flags.model), config, weights.path)
-    return weights
+    found = config_of(weights, flags.model)
+    config = config if resumed else of_revision(config, flags.model, found.revision)
+    check_same_blocks(found, config, weights.path)
+    notes += assumption(weights, found)
+    return weights, config
 
 
 def config_of(weights: Weights, model: str) -> DiTConfig:
     """What the file says, or what its shapes say of Meta's files."""
-    return weights.config or infer_config(weights.state, model, weights.path)
+    return weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
 
 
 def saved_by_adaln_lora(config: DiTConfig) -> str:
@@ -131,12 +140,14 @@ def _condition(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> d
         if flags.num_classes is not None:
             raise ValueError(f"--num_classes: --data_path {flags.data_path} has captions, not classes; leave it out")
         cached = getattr(dataset, "text_encoder", None)
-        if cached and flags.text_encoder not in (None, "bytes", cached):
+        given = flags.text_encoder
+        if cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached:
             raise ValueError(f"--text_encoder {flags.text_encoder}: {flags.data_path} was made with {cached}")
         name = flags.text_encoder = flags.text_encoder or cached or "bytes"
         kind, width, longest = text_geometry(name)
-        longest = dataset.max_tokens if name == cached else longest
-        return {"text": TextConfig(kind, width, flags.max_text_tokens or longest, flags.cross_attention)}
+        tokens = flags.max_text_tokens or (dataset.max_tokens if cached and name != "bytes" else longest)
+        check_tokens(name, kind, longest, tokens)
+        return {"text": TextConfig(kind, width, tokens, flags.cross_attention)}
     for name in ("text_encoder", "cross_attention", "max_text_tokens"):
         if name in flags.given:
             raise ValueError(f"--{name}: --data_path {flags.data_path} has no captions; give a CSV of path,text")
@@ -151,13 +162,26 @@ def _condition(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> d
     return {"num_classes": flags.num_classes or dataset.num_classes}
 
 
+def _check_decodes(flags: TrainConfig, channels: int, side: int) -> None:
+    """Raises ValueError if the VAE of --vae has latents of another shape than those of --data_path."""
+    theirs, downscale = video_geometry(flags.vae, 3)[:2] if flags.use_video else codec_geometry(flags.vae, 3)
+    if (theirs, flags.image_size // downscale) != (channels, side):
+        raise ValueError(
+            f"--vae {flags.vae}: a picture of {flags.image_size} px has {theirs} x {flags.image_size // downscale} x "
+            f"{flags.image_size // downscale} latents, --data_path {flags.data_path} has {channels} x {side} x {side}; "
+            "name the VAE that made them, or leave the flag out"
+        )
+
+
 def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
     """(the VAE's name, latent channels, latent height and width, latent frames); raises ValueError if sizes don't
     divide."""
     patch = patch_size(flags.model)
     if dataset.kind == "latents":
-        vae = flags.vae if "vae" in flags.given else dataset.vae
         channels, *frames, height, width = dataset.sample_shape
+        if "vae" in flags.given:
+            _check_decodes(flags, channels // 2, width)
+        vae = flags.vae if "vae" in flags.given else dataset.vae
         return vae, channels // 2, (height, width), frames[0] if frames else None
     if flags.use_video:
         channels, downscale, temporal = video_geometry(flags.vae, dataset.sample_shape[0])

@@ -9,6 +9,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from opendit.state.replace import replacing
+from opendit.training.records import WriteFailures
+
 WARMUP, STEPS = 8, 3  # steps that run before, and steps that are recorded; the profiler itself warms up in the last two
 
 # Kinds of work by what their kernels (on a GPU) or operators (on a CPU) are called; the first that matches counts.
@@ -59,16 +62,24 @@ def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
 
 
 class StepProfiler:
-    """Records a few steps and writes trace.json.gz and table.txt into ``folder``; call :meth:`step` after every step.
+    """Records a few steps and writes trace.json.gz and table.txt into ``folder``: a context manager; call :meth:`step`
+    after every step.
 
     With ``wanted`` false nothing happens. A run that ends before all steps are recorded writes nothing and says so: at
     once if ``steps``, those it will take, are too few, else in :meth:`close`.
     """
 
     def __init__(
-        self, wanted: bool, folder: Path, device: torch.device, steps: int, say: Callable[[str], None] = print
+        self,
+        wanted: bool,
+        folder: Path,
+        device: torch.device,
+        steps: int,
+        say: Callable[[str], None] = print,
+        failures: WriteFailures | None = None,
     ):
         self.folder, self.say, self.cuda = folder, say, device.type == "cuda"
+        self._failures = failures or WriteFailures(say)
         self._profile, self._steps = None, 0
         if wanted and steps < WARMUP + STEPS:
             self._say_too_short(steps)
@@ -77,6 +88,15 @@ class StepProfiler:
             when = schedule(wait=WARMUP - 2, warmup=2, active=STEPS, repeat=1)
             self._profile = profile(activities=activities, schedule=when, on_trace_ready=self._write)
             self._profile.start()
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._profile = None  # what is recorded shows nothing whole
 
     def step(self) -> None:
         if self._profile is None:
@@ -103,12 +123,16 @@ class StepProfiler:
     def _write(self, recorded: profile) -> None:
         if self._profile is None:  # being closed halfway through
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        recorded.export_chrome_trace(str(self.folder / "trace.json.gz"))
-        text = table(works_of(recorded, self.cuda), STEPS)
-        (self.folder / "table.txt").write_text(text + "\n")
+        text, trace = table(works_of(recorded, self.cuda), STEPS), "(no trace)"
+        with self._failures.survive("profile"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self.folder / "table.txt") as new:
+                new.write_text(text + "\n")
+            with replacing(self.folder / "trace.json.gz") as new:
+                recorded.export_chrome_trace(str(new))
+            trace = f"(trace: {self.folder / 'trace.json.gz'})"
         where = "the device" if self.cuda else "the host"
-        self.say(f"profile of {STEPS} steps, time on {where} (trace: {self.folder / 'trace.json.gz'}):\n{text}")
+        self.say(f"profile of {STEPS} steps, time on {where} {trace}:\n{text}")
 
 
 def works_of(recorded: profile, cuda: bool) -> list[Work]:

@@ -1,6 +1,8 @@
 """Pictures from a model: labels and a seed in, pixels out; grids and files."""
 
+import bisect
 import math
+import unicodedata
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from opendit.diffusion import Objective, cfg_model, guided_within
 from opendit.models import Condition, DiT
+from opendit.state.replace import replacing
 
 
 @torch.inference_mode()
@@ -89,18 +92,34 @@ def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = N
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
     for i, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         x, y = 4 + i % columns * cell_w, 4 + i // columns * cell_h
-        while len(caption) > 4 and draw.textlength(caption, font=font) > width * zoom:
-            caption = caption[:-2] + "…" if not caption.endswith("…") else caption[:-3] + "…"
-        draw.text((x, y), caption, fill="black", font=font)
+        draw.text((x, y), _fit(caption, width * zoom, font), fill="black", font=font)
         image = Image.fromarray(picture).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
         sheet.paste(image, (x, y + text))
     return sheet
 
 
+def one_line(caption: str) -> str:
+    """A caption as one line that can be drawn: white space and control characters are one space, what is no character
+    at all (half a surrogate pair, an unassigned code point) is U+FFFD."""
+    kinds = {"Cc": " ", "Cf": "", "Zs": " ", "Zl": " ", "Zp": " ", "Cs": "\ufffd", "Cn": "\ufffd", "Co": "\ufffd"}
+    return " ".join("".join(kinds.get(unicodedata.category(c), c) for c in caption).split())
+
+
+def _fit(caption: str, width: int, font: ImageFont.FreeTypeFont) -> str:
+    """As much of a caption as is at most ``width`` pixels wide, the first four characters in any case."""
+    line = one_line(caption[:10_000])
+    short = line[: 4 * width]  # measuring takes time per character, and no font's are that narrow
+    if len(short) <= 4 or (len(line) <= 4 * width and font.getlength(short) <= width):
+        return short
+    fits = bisect.bisect_left(range(4, len(short)), True, key=lambda end: font.getlength(short[:end] + "…") > width)
+    return short[: max(4 + fits - 1, 3)] + "…"
+
+
 def save_grid(path: Path, pictures: np.ndarray, captions: list[str], columns: int | None = None) -> None:
     """:func:`draw_grid` as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw_grid(pictures, captions, columns).save(path)
+    with replacing(path) as new:
+        draw_grid(pictures, captions, columns).save(new)
 
 
 def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: float) -> None:
@@ -108,7 +127,8 @@ def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: floa
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = len(clips) if len(clips) <= 4 else None
     first, *others = (draw_grid(frame, captions, columns, smallest=120) for frame in clips.swapaxes(0, 1))
-    first.save(path, save_all=True, append_images=others, duration=max(20, round(1000 / fps)), loop=0)
+    with replacing(path) as new:
+        first.save(new, save_all=True, append_images=others, duration=max(20, round(1000 / fps)), loop=0)
 
 
 def grid_columns(captions: list[str]) -> int | None:

@@ -31,7 +31,9 @@ from opendit.ema import EMA
 from opendit.models.pretrained import METADATA_KEY
 from opendit.parallel.engine import MOMENTS, Engine
 from opendit.parallel.side_channel import SideChannel
-from opendit.state_files import sync_folder, write_file, write_manifest, write_tensors
+from opendit.parallel.supervisor import CLOSING
+from opendit.state_files import LATEST, not_finite, sync_folder, write_file, write_manifest, write_tensors
+from opendit.training.records import WriteFailures
 
 OPTIMIZER = "optimizer"
 Files = dict[str, dict[str, Tensor]]  # what one rank writes: file, name of the tensor, tensor
@@ -60,7 +62,8 @@ def share_out(sizes: dict[str, int], weight_files: list[str], ranks: int) -> dic
 class Checkpoints:
     """Writes checkpoints of one run; build and call it on every rank. At most one is being written at a time.
 
-    A context manager: leaving it waits for the write in flight and frees the host memory; no save after that.
+    A context manager: leaving it waits for the write in flight and frees the host memory; no save after that. After an
+    error it waits ``CLOSING`` seconds: a longer write is given up, and the checkpoint before stays the newest.
 
     Args:
         folder: the run's checkpoints/ folder.
@@ -69,6 +72,7 @@ class Checkpoints:
         in_use: the checkpoint that this run was resumed from; it is not deleted.
         say: shows a line to people; called from another thread.
         enabled: False for a run that saves nothing, which then needs no host memory for it.
+        write_failures: counts what goes wrong beside the checkpoints themselves, with ``latest``.
 
     Attributes:
         failures: a message for every save that failed, on every rank.
@@ -87,8 +91,10 @@ class Checkpoints:
         in_use: Path | None = None,
         say: Callable[[str], None] = print,
         enabled: bool = True,
+        write_failures: WriteFailures | None = None,
     ):
         self.folder, self.info, self.keep, self.in_use, self.say = folder, info, keep, in_use, say
+        self._write_failures = write_failures or WriteFailures(say)
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
         self.failures: list[str] = []
         self.newest: Path | None = in_use
@@ -102,15 +108,23 @@ class Checkpoints:
         total = sum(sizes[name] * (len(MOMENTS) if file == OPTIMIZER else 1) for file, name in mine)
         self._buffer = _host_buffer(total if enabled else 0, self.mesh.device)
         if self.mesh.is_main:
-            tidy(folder)
+            self.in_use = self.newest = tidy(folder, in_use)
         self.mesh.barrier()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, *_) -> None:
+        if kind is not None:
+            self.abandon(CLOSING)
+            return
         self.wait()
         _page_unlock(self._buffer)
+
+    def abandon(self, seconds: float) -> None:
+        """Waits only so long for the write in flight: the run has failed."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     @property
     def host_bytes(self) -> int:
@@ -141,6 +155,11 @@ class Checkpoints:
         self._thread = threading.Thread(target=self._write, args=(files, full), name="checkpoint", daemon=True)
         self._thread.start()
         self.stall_s = time.perf_counter() - started
+
+    def refuse(self, step: int, why: str) -> None:
+        """Counts a save that must not be made as one that failed; call it on every rank."""
+        self.wait()
+        self._failed(step, why, "")
 
     def wait(self) -> None:
         """Until the write in flight, if any, has ended one way or the other."""
@@ -190,11 +209,14 @@ class Checkpoints:
             self.newest = final
             self._say(f"step {step}: saved {final} (held up {self.stall_s:.2f} s, written in {self.write_s:.1f} s)")
             return
-        self.failures.append(f"step {step}: {problem}")
         if self.mesh.is_main:
             shutil.rmtree(incomplete(final), ignore_errors=True)
+        self._failed(step, problem)
+
+    def _failed(self, step: int, problem: str, then: str = "training goes on, ") -> None:
+        self.failures.append(f"step {step}: {problem}")
         before = f"intact is {self.newest}" if self.newest else "there is no earlier one"
-        self._say(f"step {step}: NOT SAVED, {problem}; {before}; training goes on, the run's exit code will be 1")
+        self._say(f"step {step}: NOT SAVED, {problem}; {before}; {then}the run's exit code will be 1")
 
     def _write_together(self, final: Path, files: Files, state: dict) -> str | None:
         """What went wrong on any rank, the same text on all of them; None if the checkpoint is in its place."""
@@ -202,6 +224,9 @@ class Checkpoints:
         metadata, folder = {"format": "pt", METADATA_KEY: json.dumps(info)}, incomplete(final)
         written, problem = {}, None
         try:
+            for name, tensors in files.items():
+                if bad := not_finite(tensors):
+                    raise ValueError(f"{bad} in {name} is not finite")
             folder.mkdir(parents=True, exist_ok=True)
             for name, tensors in files.items():
                 written[name] = write_tensors(folder / name, tensors, metadata)
@@ -215,7 +240,9 @@ class Checkpoints:
                 manifest[STATE] = write_file(folder / STATE, iter([json.dumps(state, indent=1).encode()]))
                 write_manifest(folder, FORMAT_VERSION, manifest)
                 sync_folder(folder)
-                put_in_place(final)
+                with self._write_failures.survive(f"checkpoints/{LATEST}", state["step"]):
+                    if unlinked := put_in_place(final):
+                        raise unlinked
                 prune(self.folder, self.keep, final, self.in_use)
             except Exception as error:
                 problem = f"rank 0: {error}"

@@ -3,6 +3,11 @@
 import os
 
 import pytest
+from hypothesis import settings
+
+# A busy machine takes longer than hypothesis' 200 ms for an example now and then; that is no failure of a test's.
+settings.register_profile("opendit", deadline=None)
+settings.load_profile("opendit")
 
 
 @pytest.fixture

@@ -72,6 +72,15 @@ def _child(rank: int, world: int, port: int, folder: str, _, function: Callable,
     os._exit(0)
 
 
+def several_programs() -> None:
+    """Lets this rank run one program after the other: they all meet in the same group, and an error that ends a program
+    does not end the process."""
+    from opendit.parallel import supervisor
+
+    supervisor.close_mesh = lambda: None
+    supervisor.Supervisor._exit = lambda self, code: sys.exit(code)
+
+
 def context(fresh: bool = False) -> multiprocessing.context.BaseContext:
     """How ranks are started; ``fresh``: each in an interpreter of its own."""
     chosen = multiprocessing.get_context("spawn" if fresh or torch.cuda.is_available() else "forkserver")

@@ -1,16 +1,20 @@
 """Exchange with diffusers and Meta: the same function of the same input, both ways."""
 
+import io
 import json
 import pickle
+from contextlib import redirect_stderr
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opendit import export
+from opendit.export import load_pipeline
+from opendit.export.__main__ import main
 from opendit.models import DiT, TextConfig, model_config
 from opendit.models.pretrained import METADATA_KEY, load_pretrained
 from opendit.models.zoo import build_model
+from opendit.state.export import NULL_CLASS
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised
 
@@ -52,15 +56,15 @@ def error(a, b) -> float:
 
 
 @torch.no_grad()
-def test_diffusers_there_and_back(folder, ckpt, capsys):
+def test_diffusers_there_and_back(folder, ckpt, vae, capsys):
     from diffusers import DiTPipeline
 
     model, path = ckpt
     output = folder / "pipeline"
-    export.main(["diffusers", "--ckpt", path, "--output", str(output)])
+    main(["diffusers", "--ckpt", path, "--output", str(output), "--vae", vae])
     x, t, y = inputs()
-    ours, theirs = model(x, t, y), torch.where(y == 7, export.NULL_CLASS, y)
-    pipeline = export.load_pipeline(output)
+    ours, theirs = model(x, t, y), torch.where(y == 7, NULL_CLASS, y)
+    pipeline = load_pipeline(output)
     assert error(pipeline.transformer(x, t, theirs).sample, ours) < 1e-5
     stock = error(DiTPipeline.from_pretrained(output).transformer(x, t, theirs).sample, ours)
     assert stock > 1e-3  # the trap is real
@@ -70,7 +74,7 @@ def test_diffusers_there_and_back(folder, ckpt, capsys):
     assert pipeline([2, 5], num_inference_steps=2, output_type="np").images.shape == (2, 32, 32, 3)
 
     back = folder / "back.safetensors"
-    export.main(["opendit", "--ckpt", str(output), "--output", str(back)])
+    main(["opendit", "--ckpt", str(output), "--output", str(back)])
     again, weights = load_pretrained(back)
     assert weights.info["class_names"] == NAMES and weights.config == model.config
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
@@ -79,18 +83,21 @@ def test_diffusers_there_and_back(folder, ckpt, capsys):
 @torch.no_grad()
 def test_meta_there_and_back(folder, ckpt):
     model, path = ckpt
-    export.main(["meta", "--ckpt", path, "--output", str(folder / "meta.pt")])
+    main(["meta", "--ckpt", path, "--output", str(folder / "meta.pt")])
     state = torch.load(folder / "meta.pt", weights_only=True)
     assert state["y_embedder.embedding_table.weight"].shape == (8, 128) and state["pos_embed"].shape == (1, 16, 128)
     back = folder / "from_meta.safetensors"
-    export.main(["opendit", "--ckpt", str(folder / "meta.pt"), "--model", "DiT-Ti/2", "--output", str(back)])
+    main(["opendit", "--ckpt", str(folder / "meta.pt"), "--model", "DiT-Ti/2", "--output", str(back)])
     assert all(torch.equal(load_file(back)[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def refusal(*argv) -> str:
-    with pytest.raises(SystemExit) as stop:
-        export.main([str(word) for word in argv])
-    return stop.value.code
+    """The one line that a refused conversion prints."""
+    errors = io.StringIO()
+    with pytest.raises(SystemExit) as stop, redirect_stderr(errors):
+        main([str(word) for word in argv])
+    assert stop.value.code == 2 and errors.getvalue().count("\n") == 1
+    return errors.getvalue()
 
 
 def test_what_the_others_can_not_express_is_refused(folder, ckpt, vae):
@@ -120,7 +127,8 @@ def test_what_the_others_can_not_express_is_refused(folder, ckpt, vae):
         assert not output.exists()
     assert "1001 classes" in refusal("diffusers", "--ckpt", many, "--output", folder / "never")
     assert "trained on pixels" in refusal("diffusers", "--ckpt", ckpt[1], "--vae", "none", "--output", folder / "never")
-    assert "--model" in refusal("opendit", "--ckpt", folder / "no.pt", "--output", folder / "never")
+    (folder / "no.pt").touch()
+    assert "--model" in refusal("opendit", "--ckpt", folder / "no.pt", "--output", folder / "never.safetensors")
 
 
 class Evil:
@@ -132,7 +140,32 @@ def test_a_malicious_pickle_is_refused(folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "evil.pt").write_bytes(pickle.dumps({"pos_embed": Evil()}))
     torch.save({"pos_embed": Evil()}, folder / "evil2.pt")
+    never = folder / "never.safetensors"
     for name in ("evil.pt", "evil2.pt"):
-        message = refusal("opendit", "--ckpt", folder / name, "--model", "DiT-Ti/2", "--output", folder / "never")
+        message = refusal("opendit", "--ckpt", folder / name, "--model", "DiT-Ti/2", "--output", never)
         assert "would run code" in message
-    assert not (folder / "evil-was-here").exists() and not (folder / "never").exists()
+    assert not (folder / "evil-was-here").exists() and not never.exists()
+
+
+def test_what_can_be_seen_at_once_is_said_before_weights_are_read(folder, ckpt, monkeypatch):
+    monkeypatch.setattr("opendit.state.export.load_pretrained", lambda *_: pytest.fail("read weights"))
+    (folder / "full").mkdir()
+    (folder / "full" / "else.txt").touch()
+    from_ckpt = ("--ckpt", ckpt[1], "--output")
+    assert "its folder does not exist" in refusal("meta", *from_ckpt, folder / "no" / "m.pt")
+    assert "is a folder" in refusal("meta", *from_ckpt, folder)
+    assert "is what --ckpt names" in refusal("opendit", *from_ckpt, ckpt[1])
+    assert "a .safetensors file" in refusal("opendit", *from_ckpt, folder / "weights.bin")
+    assert "folder of something else" in refusal("diffusers", *from_ckpt, folder / "full")
+    assert "can't write there" in refusal("diffusers", *from_ckpt, folder / "full" / "else.txt")
+    assert "doesn't exist" in refusal("meta", "--ckpt", folder / "nowhere", "--output", folder / "m.pt")
+    assert "--vae does nothing" in refusal("meta", *from_ckpt, folder / "m.pt", "--vae", "ema")
+    assert "--output '': must not be empty" in refusal("meta", *from_ckpt, "")
+    assert "did you mean DiT-XL/2" in refusal("meta", *from_ckpt, folder / "m.pt", "--model", "DiT-XXL/2")
+
+
+def test_what_is_replaced_is_said(folder, ckpt, capsys):
+    target = folder / "again.pt"
+    for said in (False, True):
+        main(["meta", "--ckpt", ckpt[1], "--output", str(target)])
+        assert (f"{target} is there already and will be replaced" in capsys.readouterr().out) == said

@@ -6,6 +6,8 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize("module", ["data", "encoders", "export", "fused", "models", "plan"])
+@pytest.mark.parametrize(
+    "module", ["data", "diffusion", "encoders", "fused", "kernels.attention", "models", "plan", "state.export"]
+)
 def test_imported_first(module):
     subprocess.run([sys.executable, "-c", f"import opendit.{module}"], check=True)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import train
-from opendit.config import TrainConfig, parse
+from opendit.cli.command_line import parse
+from opendit.cli.train_flags import TrainConfig
 from opendit.kernels.recompute import recompute_in
 from opendit.memory import GIB, Setup, advice, describe, estimate, largest_batch
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model, model_config
@@ -275,11 +276,12 @@ def test_what_is_needed_is_said_before_it_is_allocated(card, rank, tmp_path, no_
     if rank is not None:
         torch.save(build_model(config).state_dict(), tmp_path / "base.pt")
         argv += ["--pretrained", str(tmp_path / "base.pt"), "--lora", str(rank)]
-    monkeypatch.setattr(train, "card_memory", lambda device: card)
-    monkeypatch.setattr(train, "build_model", out_of_memory)
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr("opendit.training.summary.card_memory", lambda device: card)
+    monkeypatch.setattr("opendit.training.loop.build_model", out_of_memory)
+    with pytest.raises(SystemExit) as stop:
         train.main(argv)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert stop.value.code == 1 and "CUDA out of memory" in err.splitlines()[-1]
     trained = None if rank is None else lora_parameters(config, rank)
     setup = Setup(precision="fp32", fused=False, trained=trained)
     assert out.count("GiB a rank estimated") == 1 and describe(config, setup, 512, card) in out
@@ -309,3 +311,16 @@ def test_a_run_says_what_it_does(plugin, tmp_path, capfd):
     assert "GiB a rank estimated" in row and ("--recompute cheap" in row) == (plugin == "zero2") and "on a CPU" in row
     row = re.search(r"compile +(.*)", out).group(1)
     assert row.startswith("off: Gemini fetches weights" if plugin == "gemini" else "off (--compile is)")
+
+
+@pytest.mark.parametrize("more", [["--image_size", "16384"], ["--image_size", "4096", "--batch_size", "1400"]])
+def test_what_a_machine_without_gpus_can_not_hold_is_refused_at_once(more, tmp_path, capsys, no_ranks):
+    tiny = "--model DiT-Ti/2 --data_path digits --vae none --num_workers 0 --outputs".split()
+    with pytest.raises(SystemExit) as stop:
+        train.main([*tiny, str(tmp_path), *more])
+    said = capsys.readouterr().err
+    assert (
+        stop.value.code == 2
+        and re.search(r"needs about [\d,]+ GiB and this machine has", said)
+        and "--image_size" in said
+    )

@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 
 import preprocess
+import train
+from opendit.cli.command_line import underscored
 from opendit.data import Ticket, build_dataset
 from opendit.encoders import load_codec
 
@@ -139,10 +141,19 @@ def test_mistakes_are_told_in_one_line(job, tmp_path, capsys):
     assert stopped.value.code == 2
 
 
+@pytest.mark.parametrize("vae", ["none", "ema"])
+def test_latents_of_another_vae_are_refused_before_training(vae, job, tmp_path, capsys, no_ranks):
+    """These are 4 x 16 x 16; --vae none would draw them as pixels, --vae ema as pictures of 128 px."""
+    argv = ["--model", "DiT-Ti/2", "--data_path", str(job[1]), "--image_size", "32", "--outputs", str(tmp_path)]
+    with pytest.raises(SystemExit) as stop:
+        train.main([*argv, "--vae", vae])
+    assert stop.value.code == 2 and f"--vae {vae}: a picture of 32 px has" in capsys.readouterr().err
+
+
 def test_dashes_are_accepted():
-    assert preprocess.underscores("--data-path=a-b") == "--data_path=a-b"
-    assert preprocess.underscores("--no-flip") == "--no_flip"
-    assert preprocess.underscores("some-folder") == "some-folder" and preprocess.underscores("-h") == "-h"
+    assert underscored("--data-path=a-b") == "--data_path=a-b"
+    assert underscored("--no-flip") == "--no_flip"
+    assert underscored("some-folder") == "some-folder" and underscored("-h") == "-h"
 
 
 def test_a_demo_is_made_listed_and_checked(tmp_path, capsys):
@@ -178,10 +189,10 @@ def test_a_demo_of_the_test_digits(tmp_path, capsys):
 def test_mistakes_with_tables_are_told_in_one_line(tmp_path, capsys):
     output = ["--output", str(tmp_path / "out.csv")]
     for flags, message in [
-        (["ucf101", str(tmp_path / "no"), *output], "there is no folder"),
+        (["ucf101", str(tmp_path / "no"), *output], "ROOT "),
         (["ucf101", str(tmp_path), *output], "holds no clips in folders of their classes"),
         (["folder", str(tmp_path), *output], "holds no clips or pictures"),
-        (["check", "/no/such.csv", *output], "error: /no/such.csv doesn't exist"),
+        (["check", "/no/such.csv", *output], "CSV /no/such.csv doesn't exist"),
     ]:
         assert preprocess.main(flags) == 2
         error = capsys.readouterr().err
@@ -190,3 +201,19 @@ def test_mistakes_with_tables_are_told_in_one_line(tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             preprocess.main(flags)
         assert stopped.value.code == 2
+
+
+def test_a_lost_process_ends_the_other(job, tmp_path):
+    flags, _ = job
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    output, logs = tmp_path / "latents", [tmp_path / "log0", tmp_path / "log1"]
+    processes = [start(log, *flags, "--output", output, RANK=str(rank), **common) for rank, log in enumerate(logs)]
+    while not list(output.glob("*.safetensors")):
+        assert all(process.is_alive() for process in processes), [log.read_text() for log in logs]
+        time.sleep(0.001)
+    processes[1].kill()
+    processes[0].join(timeout=15)
+    assert processes[0].exitcode == 3

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import train
 from tests.encoders.test_vae import small_vae
 from tests.numbers import off_by
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, several_programs
 
 # Everything random is at work: label drop (on by default), flips, the VAE's sampling, shuffling; 8 is mid-epoch.
 ARGV = "--model DiT-Ti/2 --image_size 16 --random_flip --num_workers 0 --log_every 1 --lr 3e-4".split()
@@ -36,7 +36,7 @@ def vae(tmp_path_factory):
 
 
 def trainings(mesh, runs: list[list[str]]) -> None:
-    train.close_mesh = lambda: None  # the next training meets in the same group
+    several_programs()
     for argv in runs:
         train.main(argv)
 

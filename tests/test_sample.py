@@ -94,10 +94,10 @@ def test_more_processes_than_samples(tmp_path, ckpt):
         ("--class_labels 1 5", "--class_labels 5: the model has labels 0 to 4"),
         ("--image_size 16", "draws 8 x 8"),
         ("--model DiT-S/2", "checkpoint of DiT-Ti/2"),
-        ("--num_sampling_steps 2000", "1000 steps at most"),
+        ("--num_sampling_steps 2000", "--num_sampling_steps 2000: must be from 1 to 1,000"),
         ("--mixed_precision fp16", "needs a GPU"),
         ("--npz {tmp}/no/such/s.npz", "--npz"),
-        ("--ckpt {tmp}/nowhere", "no checkpoint there"),
+        ("--ckpt {tmp}/nowhere", "nowhere doesn't exist"),
         ("--ckpt latest --outputs {tmp}", "no run with a checkpoint"),
         ("--vae {tmp}", "--vae"),
     ],
@@ -121,7 +121,9 @@ def test_frames_that_have_no_learned_positions(frames, frames_a_patch, tmp_path,
     )
     known = max(frames, frames_a_patch)
     sample.main([*argv, str(known)])  # of a picture's patch all frames are trained
-    monkeypatch.setattr(sample, "load_video_codec", lambda *_, **__: pytest.fail("the VAE was loaded first"))
+    monkeypatch.setattr(
+        "opendit.inference.job.load_video_codec", lambda *_, **__: pytest.fail("the VAE was loaded first")
+    )
     with pytest.raises(SystemExit) as stop:
         sample.main([*argv, str(known + frames_a_patch)])
     message = f"--num_frames {known + frames_a_patch}: {path} has learned the positions of {known} at most"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from opendit.config import TrainConfig, parse
+from opendit.cli.command_line import parse
+from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion import DDPM, ddpm_loss
 from opendit.models import DiT, model_config
 from opendit.random import Stream, integers, normal, uniform
+from opendit.training.loop import learning_rate
 from tests.numbers import off_by
 from tests.ranks import run_ranks
 
@@ -107,10 +110,11 @@ def test_a_run_that_saves_nothing_ends_as_done(tmp_path, no_ranks, capsys):
     assert not any((tmp_path / "000-DiT-Ti-2").glob("samples/*"))
 
 
-def test_a_diverging_run_stops_and_keeps_its_weights_finite(tmp_path, no_ranks):
+def test_a_diverging_run_stops_and_keeps_its_weights_finite(tmp_path, no_ranks, capsys):
     argv = [*TINY, *QUIET, "--batch_size", "4", "--max_steps", "9", "--outputs", str(tmp_path), "--ckpt_every", "1"]
-    with pytest.raises(FloatingPointError, match="try a lower --lr"):
+    with pytest.raises(SystemExit) as stop:
         train.main([*argv, "--lr", "1e30", "--max_bad_steps", "3"])
+    assert stop.value.code == 1 and "try a lower --lr" in capsys.readouterr().err.splitlines()[-1]
     weights = load_file(tmp_path / "000-DiT-Ti-2" / "checkpoints" / "latest" / "model.safetensors")
     assert all(w.isfinite().all() for w in weights.values())
     assert [line["skipped"] for line in log_of(tmp_path / "000-DiT-Ti-2")][-1] >= 1
@@ -129,8 +133,10 @@ def test_a_diverging_run_stops_and_keeps_its_weights_finite(tmp_path, no_ranks):
         ("--mixed_precision fp16", "needs a GPU"),
         ("--plugin gemini --mixed_precision fp32", "gemini"),
         ("--outputs {tmp}/file/x", "--outputs"),
-        ("--load {tmp}/nowhere", "--load .*no checkpoint there"),
-        ("--pretrained {tmp}/nowhere.pt", "no checkpoint there"),
+        ("--load {tmp}/nowhere", "--load .*/nowhere doesn't exist; give latest, a run folder"),
+        ("--load {tmp}/empty", "--load .*no checkpoint there"),
+        ("--pretrained {tmp}/nowhere.pt", "--pretrained .*/nowhere.pt doesn't exist; give a .safetensors"),
+        ("--pretrained {tmp}/empty", "no checkpoint there"),
         ("--vae {tmp}/empty", "--vae none"),
     ],
 )
@@ -143,7 +149,8 @@ def test_bad_input_is_answered_before_any_weight_is_made(argv, message, tmp_path
         train.main(words)
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and __import__("re").search(message, error), error
+    assert len(error.splitlines()) == 1 and re.match(r"(train\.py: )?error: ", error), error
+    assert re.search(message, error), error
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, no_ranks, capsys):
@@ -162,6 +169,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, no_ranks, capsys):
 
 def test_learning_rate_schedule():
     flags = parse(TrainConfig, ["--lr", "2", "--warmup_steps", "4", "--lr_schedule", "cosine"])
-    rates = [train.learning_rate(flags, step, 104) for step in range(104)]
+    rates = [learning_rate(flags, step, 104) for step in range(104)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0
     assert rates[54] == pytest.approx(1.0) and 0 < rates[-1] < 0.01

@@ -9,7 +9,8 @@ from safetensors import safe_open
 
 import sample
 import train
-from opendit.config import TrainConfig, parse
+from opendit.cli.command_line import parse
+from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.models import DiT, model_config
 from opendit.models.pretrained import METADATA_KEY
@@ -72,7 +73,7 @@ def test_a_resume_keeps_what_the_network_predicts(tmp_path, no_ranks, capsys):
     edm, flow = [*TINY, "--objective", "edm"], [*TINY, "--objective", "flow"]
     train.main([*flow, *outputs, "--max_steps", "1"])
     train.main([*flow, "--flow_shift", "2", *outputs, "--max_steps", "2"])
-    assert "resuming within rounding" in capsys.readouterr().out
+    assert "note: resume: --flow_shift 1.0 -> 2.0: the curve is another" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train.main([*edm, *outputs, "--max_steps", "3"])
     assert "repeat its --objective flow, or give it to --pretrained" in capsys.readouterr().err
@@ -82,7 +83,7 @@ def test_a_resume_keeps_what_the_network_predicts(tmp_path, no_ranks, capsys):
     ("argv", "message"),
     [
         (["--flow_shift", "2"], "--flow_shift belongs to --objective flow"),
-        (["--objective", "flow", "--flow_shift", "0"], "--flow_shift 0.0: must be above 0"),
+        (["--objective", "flow", "--flow_shift", "0"], "--flow_shift 0.0: must be from 0.01"),
     ],
 )
 def test_flags_that_do_not_fit(argv, message, tmp_path, no_ranks, capsys):

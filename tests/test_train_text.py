@@ -60,7 +60,8 @@ def test_text_to_image_with_the_trained_encoder(pictures, tmp_path):
             assert captions == (given if len(given) > 1 else ["grey, number 3", "und etwas Anderes: größer"])
         else:  # those stored with the checkpoint
             assert len(captions) == 12 and "grey, number 0" in captions
-    assert (output / "000001-b__c.png").is_file()
+        # What an earlier job wrote there is gone.
+        assert (output / "000001-b__c.png").is_file() == (given[:1] == ["a"])
 
 
 def test_clips_with_the_trained_encoder(clips, tmp_path, capsys):
@@ -117,7 +118,8 @@ def test_a_frozen_encoder_and_a_vae_live_and_from_cached_latents(clips, tmp_path
     ],
 )
 def test_bad_input(argv, message, clips, tmp_path, capsys):
-    words = ["--data_path", str(clips), *"--image_size 16 --num_frames 4 --vae none".split(), *COMMON]
+    frames = ["--num_frames", "4"] if "vDiT" in argv else []
+    words = ["--data_path", str(clips), *"--image_size 16 --vae none".split(), *frames, *COMMON]
     with pytest.raises(SystemExit) as stop:
         train.main([*words, "--outputs", str(tmp_path), *argv.format(tmp=tmp_path).split()])
     error = capsys.readouterr().err

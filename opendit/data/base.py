@@ -7,13 +7,17 @@ same ticket gives the same numbers in any process, on any number of GPUs and aft
 
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from opendit.data.files import printable
 from opendit.random import Stream, integers, uniform
+
+if TYPE_CHECKING:
+    from opendit.data.verification import Verification
 
 
 class Ticket(NamedTuple):
@@ -48,7 +52,7 @@ class BadSample(Exception):
     """One file can't be read; the run goes on with another one."""
 
     def __init__(self, path: str, reason: object):
-        super().__init__(f"{path}: {reason}")
+        super().__init__(f"{printable(path)}: {printable(str(reason))}")
 
 
 class DataError(RuntimeError):
@@ -68,7 +72,9 @@ class MediaDataset(Dataset):
     as_bytes: give pixels as uint8, for ``to_pixels`` to turn into [-1, 1] where the batch is needed; a data set whose
     samples are not made of bytes ignores it.
     shortened: reads so far that took a clip's frames closer together than asked for, because it is too short.
-    seed: the run's seed. max_bad: largest share of unreadable files that is skipped rather than an error.
+    on_read: called with a row right before it is read.
+    note: what else the log's line says. seed: the run's seed. max_bad: largest share of unreadable files that is
+    skipped rather than an error.
     """
 
     kind: str = "pixels"
@@ -79,6 +85,8 @@ class MediaDataset(Dataset):
     random_window: bool = False
     as_bytes: bool = False
     shortened: int = 0
+    on_read: Callable[[int], None] | None = None
+    note: str = ""
     seed: int = 0
     max_bad: float = 0.05
 
@@ -93,6 +101,10 @@ class MediaDataset(Dataset):
         """``load`` with the place in [0, 1) at which a clip's window begins, None for its middle. A data set of clips
         overrides it; pictures have no window."""
         return self.load(row, flip)
+
+    def source(self, row: int) -> str:
+        """Where a row comes from, for people: its file."""
+        return f"row {row} of {type(self).__name__}"
 
     def label(self, row: int) -> int:
         raise NotImplementedError
@@ -116,6 +128,16 @@ class MediaDataset(Dataset):
     def identity(self) -> str:
         """A hash of what the rows are (names and labels, or contents), to tell two data sets apart."""
         raise NotImplementedError
+
+    def contents(self) -> str | None:
+        """A hash of what the files hold whose names :meth:`identity` knows (see ``contents.hash_files``); None where
+        that knows the contents themselves."""
+        return None
+
+    def verification(self, share: int, shares: int) -> "Verification | None":
+        """What compares this data set's files with their checksums beside the training, of ``shares`` processes the
+        ``share``-th; None if there are none."""
+        return None
 
     def describe(self) -> str:
         """One line for the log."""
@@ -150,6 +172,8 @@ class MediaDataset(Dataset):
         row = first
         # A gap of up to max_bad of the rows may lie in one place (one broken class folder): only a longer one is fatal.
         for _ in range(max(100, int(self.max_bad * len(self))) + 1):
+            if self.on_read is not None:
+                self.on_read(row)
             try:
                 x = self.load_at(row, flip, start)
                 return Item(x, self.label(row), self.caption(row), tuple(skipped), self.embedding(row))

@@ -10,8 +10,11 @@ from torch import Tensor
 
 from opendit.data.base import MediaDataset, flip_note, hash_parts, name_few
 from opendit.data.clips import SHORT_CLIPS, read_clip
+from opendit.data.contents import hash_files
 from opendit.data.csv_table import read_csv
-from opendit.data.images import PathTable, center_crop, read_picture, to_tensor
+from opendit.data.files import printable, problem
+from opendit.data.images import PathTable, to_tensor
+from opendit.data.picture_file import center_crop, read_picture
 
 CHECKED_FILES = 2000
 PICTURE, CLIP = 0, 1  # shape keys
@@ -54,7 +57,7 @@ class CaptionedDataset(MediaDataset):
         rows = [(row, row.is_picture) for row in read_csv(csv_path)]
         used = [(row, is_picture) for row, is_picture in rows if use_video or is_picture]
         if not used:
-            raise ValueError(f"--data_path {csv_path} holds clips only: add --use_video")
+            raise ValueError(f"--data_path {printable(csv_path)} holds clips only: add --use_video")
         self.csv_path, self.left_out = str(csv_path), len(rows) - len(used)
         # In arrays, which forked workers share; see PathTable.
         self.paths, self.texts = PathTable([str(row.path) for row, _ in used]), PathTable([row.text for row, _ in used])
@@ -70,6 +73,9 @@ class CaptionedDataset(MediaDataset):
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def source(self, row: int) -> str:
+        return self.paths[row]
 
     def load(self, row: int, flip: bool) -> Tensor:
         """A picture, or the middle of a clip."""
@@ -111,6 +117,9 @@ class CaptionedDataset(MediaDataset):
         names = "\0".join(os.path.relpath(path, folder) for path in self.paths)
         return hash_parts("captioned", names, "\0".join(self.texts), self.keys.tobytes())
 
+    def contents(self) -> str:
+        return hash_files(self.paths)
+
     def describe(self) -> str:
         clips = int((self.keys == CLIP).sum())
         parts = [f"{count:,} {name}" for count, name in ((clips, "clips"), (len(self) - clips, "pictures")) if count]
@@ -119,24 +128,32 @@ class CaptionedDataset(MediaDataset):
         window = f", frame interval {self.frame_interval}" if clips and self.frame_interval > 1 else ""
         if window and self.short_clips == "interval":
             window += " (smaller where a clip is too short)"
-        return f"{self.csv_path}: {' and '.join(parts)} with captions{note}, {shape}{window}, {flip_note(self)}"
+        return (
+            f"{printable(self.csv_path)}: {' and '.join(parts)} with captions{note}, {shape}{window}, {flip_note(self)}"
+        )
 
 
 def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
-    """Looks whether up to 2,000 files spread evenly over ``paths`` exist.
+    """Looks whether up to 2,000 files spread evenly over ``paths`` exist and are files; none is opened.
 
-    Raises FileNotFoundError if none does, ValueError if more than the share ``max_bad`` is missing."""
+    Raises FileNotFoundError if none is, ValueError if more than the share ``max_bad`` is missing."""
     rows = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), CHECKED_FILES)).round().astype(np.int64)).tolist()
     with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
-        found = list(pool.map(lambda row: os.path.exists(paths[row]), rows))
-    missing = [paths[row] for row, there in zip(rows, found, strict=True) if not there]
+        found = list(pool.map(lambda row: problem(paths[row]), rows))
+    missing = [f"{printable(paths[row])} ({why})" for row, why in zip(rows, found, strict=True) if why is not None]
+    name = f"--data_path {printable(csv_path)}"
+    hints = "".join(
+        hint
+        for sign, hint in (("$", " Variables such as $HOME are not replaced."), ("\\", " Folders end with /, not \\."))
+        if any(sign in paths[row] for row, why in zip(rows, found, strict=True) if why is not None)
+    )
     if len(missing) == len(rows):
         raise FileNotFoundError(
-            f"--data_path {csv_path}: none of the {len(rows):,} files checked exists: {name_few(missing)}. Paths are "
-            "absolute or relative to the CSV's folder."
+            f"{name}: none of the {len(rows):,} files checked exists: {name_few(missing)}. Paths are absolute or "
+            f"relative to the CSV's folder.{hints}"
         )
     if len(missing) > max_bad * len(rows):
         raise ValueError(
-            f"--data_path {csv_path}: of {len(rows):,} files checked {len(missing):,} are missing, more than "
-            f"{max_bad:.0%}: {name_few(missing)}. Restore them or remove their rows."
+            f"{name}: of {len(rows):,} files checked {len(missing):,} are missing, more than {max_bad:.0%}: "
+            f"{name_few(missing)}. Restore them or remove their rows.{hints}"
         )

@@ -8,18 +8,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from statistics import median
 
-from tqdm import tqdm
-
 from opendit.data.base import DataError, name_few
-from opendit.data.clips import decode_frames
+from opendit.data.clips import decode_frames, name_for_ffmpeg
 from opendit.data.csv_table import Row, read_csv, write_csv
-from opendit.data.images import read_picture
+from opendit.data.files import printable, problem
+from opendit.data.picture_file import read_picture
+from opendit.data.processes import end_processes, end_with_parent
+from opendit.data.progress import Progress
 
 REASONS = ("missing", "undecodable", "too short", "too small", "empty caption")
 TIME_LIMIT = 60.0  # seconds for the two frames of one file
@@ -55,7 +55,7 @@ def probe(path: str, is_picture: bool) -> Medium:
     _, height, width, _ = decode_frames(path, first_and_last, threading.Event()).shape
     import av
 
-    with av.open(path) as file:
+    with name_for_ffmpeg(path) as name, av.open(name) as file:
         return Medium(lengths[0], height, width, float(file.streams.video[0].average_rate or 0))
 
 
@@ -78,24 +78,30 @@ def check_rows(
     jobs = []
     for i, row in enumerate(rows):
         if not row.text.strip():
-            faults[i] = ("empty caption", str(row.path))
-        elif not row.path.is_file():
-            faults[i] = ("missing", str(row.path))
+            faults[i] = ("empty caption", printable(row.path))
+        elif (why := problem(row.path)) is not None:
+            faults[i] = ("missing", f"{printable(row.path)}: {why}")
         else:
             jobs.append(i)
     pictures = [row.is_picture for row in rows]
     work = [(str(rows[i].path), pictures[i]) for i in jobs]
     span = (num_frames - 1) * frame_interval + 1
-    with tqdm(total=len(rows), initial=len(rows) - len(jobs), desc="checking", unit=" files") as bar:
-        for done, result in _run_apart(work, num_workers, time_limit):
+    with (
+        closing(_run_apart(work, num_workers, time_limit)) as results,
+        Progress(len(rows), "files", initial=len(rows) - len(jobs), title="checking") as bar,
+    ):
+        for done, result in results:
             i = jobs[done]
             bar.update()
             if isinstance(result, str):
-                faults[i] = ("undecodable", f"{rows[i].path}: {result}")
+                faults[i] = ("undecodable", f"{printable(rows[i].path)}: {result}")
             elif min(result.height, result.width) < image_size:
-                faults[i] = ("too small", f"{rows[i].path}: {result.width}x{result.height}, needs {image_size}")
+                faults[i] = (
+                    "too small",
+                    f"{printable(rows[i].path)}: {result.width}x{result.height}, needs {image_size}",
+                )
             elif result.frames < span and not pictures[i]:
-                faults[i] = ("too short", f"{rows[i].path}: {result.frames} frames, needs {span}")
+                faults[i] = ("too short", f"{printable(rows[i].path)}: {result.frames} frames, needs {span}")
             else:
                 media[i] = result
     for fault in faults:
@@ -121,7 +127,7 @@ def _run_apart(work: list[tuple[str, bool]], num_workers: int, time_limit: float
             with suppress(OSError):
                 pipe.send(None)
             pipe.close()
-            process.join()
+            process.join(5)
             return
         running[pipe] = [process, index, time.monotonic() + time_limit]
         with suppress(OSError):  # if it died while it was idle, the pipe reads as closed and the file is named
@@ -165,12 +171,12 @@ def _start_worker() -> tuple[Connection, multiprocessing.Process]:
 
 def _end(pipe: Connection, process: multiprocessing.Process) -> None:
     pipe.close()
-    process.kill()
-    process.join()
+    end_processes([process])
 
 
 def _serve(pipe: Connection, parent: int) -> None:
     """A worker process: answers a path with a Medium or the reason why there is none."""
+    end_with_parent()
     _silence()
     while True:
         # A parent that was killed sends no word, and the pipe stays open in the processes forked later.
@@ -186,7 +192,7 @@ def _serve(pipe: Connection, parent: int) -> None:
         try:
             answer = probe(*job)
         except Exception as error:  # decoders raise what they like
-            message = str(error).removeprefix(f"{job[0]}: ")  # a BadSample's
+            message = str(error).removeprefix(f"{printable(job[0])}: ")  # a BadSample's
             lines = [line.strip() for line in message.splitlines() if line.strip()]
             answer = (lines[0] if lines else type(error).__name__)[:200]
         pipe.send(answer)
@@ -221,11 +227,7 @@ def run(
     csv: str, output: str, *, num_frames: int = 16, frame_interval: int = 1, image_size: int = 0, num_workers: int = 2
 ) -> None:
     """``preprocess.py check`` with its flags' values. Raises DataError, and writes nothing, if no row is left."""
-    try:
-        rows = read_csv(csv)
-    except (ValueError, FileNotFoundError) as error:
-        # It is --data_path for training; here it is an argument.
-        raise type(error)(str(error).replace(f"--data_path {Path(csv)}", str(csv), 1)) from error
+    rows = read_csv(csv, name=printable(csv))
     kept, media, dropped = check_rows(
         rows, num_frames=num_frames, frame_interval=frame_interval, image_size=image_size, num_workers=num_workers
     )

@@ -6,10 +6,10 @@ decodes from the start.
 """
 
 import os
-import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
@@ -20,9 +20,12 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from opendit.data.base import BadSample, to_pixels
-from opendit.data.csv_table import CLIPS, first_bytes
+from opendit.data.files import TIME_LIMIT, first_bytes, kind_of
+from opendit.data.folders import CLIPS
+from opendit.data.mp4_header import MAX_FRAMES, too_many_frames
 
-TIME_LIMIT = 30.0  # seconds that one file may take
+MAX_FRAME_PIXELS = 2**26  # about twice the largest frames that any level of H.264 and H.265 allows
+WINDOW = 2**28  # bytes of full-size frames that are in memory at once
 SHORT_CLIPS = ("skip", "interval")
 REMEMBERED = 4096  # files of each kind below
 
@@ -131,7 +134,7 @@ def read_clip(
         return indices
 
     try:
-        frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop))
+        frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size))
     except TimeoutError:
         _hung.add(path, time_limit)
         raise BadSample(path, _too_long(time_limit)) from None
@@ -214,8 +217,14 @@ def _decord():
     return decord
 
 
-def decode_frames(path: str, choose: Callable[[int], list[int]], stop: threading.Event) -> np.ndarray:
-    """The frames ``choose(number of frames)`` of a file, (T, H, W, 3) uint8; raises BadSample."""
+def decode_frames(
+    path: str, choose: Callable[[int], list[int]], stop: threading.Event, size: int | None = None
+) -> np.ndarray:
+    """The frames ``choose(number of frames)`` of a file, (T, H, W, 3) uint8; raises BadSample.
+
+    With ``size`` frames that would take more than ``WINDOW`` bytes come cropped and resized to size x size pixels, by
+    ``resize_and_crop``: all of them are in memory at no time.
+    """
     reader, times = _open(path)
     try:
         indices = choose(len(reader))
@@ -224,8 +233,15 @@ def decode_frames(path: str, choose: Callable[[int], list[int]], stop: threading
         if not _is_stream(path) and bool((np.diff(times) > 0).all()):
             try:
                 # As numpy, but without a copy: asnumpy() makes one of the full-size frames.
-                return _decord().bridge.to_torch(reader.get_batch(indices)).numpy()
-            except MemoryError:
+                read = _decord().bridge.to_torch
+                height, width = reader.get_batch([]).shape[1:3]
+                _check_size(path, height, width)
+                together = len(indices) if size is None else max(1, WINDOW // (height * width * 3))
+                if together >= len(indices):
+                    return read(reader.get_batch(indices)).numpy()
+                parts = [indices[first : first + together] for first in range(0, len(indices), together)]
+                return np.concatenate([_shrink(read(reader.get_batch(part)), size) for part in parts])
+            except (BadSample, MemoryError):
                 raise
             except Exception:
                 pass  # the other decoder finds out what is wrong, if anything is
@@ -233,7 +249,17 @@ def decode_frames(path: str, choose: Callable[[int], list[int]], stop: threading
         # Not left to the traceback of an error, and so to the garbage collector: it would hold its frames while the
         # other decoder works, and a process forked in the meantime that collects it waits for threads it hasn't got.
         del reader
-    return _decode_in_order(path, indices, stop)
+    return _decode_in_order(path, indices, stop, size)
+
+
+def _check_size(path: str, height: int, width: int) -> None:
+    if height * width > MAX_FRAME_PIXELS:
+        raise BadSample(path, f"frames of {width:,} x {height:,} pixels, more than {MAX_FRAME_PIXELS:,}")
+
+
+def _shrink(frames: Tensor, size: int) -> np.ndarray:
+    """(T, H, W, 3) uint8 to (T, size, size, 3)."""
+    return resize_and_crop(frames, size, as_bytes=True).permute(1, 2, 3, 0).numpy()
 
 
 def _open(path: str) -> tuple[object, np.ndarray]:
@@ -244,9 +270,16 @@ def _open(path: str) -> tuple[object, np.ndarray]:
         version = state.st_mtime_ns, state.st_size  # a repaired file is another one
         if (known := _unopened.get(path)) is not None and known[0] == version:
             raise BadSample(path, known[1])
-        if state.st_size == 0 and stat.S_ISREG(state.st_mode):  # a pipe has no size either
+        if (kind := kind_of(state.st_mode)) is not None:  # to open a pipe may take for ever
+            raise BadSample(path, f"{kind}, not a file")
+        if state.st_size == 0:
             raise BadSample(path, "the file is empty")
-        reader = decord.VideoReader(path, num_threads=1)
+        if (why := too_many_frames(path)) is not None:
+            raise BadSample(path, why)
+        with name_for_ffmpeg(path) as name:
+            reader = decord.VideoReader(name, num_threads=1)
+        if len(reader) > MAX_FRAMES:
+            raise BadSample(path, f"{len(reader):,} frames, more than {MAX_FRAMES:,}")
         return reader, reader.get_frame_timestamp(list(range(len(reader))))[:, 0]
     except (BadSample, MemoryError):
         raise
@@ -259,6 +292,18 @@ def _open(path: str) -> tuple[object, np.ndarray]:
         raise BadSample(path, reason) from error
 
 
+@contextmanager
+def name_for_ffmpeg(path: str) -> Iterator[str]:
+    """A name of the file that FFmpeg takes for a path and nothing else ("concat:a|b" may be a file's name as well), and
+    that is UTF-8, as decord wants it."""
+    path = os.path.abspath(path)
+    if path == path.encode("utf-8", "replace").decode():
+        yield path
+        return
+    with open(path, "rb") as file:
+        yield f"/dev/fd/{file.fileno()}"
+
+
 def _is_stream(path: str) -> bool:
     """Whether a file is an MPEG transport stream: by its name or, where that says nothing, by its first packets."""
     suffix = os.path.splitext(path)[1].lower()
@@ -268,20 +313,24 @@ def _is_stream(path: str) -> bool:
     return any(start[at : at + 189 : 188] == b"GG" for at in (0, 4))  # 188 bytes each, .m2ts puts a time before each
 
 
-def _decode_in_order(path: str, indices: list[int], stop: threading.Event) -> np.ndarray:
+def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size: int | None) -> np.ndarray:
     """What ``decode_frames`` returns, by PyAV, from the first frame on."""
     import av
 
     kept: dict[int, np.ndarray] = {}
     wanted, count = set(indices), 0
     try:
-        with av.open(path) as container:
+        with name_for_ffmpeg(path) as name, av.open(name) as container:
             stream = container.streams.video[0]
             stream.codec_context.thread_count = 1
             for count, frame in enumerate(container.decode(stream), 1):
                 if count - 1 in wanted:
+                    _check_size(path, frame.height, frame.width)
                     # decord turns the frames itself, PyAV says by how much: degrees counter-clockwise.
-                    kept[count - 1] = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                    pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                    if size is not None and pixels.size * len(wanted) > WINDOW:
+                        pixels = _shrink(torch.from_numpy(pixels.copy())[None], size)[0]
+                    kept[count - 1] = pixels
                 if len(kept) == len(wanted) or stop.is_set():
                     break
         if len(kept) < len(wanted):

@@ -1,17 +1,29 @@
 """The CSV of captioned media: ``path,text`` with or without a header, more columns welcome.
 
-Paths are relative to the CSV's folder unless absolute. UTF-8, with or without a byte-order mark; captions may
-hold commas, quotes and newlines, quoted the usual way.
+Paths are relative to the CSV's folder unless absolute. UTF-8, with or without a byte-order mark; captions may hold
+commas, quotes and newlines, quoted the usual way. Names of files may hold bytes that are not UTF-8.
 """
 
 import csv
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PICTURES = frozenset(".jpg .jpeg .png .webp .bmp .gif .tif .tiff .ppm .pgm .jfif".split())
-CLIPS = frozenset(".mp4 .avi .mov .mkv .webm .m4v .mpg .mpeg .wmv .flv .ts .3gp .ogv".split())
+from opendit.data.files import first_bytes, printable, problem
+from opendit.data.folders import CLIPS, suffix_of
+from opendit.data.picture_file import picture_suffixes
+
+MAX_LINE = 2**20  # characters
+_OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_BINARY = {  # how files begin that are often saved by mistake
+    b"\xff\xfe": "UTF-16, not UTF-8; save it as UTF-8",
+    b"\xfe\xff": "UTF-16, not UTF-8; save it as UTF-8",
+    b"PK\x03\x04": "no text but an Excel file or another archive; save it as a CSV in UTF-8",
+    b"\x1f\x8b": "compressed; unpack it with gunzip",
+}
 
 # How pictures' files begin.
 _SIGNATURES = re.compile(
@@ -32,61 +44,177 @@ class Row:
     def is_picture(self) -> bool:
         """By the file's suffix and, only where that says nothing, by its first bytes. Else it is read as a clip."""
         suffix = self.path.suffix.lower()
-        if suffix in PICTURES or suffix in CLIPS:
-            return suffix in PICTURES
+        if suffix in picture_suffixes() or suffix in CLIPS:
+            return suffix not in CLIPS
         return _SIGNATURES.match(first_bytes(self.path, 16)) is not None
 
 
-def first_bytes(path: str | Path, count: int) -> bytes:
-    """The start of a file; nothing of what can't be read or is no ordinary file (opening a pipe may take for ever)."""
-    try:
-        if not os.path.isfile(path):
-            return b""
-        with open(path, "rb") as file:
-            return file.read(count)
-    except OSError:
-        return b""
-
-
-def read_csv(path: str | Path) -> list[Row]:
+def read_csv(path: str | Path, name: str | None = None) -> list[Row]:
     """The rows of a CSV, in order; blank lines are passed over.
 
-    Without a header the columns are path and text. A header is a first line with the names path and text.
+    Without a header the columns are path and text. A header is a first line with the names path and text. name: what
+    messages call the file; ``--data_path`` and its path unless told otherwise.
 
     Raises:
-        FileNotFoundError, ValueError: with a message that names --data_path, the line and the fix.
+        FileNotFoundError, ValueError: with a message that names the file, the line and the fix.
     """
     path = Path(path)
+    name = name or f"--data_path {printable(path)}"
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"{name} doesn't exist")
+    if (why := problem(path)) is not None:
+        raise ValueError(f"{name} can't be read: {why}")
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            lines = [(reader.line_num, cells) for cells in reader if any(cell.strip() for cell in cells)]
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"--data_path {path} doesn't exist") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--data_path {path} isn't UTF-8 ({error}); save it as UTF-8") from error
-    except csv.Error as error:
-        raise ValueError(f"--data_path {path}, line {reader.line_num}: not a CSV ({error})") from error
+        lines = list(_split(path, name))
+    except OSError as error:
+        raise ValueError(f"{name} can't be read: {error.strerror or error}") from error
     if not lines:
-        raise ValueError(f"--data_path {path} is empty; it needs lines of path,text")
-    names = [cell.strip().lower() for cell in lines[0][1]]
+        raise ValueError(f"{name} is empty; it needs lines of path,text")
+    table = _Table(path.parent, name, *_header(path.parent, name, lines))
+    if not table.lines:
+        raise ValueError(f"{name} has a header and no rows")
+    return [table.row(number, cells) for number, cells in table.lines]
+
+
+def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
+    """The number of the line that each row begins on, and its cells."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+    for begin, what in _BINARY.items():
+        if start.startswith(begin):
+            raise ValueError(f"{name} is {what}")
+    # Names of files are bytes of any kind; captions are checked row by row.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(_lines(file, name), strict=True)
+        while True:
+            number = reader.line_num + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                raise ValueError(f"{name}, line {number}: not a CSV ({_explain(error)})") from error
+            if cells is None:
+                return
+            if any(cell.strip() for cell in cells):
+                yield number, cells
+
+
+def _lines(file, name: str) -> Iterator[str]:
+    number = 0
+    while line := file.readline(MAX_LINE):
+        number += 1
+        if "\0" in line:
+            raise ValueError(f"{name}, line {number} holds a NUL character: it is no text in UTF-8; save it as UTF-8")
+        if len(line) == MAX_LINE:
+            raise ValueError(f"{name}, line {number} has more than {MAX_LINE:,} characters: it is no CSV of path,text")
+        yield line
+
+
+def _explain(error: csv.Error) -> str:
+    text = str(error)
+    if "unexpected end of data" in text:
+        return "a quote that opens in this row is never closed; write a quote that is text twice"
+    if "field limit" in text:
+        return f"a column of more than {csv.field_size_limit():,} characters; is a quote that opens in it never closed?"
+    return f"{text}; a quote inside of quotes is written twice"
+
+
+def _is_medium(folder: Path, cell: str) -> bool:
+    """Whether a cell names a clip or a picture: by its suffix or, where that says nothing, because the file exists."""
+    cell = cell.strip()
+    return suffix_of(cell) in picture_suffixes() | CLIPS or bool(cell) and os.path.isfile(folder / cell)
+
+
+def _header(folder: Path, name: str, lines: list) -> tuple[list[str], list]:
+    """The names of the columns, and the lines without the header."""
+    number, cells = lines[0]
+    names = [cell.strip().lower() for cell in cells]
+    shown = printable(",".join(cell.strip() for cell in cells))[:200]
     if {"path", "text"} <= set(names):
-        lines = lines[1:]
-    else:
-        names = ["path", "text", *(f"column{i}" for i in range(3, 1 + max(len(cells) for _, cells in lines)))]
-    if not lines:
-        raise ValueError(f"--data_path {path} has a header and no rows")
-    rows = []
-    for number, cells in lines:
-        values = dict(zip(names, cells, strict=False))
-        if len(cells) < 2 or len(cells) > len(names) or not values.get("path", "").strip() or "text" not in values:
+        twice = sorted({column for column in names if column and names.count(column) > 1})
+        if twice:
+            raise ValueError(f"{name}, line {number}: the header {shown} names {' and '.join(twice)} twice; rename one")
+        return [column or f"column{i}" for i, column in enumerate(names, 1)], lines[1:]
+    # A first line that names no medium, before one that does, is a header with other names.
+    if not any(_is_medium(folder, cell) for cell in cells):
+        _check_delimiter(folder, name, number, cells)
+        following = lines[1][1] if len(lines) > 1 else []
+        if {"path", "text"} & set(names) or any(_is_medium(folder, cell) for cell in following):
+            missing = " and ".join(column for column in ("path", "text") if column not in names)
             raise ValueError(
-                f"--data_path {path}, line {number}: {len(cells)} columns where {','.join(names)} are expected; "
-                "a caption with commas needs quotes around it"
+                f"{name}, line {number}: the header {shown} has no column {missing}; name the columns of the files and "
+                "of the captions path and text"
             )
-        medium = Path(values.pop("path").strip()).expanduser()
-        rows.append(Row(medium if medium.is_absolute() else path.parent / medium, values.pop("text").strip(), values))
-    return rows
+    return ["path", "text", *(f"column{i}" for i in range(3, 1 + max(len(cells) for _, cells in lines)))], lines
+
+
+def _check_delimiter(folder: Path, name: str, number: int, cells: list[str]) -> None:
+    """Raises ValueError if the first cell is several, with something else than a comma between them."""
+    for delimiter, plural in _OTHER_DELIMITERS.items():
+        first, found, _ = cells[0].partition(delimiter)
+        names = {part.strip().lower() for part in cells[0].split(delimiter)}
+        if found and (_is_medium(folder, first) or len(cells) == 1 or {"path", "text"} <= names):
+            raise ValueError(
+                f"{name}, line {number}: the columns are separated by {plural}; write commas, and quotes around "
+                "captions that hold one"
+            )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """How the lines of a CSV become rows."""
+
+    folder: Path  # that paths are relative to
+    name: str
+    columns: list[str]
+    lines: list[tuple[int, list[str]]]
+
+    def row(self, number: int, cells: list[str]) -> Row:
+        """Raises ValueError, naming the line, if it can't be one."""
+        here = f"{self.name}, line {number}"
+        values = dict(zip(self.columns, cells, strict=False))
+        if len(cells) < 2 or len(cells) > len(self.columns) or "path" not in values or "text" not in values:
+            _check_delimiter(self.folder, self.name, number, cells)
+            raise ValueError(
+                f"{here}: {len(cells)} columns where {printable(','.join(self.columns))} are expected; a caption with "
+                "commas needs quotes around it"
+            )
+        path = values.pop("path").strip()
+        if not path:
+            raise ValueError(f"{here}: the path is empty; name a file or remove the line")
+        for column, cell in ("text", values["text"]), *values.items():
+            if not cell.isascii() and cell != cell.encode("utf-8", "replace").decode():
+                raise ValueError(f"{here} isn't UTF-8 ({column}: {printable(cell)[:60]}); save it as UTF-8")
+        if suffix_of(path) not in picture_suffixes() and suffix_of(path) not in CLIPS:
+            self._check_doubtful(number, path, cells, values["text"].strip())
+        medium = self._locate(here, path)
+        return Row(medium, values.pop("text").strip(), values)
+
+    def _check_doubtful(self, number: int, path: str, cells: list[str], text: str) -> None:
+        """Raises ValueError if a path without a known suffix is something else."""
+        if os.path.isfile(self.folder / path):
+            return
+        here = f"{self.name}, line {number}"
+        if (path.lstrip("\ufeff").lower(), text.lower()) == ("path", "text"):
+            raise ValueError(f"{here}: a header in the middle of the file; remove the line")
+        _check_delimiter(self.folder, self.name, number, [path, *cells[1:]])
+        if suffix_of(text) in picture_suffixes() | CLIPS and os.path.isfile(self.folder / text):
+            raise ValueError(
+                f"{here}: the column text holds the path {printable(text)}; swap the columns, or their names in the "
+                "header"
+            )
+
+    def _locate(self, here: str, path: str) -> Path:
+        if "://" in path and _ADDRESS.match(path):
+            raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
+        try:
+            medium = Path(path).expanduser() if path[0] == "~" else Path(path)
+        except RuntimeError as error:
+            user = path.split("/")[0]
+            raise ValueError(
+                f"{here}: the home folder of {printable(user)} is not known; write the path out, or ./ before it if it "
+                "is a file's name"
+            ) from error
+        return medium if medium.is_absolute() else self.folder / medium
 
 
 def write_csv(path: str | Path, rows: list[Row]) -> None:
@@ -96,11 +224,13 @@ def write_csv(path: str | Path, rows: list[Row]) -> None:
     extra = list(dict.fromkeys(name for row in rows for name in row.extra))
     folder = path.parent.resolve()
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8", newline="") as file:
+    with open(partial, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["path", "text", *extra])
         for row in rows:
             medium = row.path.resolve()
-            shown = medium.relative_to(folder) if medium.is_relative_to(folder) else medium
+            shown = str(medium.relative_to(folder) if medium.is_relative_to(folder) else medium)
+            # What would be read as something else: a user's home, or a blank that is passed over.
+            shown = f"./{shown}" if shown[0] == "~" or shown[0].isspace() else shown
             writer.writerow([shown, row.text, *(row.extra.get(name, "") for name in extra)])
     os.replace(partial, path)

@@ -7,8 +7,9 @@ A folder holds ``latents-00000-of-00012.safetensors``, ... and ``index.json``. A
     rows     (n,) int64                 the picture's row in the data set it came from
 
 and, in its metadata, the settings it was made with and the files that couldn't be read. A clip's moments have its
-latent frames, too: (n, F, 2C, t, h, w); a shard holds pictures or clips. For captions see ``text_cache``. The index
-is written last: a folder without one is unfinished.
+latent frames, too: (n, F, 2C, t, h, w); a shard holds pictures or clips. For captions see ``text_cache``. The index has
+every shard's size and SHA-256 (none in caches from before there were checksums) and is written last: a folder without
+one is unfinished.
 """
 
 import json
@@ -17,11 +18,17 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from opendit.data.base import Embedding, MediaDataset, flip_note, hash_parts
+from opendit.data.contents import hash_files
+from opendit.data.latents_check import REPAIR, check_index, layout_of, read_shard
 from opendit.data.text_cache import CaptionTable, padded, read_empty_caption
+from opendit.data.verification import Verification
+from opendit.models.header import open_safetensors
+from opendit.state.rules import read_json, shown
+from opendit.state.schema import LATENTS_INDEX, SHARD, checked, parse_text
+from opendit.state_files import write_file, write_tensors
 
 INDEX = "index.json"
 FORMAT, VERSION = "opendit-latents", 1
@@ -32,49 +39,54 @@ def shard_name(shard: int, shards: int) -> str:
     return f"latents-{shard:05d}-of-{shards:05d}.safetensors"
 
 
-def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict, skipped: list[str]) -> None:
-    """Writes a shard under another name and renames it, so that a shard that exists is complete."""
+def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict, skipped: list[str]) -> str:
+    """Writes a shard under another name and renames it, so that a shard that exists is complete; returns its SHA-256,
+    made from what was in memory."""
     partial = path.with_name(path.name + ".partial")
     metadata = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True)
-    save_file(tensors, partial, metadata={_KEY: metadata})
-    _replace(partial, path)
+    aligned = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    written = write_tensors(partial, aligned, {_KEY: metadata})
+    os.replace(partial, path)
+    return written["sha256"]
 
 
 def read_shard_header(path: Path) -> tuple[int, dict, list[str]] | None:
     """(pictures, settings, skipped files) of a shard; None if it isn't a whole shard of ours."""
     try:
-        with safe_open(path, "pt") as shard:
-            header = json.loads(shard.metadata()[_KEY])
+        with open_safetensors(path) as shard:
+            header = parse_text((shard.metadata() or {}).get(_KEY, ""), SHARD, path)
             return shard.get_slice("labels").get_shape()[0], header["settings"], header["skipped"]
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+    except (SafetensorError, OSError, IndexError, ValueError):
         return None
 
 
 def write_index(folder: Path, index: dict) -> None:
     partial = folder / (INDEX + ".partial")
-    partial.write_text(json.dumps({"format": FORMAT, "version": VERSION, **index}, indent=1) + "\n")
-    _replace(partial, folder / INDEX)
-
-
-def _replace(partial: Path, path: Path) -> None:
-    with open(partial, "rb+") as file:
-        os.fsync(file.fileno())  # else the new name may survive a power cut that its contents don't
-    os.replace(partial, path)
+    content = json.dumps({"format": FORMAT, "version": VERSION, **index}, indent=1) + "\n"
+    write_file(partial, iter([content.encode()]))  # synced: else the new name may survive a power cut that it doesn't
+    os.replace(partial, folder / INDEX)
 
 
 def read_index(folder: Path) -> dict | None:
-    """The index of a latents folder, None if there is none of ours; raises ValueError for another version's."""
+    """The index of a latents folder, checked; None if there is none of ours. Raises ValueError for one that is damaged
+    or can't be true, and for another version's."""
+    path = folder / INDEX
     try:
-        index = json.loads((folder / INDEX).read_text())
-    except (OSError, ValueError):
+        index = read_json(path, LATENTS_INDEX.most_bytes)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        if any(folder.glob("latents-*.safetensors")):
+            raise ValueError(f"{path} can't be read ({error}); {REPAIR}") from error
         return None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         return None
     if index.get("version") != VERSION:
         raise ValueError(
-            f"--data_path {folder}: its latents have format version {index.get('version')}, this program reads "
+            f"--data_path {folder}: its latents have format version {shown(index.get('version'))}, this program reads "
             f"{VERSION}; make them again with preprocess.py latents"
         )
+    check_index(checked(index, LATENTS_INDEX, path), path)
     return index
 
 
@@ -85,7 +97,7 @@ class LatentDataset(MediaDataset):
     text_encoder: whose embeddings of the captions are there, None without any; max_tokens: their length.
     use_video, num_frames, frame_interval: of the run that reads them.
     Raises ValueError if they were made for another ``image_size`` or other clips, hold no mirror images though
-    ``random_flip`` asks for them, or miss a shard.
+    ``random_flip`` asks for them, or miss a shard, and if the index or a shard's header says what can't be.
     """
 
     kind = "latents"
@@ -125,7 +137,7 @@ class LatentDataset(MediaDataset):
         counts = [shard["count"] for shard in index["shards"]]
         self.starts = np.cumsum([0, *counts])
         self.keys = np.repeat([shard.get("shape_key", 0) for shard in index["shards"]], counts)
-        arrays = [self._arrays(shard) for shard in index["shards"]]
+        arrays = [read_shard(self.folder, shard, layout_of(index)) for shard in index["shards"]]
         self.labels = np.concatenate([shard["labels"] for shard in arrays])
         if self.conditioning == "text":
             self.captions = CaptionTable([(shard["captions"], shard["caption_ends"]) for shard in arrays])
@@ -150,17 +162,6 @@ class LatentDataset(MediaDataset):
                     f"--{flag} {value}: pass --{flag} {made[flag]} or make latents for {value}"
                 )
 
-    def _arrays(self, shard: dict) -> dict[str, np.ndarray]:
-        """The shard's tensors of one row a sample, but for the large ones."""
-        path = self.folder / shard["file"]
-        size = path.stat().st_size if path.is_file() else None
-        if size != shard["bytes"]:
-            found = "is missing" if size is None else f"has {size:,} bytes instead of {shard['bytes']:,}"
-            raise ValueError(f"--data_path {self.folder}: {path.name} {found}; copy it or run preprocess.py again")
-        with safe_open(path, "np") as file:
-            small = {"labels", "captions", "caption_ends", "token_ends"}
-            return {name: file.get_tensor(name) for name in file.keys() if name in small}  # noqa: SIM118
-
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -172,6 +173,10 @@ class LatentDataset(MediaDataset):
             names = ("moments", "tokens", "pooled") if self.text_encoder else ("moments",)
             self._open[shard] = {name: file.get_slice(name) for name in names}
         return shard, row - int(self.starts[shard]), self._open[shard]
+
+    def source(self, row: int) -> str:
+        shard = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return f"{self.folder / self.index['shards'][shard]['file']} (row {row - int(self.starts[shard])})"
 
     def load(self, row: int, flip: bool) -> Tensor:
         _, place, tensors = self._find(row)
@@ -195,7 +200,25 @@ class LatentDataset(MediaDataset):
         return int(self.labels[row])
 
     def identity(self) -> str:
-        return hash_parts(json.dumps(self.index, sort_keys=True))
+        # Without checksums: a cache that an earlier version made has none, and is the same one when it gets them.
+        shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
+        index = {key: value for key, value in self.index.items() if key != "checksums"}
+        return hash_parts(json.dumps({**index, "shards": shards}, sort_keys=True))
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """The SHA-256 of each file that the index has one of."""
+        of_shards = {shard["file"]: shard["sha256"] for shard in self.index["shards"] if "sha256" in shard}
+        return of_shards | self.index.get("checksums", {})
+
+    def verification(self, share: int, shares: int) -> Verification:
+        mine = dict(sorted(self.checksums.items())[share::shares])
+        return Verification(self.folder, mine, f"--data_path {self.folder}")
+
+    def contents(self) -> str | None:
+        if all("sha256" in shard for shard in self.index["shards"]):
+            return hash_parts(*(f"{file} {sha256}" for file, sha256 in sorted(self.checksums.items())))
+        return hash_files([str(self.folder / shard["file"]) for shard in self.index["shards"]])
 
     def describe(self) -> str:
         shape, size = "x".join(map(str, self.index["latent_shape"])), self.index["image_size"]
@@ -205,9 +228,10 @@ class LatentDataset(MediaDataset):
             what = f"{clips:,} clips" + (f" and {len(self) - clips:,} pictures" if clips < len(self) else "")
         text = f"with captions ({f'encoded by {self.text_encoder}' if self.text_encoder else 'not encoded'})"
         words = text if self.conditioning == "text" else f"of {self.num_classes:,} classes"
+        unchecked = "" if self.checksums else ", without checksums (made by an earlier version)"
         return (
             f"{self.folder}: cached latents ({shape}, --vae {self.vae}) of {what} {words}, {size}x{size}, "
-            f"{flip_note(self)}"
+            f"{flip_note(self)}{unchecked}{self.note}"
         )
 
     def __getstate__(self) -> dict:

@@ -1,24 +1,21 @@
-"""Which samples a step trains on, and the worker processes that read them.
+"""Which samples a step trains on, and how they are read.
 
 The order of the samples is a pure function of (seed, step), so a run starts anywhere and sees what it would
 have seen, and any number of GPUs and micro-batches cuts the same global batch into parts.
 """
 
-import signal
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
-from opendit.data.base import BadFileCounter, DataError, Embedding, MediaDataset, Ticket, to_pixels
-
-AHEAD = 2  # batches that a worker process is asked for before the first of them is taken
+from opendit.data.base import BadFileCounter, Embedding, MediaDataset, Ticket, to_pixels
+from opendit.data.read_ahead import AHEAD, ReadAhead
+from opendit.data.verification import Verification
 
 
 class BatchSchedule:
@@ -34,7 +31,8 @@ class BatchSchedule:
         if dataset_size < global_batch:
             raise ValueError(
                 f"the data set of {dataset_size:,} samples is smaller than one global batch of {global_batch:,} "
-                "= batch_size x ranks x grad_accumulation; lower --batch_size or --grad_accumulation"
+                "= batch_size x ranks x grad_accumulation; lower --batch_size, --grad_accumulation or "
+                "--global_batch_size"
             )
         self.dataset_size, self.global_batch, self.seed = dataset_size, global_batch, seed
         self.steps_per_epoch = dataset_size // global_batch
@@ -236,94 +234,38 @@ def _stack_embeddings(parts: list[Embedding | None]) -> Embedding | None:
     return None if parts[0] is None else Embedding(*(torch.stack(fields) for fields in zip(*parts, strict=True)))
 
 
-class ReadAhead:
-    """Hands every request of a sequence to ``reader`` in worker processes and yields the results in order.
+class BatchIterator:
+    """Yields ``Batch`` after ``Batch``; a context manager, which ends its worker processes.
 
-    The workers are started once, here, and live until the requests or ``close()`` end; 0 workers read in this process.
-    """
+    read: files tried so far. skipped: how many were unreadable. shortened: how many clips were read at a smaller
+    interval than asked for."""
 
-    def __init__(self, reader: Dataset, requests, *, num_workers: int, pin_memory: bool):
-        with warnings.catch_warnings():
-            # More workers than cores is right where reading waits for a disk.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            loader = DataLoader(
-                reader,
-                batch_size=None,  # a request is a whole batch
-                sampler=requests,
-                num_workers=num_workers,
-                prefetch_factor=AHEAD if num_workers else None,
-                collate_fn=_unchanged,
-                pin_memory=pin_memory,
-                worker_init_fn=_start_worker,
-            )
-        handler = signal.getsignal(signal.SIGCHLD)
-        self._results = iter(loader)
-        # torch now raises at whatever line the program is when a worker dies: in the middle of saving, or where Python
-        # swallows it. Without its handler the next result asked for raises, within five seconds.
-        if signal.getsignal(signal.SIGCHLD) is not handler:
-            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+    def __init__(
+        self,
+        batches: ReadAhead,
+        counter: BadFileCounter,
+        as_bytes: bool = False,
+        verification: Verification | None = None,
+    ):
+        self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
+        self._verification = verification
+        self.shortened = 0
 
-    def __iter__(self) -> "ReadAhead":
+    def __enter__(self) -> "BatchIterator":
         return self
 
-    def __next__(self):
-        """Raises DataError if a worker process died."""
-        if self._results is None:
-            raise StopIteration
-        try:
-            return next(self._results)
-        except (RuntimeError, OSError, EOFError) as error:
-            exits = self._exit_codes()
-            if not exits:
-                raise
-            raise DataError(
-                f"a process that reads the data died, exit code {', '.join(map(str, exits))}. Usual causes: out of "
-                "memory (-9: lower --num_workers), too small a /dev/shm in a container (-7: raise its size), a damaged "
-                "file that crashes its decoder (-11: --num_workers 0 shows where)."
-            ) from error
-
-    def _exit_codes(self) -> list[int]:
-        """Of the workers that died. A result can outlive its worker and fail to arrive a moment before the death
-        shows, so this waits a second for one."""
-        workers = getattr(self._results, "_workers", [])
-        ending = wait([worker.sentinel for worker in workers], timeout=1)
-        for worker in workers:
-            if worker.sentinel in ending:  # its files are closed; its exit code follows within moments
-                worker.join(timeout=5)
-        return sorted({worker.exitcode for worker in workers} - {None, 0})
-
-    def close(self) -> None:
-        """Ends the worker processes; may be called twice."""
-        results, self._results = self._results, None
-        if hasattr(results, "_shutdown_workers"):  # else its last reference, dropped here, does it
-            results._shutdown_workers()
-
-
-def _start_worker(worker: int) -> None:
-    """First act of a worker process; torch itself has set it to one thread."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process's to handle: it may save first
-        signal.signal(number, signal.SIG_IGN)
-    warnings.filterwarnings("ignore", module="PIL")  # of large or odd pictures; unusable ones are named anyway
-
-
-def _unchanged(result):
-    return result
-
-
-class BatchIterator:
-    """Yields ``Batch`` after ``Batch``. ``read``: files tried so far; ``skipped``: how many were unreadable;
-    ``shortened``: how many clips were read at a smaller interval than asked for."""
-
-    def __init__(self, batches: ReadAhead, counter: BadFileCounter, as_bytes: bool = False):
-        self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
-        self.shortened = 0
+    def __exit__(self, *_) -> None:
+        self.close()
 
     def __iter__(self) -> "BatchIterator":
         return self
 
     def __next__(self) -> Batch:
-        """Raises DataError if too many files are unreadable or a worker process died."""
+        """Raises DataError if too many files are unreadable, a worker process died or hangs, or a file of the data set
+        was found to be damaged."""
         batch = next(self._batches)
+        if self._verification is not None:
+            self._verification.check()  # only now: its thread starts after the worker processes
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         x = batch.x if self._as_bytes else to_pixels(batch.x)
@@ -338,7 +280,9 @@ class BatchIterator:
         return self._counter.skipped
 
     def close(self) -> None:
-        """Ends the worker processes; may be called twice."""
+        """Ends the worker processes and the verification; may be called twice."""
+        if self._verification is not None:
+            self._verification.close()
         self._batches.close()
 
 
@@ -357,6 +301,9 @@ def build_loader(
     max_bad: float = 0.05,
     on_skip: Callable[[str], None] | None = None,
     as_bytes: bool = False,
+    patience: float = 0.0,
+    say: Callable[[str], None] | None = None,
+    on_hang: Callable[[str], None] | None = None,
 ) -> BatchIterator:
     """The batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (or for ever).
 
@@ -364,6 +311,7 @@ def build_loader(
     global batch. The worker processes live until ``close()``; 0 workers read in this process, with the same
     result. ``on_skip`` is told of every unreadable file once; a share of them past ``max_bad`` is a DataError.
     as_bytes: clips stay uint8, a quarter of the bytes to pin and send; ``to_pixels`` makes them float32 on the device.
+    patience, say, on_hang: of a file that takes for ever, see ``ReadAhead``.
     """
     if dp_size * batch_size * micro_batches != schedule.global_batch:
         raise ValueError(
@@ -376,5 +324,13 @@ def build_loader(
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
     requests = _Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
     pin_memory = pin_memory and torch.cuda.is_available()
-    batches = ReadAhead(_BatchReader(dataset), requests, num_workers=num_workers, pin_memory=pin_memory)
-    return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes)
+    batches = ReadAhead(
+        _BatchReader(dataset),
+        requests,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        patience=patience,
+        say=say,
+        on_hang=on_hang,
+    )
+    return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, dataset.verification(dp_rank, dp_size))

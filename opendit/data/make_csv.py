@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opendit.data.base import name_few
-from opendit.data.csv_table import CLIPS, PICTURES, Row, write_csv
+from opendit.data.csv_table import Row, write_csv
+from opendit.data.files import printable
+from opendit.data.folders import CLIPS, Ignored, files_below, folders_above, identity_of
+from opendit.data.picture_file import picture_suffixes
+
+MAX_CAPTION = 2**20  # bytes of a file beside a clip
 
 # A run of capitals (TV in TVShow), a word with or without its capital, a number.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_a-zA-Z]+")
@@ -21,6 +26,7 @@ class Found:
     rows: list[Row] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    ignored: Ignored = field(default_factory=Ignored)
 
 
 def class_caption(name: str) -> str:
@@ -35,14 +41,19 @@ def find_ucf101(root: str | Path) -> Found:
     Raises FileNotFoundError if there is no such folder or no clip in a folder of its class.
     """
     found = Found()
-    for path in _media_below(root, CLIPS):
+    for path in _media_below(root, CLIPS, found.ignored):
         if path.parent == Path(root):
-            found.left_out.append(f"{path}: not in a folder of its class")
+            found.left_out.append(f"{printable(path)}: not in a folder of its class")
+        elif not _is_text(path.parent.name):
+            found.left_out.append(f"{printable(path)}: its folder's name isn't UTF-8, so it is no caption")
         else:
             found.rows.append(Row(path, class_caption(path.parent.name)))
     classes = len({row.text for row in found.rows})
     if not classes:
-        raise FileNotFoundError(f"{root} holds no clips in folders of their classes, as ROOT/ApplyEyeMakeup/clip.avi")
+        raise FileNotFoundError(
+            f"{printable(root)} holds no clips in folders of their classes, as ROOT/ApplyEyeMakeup/clip.avi"
+            f"{_note(found.ignored)}"
+        )
     found.sources[f"the names of {classes:,} classes"] = len(found.rows)
     return found
 
@@ -57,24 +68,26 @@ def find_folder(root: str | Path) -> Found:
     Raises FileNotFoundError if there is no such folder, no medium in it or no caption at all.
     """
     found, media = Found(), 0
-    for path in _media_below(root, CLIPS | PICTURES):
+    for path in _media_below(root, CLIPS | picture_suffixes(), found.ignored):
         media += 1
         try:
             text, source = _caption(path, Path(root))
         except (ValueError, OSError) as error:
-            found.left_out.append(f"{path}: {error}")
+            found.left_out.append(f"{printable(path)}: {printable(str(error))}")
             continue
         if text:
             found.rows.append(Row(path, text))
             found.sources[source] = found.sources.get(source, 0) + 1
         else:
-            found.left_out.append(f"{path}: no caption")
+            found.left_out.append(f"{printable(path)}: no caption")
+    for suffix in (".txt", ".json"):
+        found.ignored.suffixes.pop(suffix, None)  # the captions
     if not media:
-        raise FileNotFoundError(f"{root} holds no clips or pictures ({', '.join(sorted(CLIPS | PICTURES))})")
+        raise FileNotFoundError(f"{printable(root)} holds no clips or pictures{_note(found.ignored)}")
     if not found.rows:
         raise FileNotFoundError(
-            f"none of the {media:,} files in {root} has a caption: put clip.txt or clip.json next to clip.mp4, or the "
-            f"clips into folders named by what they show ({name_few(found.left_out, 2)})"
+            f"none of the {media:,} files in {printable(root)} has a caption: put clip.txt or clip.json next to "
+            f"clip.mp4, or the clips into folders named by what they show ({name_few(found.left_out, 2)})"
         )
     return found
 
@@ -88,17 +101,21 @@ def _caption(path: Path, root: Path) -> tuple[str, str]:
     if beside.is_file():
         try:
             values = json.loads(_read(beside))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{beside.name} isn't JSON ({error})") from error
         for key in ("caption", "text") if isinstance(values, dict) else ():
             if isinstance(values.get(key), str) and (text := _one_line(values[key])):
                 return text, ".json files"
     if path.parent == root:
         return "", ""
+    if not _is_text(path.parent.name):
+        raise ValueError("its folder's name isn't UTF-8, so it is no caption")
     return _one_line(re.sub("[_-]", " ", path.parent.name)), "folder names"
 
 
 def _read(path: Path) -> str:
+    if (size := path.stat().st_size) > MAX_CAPTION:
+        raise ValueError(f"{path.name} has {size:,} bytes, too many for a caption")
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -109,20 +126,21 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _media_below(root: str | Path, suffixes: frozenset[str]) -> Iterator[Path]:
-    """The files of some kinds at any depth, sorted folder by folder; hidden ones are passed over."""
-    if not Path(root).is_dir():
-        raise FileNotFoundError(f"there is no folder {root}")
-    seen = set()  # a link to a folder above would be followed for ever
-    for folder, folders, files in os.walk(root, followlinks=True):
-        if (real := os.path.realpath(folder)) in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(files):
-            if os.path.splitext(name)[1].lower() in suffixes and not name.startswith("."):
-                yield Path(folder, name)
+def _is_text(name: str) -> bool:
+    return name == name.encode("utf-8", "replace").decode()
+
+
+def _note(ignored: Ignored) -> str:
+    return f" ({ignored})" if ignored else ""
+
+
+def _media_below(root: str | Path, suffixes: frozenset[str], ignored: Ignored) -> Iterator[Path]:
+    """The files of some kinds at any depth, sorted folder by folder, each folder once; the rest is counted."""
+    root = str(root)
+    if not os.path.isdir(root):
+        raise FileNotFoundError(f"there is no folder {printable(root)}")
+    above = folders_above(root) - {identity_of(root)}
+    yield from map(Path, files_below(root, suffixes, ignored, above=above, visits=1))
 
 
 def run(kind: str, root: str, output: str) -> None:
@@ -131,6 +149,8 @@ def run(kind: str, root: str, output: str) -> None:
     write_csv(output, found.rows)
     if found.left_out:
         print(f"left out {len(found.left_out):,} files: {name_few(found.left_out)}")
+    if found.ignored:
+        print(found.ignored)
     sources = ", ".join(f"{count:,} from {source}" for source, count in found.sources.items())
     pictures = sum(row.is_picture for row in found.rows)
     kinds = f"{len(found.rows) - pictures:,} clips" + (f" and {pictures:,} pictures" if pictures else "")

@@ -1,13 +1,11 @@
-"""Encodes a data set, pictures or clips and their captions, once: what ``preprocess.py latents`` does.
+"""Encodes a data set, pictures or clips and their captions, once.
 
 Every rank encodes the shards ``rank, rank + world_size, ...``; a shard's bytes depend on the settings alone, not
 on how many ranks there are or how often the job was stopped and started again.
 """
 
-import os
-from collections.abc import Iterable
-from contextlib import closing
-from datetime import timedelta
+from collections.abc import Callable, Iterable
+from copy import copy
 from itertools import chain, islice
 from pathlib import Path
 
@@ -16,16 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
-from tqdm import tqdm
 
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
 from opendit.data.captioned import PICTURE
 from opendit.data.latents import INDEX, VERSION, read_index, read_shard_header, shard_name, write_index, write_shard
-from opendit.data.loader import ReadAhead
-from opendit.data.resolve import build_dataset
-from opendit.data.text_cache import embed, pack_captions, pack_embeddings, write_empty_caption
-from opendit.encoders.vae import HUB, Codec, load_codec
-from opendit.encoders.video_vae import load_video_codec
+from opendit.data.progress import Progress
+from opendit.data.read_ahead import ReadAhead
+from opendit.data.text_cache import EMPTY, embed, pack_captions, pack_embeddings, write_empty_caption
+from opendit.encoders.vae import Codec
+from opendit.state_files import sha256_of
 
 Part = tuple[Tensor, Tensor, Tensor, list]  # of a shard: moments (B, F, 2C, ...) fp16, labels, rows, embeddings
 
@@ -34,12 +31,14 @@ class _RowReader(Dataset):
     """Reads batches of rows, as they are and without replacements, in a worker process."""
 
     def __init__(self, dataset: MediaDataset):
-        self.dataset = dataset
+        self.dataset = copy(dataset)
 
     def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], Tensor | None, list[str]]:
         """Readable rows, their labels, their pictures (B, C, H, W), clips (B, C, T, H, W) or None, skipped files."""
         good, pictures, skipped = [], [], []
         for row in rows:
+            if self.dataset.on_read is not None:
+                self.dataset.on_read(row)
             try:
                 pictures.append(self.dataset.load(row, flip=False))
                 good.append(row)
@@ -63,10 +62,13 @@ def make_latents(
     rank: int = 0,
     world_size: int = 1,
     max_bad: float = 0.05,
+    patience: float = 0.0,
+    on_hang: Callable[[str], None] | None = None,
 ) -> dict | None:
     """Writes the latents of ``dataset`` to ``output`` (format: ``opendit.data.latents``), keeping the shards there.
 
     codec: of pictures, or of clips if the data set's items are. flips: also encode every picture's mirror image.
+    patience, on_hang: of a file that takes for ever, see ``ReadAhead``.
     encoder: a frozen text encoder (opendit.encoders.text) for the captions; without one they are kept as words. With
     several ranks the default process group must exist.
     Returns the index on rank 0, None elsewhere. Raises ValueError if ``output`` holds latents of other settings,
@@ -78,37 +80,64 @@ def make_latents(
     settings = _settings(dataset, codec, image_size, flips, shard_size, encoder)
     output.mkdir(parents=True, exist_ok=True)
     kept = _complete_shards(output, settings)
-    if rank == 0 and (output / INDEX).exists():
-        if read_index(output) is None:
-            raise ValueError(f"--output {output} holds an {INDEX} of something else: pass another folder")
-        (output / INDEX).unlink()  # so that nobody reads the folder while it changes
+    before = _take_index(output, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, shards, world_size)}
+    # What is kept is read once for its checksum; a shard that is not what an index said of it is made again.
+    names = {shard: shard_name(shard, shards) for shard in mine}
+    checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
+    checksums = {name: found for name, found in checksums.items() if before.get(name, found) == found}
     todo = {
         shard: [part[first : first + batch_size] for first in range(0, len(part), batch_size)]
         for shard, part in mine.items()
-        if shard_name(shard, shards) not in kept
+        if names[shard] not in checksums
     }
 
     title = "encoding" if world_size == 1 else f"encoding (rank 0's part of {world_size})"
     done = sum(len(part) for shard, part in mine.items() if shard not in todo)
     total = sum(map(len, mine.values()))
-    counter = BadFileCounter(max_bad, on_skip=lambda file: tqdm.write(f"skipped {file}"))
+    counter = BadFileCounter(max_bad, on_skip=lambda file: Progress.write(f"skipped {file}"))
     reader, pin_memory = _RowReader(dataset), _device(codec).type == "cuda"
-    unit = f" {_noun(settings)}"
     with (
-        tqdm(total=total, initial=done, desc=title, unit=unit, smoothing=0.05, disable=rank > 0) as bar,
-        closing(
-            ReadAhead(reader, list(chain(*todo.values())), num_workers=num_workers, pin_memory=pin_memory)
+        Progress(total, noun_of(settings), initial=done, title=title, disable=rank > 0) as bar,
+        ReadAhead(
+            reader,
+            list(chain(*todo.values())),
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            patience=patience,
+            say=Progress.write,
+            on_hang=on_hang,
         ) as batches,
     ):
         for shard, jobs in todo.items():
             parts, skipped = _encode_shard(islice(batches, len(jobs)), dataset, codec, flips, encoder, counter, bar)
             tensors = _join(parts, dataset, _shard_shape(dataset, codec, settings, plan[shard]), encoder)
-            write_shard(output / shard_name(shard, shards), tensors, settings, skipped)
+            checksums[names[shard]] = write_shard(output / names[shard], tensors, settings, skipped)
 
+    everyone = [checksums]
     if world_size > 1:
-        dist.barrier()
-    return _finish(output, dataset, codec, settings, plan, max_bad, encoder) if rank == 0 else None
+        everyone = [{}] * world_size
+        dist.all_gather_object(everyone, checksums)  # which waits for all
+    checksums = {name: found for part in everyone for name, found in part.items()}
+    return _finish(output, dataset, codec, settings, plan, max_bad, encoder, checksums) if rank == 0 else None
+
+
+def _take_index(output: Path, world_size: int, rank: int) -> dict[str, str]:
+    """Removes the index of a finished folder, so that nobody reads it while it changes, and returns on every rank the
+    checksums that were in it. Raises ValueError if it is something else's."""
+    found: list[dict] = [{}]
+    if rank == 0 and (output / INDEX).exists():
+        try:
+            index = read_index(output)
+        except ValueError:  # damaged, or another version's: it is written anew
+            index = {"shards": []}
+        if index is None:
+            raise ValueError(f"--output {output} holds an {INDEX} of something else: pass another folder")
+        found[0] = {shard["file"]: shard["sha256"] for shard in index["shards"] if "sha256" in shard}
+        (output / INDEX).unlink()
+    if world_size > 1:
+        dist.broadcast_object_list(found)
+    return found[0]
 
 
 def _plan(dataset: MediaDataset, shard_size: int) -> list[list[int]]:
@@ -136,9 +165,9 @@ def _settings(
         "pictures": len(dataset),
         "image_size": image_size,
         "vae": codec.fingerprint(),
-        "latent_shape": list(_latent_shape(codec, dataset, image_size)),
+        "latent_shape": list(latent_shape(codec, dataset, image_size)),
         "flips": flips,
-        "precision": str(_inner(codec).dtype).removeprefix("torch."),
+        "precision": str(inner(codec).dtype).removeprefix("torch."),
         "shard_size": shard_size,
     }
     if _frames(dataset):
@@ -154,19 +183,19 @@ def _frames(dataset: MediaDataset) -> int | None:
     return dataset.sample_shape[1] if len(dataset.sample_shape) == 4 else None
 
 
-def _noun(settings: dict) -> str:
+def noun_of(settings: dict) -> str:
     return "clips" if "video" in settings else "pictures"
 
 
-def _inner(codec: Codec):
+def inner(codec: Codec):
     return getattr(codec, "codec", codec)  # of a picture's codec that works frame by frame
 
 
 def _device(codec: Codec) -> torch.device:
-    return torch.device(_inner(codec).device)
+    return torch.device(inner(codec).device)
 
 
-def _latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, frames: int | None = None) -> tuple[int, ...]:
+def latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, frames: int | None = None) -> tuple[int, ...]:
     """(C, h, w) of a picture's latent, (C, t, h, w) of a clip's, of ``frames`` frames if that is given."""
     if _frames(dataset) is None:
         return codec.latent_shape(image_size)
@@ -176,7 +205,7 @@ def _latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, frames: 
 def _shard_shape(dataset: MediaDataset, codec: Codec, settings: dict, rows: list[int]) -> tuple[int, ...]:
     """(F, 2C, h, w) or (F, 2C, t, h, w): of one row's moments in a shard of these rows."""
     picture = _frames(dataset) and rows and dataset.shape_key(rows[0]) == PICTURE
-    channels, *sides = _latent_shape(codec, dataset, settings["image_size"], 1 if picture else None)
+    channels, *sides = latent_shape(codec, dataset, settings["image_size"], 1 if picture else None)
     return 2 if settings["flips"] else 1, 2 * channels, *sides
 
 
@@ -205,7 +234,7 @@ def _encode_shard(
     flips: bool,
     encoder,
     counter: BadFileCounter,
-    bar: tqdm,
+    bar: Progress,
 ) -> tuple[list[Part], list[str]]:
     """A shard's batches, and the files skipped in it."""
     parts, all_skipped = [], []
@@ -249,15 +278,17 @@ def _finish(
     plan: list[list[int]],
     max_bad: float,
     encoder,
+    checksums: dict[str, str],
 ) -> dict:
     """Writes the index once every shard is there; raises DataError if too many files were skipped."""
     entries, all_skipped = [], []
     for shard, rows in enumerate(plan):
         name = shard_name(shard, len(plan))
         header = read_shard_header(output / name)
-        if header is None:
+        if header is None or name not in checksums:
             raise DataError(f"{output / name} is missing or damaged; run the same command again")
-        entries.append({"file": name, "count": header[0], "bytes": (output / name).stat().st_size})
+        size = (output / name).stat().st_size
+        entries.append({"file": name, "count": header[0], "bytes": size, "sha256": checksums[name]})
         if "video" in settings:
             entries[-1]["shape_key"] = dataset.shape_key(rows[0])
         all_skipped += header[2]
@@ -280,104 +311,7 @@ def _finish(
     if dataset.conditioning == "text":
         index["conditioning"] = "text"
     if encoder:
-        write_empty_caption(output, encoder)
         index["text"] = {"encoder": encoder.name, "max_tokens": encoder.max_tokens}
+        index["checksums"] = {EMPTY: write_empty_caption(output, encoder)}
     write_index(output, index)
     return index
-
-
-def run(
-    data_path: str,
-    vae: str,
-    image_size: int,
-    output: str,
-    *,
-    batch_size: int = 64,
-    num_workers: int = 4,
-    no_flip: bool = False,
-    mixed_precision: str = "auto",
-    shard_size: int = 4096,
-    use_video: bool = False,
-    num_frames: int = 16,
-    frame_interval: int = 1,
-    short_clips: str = "skip",
-    text_encoder: str | None = None,
-    max_text_tokens: int | None = None,
-) -> dict | None:
-    """``preprocess.py latents`` with its flags' values; one process a GPU if torchrun started several."""
-    if vae == "none":
-        raise ValueError("--vae none has no latents to cache: train on the pictures themselves")
-    if text_encoder == "bytes":
-        raise ValueError("--text_encoder bytes is trained with the model, so it can't be cached: leave it out")
-    if vae not in HUB:
-        vae = str(Path(vae).expanduser().resolve())  # the index keeps it for runs that start in other folders
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    dtype = pick_dtype(mixed_precision, device)
-    dataset = build_dataset(
-        data_path,
-        image_size,
-        seed=0,
-        random_flip=False if no_flip else None,
-        use_video=use_video,
-        num_frames=num_frames,
-        frame_interval=frame_interval,
-        short_clips=short_clips,
-    )
-    if dataset.kind != "pixels":
-        raise ValueError(f"--data_path {data_path} holds latents already")
-    codec = (load_video_codec if use_video else load_codec)(
-        vae, channels=dataset.sample_shape[0], device=device, dtype=dtype
-    )
-    _latent_shape(codec, dataset, image_size)
-    encoder = None
-    if text_encoder:
-        if dataset.conditioning != "text":
-            raise ValueError(f"--text_encoder {text_encoder}: --data_path {data_path} has no captions; leave it out")
-        from opendit.encoders.text import load_text_encoder  # seconds to import
-
-        text_encoder = str(Path(text_encoder).resolve()) if Path(text_encoder).is_dir() else text_encoder
-        longest = {} if max_text_tokens is None else {"max_tokens": max_text_tokens}
-        encoder = load_text_encoder(text_encoder, device=device, dtype=dtype, **longest)
-    if rank == 0:
-        precision = str(_inner(codec).dtype)[6:]
-        captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
-        print(f"{dataset.describe()}\nencoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
-    if world_size > 1:
-        # Only to wait for each other at the end, which may be long after the first rank is through.
-        dist.init_process_group("gloo", timeout=timedelta(days=30))
-    try:
-        index = make_latents(
-            dataset,
-            codec,
-            output,
-            image_size=image_size,
-            flips=dataset.random_flip,
-            encoder=encoder,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            shard_size=shard_size,
-            rank=rank,
-            world_size=world_size,
-            max_bad=dataset.max_bad,
-        )
-    finally:
-        if world_size > 1:
-            dist.destroy_process_group()
-    if index is not None:
-        skipped = f", {len(index['skipped']):,} unreadable files left out" if index["skipped"] else ""
-        noun = _noun(index)
-        print(f"{index['count']:,} {noun} in {len(index['shards'])} shards{skipped}: train with --data_path {output}")
-    return index
-
-
-def pick_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
-    """auto: fp16 on a GPU, whose ten bits of mantissa are what the latents are stored with, else fp32."""
-    if device.type != "cuda":
-        if mixed_precision in ("fp16", "bf16"):
-            raise ValueError(f"--mixed_precision {mixed_precision} needs a GPU; this machine has none: leave it out")
-        return torch.float32
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(mixed_precision, torch.float16)

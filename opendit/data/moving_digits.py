@@ -7,10 +7,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from opendit.data.csv_table import Row, write_csv
 from opendit.data.digits import digits_split
+from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -100,14 +100,16 @@ def make_demo(
     known.write_text(json.dumps(settings) + "\n")
     pairs = [(digit, direction) for digit in range(10) for direction in DIRECTIONS]
     rows = []
-    for i in tqdm(range(clips), desc="making clips", unit=" clips"):
-        digit, direction = pairs[i % len(pairs)]
-        path = folder / "clips" / f"{i:05d}-{DIGIT_NAMES[digit]}-{direction}.mp4"
-        rows.append(Row(path, caption(digit, direction)))
-        if not path.exists():
-            choice, jitter = np.random.default_rng([seed, i]).integers(2**31, size=2).tolist()
-            image = of_digit[digit][choice % len(of_digit[digit])]
-            write_mp4(path, render(image, direction, frames, size, jitter_seed=jitter), fps)
+    with Progress(clips, "clips", title="making") as bar:
+        for i in range(clips):
+            digit, direction = pairs[i % len(pairs)]
+            path = folder / "clips" / f"{i:05d}-{DIGIT_NAMES[digit]}-{direction}.mp4"
+            rows.append(Row(path, caption(digit, direction)))
+            if not path.exists():
+                choice, jitter = np.random.default_rng([seed, i]).integers(2**31, size=2).tolist()
+                image = of_digit[digit][choice % len(of_digit[digit])]
+                write_mp4(path, render(image, direction, frames, size, jitter_seed=jitter), fps)
+            bar.update()
     write_csv(folder / "demo.csv", rows)
     return folder / "demo.csv"
 

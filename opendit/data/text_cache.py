@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from opendit.data.base import DataError, Embedding
+from opendit.models.header import open_safetensors, shapes_in
+from opendit.state_files import write_tensors
 
 EMPTY = "empty-caption.safetensors"
 
@@ -63,20 +63,26 @@ def pack_embeddings(parts: list[tuple[Tensor, Tensor]], width: int) -> dict[str,
     }
 
 
-def write_empty_caption(folder: Path, encoder) -> None:
-    """Writes ``EMPTY``, whole or not at all."""
+def write_empty_caption(folder: Path, encoder) -> str:
+    """Writes ``EMPTY``, whole or not at all; returns its SHA-256."""
     tokens, pooled = embed(encoder, [""])[0]
     partial = folder / (EMPTY + ".partial")
-    save_file({"tokens": tokens.contiguous(), "pooled": pooled.contiguous()}, partial)
+    written = write_tensors(partial, {"tokens": tokens, "pooled": pooled}, {})
     os.replace(partial, folder / EMPTY)
+    return written["sha256"]
 
 
 def read_empty_caption(folder: Path, max_tokens: int) -> Embedding:
-    """The empty string's embedding, padded to ``max_tokens``; raises ValueError if its file isn't there or whole."""
+    """The empty string's embedding, padded to ``max_tokens``; raises ValueError if its file isn't there or whole, or is
+    of other shapes."""
     try:
-        file = load_file(folder / EMPTY)
-        return padded(file["tokens"], file["pooled"], max_tokens)
-    except (SafetensorError, OSError, KeyError) as error:
+        with open_safetensors(folder / EMPTY) as file:
+            shapes = shapes_in(file, folder / EMPTY)
+            tokens, pooled = shapes.get("tokens", ()), shapes.get("pooled", ())
+            if len(tokens) != 2 or tokens[0] > max_tokens or pooled != tokens[1:] or len(shapes) != 2:
+                raise ValueError(f"it holds {shapes}, not tokens (up to {max_tokens}, D) and pooled (D,)")
+            return padded(file.get_tensor("tokens").half(), file.get_tensor("pooled").half(), max_tokens)
+    except ValueError as error:
         raise ValueError(
             f"--data_path {folder}: {EMPTY} can't be read ({error}); copy it or run preprocess.py again"
         ) from error

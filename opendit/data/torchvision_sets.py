@@ -4,6 +4,7 @@ CIFAR-10, CIFAR-100, STL-10 and SVHN are read by torchvision, which checks the f
 are pickles, so an unchecked one is never opened); MNIST and Fashion-MNIST are plain arrays.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from opendit.data.base import MediaDataset, flip_note, hash_parts
-from opendit.data.images import center_crop, to_tensor
+from opendit.data.images import to_tensor
+from opendit.data.picture_file import center_crop
 
 _DIGITS = [str(digit) for digit in range(10)]
 _CLOTHES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
@@ -90,7 +92,7 @@ def find_known(path: Path) -> tuple[KnownSet, Path] | None:
         for walked in range(len(parts) + 1):
             if path.resolve().parts[-walked:] == parts[:walked] or walked == 0:
                 folder = (path.resolve() if walked else path).joinpath(*parts[walked:])
-                if (folder / known.marker).is_file():
+                if os.path.isfile(folder / known.marker):
                     found.append((known, folder))
                     break
     if len(found) > 1:
@@ -118,6 +120,16 @@ class ArrayDataset(MediaDataset):
             images, labels, self.class_names = known.read(folder, split)
         except Exception as error:  # torchvision's own message, which doesn't say which flag led there
             raise ValueError(f"--data_path {folder}: {known.name} can't be read: {error}") from error
+        if len(images) == 0 or len(images) != len(labels) or 0 in images.shape:
+            raise ValueError(
+                f"--data_path {folder}: {known.name} is damaged: {len(images):,} pictures and {len(labels):,} labels; "
+                "download it again"
+            )
+        if labels.min() < 0 or labels.max() >= len(self.class_names):
+            raise ValueError(
+                f"--data_path {folder}: {known.name} is damaged: labels from {labels.min()} to {labels.max()} of "
+                f"{len(self.class_names)} classes; download it again"
+            )
         self.images, self.labels = np.ascontiguousarray(images), labels.astype(np.int64)
         self.sample_shape = (1 if self.images.ndim == 3 else 3, image_size, image_size)
         self.seed, self.random_flip = seed, known.flip if random_flip is None else random_flip

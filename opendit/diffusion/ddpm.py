@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PREDICTIONS = ("eps", "v")  # what the network predicts of x_t: the noise, or the velocity
+from opendit.diffusion.names import PREDICTIONS
 
 
 def linear_betas(T: int = 1000) -> Tensor:
@@ -110,6 +110,11 @@ class DDPM:
     @property
     def num_steps(self) -> int:
         return len(self.betas)
+
+    @property
+    def noise_levels(self) -> list[float]:
+        """Noise over signal at every step, sigma / alpha, rising."""
+        return ((1 - self.alphas_cumprod) / self.alphas_cumprod).sqrt().tolist()
 
     def respaced(self, num_steps: int) -> "DDPM":
         """The schedule over ``space_timesteps(n, num_steps)``. Raises ValueError unless 1 <= num_steps <= n."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32
-from opendit.diffusion.solvers import integrate, multistep
+from opendit.diffusion.solvers import Slope, for_step, integrate, multistep
 
 NOISE_SCALE = 250.0  # the network's timestep for each unit of ln(sigma)
 SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0  # of sampling, [K] table 1
@@ -92,16 +92,20 @@ def sample_euler(model, x: Tensor, sigmas: Tensor, *, sigma_data: float, progres
     ``karras_sigmas``. progress and callback: as of opendit.diffusion.samplers, with ``timestep`` the sigma. Returns x
     at sigmas[-1], float32 at least.
     """
-    slope, x = _slope(model, sigma_data), at_least_float32(x)
-    return integrate(slope, x, sigmas.tolist(), corrected=lambda after: False, progress=progress, callback=callback)
+    slope_from, x = _slope_from(model, sigma_data), at_least_float32(x)
+    return integrate(
+        slope_from, x, sigmas.tolist(), corrected=lambda after: False, progress=progress, callback=callback
+    )
 
 
 @torch.no_grad()
 def sample_heun(model, x: Tensor, sigmas: Tensor, *, sigma_data: float, progress=None, callback=None) -> Tensor:
     """[K] Algorithm 1: Heun's method, two evaluations a step; one in the step to 0, where the slope is not defined.
     Arguments as of ``sample_euler``."""
-    slope, x = _slope(model, sigma_data), at_least_float32(x)
-    return integrate(slope, x, sigmas.tolist(), corrected=lambda after: after > 0, progress=progress, callback=callback)
+    slope_from, x = _slope_from(model, sigma_data), at_least_float32(x)
+    return integrate(
+        slope_from, x, sigmas.tolist(), corrected=lambda after: after > 0, progress=progress, callback=callback
+    )
 
 
 @torch.no_grad()
@@ -111,7 +115,7 @@ def sample_dpmpp(model, x: Tensor, sigmas: Tensor, *, sigma_data: float, progres
     levels = sigmas.tolist()
 
     def denoised_at(x: Tensor, k: int) -> Tensor:
-        denoised = denoise(model, x, _level(levels[k], x), sigma_data)
+        denoised = denoise(for_step(model, levels[k]), x, _level(levels[k], x), sigma_data)
         if callback is not None:
             callback({"step": k, "timestep": levels[k], "x": x, "denoised": denoised})
         return denoised
@@ -119,8 +123,12 @@ def sample_dpmpp(model, x: Tensor, sigmas: Tensor, *, sigma_data: float, progres
     return multistep(denoised_at, at_least_float32(x), levels, progress=progress)
 
 
-def _slope(model, sigma_data: float) -> Callable[[Tensor, float], Tensor]:
-    return lambda x, sigma: (x - denoise(model, x, _level(sigma, x), sigma_data)) / sigma
+def _slope_from(model, sigma_data: float) -> Callable[[float], Slope]:
+    def slope_from(start: float) -> Slope:
+        network = for_step(model, start)
+        return lambda x, sigma: (x - denoise(network, x, _level(sigma, x), sigma_data)) / sigma
+
+    return slope_from
 
 
 def _level(sigma: float, x: Tensor) -> Tensor:

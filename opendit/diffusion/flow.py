@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32
-from opendit.diffusion.solvers import integrate
+from opendit.diffusion.solvers import Slope, for_step, integrate
 
 TIME_SCALE = 1000.0  # the network's timestep at t = 1
 
@@ -87,8 +87,8 @@ def sample_euler(
     x: (B, C, ...) standard normal at times[0] = 1. times: (n + 1,), falling; see ``sampling_times``. progress and
     callback: as of opendit.diffusion.samplers, with ``timestep`` the time. Returns x at times[-1], float32 at least.
     """
-    slope, x = _slope(model), at_least_float32(x)
-    return integrate(slope, x, times.tolist(), corrected=lambda after: False, progress=progress, callback=callback)
+    slope_from, x = _slope_from(model), at_least_float32(x)
+    return integrate(slope_from, x, times.tolist(), corrected=lambda after: False, progress=progress, callback=callback)
 
 
 @torch.no_grad()
@@ -97,12 +97,21 @@ def sample_heun(
 ) -> Tensor:
     """Heun's method: the mean of the velocities before and after an Euler step, the second one evaluated at the
     point the step leads to. Second order, two evaluations a step; arguments as of ``sample_euler``."""
-    slope, x = _slope(model), at_least_float32(x)
-    return integrate(slope, x, times.tolist(), corrected=lambda after: True, progress=progress, callback=callback)
+    slope_from, x = _slope_from(model), at_least_float32(x)
+    return integrate(slope_from, x, times.tolist(), corrected=lambda after: True, progress=progress, callback=callback)
 
 
-def _slope(model) -> Callable[[Tensor, float], Tensor]:
-    return lambda x, t: model(x, torch.full((len(x),), t * TIME_SCALE, device=x.device)).to(x.dtype)
+def noise_level(t: float) -> float:
+    """Sigma, noise over signal, of x_t; infinite at 1, where no signal is left."""
+    return t / (1 - t) if t < 1 else math.inf
+
+
+def _slope_from(model) -> Callable[[float], Slope]:
+    def slope_from(start: float) -> Slope:
+        velocity = for_step(model, noise_level(start))
+        return lambda x, t: velocity(x, torch.full((len(x),), t * TIME_SCALE, device=x.device)).to(x.dtype)
+
+    return slope_from
 
 
 FLOW_SAMPLERS = {"euler": sample_euler, "heun": sample_heun}

@@ -13,8 +13,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from opendit.diffusion import edm
-from opendit.diffusion.ddpm import DDPM, PREDICTIONS, ddpm_loss
+from opendit.diffusion.ddpm import DDPM, ddpm_loss
 from opendit.diffusion.flow import FLOW_SAMPLERS, TIME_SAMPLING, TIME_SCALE, flow_loss, sampling_times, shift_times
+from opendit.diffusion.names import FLOW_TIMES, PREDICTIONS, SAMPLERS_OF
 from opendit.diffusion.samplers import SAMPLERS, eps_model, initial_noise, keyed_noise
 from opendit.random import Stream, integers, uniform
 
@@ -80,7 +81,7 @@ class DDPMObjective(Objective):
     timestep, in training and sampling alike."""
 
     name: ClassVar[str] = "ddpm"
-    samplers: ClassVar[tuple[str, ...]] = tuple(SAMPLERS)
+    samplers: ClassVar[tuple[str, ...]] = SAMPLERS_OF["ddpm"]
     preview_sampler: ClassVar[str] = "ddim"
     learn_sigma: ClassVar[bool] = True
 
@@ -133,7 +134,7 @@ class FlowObjective(Objective):
     """Rectified flow. times_are: uniform, logit_normal or mode. shift: of training and sampling times alike."""
 
     name: ClassVar[str] = "flow"
-    samplers: ClassVar[tuple[str, ...]] = tuple(FLOW_SAMPLERS)
+    samplers: ClassVar[tuple[str, ...]] = SAMPLERS_OF["flow"]
     preview_sampler: ClassVar[str] = "euler"
     learn_sigma: ClassVar[bool] = False
 
@@ -141,7 +142,7 @@ class FlowObjective(Objective):
     times_are: str = "uniform"
 
     def __post_init__(self):
-        _one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
+        _one_of("--flow_times", self.times_are, FLOW_TIMES)
         _above_0("--flow_shift", self.shift)
 
     def times(self, seed, step, index):
@@ -165,7 +166,7 @@ class EDMObjective(Objective):
     """EDM. mean, std: of ln(sigma) in training. sigma_data: the standard deviation of the data."""
 
     name: ClassVar[str] = "edm"
-    samplers: ClassVar[tuple[str, ...]] = tuple(edm.EDM_SAMPLERS)
+    samplers: ClassVar[tuple[str, ...]] = SAMPLERS_OF["edm"]
     preview_sampler: ClassVar[str] = "heun"
     learn_sigma: ClassVar[bool] = False
 
@@ -197,7 +198,6 @@ class EDMObjective(Objective):
 
 
 OBJECTIVES = {kind.name: kind for kind in (DDPMObjective, FlowObjective, EDMObjective)}
-ALL_SAMPLERS = tuple(dict.fromkeys(sampler for kind in OBJECTIVES.values() for sampler in kind.samplers))
 
 
 def objective_from_dict(values: dict | None) -> Objective:

@@ -19,12 +19,13 @@ What they share:
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import DDPM, at_least_float32, split_output
-from opendit.diffusion.solvers import multistep
+from opendit.diffusion.solvers import for_step, multistep
 from opendit.random import Stream, normal
 
 Model = Callable[[Tensor, Tensor], Tensor]
@@ -47,10 +48,10 @@ def sample_ddpm(
     The variance is the model's if it has one (Nichol & Dhariwal 2021, eq. 15), else that of the posterior, beta-tilde.
     See the top of the file for the arguments. Raises ValueError if the model's output doesn't fit x.
     """
-    x = at_least_float32(x)
+    x, levels = at_least_float32(x), schedule.noise_levels
     for k, i in _steps(schedule, progress):
         t = torch.full((len(x),), i, device=x.device)
-        denoised, _, v = _denoise(model, x, schedule, t, clip_denoised)
+        denoised, _, v = _denoise(for_step(model, levels[i]), x, schedule, t, clip_denoised)
         _report(callback, schedule, k, i, x, denoised)
         x, log_variance = schedule.posterior(denoised, x, t)
         if v is not None:
@@ -82,11 +83,11 @@ def sample_ddim(
         raise ValueError(f"eta must be between 0 and 1, got {eta}")
     if eta > 0 and noise_fn is None:
         raise ValueError("an eta above 0 needs noise_fn")
-    x = at_least_float32(x)
+    x, levels = at_least_float32(x), schedule.noise_levels
     alphas_cumprod = schedule.alphas_cumprod.tolist()
     for k, i in _steps(schedule, progress):
         t = torch.full((len(x),), i, device=x.device)
-        denoised, eps, _ = _denoise(model, x, schedule, t, clip_denoised)
+        denoised, eps, _ = _denoise(for_step(model, levels[i]), x, schedule, t, clip_denoised)
         _report(callback, schedule, k, i, x, denoised)
         ac, previous = alphas_cumprod[i], alphas_cumprod[i - 1] if i > 0 else 1.0
         sigma = eta * math.sqrt((1 - previous) / (1 - ac) * (1 - ac / previous))
@@ -115,13 +116,13 @@ def sample_dpmpp(
     See the top of the file for the arguments. Raises ValueError if the model's output doesn't fit x.
     """
     alphas = schedule.alphas_cumprod.sqrt().flip(0).tolist()
-    sigmas = [math.sqrt(1 - alpha**2) / alpha for alpha in alphas] + [0.0]
+    sigmas = [*reversed(schedule.noise_levels), 0.0]
 
     def denoised_at(scaled: Tensor, k: int) -> Tensor:
         i = schedule.num_steps - 1 - k
         x = alphas[k] * scaled  # the solver's x is x_t / alpha
         t = torch.full((len(x),), i, device=x.device)
-        denoised, _, _ = _denoise(model, x, schedule, t, clip_denoised)
+        denoised, _, _ = _denoise(for_step(model, sigmas[k]), x, schedule, t, clip_denoised)
         _report(callback, schedule, k, i, x, denoised)
         return denoised
 
@@ -184,35 +185,73 @@ def cfg_model(
     return guided
 
 
+# People write levels with three digits: 157 for the 157.4 that the noisiest timestep of DDPM has. Levels that differ by
+# less than this are one; of 1,000 timesteps or steps, neighbours differ by 0.5 % at least.
+SAME_LEVEL = 0.003
+
+
+@dataclass(frozen=True)
+class GuidedWithin:
+    """Guidance in a limited interval of noise levels, see :func:`guided_within`."""
+
+    low: float
+    high: float
+    noise_level: Callable[[Tensor], Tensor]
+    guided: Model
+    conditional: Model
+
+    def at_level(self, level: float) -> Model:
+        """The model for a step that starts at noise level sigma ``level``, all of its evaluations."""
+        inside = self.low * (1 - SAME_LEVEL) <= level <= self.high * (1 + SAME_LEVEL)
+        return self.guided if inside else self.conditional
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.at_level(float(self.noise_level(t[:1])))(x, t)
+
+
 def guided_within(
     interval: tuple[float, float], noise_level: Callable[[Tensor], Tensor], guided: Model, conditional: Model
-) -> Model:
+) -> GuidedWithin:
     """Guidance in a limited interval of noise levels, [I], as a model of (x, t).
 
-    ``guided`` is called where low <= ``noise_level(t)`` <= high for ``interval`` = (low, high), and ``conditional``
-    elsewhere, which saves the second half of the batch there. ([I] leaves low itself out; here 0 means all levels below
-    high, the end of the trajectory included.) ``noise_level``: the standard deviation of the noise over
-    the scale of the signal, (B,), for the t that the network gets; opendit.diffusion.objectives has each objective's.
-    A batch has one noise level, as in every sampler. Raises ValueError unless 0 <= low < high.
+    ``guided`` is called where low <= sigma <= high for ``interval`` = (low, high), and ``conditional`` elsewhere, which
+    saves the second half of the batch there. ([I] leaves low itself out; here 0 means all levels below high, the end of
+    the trajectory included. A level that agrees with a bound to 0.3 % is the bound.)
+
+    Samplers decide once a step, by the level that it starts from, as [I]'s code does: Heun's second evaluation, at the
+    lower level where the step ends, is guided if the first one is. Called by itself, it decides by ``noise_level``: the
+    standard deviation of the noise over the scale of the signal, (B,), for the t that the network gets;
+    opendit.diffusion.objectives has each objective's. A batch has one noise level, as in every sampler.
+    Raises ValueError unless 0 <= low < high.
     """
     low, high = interval
     if not 0 <= low < high:
         raise ValueError(f"a guidance interval is 0 <= LOW < HIGH, got {low:g} {high:g}")
-    return lambda x, t: (guided if low <= float(noise_level(t[:1])) <= high else conditional)(x, t)
+    return GuidedWithin(low, high, noise_level, guided, conditional)
 
 
-def eps_model(model: Model, schedule: DDPM) -> Model:
+@dataclass(frozen=True)
+class EpsModel:
+    """See :func:`eps_model`."""
+
+    model: Model
+    schedule: DDPM
+
+    def at_level(self, level: float) -> "EpsModel":
+        return EpsModel(for_step(self.model, level), self.schedule)
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        velocity, v = split_output(at_least_float32(self.model(x, t)), x)
+        eps = self.schedule.eps_of_velocity(x, t, velocity)
+        return eps if v is None else torch.cat((eps, v), dim=1)
+
+
+def eps_model(model: Model, schedule: DDPM) -> EpsModel:
     """A model that predicts velocity (and v) as one that predicts eps (and v), float32 at least.
 
     ``schedule``: the unshortened one, whose indices the network's timesteps are.
     """
-
-    def predict(x: Tensor, t: Tensor) -> Tensor:
-        velocity, v = split_output(at_least_float32(model(x, t)), x)
-        eps = schedule.eps_of_velocity(x, t, velocity)
-        return eps if v is None else torch.cat((eps, v), dim=1)
-
-    return predict
+    return EpsModel(model, schedule)
 
 
 def _steps(schedule: DDPM, progress) -> Iterable[tuple[int, int]]:

@@ -9,9 +9,18 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+Slope = Callable[[Tensor, float], Tensor]
+
+
+def for_step(model: Callable, level: float) -> Callable:
+    """``model`` for all evaluations of a step that starts at noise level sigma ``level``; one that has ``at_level``
+    (see ``opendit.diffusion.samplers.GuidedWithin``) chooses by it, and any other is the same at all levels."""
+    choose = getattr(model, "at_level", None)
+    return model if choose is None else choose(level)
+
 
 def integrate(
-    slope: Callable[[Tensor, float], Tensor],
+    slope_from: Callable[[float], Slope],
     x: Tensor,
     times: Sequence[float],
     *,
@@ -21,6 +30,7 @@ def integrate(
 ) -> Tensor:
     """Euler's method for dx/dt = slope(x, t) along ``times``, with Heun's correction where it is asked for.
 
+    slope_from(t): the function slope(x, t) for all evaluations of the step that starts at t.
     x: (B, C, ...) at times[0]. corrected: whether the step that ends at a given time takes the mean of the slopes at
     its two ends, the second one where Euler's step leads to ([K] Algorithm 1): second order, two evaluations.
     progress and callback: as of opendit.diffusion.samplers, with ``timestep`` the time; ``denoised`` is where the
@@ -29,6 +39,7 @@ def integrate(
     steps = range(len(times) - 1)
     for k in steps if progress is None else progress(steps):
         t, after = times[k], times[k + 1]
+        slope = slope_from(t)
         direction = slope(x, t)
         if callback is not None:
             callback({"step": k, "timestep": t, "x": x, "denoised": x - t * direction})

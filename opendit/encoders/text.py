@@ -5,21 +5,39 @@ a model, ``bytes``, is opendit.models.bytes_text; here it has a size and a name 
 """
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opendit.encoders.vae import from_hub, module_fingerprint
+from opendit.encoders.folder import (
+    CONFIG,
+    LAYERS,
+    TOKENIZER_KIND,
+    WIDTH,
+    check_size,
+    config_kind,
+    fetch,
+    one_line,
+    pinned,
+    reason,
+    refuse_adapters,
+    weight_shapes,
+)
+from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import masked_mean
+from opendit.state.rules import optional, plain, record, shown, string, whole
+from opendit.state.schema import read_file
 
 BYTES = ("bytes", 128, 64)  # kind, width and tokens of the trained encoder unless flags say otherwise
-# Short name -> repository of the hub and its geometry. Flan-T5's repository has safetensors and a tokenizer that needs
-# no further package; T5's own have neither.
+# Short name -> repository of the hub, its commit and its geometry. Flan-T5's repository has safetensors and a tokenizer
+# that needs no further package; T5's own have neither. CLIP's main branch has pickled weights only: the commit is that
+# of its safetensors beside them.
 HUB = {
-    "clip": ("openai/clip-vit-base-patch32", ("clip", 512, 77)),
-    "t5": ("google/flan-t5-large", ("t5", 1024, 120)),
+    "clip": ("openai/clip-vit-base-patch32", "c237dc49a33fc61debc9276459120b7eac67e7ef", ("clip", 512, 77)),
+    "t5": ("google/flan-t5-large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", ("t5", 1024, 120)),
 }
 T5_TOKENS = 120  # T5 knows no longest caption; PixArt-alpha's choice (Chen et al. 2024)
 # model_type of config.json -> (kind, class of transformers)
@@ -31,6 +49,39 @@ CLASSES = {
     "umt5": ("t5", "UMT5EncoderModel"),
 }
 CAPTIONS_AT_ONCE = 64
+STEM = "model"
+FILES = (CONFIG, f"{STEM}.safetensors")
+TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "spiece.model",
+)  # fmt: skip
+MOST_TOKENIZER_BYTES = 64 << 20
+# Classes of transformers that read these files and nothing else.
+TOKENIZERS = (
+    None, "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+)  # fmt: skip
+_CLIP_FIELDS = {
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": whole(1, 1024),
+    "max_position_embeddings": whole(2, 1 << 16),
+    "vocab_size": whole(1, 1 << 22),
+    "projection_dim": WIDTH,
+}
+TEXT_CONFIG = config_kind(
+    **_CLIP_FIELDS,
+    text_config=optional(record({}, _CLIP_FIELDS, others=plain(5))),
+    model_type=string(64),
+    d_model=WIDTH,
+    d_kv=WIDTH,
+    d_ff=WIDTH,
+    num_layers=LAYERS,
+    num_heads=whole(1, 1024),
+    relative_attention_num_buckets=whole(2, 1 << 12),
+    relative_attention_max_distance=whole(1, 1 << 20),
+)
 
 
 class TextTokens(NamedTuple):
@@ -104,8 +155,17 @@ def text_geometry(name: str) -> tuple[str, int, int]:
     if name == "bytes":
         return BYTES
     if name in HUB:
-        return HUB[name][1]
-    return _geometry(name, _read_config(name))
+        return HUB[name][2]
+    return _geometry(_read_config(name, _folder(name, (CONFIG,), ())))
+
+
+def check_tokens(name: str, kind: str, longest: int, tokens: int) -> None:
+    """Raises ValueError for a number of tokens that encoder ``name`` can't pad and cut captions to; the others are what
+    :func:`text_geometry` says. CLIP has a token each for the begin and the end, bytes one, T5 one for the end."""
+    least = 2 if kind == "clip" else 1
+    if tokens < least or (kind == "clip" and tokens > longest):
+        bounds = f"{least} to {longest}" if kind == "clip" else f"at least {least}"
+        raise ValueError(f"--max_text_tokens {tokens}: --text_encoder {name} takes {bounds}")
 
 
 def load_text_encoder(
@@ -116,7 +176,7 @@ def load_text_encoder(
     max_tokens: int | None = None,
 ) -> TextEncoder:
     """The frozen encoder of ``--text_encoder name``: "clip" or "t5" (from the local cache or the hub), another
-    repository of the hub such as openai/clip-vit-large-patch14, or a folder in transformers' format.
+    repository of the hub with its commit, ORGANISATION/NAME@COMMIT, or a folder in transformers' format.
 
     max_tokens: captions are padded and cut to this many, by default the longest that CLIP knows, and 120 with T5.
     Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such encoder."""
@@ -124,37 +184,64 @@ def load_text_encoder(
         raise ValueError("--text_encoder bytes is a part of the model, there is nothing to load")
     kind, width, longest = text_geometry(name)
     tokens = longest if max_tokens is None else max_tokens
-    if tokens < 1 or (kind == "clip" and tokens > longest):
-        bounds = f"1 to {longest}" if kind == "clip" else "at least 1"
-        raise ValueError(f"--max_text_tokens {tokens}: --text_encoder {name} takes {bounds}")
-    model, tokenizer = _load(name)
+    check_tokens(name, kind, longest, tokens)
+    model, tokenizer = _load(name, encoder_folder(name))
     return TextEncoder(
         model, tokenizer, name=name, kind=kind, width=width, max_tokens=tokens, device=device, dtype=dtype
     )
 
 
-def _load(name: str):
-    """(model, tokenizer) of transformers."""
-    import transformers  # seconds to import, so only where an encoder is really used
+def encoder_folder(name: str) -> Path:
+    """The folder of the frozen encoder ``--text_encoder name``: the user's, or that of the local cache, where a
+    repository's files are fetched to. Raises as :func:`load_text_encoder`."""
+    return _folder(name, FILES, TOKENIZER_FILES)
 
-    where = _where(name)
-    model_class = getattr(transformers, CLASSES[_read_config(name)["model_type"]][1])
 
-    def fetch(local_files_only: bool):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(where, local_files_only=local_files_only)
+def _load(name: str, folder: Path):
+    """(model, tokenizer) of transformers. Raises ValueError for a folder that can't be loaded, or not without running
+    code that is in it."""
+    config = _read_config(name, folder)
+    try:
+        refuse_adapters(folder)
+        _check_tokenizer(folder)
+        shapes = weight_shapes(folder, STEM)
+        import transformers  # seconds to import, so only where an encoder is really used
+
+        model_class = getattr(transformers, CLASSES[config["model_type"]][1])
+        made = model_class.config_class.from_pretrained(folder, local_files_only=True)
+        check_size(lambda: model_class(made), shapes, folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model, report = model_class.from_pretrained(
-            where, local_files_only=local_files_only, output_loading_info=True, dtype=torch.float32
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="sdpa" if model_class._supports_sdpa else "eager",
+            output_loading_info=True,
+            dtype=torch.float32,
         )
         if report["missing_keys"]:  # transformers would go on with random weights
             raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
-        return model, tokenizer
+        words, known = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
+        if words >= known:
+            raise ValueError(f"its tokenizer has tokens up to {words}, and its weights {known} embeddings")
+    except BaseException as error:  # the tokenizer's own panics are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"--text_encoder {name}: {folder} can't be loaded ({one_line(error)}); {_needs()}") from error
+    return model, tokenizer
 
-    if not _is_folder(name):
-        return from_hub(fetch, f"--text_encoder {name}: {where}", _needs())
-    try:
-        return fetch(True)
-    except Exception as error:
-        raise ValueError(f"--text_encoder {name}: {where} can't be loaded ({error}); {_needs()}") from error
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raises ValueError if the tokenizer is none of those that need no code but transformers' own, or too large."""
+    for name in TOKENIZER_FILES:
+        path = folder / name
+        if os.path.lexists(path) and not (path.is_file() and path.stat().st_size <= MOST_TOKENIZER_BYTES):
+            raise ValueError(f"{path} is no regular file of at most {MOST_TOKENIZER_BYTES:,} bytes")
+    path = folder / "tokenizer_config.json"
+    found = read_file(path, TOKENIZER_KIND).get("tokenizer_class") if path.is_file() else None
+    if found not in TOKENIZERS:
+        raise ValueError(f"{path}: tokenizer_class is {shown(found)}, none of {', '.join(TOKENIZERS[1:])}")
 
 
 def _is_folder(name: str) -> bool:
@@ -162,41 +249,48 @@ def _is_folder(name: str) -> bool:
     return name not in HUB and (Path(name).expanduser().exists() or name.count("/") != 1 or name[0] in "./~")
 
 
-def _where(name: str) -> str:
-    """The folder, or the repository of the hub."""
-    return HUB[name][0] if name in HUB else str(Path(name).expanduser())
+def _folder(name: str, files: tuple[str, ...], also: tuple[str, ...]) -> Path:
+    """The folder of an encoder: the user's, or that of the local cache, where a repository's files are fetched to.
 
-
-def _read_config(name: str) -> dict:
+    Raises FileNotFoundError if it isn't there, ValueError for a repository without a commit."""
     if _is_folder(name):
-        path = Path(_where(name)) / "config.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"--text_encoder {name}: {path} doesn't exist; {_needs()}")
-    else:
-        from huggingface_hub import hf_hub_download
-
-        path = from_hub(
-            lambda local: Path(hf_hub_download(_where(name), "config.json", local_files_only=local)),
-            f"--text_encoder {name}: {_where(name)}",
-            _needs(),
-        )
-    try:
-        config = json.loads(path.read_text())
-        _geometry(name, config)
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        return Path(name).expanduser()
+    repository, commit = HUB[name][:2] if name in HUB else pinned(name) or (name, None)
+    if commit is None:
         raise ValueError(
-            f"--text_encoder {name}: {path} isn't the configuration of a text encoder; {_needs()}"
+            f"--text_encoder {name}: a repository of the hub needs its commit, for others may change what is there: "
+            f"--text_encoder {name}@COMMIT, of 40 hexadecimal digits; {_needs()}"
+        )
+    return fetch(repository, commit, files, also, f"--text_encoder {name}: {repository}", _needs())
+
+
+def _read_config(name: str, folder: Path) -> dict:
+    path = folder / CONFIG
+    try:
+        config = read_file(path, TEXT_CONFIG)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(f"--text_encoder {name}: {path} doesn't exist; {_needs()}") from error
+    except (OSError, ValueError) as error:
+        why = reason(path, error)
+        raise ValueError(
+            f"--text_encoder {name}: {path} isn't the configuration of a text encoder: {why}; {_needs()}"
         ) from error
+    found = config.get("model_type")
+    if found not in CLASSES:
+        raise ValueError(
+            f"--text_encoder {name} is a model of type {shown(found)}, not {', '.join(CLASSES)}; {_needs()}"
+        )
+    if CLASSES[found][0] == "t5" and "d_model" not in config:
+        raise ValueError(
+            f"--text_encoder {name}: {path} isn't the configuration of a text encoder: no d_model; {_needs()}"
+        )
     return config
 
 
-def _geometry(name: str, config: dict) -> tuple[str, int, int]:
-    found = config.get("model_type")
-    if found not in CLASSES:
-        raise ValueError(f"--text_encoder {name} is a model of type {found}, not {', '.join(CLASSES)}; {_needs()}")
-    if CLASSES[found][0] == "t5":
+def _geometry(config: dict) -> tuple[str, int, int]:
+    if CLASSES[config["model_type"]][0] == "t5":
         return "t5", config["d_model"], T5_TOKENS
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     # CLIP's own defaults are left out of some configurations, e.g. of openai/clip-vit-base-patch32.
     return "clip", text.get("hidden_size", 512), text.get("max_position_embeddings", 77)
 

@@ -5,26 +5,42 @@ with noise that the caller keys by the sample, mean + std * noise, then shifted 
 is a plain object, not a module, so it never ends up in a model's state.
 """
 
-import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from opendit.data.base import hash_parts
+from opendit.encoders.folder import (
+    CONFIG,
+    PER_CHANNEL,
+    PER_CHANNEL_POSITIVE,
+    POSITIVE,
+    check_size,
+    config_kind,
+    fetch,
+    one_line,
+    reason,
+    refuse_adapters,
+    weight_shapes,
+)
+from opendit.state.rules import listed, number, optional, string, truth, whole
+from opendit.state.schema import read_file
 
-HUB = {"ema": "stabilityai/sd-vae-ft-ema", "mse": "stabilityai/sd-vae-ft-mse"}
-FILES = ("config.json", "diffusion_pytorch_model.safetensors")
+# Short name -> repository of the hub and its commit.
+HUB = {
+    "ema": ("stabilityai/sd-vae-ft-ema", "f04b2c4b98319346dad8c65879f680b1997b204a"),
+    "mse": ("stabilityai/sd-vae-ft-mse", "31f26fdeee1355a5c34592e401dd41e45d25a493"),
+}
+STEM = "diffusion_pytorch_model"
+FILES = (CONFIG, f"{STEM}.safetensors")
 # Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256, which took
 # 3.7 GiB to encode and 4.7 GiB to decode in half precision; 64 were no faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
 
 
-T = TypeVar("T")
 PerChannel = float | Sequence[float]  # one number for all channels of a latent, or one for each
 
 
@@ -239,18 +255,50 @@ def load_vae(name: str, classes: dict[str, Geometry]) -> torch.nn.Module:
     """The autoencoder of ``--vae name`` with its weights; it must be of one of diffusers' ``classes``.
 
     Raises FileNotFoundError or ValueError, naming the flag and what to do."""
-    folder = _vae_from_hub(name) if name in HUB else Path(name).expanduser()
+    folder = vae_folder(name)
     class_name, _ = read_vae_config(str(folder), classes)
-    if not (folder / FILES[1]).is_file():
-        raise FileNotFoundError(f"--vae {name}: no {FILES[1]} in {folder}; {_needs()}")
-    import diffusers  # seconds to import, so only where a VAE is really used
-
     try:
-        return getattr(diffusers, class_name).from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False
+        refuse_adapters(folder)
+        shapes = weight_shapes(folder, STEM)
+        import diffusers  # seconds to import, so only where a VAE is really used
+
+        vae_class = getattr(diffusers, class_name)
+        made = vae_class.load_config(folder, local_files_only=True)
+        check_size(lambda: vae_class.from_config(made), shapes, folder)
+        vae, report = vae_class.from_pretrained(
+            folder, local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False, output_loading_info=True
         )
+        if report["missing_keys"]:  # diffusers would go on with random weights
+            raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
+        return vae
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--vae {name}: {error}; {_needs()}") from error
     except Exception as error:
-        raise ValueError(f"--vae {name}: {folder} can't be loaded ({error}); {_needs()}") from error
+        raise ValueError(f"--vae {name}: {folder} can't be loaded ({one_line(error)}); {_needs()}") from error
+
+
+SIDES = listed(whole(1, 1 << 13), 1, 8)
+VAE_CONFIG = config_kind(
+    _class_name=string(64),
+    latent_channels=whole(1, 1024),
+    z_dim=whole(1, 1024),
+    in_channels=whole(1, 64),
+    out_channels=whole(1, 64),
+    block_out_channels=SIDES,
+    base_dim=whole(1, 1 << 13),
+    decoder_base_dim=optional(whole(1, 1 << 13)),
+    dim_mult=SIDES,
+    layers_per_block=whole(1, 32),
+    num_res_blocks=whole(1, 32),
+    norm_num_groups=whole(1, 1024),
+    patch_size=optional(whole(1, 64)),
+    temporal_compression_ratio=number(1, 64),
+    temperal_downsample=listed(truth, 1, 8),
+    scaling_factor=optional(POSITIVE),
+    shift_factor=optional(number(-1e6, 1e6)),
+    latents_mean=PER_CHANNEL,
+    latents_std=PER_CHANNEL_POSITIVE,
+)
 
 
 def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict]:
@@ -259,14 +307,21 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict]
     Raises FileNotFoundError or ValueError, naming the flag and what to do."""
     path = Path(name).expanduser() / FILES[0]
     try:
-        config = json.loads(path.read_text())
+        config = read_file(path, VAE_CONFIG)
         found = config.get("_class_name", "AutoencoderKL")
         if found in classes:
-            classes[found](config)
+            channels = classes[found](config)[0]
+            for key in ("latents_mean", "latents_std"):
+                if config.get(key) is not None and len(config[key]) != channels:
+                    raise ValueError(f"{path}: {key} has {len(config[key])} numbers for {channels} channels")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"--vae {name}: {path} doesn't exist; use ema, mse or a folder: {_needs()}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--vae {name}: {path} isn't the configuration of a VAE; {_needs()}") from error
+    except KeyError as error:
+        raise ValueError(f"--vae {name}: {path} isn't the configuration of a VAE: no {error}; {_needs()}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--vae {name}: {path} isn't the configuration of a VAE: {reason(path, error)}; {_needs()}"
+        ) from error
     if found not in classes:
         raise ValueError(f"--vae {name} is a {found}, not an {' or '.join(classes)}; {_needs()}")
     return found, config
@@ -276,43 +331,9 @@ def _needs() -> str:
     return f"--vae PATH needs a folder with {' and '.join(FILES)}, and --vae none trains on pixels"
 
 
-def _vae_from_hub(name: str) -> Path:
-    """The local folder of a VAE of the hub: from the cache, else downloaded."""
-    from huggingface_hub import hf_hub_download
-
-    def fetch(local_files_only: bool) -> Path:
-        return [Path(hf_hub_download(HUB[name], file, local_files_only=local_files_only)) for file in FILES][0].parent
-
-    return from_hub(fetch, f"--vae {name}: {HUB[name]}", _needs())
-
-
-def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
-    """What ``fetch(local_files_only)`` returns: from the local cache, else from the hub.
-
-    Raises FileNotFoundError, within seconds, if the hub can't be reached; ``what`` was asked for, and what the user
-    ``needs`` instead, are in its message."""
-    from huggingface_hub import constants
-
-    try:
-        return fetch(True)
-    except (OSError, ValueError):
-        pass
-    try:
-        # Its own download tries six times with growing pauses; one short question first tells whether that can help.
-        _probe_hub(constants.ENDPOINT)
-        return fetch(False)
-    except Exception as error:
-        raise FileNotFoundError(
-            f"{what} isn't in the local cache and couldn't be fetched from the hub "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}). Fetch it on a machine that "
-            f"can, then copy it: {needs}"
-        ) from error
-
-
-def _probe_hub(endpoint: str) -> None:
-    """Raises unless the hub answers, whatever it answers, within a few seconds."""
-    from huggingface_hub.utils import get_session
-
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise ConnectionError("HF_HUB_OFFLINE is set")
-    get_session().head(endpoint, timeout=5)
+def vae_folder(name: str) -> Path:
+    """The folder of ``--vae name``: the user's, or of a VAE of the hub that in the cache, downloaded if need be."""
+    if name not in HUB:
+        return Path(name).expanduser()
+    repository, commit = HUB[name]
+    return fetch(repository, commit, FILES, (), f"--vae {name}: {repository}", _needs())

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.backends import cuda as cuda_backends
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from opendit.kernels.names import ATTENTION, PACKAGE
 from opendit.models.attention import local_attention
 
 BACKENDS = {
@@ -22,8 +23,6 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-PACKAGE = "flash_attn"
-NAMES = ("auto", *BACKENDS, PACKAGE)
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -47,8 +46,8 @@ class LocalAttention:
     """
 
     def __init__(self, backend: str = "auto"):
-        if backend not in NAMES:
-            raise ValueError(f"the attention backend is one of {', '.join(NAMES)}, not {backend}")
+        if backend not in ATTENTION:
+            raise ValueError(f"the attention backend is one of {', '.join(ATTENTION)}, not {backend}")
         self.backend = backend
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

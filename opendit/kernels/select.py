@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opendit.config import SpeedFlags
+from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.add_table import add_table
 from opendit.kernels.attention import LocalAttention, resolve_attention

@@ -1,45 +1,18 @@
-"""The networks and the zoo."""
+"""The networks and the zoo. A name's module is imported when it is first used: ``names`` needs no torch."""
 
-from opendit.models.bytes_text import encode_bytes
-from opendit.models.conditioning import Condition, TextCondition, TextConfig, where
-from opendit.models.dit import DiT, DiTConfig
-from opendit.models.ecdit import ECDiT, ECDiTConfig
-from opendit.models.moviegen import MovieGen, MovieGenConfig
-from opendit.models.stdit import STDiT, STDiTConfig
-from opendit.models.vdit import VDiT, VDiTConfig
-from opendit.models.zoo import (
-    NAMES,
-    VIDEO_NAMES,
-    build_model,
-    canonical_name,
-    config_from_dict,
-    is_video,
-    model_config,
-    patch_size,
+from opendit.lazy import import_when_used
+
+__getattr__, __all__ = import_when_used(
+    __name__,
+    {
+        "opendit.models.bytes_text": "encode_bytes",
+        "opendit.models.conditioning": "Condition TextCondition TextConfig where",
+        "opendit.models.dit": "DiT DiTConfig",
+        "opendit.models.ecdit": "ECDiT ECDiTConfig",
+        "opendit.models.moviegen": "MovieGen MovieGenConfig",
+        "opendit.models.names": "NAMES VIDEO_NAMES canonical_name is_video patch_size",
+        "opendit.models.stdit": "STDiT STDiTConfig",
+        "opendit.models.vdit": "VDiT VDiTConfig",
+        "opendit.models.zoo": "build_model config_from_dict model_config",
+    },
 )
-
-__all__ = [
-    "NAMES",
-    "VIDEO_NAMES",
-    "Condition",
-    "DiT",
-    "DiTConfig",
-    "ECDiT",
-    "ECDiTConfig",
-    "MovieGen",
-    "MovieGenConfig",
-    "STDiT",
-    "STDiTConfig",
-    "TextCondition",
-    "TextConfig",
-    "VDiT",
-    "VDiTConfig",
-    "build_model",
-    "canonical_name",
-    "config_from_dict",
-    "encode_bytes",
-    "is_video",
-    "model_config",
-    "patch_size",
-    "where",
-]

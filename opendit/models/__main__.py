@@ -3,17 +3,20 @@
 python -m opendit.models --image_size 512 --batch_size 8 --world 8
 """
 
-import argparse
 import sys
 
-from opendit.memory import BYTES, GIB, Setup, estimate
-from opendit.models import NAMES, VIDEO_NAMES, is_video, model_config
-
-PLUGINS = ("zero2", "gemini", "ddp")
+from opendit.cli.command_line import CommandLine, refuse_idle
+from opendit.cli.console import prepare_console
+from opendit.cli.values import BATCH, FRAMES, SIDE, Value, one_of, whole
+from opendit.models.names import NAMES, VIDEO_NAMES, is_video
+from opendit.parallel.names import PLUGINS, PRECISIONS
 
 
 def table(names: list[str], image_size: int, frames: int, batch: int, world: int, precision: str) -> list[list[str]]:
     """A row of texts for each model, the titles first. Latents are 4 channels of an eighth of ``image_size``."""
+    from opendit.memory import GIB, Setup, estimate  # torch, which wrong flags need not wait for
+    from opendit.models import model_config
+
     rows = [["model", "parameters", "tokens", "GFLOP a sample", *(f"{plugin} GiB" for plugin in PLUGINS)]]
     for name in names:
         config = model_config(
@@ -34,27 +37,26 @@ def table(names: list[str], image_size: int, frames: int, batch: int, world: int
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
+    prepare_console()
+    parser = CommandLine(
         prog="python -m opendit.models",
         description="Lists the models: parameters, work of a training sample (forward and backward), and training "
         "memory of one GPU under each plugin, with fused kernels and one EMA, by formula (opendit/memory.py).",
     )
-    parser.add_argument("names", nargs="*", metavar="MODEL", help="these only, e.g. DiT-XL/2 vDiT-B/244")
-    parser.add_argument("--image_size", type=int, default=256, help="pixels; latents have an eighth of it")
-    parser.add_argument("--num_frames", type=int, default=16, help="latent frames of models of clips")
-    parser.add_argument("--batch_size", type=int, default=32, help="samples per GPU")
-    parser.add_argument("--world", type=int, default=1, help="GPUs")
-    parser.add_argument("--mixed_precision", default="bf16", choices=tuple(BYTES))
-    args = parser.parse_args(argv)
-    for name in ("image_size", "num_frames", "batch_size", "world"):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name} {getattr(args, name)}: must be above 0")
-    names = args.names or [*NAMES, *VIDEO_NAMES]
-    sizes = args.image_size, args.num_frames, args.batch_size, args.world, args.mixed_precision
+    parser.option("names", Value(), "these only, e.g. DiT-XL/2 vDiT-B/244", nargs="*", metavar="MODEL")
+    parser.option("--image_size", Value(int, **SIDE), "pixels; latents have an eighth of it", 256)
+    parser.option("--num_frames", Value(int, **FRAMES), "latent frames of models of clips", 16)
+    parser.option("--batch_size", Value(int, **BATCH), "samples per GPU", 32)
+    parser.option("--world", whole(1, 2**20), "GPUs", 1)
+    parser.option("--mixed_precision", one_of(PRECISIONS), "precision of weights at work", "bf16")
+    options, given = parser.read(argv)
+    names = options.pop("names") or [*NAMES, *VIDEO_NAMES]
     try:
-        rows = table(names, *sizes)
+        if not any(map(is_video, names)):
+            refuse_idle(given, {"num_frames": "does nothing without a model of clips"})
+        rows = table(names, *options.values())
     except ValueError as error:
-        parser.error(str(error))
+        parser.fail(error)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         print(f"{first:<{widths[0]}}", *(f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True)))

@@ -19,7 +19,9 @@ from opendit.models.pretrained import Weights
 from opendit.models.vdit import VDiTConfig
 
 # Fields of a configuration that decide what stands before and after the blocks; all others must agree.
-AROUND_THE_BLOCKS = {"input_size", "patch_size", "in_channels", "num_classes", "learn_sigma", "text", "positions"}
+AROUND_THE_BLOCKS = {
+    "input_size", "patch_size", "in_channels", "num_classes", "null_class", "learn_sigma", "text", "positions",
+}  # fmt: skip
 TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.", "x_embedder.proj.weight"
 
 
@@ -77,11 +79,11 @@ def adapt(model: DiT, weights: Weights, found: DiTConfig, class_names: Sequence[
     """Puts of ``weights``, of a model ``found``, into ``model`` what fits.
 
     Same name and shape: as it is, unless it belongs to another text encoder. Label table of other classes: the null
-    class, and the classes whose names (``class_names``, and the file's) are the same; the others are fresh. Head: the
-    channels of a learned variance are dropped, or added as zeros. Patches of several frames from a DiT's: its filter,
-    spread over the frames. Learned positions: interpolated linearly along each axis; between pictures and clips rows go
-    to rows and columns to columns, and the table of frames is fresh or left out. Sine-cosine tables are those of the
-    new size, counted from 0 as always: they are computed, not interpolated.
+    class, where the file has one, and the classes whose names (``class_names``, and the file's) are the same; the
+    others are fresh. Head: the channels of a learned variance are dropped, or added as zeros. Patches of several frames
+    from a DiT's: its filter, spread over the frames. Learned positions: interpolated linearly along each axis; between
+    pictures and clips rows go to rows and columns to columns, and the table of frames is fresh or left out. Sine-cosine
+    tables are those of the new size, counted from 0 as always: they are computed, not interpolated.
     """
     done, config, theirs = Adaptation(), model.config, dict(weights.state)
     buffers = {name for name, _ in model.named_buffers()}
@@ -91,7 +93,7 @@ def adapt(model: DiT, weights: Weights, found: DiTConfig, class_names: Sequence[
         if value is not None and other_words and name.startswith(("y_embedder.", "text_encoder.")):
             done.left_out[name], value = value.numel(), None
         if value is not None and name == TABLE:
-            value, why = _relabelled(own, value, weights.info.get("class_names") or (), class_names)
+            value, why = _relabelled(own, value, weights.info.get("class_names") or (), class_names, found.null_class)
         elif value is not None and value.shape != own.shape:
             value, why = _resized(name, own, value, found, config)
         if value is not None:
@@ -118,18 +120,27 @@ def _text_name(config: DiTConfig) -> str | None:
     return config.text and config.text.name
 
 
-def _relabelled(own: Tensor, value: Tensor, before: Sequence[str], after: Sequence[str]) -> tuple[Tensor, str | None]:
-    """The label table, its last row the null class, and what was done to it; None: nothing."""
-    if own.shape == value.shape and (not before or not after or list(before) == list(after)):
+def _relabelled(
+    own: Tensor, value: Tensor, before: Sequence[str], after: Sequence[str], null_class: bool
+) -> tuple[Tensor, str | None]:
+    """The label table, its last row the null class, and what was done to it; None: nothing. ``value`` has a row for a
+    null class too, or only those of its classes."""
+    same_classes = not before or not after or list(before) == list(after)
+    if own.shape == value.shape and null_class and same_classes:
         return value, None
     if own.shape[1] != value.shape[1]:
         return own, "the null class too"
-    made, rows = own.clone(), {name: row for row, name in enumerate(before)}
-    made[-1] = value[-1]
+    made, rows, classes = own.clone(), {name: row for row, name in enumerate(before)}, len(own) - 1
+    if not null_class and len(value) == classes and same_classes:
+        made[:-1] = value
+        return made, f"all {classes} classes are kept, and the null class, which the file does not have, is fresh"
+    if null_class:
+        made[-1] = value[-1]
     known = [(row, rows[name]) for row, name in enumerate(after) if name in rows]
     for row, source in known:
         made[row] = value[source]
-    return made, f"{len(own) - 1} classes, of which {len(known)} by the same name, and the null class are kept"
+    kept = f"{classes} classes, of which {len(known)} by the same name"
+    return made, f"{kept}, and the null class are kept" if null_class else f"{kept} are kept, and no null class"
 
 
 def _resized(name: str, own: Tensor, value: Tensor, found: DiTConfig, config: DiTConfig) -> tuple[Tensor | None, str]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, RMSNorm
 from opendit.models.positions import rotate
@@ -27,10 +28,11 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Layout:
     """What blocks know of where a sequence's tokens are: how many along each axis; with rotary positions, the rotations
-    (N, d / 2, 2) fp32."""
+    (N, d / 2, 2) fp32; where every block adds learned positions, those of this rank's tokens (1, n, D)."""
 
     grid: tuple[int, ...]
     rotary: Tensor | None = None
+    learned: Tensor | None = None
 
 
 class Shards(Protocol):
@@ -77,7 +79,7 @@ class Attention(nn.Module):
             return self.attention(q, k, v, layout)
 
         if shards is not None:
-            return shards.heads(x, self.qkv, self.num_heads, attend, ops)
+            return shards.heads(x, self._qkv_of_every_head(), self.num_heads, attend, ops)
         return attend(*self.project(x, ops)).transpose(1, 2).reshape(x.shape)
 
     def project(self, x: Tensor, ops: BlockOps) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,6 +88,15 @@ class Attention(nn.Module):
             return ops.linear_heads(x, self.qkv, self.num_heads)
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
+
+    def _qkv_of_every_head(self) -> "nn.Linear | Projection":
+        """The projection to q, k, v of all heads, as the ranks that share them out expect it: where heads share keys
+        and values, with copies of those rows."""
+        if self.kv_heads == self.num_heads:
+            return self.qkv
+        weight, bias = self.qkv.weight, self.qkv.bias
+        heads = self.num_heads, self.kv_heads
+        return Projection(_of_every_head(weight, *heads), None if bias is None else _of_every_head(bias, *heads))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None) -> Tensor:
         """What the heads (B, H, N, d) of all tokens see."""
@@ -100,12 +111,33 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if self.kv_heads < self.num_heads:  # copies: not every kernel of torch shares heads by itself
-            k, v = (part.repeat_interleave(self.num_heads // self.kv_heads, dim=1) for part in (k, v))
+        if k.shape[1] < q.shape[1]:  # copies: not every kernel of torch shares heads by itself
+            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
         return q, k, v
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(self.heads(x))
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer of weights that were made of others: weight (out, in), bias (out,) or none."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:
+    """A parameter of ``Attention.qkv``, ((H + 2 K) d, ...), with a copy of the K heads of keys and of values for each
+    of the H heads of queries: (3 H d, ...)."""
+    if has_torch_function((rows,)):
+        # Gemini's parameters: they are in memory for the length of one call; a view alone would outlive that.
+        return handle_torch_function(_of_every_head, (rows,), rows, num_heads, kv_heads)
+    q, *shared = rows.unflatten(0, (num_heads + 2 * kv_heads, -1)).split((num_heads, kv_heads, kv_heads))
+    return torch.cat([q, *(part.repeat_interleave(num_heads // kv_heads, dim=0) for part in shared)]).flatten(0, 1)
 
 
 class FrameAttention(Attention):

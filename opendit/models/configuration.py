@@ -1,13 +1,22 @@
 """What a model is made of, as data: it travels inside checkpoints, and counts weights and work without building it."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from opendit.models import bytes_text
 from opendit.models.conditioning import TextConfig
 from opendit.models.layers import TIME_FREQUENCIES, Options
-from opendit.models.positions import POSITIONS, rotary_shares
+from opendit.models.names import POSITIONS
+from opendit.models.positions import rotary_shares
+
+# The newest meaning of a configuration. Its fields don't say everything, and what they leave out has changed:
+#   1  adaln_lora: a block's modulation is that product of low rank, all of it. MovieGen's learned positions are added
+#      once, before the first block. (What files say that have no revision.)
+#   2  adaln_lora: it corrects a modulation that all blocks share. MovieGen's learned positions are added before every
+#      block, and by name all of its sizes but Ti have 8 heads of keys and values.
+# Runs are begun with the newest; a checkpoint keeps its own wherever it goes.
+REVISION = 2
 
 
 @dataclass(frozen=True)
@@ -35,13 +44,30 @@ class DiTConfig:
     learn_sigma: bool = True
     text: TextConfig | None = None
     qk_norm: bool = False  # RMSNorm of queries and keys
-    adaln_lora: int | None = None  # rank of the modulation's weights in the blocks; None: full
+    adaln_lora: int | None = None  # rank of a block's correction of the modulation that all share; None: full, its own
     bias: bool = True  # of the blocks' linear layers
     positions: str = "sincos"  # sincos, learned or rope
+    revision: int = REVISION
+    null_class: bool = True  # whether the label table has a row for guidance's null class; models made here do
 
     @property
     def options(self) -> Options:
-        return Options(self.bias, self.qk_norm, self.adaln_lora)
+        return Options(self.bias, self.qk_norm, self.adaln_lora, self.shared_modulation)
+
+    @property
+    def shared_modulation(self) -> bool:
+        """Whether the blocks' modulations are corrections of one that is made once."""
+        return self.adaln_lora is not None and self.revision >= 2
+
+    @property
+    def positions_in_blocks(self) -> bool:
+        """Whether learned positions are added before every block, and not before the first only."""
+        return False
+
+    @property
+    def depends_on_revision(self) -> bool:
+        """Whether another revision would be another model; if not, it is the newest, whatever a file says."""
+        return self.adaln_lora is not None
 
     @property
     def is_video(self) -> bool:
@@ -101,10 +127,13 @@ class DiTConfig:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "kind"}
         if values.get("text") is not None:
             values["text"] = TextConfig(**values["text"])
-        return cls(**values)
+        config = cls(**{"revision": 1, **values})
+        config.check_revision()
+        return config if config.depends_on_revision else replace(config, revision=REVISION)
 
     def check(self) -> None:
         """Raises ValueError for what can't be built; the message names the flag."""
+        self.check_revision()
         if (self.num_classes is None) == (self.text is None):
             raise ValueError("a model is conditioned on num_classes or on text: give one of them")
         if self.positions not in POSITIONS:
@@ -113,6 +142,13 @@ class DiTConfig:
             raise ValueError(f"--adaln_lora {self.adaln_lora}: a rank from 1 to below the width, {self.hidden_size}")
         if self.positions == "rope":
             rotary_shares(self.head_dim, len(self.patch))
+
+    def check_revision(self) -> None:
+        """Raises ValueError for a revision that this version does not know."""
+        if not 1 <= self.revision <= REVISION:
+            raise ValueError(
+                f"a {self.kind} of revision {self.revision}: this version knows 1 to {REVISION}; use a newer OpenDiT"
+            )
 
     @property
     def sequence_types(self) -> tuple[str, ...]:
@@ -145,6 +181,7 @@ class DiTConfig:
         """FLOPs of one sample's forward pass in its matrix products (2 a multiply-add); training is 3x."""
         n, d, patch = self.tokens, self.hidden_size, math.prod(self.patch)
         embed = 2 * n * patch * self.in_channels * d + 2 * TIME_FREQUENCIES * d + 2 * d * d
+        embed += 2 * self.modulation_width * d * self.shared_modulation
         final = 2 * n * d * patch * self.out_channels + 2 * d * 2 * d
         block = self.block_flops() + 2 * self._modulation_weights()
         if self.text is not None:
@@ -175,8 +212,10 @@ class DiTConfig:
         final = 2 * d * d + 2 * d + (d + 1) * patch * self.out_channels
         if self.positions == "learned":
             embed += sum(self.grid) * d
+        if self.shared_modulation:
+            embed += self.modulation_width * (d + self.bias)
         if self.text is None:
-            embed += (self.num_classes + 1) * d
+            embed += (self.num_classes + self.null_class) * d
         else:
             embed += (self.text.width + 1 + d + 1) * d
             if self.text.cross_attention:
@@ -200,8 +239,8 @@ class DiTConfig:
         return 2 * d * hidden + (hidden + d) * self.bias
 
     def modulation_parameters(self) -> int:
-        """Of a block."""
-        return self._modulation_weights() + self.modulation_width * self.bias
+        """Of a block; what all share is not among them."""
+        return self._modulation_weights() + self.modulation_width * (self.bias and not self.shared_modulation)
 
     @property
     def modulation_width(self) -> int:

@@ -72,8 +72,9 @@ class DiTBlock(nn.Module):
         context: Context | None = None,
         shards: Shards | None = None,
         layout: Layout | None = None,
+        shared: Tensor | None = None,
     ) -> Pending:
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c, shared).chunk(6, dim=1)
         x, y = self.ops.residual_and_norm(x, shift_a, scale_a)
         heads = self.attn.heads(y, self.ops, shards, layout)
         if self.cross_attn is None:
@@ -120,8 +121,11 @@ class DiT(nn.Module):
         self.x_embedder = PatchEmbed(config.patch, config.in_channels, dim)
         self.t_embedder = TimestepEmbedder(dim)
         self.text_encoder = BytesEncoder(text) if text and text.inside else None
-        self.y_embedder = CaptionEmbedder(text, dim) if text else LabelEmbedder(config.num_classes, dim)
+        labels = None if text else LabelEmbedder(config.num_classes, dim, config.null_class)
+        self.y_embedder = CaptionEmbedder(text, dim) if text else labels
         self.register_positions()
+        chunks = config.modulation_width // dim
+        self.shared_modulation = modulation(dim, chunks, Options(config.bias)) if config.shared_modulation else None
         self.blocks = nn.ModuleList(self.make_block() for _ in range(config.depth))
         self.final_layer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
         self.ops = BlockOps()
@@ -154,6 +158,7 @@ class DiT(nn.Module):
         for i in (0, 2):
             nn.init.normal_(self.t_embedder.mlp[i].weight, std=0.02)
         zero = [layer for block in self.blocks for layer in block.zero_layers()]
+        zero += [] if self.shared_modulation is None else [self.shared_modulation[-1]]
         for layer in (*zero, self.final_layer.adaLN_modulation[-1], self.final_layer.linear):
             for parameter in layer.parameters():
                 nn.init.zeros_(parameter)
@@ -202,8 +207,8 @@ class DiT(nn.Module):
         Args:
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype.
             t: (B,) timesteps.
-            y: (B,) int64 labels, ``num_classes`` being the null class; of a text model a TextCondition, or with the
-                bytes encoder the ids (B, L) int64.
+            y: (B,) int64 labels, ``num_classes`` being the null class, if there is one; of a text model a
+                TextCondition, or with the bytes encoder the ids (B, L) int64.
 
         Returns:
             (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype.
@@ -223,19 +228,22 @@ class DiT(nn.Module):
         if shards:
             patches, positions = shards.take(patches), positions if positions is None else shards.take(positions)
         x = self.x_embedder.project(patches)
+        in_blocks = positions if self.config.positions_in_blocks else None
         if self.learned_positions is not None:
-            x = x + positions
+            x = x if self.config.positions_in_blocks else x + positions
         elif positions is not None:
             x = self.ops.add_table(x, positions)  # in fp32: bf16 positions of neighbours would coincide
         c, context = self.condition(t, y)
-        layout = Layout(grid, self.rotations(grid))
+        shared = None if self.shared_modulation is None else self.shared_modulation(c)
+        layout = Layout(grid, self.rotations(grid), in_blocks)
         for block in self.blocks:
             if self.grad_checkpoint and torch.is_grad_enabled():
                 # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
                 whole = functools.partial(_whole, block)
-                x = checkpoint(whole, x, c, context, shards, layout, use_reentrant=False, preserve_rng_state=False)
+                given = (x, c, context, shards, layout, shared)
+                x = checkpoint(whole, *given, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, c, context, shards, layout)
+                x = block(x, c, context, shards, layout, shared)
         x = self.final_layer(x, c)
         return self.unpatchify(shards.gather(x) if shards else x, grid)
 

@@ -1,9 +1,13 @@
 """EC-DiT: a DiT whose MLPs are many small experts that choose their tokens, next to a shared one (Sun et al., "EC-DiT:
 Scaling Diffusion Transformers with Adaptive Expert-Choice Routing", 2024; expert choice: Zhou et al. 2022).
+
+The routing is theirs; the sizes are our own (docs/models.md): neither the paper's, whose experts are whole MLPs, nor
+those of NVIDIA NeMo, which builds on MovieGen-1B with experts of 1024 and a capacity factor of 8.
 """
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import ClassVar
 
 import torch
@@ -48,8 +52,21 @@ class ECDiTConfig(DiTConfig):
 
 
 def chosen_tokens(tokens: int, experts: int, capacity: float) -> int:
-    """Tokens that each expert takes of a sample's: its even share times the capacity, at least one, at most all."""
-    return min(tokens, math.ceil(capacity * tokens / experts))
+    """Tokens that each expert takes of a sample's, ceil(capacity * tokens / experts): its even share times the
+    capacity, at least one, at most all.
+
+    Exact for the capacity as it is written: 1.1 * 100 / 10 is 11, of which floats make 12.
+    """
+    return _places(tokens, experts, *_ratio(capacity))
+
+
+def _ratio(capacity: float) -> tuple[int, int]:
+    """Numerator and denominator of the shortest decimal that means this number."""
+    return Fraction(repr(float(capacity))).as_integer_ratio()
+
+
+def _places(tokens: int, experts: int, numerator: int, denominator: int) -> int:
+    return min(tokens, -(-numerator * tokens // (denominator * experts)))
 
 
 class ExpertMlp(Mlp):
@@ -62,7 +79,7 @@ class ExpertMlp(Mlp):
 
     def __init__(self, dim: int, hidden: int, bias: bool, experts: int, expert_hidden: int, capacity: float):
         super().__init__(dim, hidden, bias)
-        self.capacity = capacity
+        self.capacity = _ratio(capacity)
         self.router = nn.Linear(dim, experts, bias=False)
         self.expert_fc1 = nn.Parameter(torch.empty(experts, dim, expert_hidden))
         self.expert_fc2 = nn.Parameter(torch.empty(experts, expert_hidden, dim))
@@ -73,7 +90,7 @@ class ExpertMlp(Mlp):
     def routed(self, y: Tensor) -> Tensor:
         """What the experts add to y's tokens, (B, N, D), without the shared MLP."""
         (B, N, D), E = y.shape, len(self.expert_fc1)
-        k = chosen_tokens(N, E, self.capacity)
+        k = _places(N, E, *self.capacity)
         affinity = self.router(y).softmax(dim=-1, dtype=torch.promote_types(y.dtype, torch.float32))
         weight, token = affinity.transpose(1, 2).topk(k, dim=-1)  # (B, E, k)
         row = (token + N * torch.arange(B, device=y.device).view(B, 1, 1)).transpose(0, 1).flatten(1)  # (E, B k)

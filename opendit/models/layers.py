@@ -154,11 +154,13 @@ TORCH_OPS = BlockOps()
 @dataclass(frozen=True)
 class Options:
     """What the blocks of every architecture can be made with: biases in their linear layers or none, normalised queries
-    and keys, a rank of the modulation's weights (None: full)."""
+    and keys, a rank of the modulation's weights (None: full); shared_modulation: that product only corrects a
+    modulation that all blocks share."""
 
     bias: bool = True
     qk_norm: bool = False
     adaln_lora: int | None = None
+    shared_modulation: bool = False
 
 
 PLAIN = Options()
@@ -168,20 +170,29 @@ class _Modulation(nn.Sequential):
     """With one sample, the gradient of the last weight is a column times a row, for which cuBLAS takes twice as long as
     with seven rows of zeros under it (H200, width 3072, forward and backward: 171 us, with them 125)."""
 
-    def forward(self, c: Tensor) -> Tensor:
+    def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         if len(c) != 1 or not torch.is_grad_enabled():
-            return super().forward(c)
-        return super().forward(F.pad(c, (0, 0, 0, 7)))[:1]
+            own = super().forward(c)
+        else:
+            own = super().forward(F.pad(c, (0, 0, 0, 7)))[:1]
+        return own if shared is None else shared + own
 
 
 def modulation(dim: int, chunks: int, options: Options = PLAIN) -> nn.Sequential:
     """Condition (B, D) to ``chunks`` vectors side by side (B, chunks * D); its last layer is to be initialised to zero.
 
-    With a rank it is a product of two matrices (adaLN-LoRA, after W.A.L.T, Gupta et al. 2023), which has
-    rank * (1 + chunks) * D weights in place of chunks * D * D.
+    With a rank it is a product of two matrices, which has rank * (1 + chunks) * D weights in place of chunks * D * D,
+    and with ``options.shared_modulation`` the modulation is that much more than the one that all blocks ``share``:
+
+        m_i = M(SiLU(c)) + B_i A_i SiLU(c)
+
+    adaLN-LoRA as of W.A.L.T (Gupta et al. 2023, "AdaLN-LoRA": A^i = A^1 + W_b^i W_a^i (c + t) with A^1 = MLP(c + t))
+    and as in Cosmos (NVIDIA 2025), whose blocks all have a correction, of SiLU's output. c is the timestep's embedding
+    plus the label's or the caption's.
     """
     first = [] if options.adaln_lora is None else [nn.Linear(dim, options.adaln_lora, bias=False)]
-    return _Modulation(nn.SiLU(), *first, nn.Linear(options.adaln_lora or dim, chunks * dim, bias=options.bias))
+    bias = options.bias and not options.shared_modulation  # M has one, where it is wanted
+    return _Modulation(nn.SiLU(), *first, nn.Linear(options.adaln_lora or dim, chunks * dim, bias=bias))
 
 
 class Mlp(nn.Module):
@@ -268,12 +279,13 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Class label (B,) int64 to (B, D). Row ``num_classes`` is the null class of classifier-free guidance."""
+    """Class label (B,) int64 to (B, D). Row ``num_classes`` is the null class of classifier-free guidance; without
+    ``null_class``, of a model that was trained without class dropout, there is no such row."""
 
-    def __init__(self, num_classes: int, dim: int):
+    def __init__(self, num_classes: int, dim: int, null_class: bool = True):
         super().__init__()
         self.num_classes = num_classes
-        self.embedding_table = nn.Embedding(num_classes + 1, dim)
+        self.embedding_table = nn.Embedding(num_classes + null_class, dim)
 
     def forward(self, y: Tensor) -> Tensor:
         return self.embedding_table(y)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.header import model_shapes
 from opendit.models.layers import BlockOps
 from opendit.models.pretrained import Weights
 from opendit.models.zoo import build_model
@@ -71,6 +72,23 @@ def lora_ops(ops: BlockOps) -> BlockOps:
     LoRA out, so those operations are torch's."""
     plain = {item.name: item.default for item in dataclasses.fields(BlockOps) if item.name.startswith("linear_")}
     return dataclasses.replace(ops, **plain)
+
+
+def check_lora(weights: Weights) -> None:
+    """Raises ValueError that names the file if what a run of --lora left does not fit its own configuration."""
+    lora, state = Lora(**weights.info["lora"]), weights.state
+    parameters, buffers = model_shapes(weights.config)
+    wanted = dict(parameters | buffers)
+    for name in parameters:
+        layer, shape = name.removesuffix(".weight"), parameters[name]
+        if layer != name and len(shape) == 2:
+            wanted |= {layer + A: (lora.rank, shape[1]), layer + B: (shape[0], lora.rank)}
+    for name, value in state.items():
+        pair = name.endswith(A) and name.removesuffix(A) + B
+        if wanted.get(name) != tuple(value.shape) or (pair and pair not in state):
+            raise ValueError(
+                f"{weights.path}: {name[:100]} of shape {list(value.shape)[:8]} fits no layer of the model it adds to"
+            )
 
 
 @torch.no_grad()

@@ -1,5 +1,9 @@
 """MovieGen's Transformer (Polyak et al., "Movie Gen: A Cast of Media Foundation Models", 2024, sec. 3.1.3): Llama's
 blocks with attention in both directions, modulated by the time, with cross-attention to the caption in the middle.
+
+As NVIDIA NeMo has it (24.12 and 25.02, collections/diffusion, DiTLlama*): learned positions, one table an axis for all
+blocks, are added before every block, and 8 heads of keys and values serve all heads of queries at every size. Unlike
+there, cross-attention's output is added to the residual stream before the MLP, as in the paper.
 """
 
 from dataclasses import dataclass
@@ -29,19 +33,18 @@ class MovieGenConfig(DiTConfig):
     def key_value_width(self) -> int:
         return (self.kv_heads or self.num_heads) * self.head_dim
 
+    @property
+    def positions_in_blocks(self) -> bool:
+        return self.positions == "learned" and self.revision >= 2
+
+    @property
+    def depends_on_revision(self) -> bool:
+        return True  # whatever its positions: by name, another number of heads of keys and values goes with it
+
     def check(self) -> None:
         super().check()
         if self.num_heads % (self.kv_heads or self.num_heads):
             raise ValueError(f"{self.num_heads} heads can't share {self.kv_heads} heads of keys and values evenly")
-
-    @property
-    def sequence_types(self) -> tuple[str, ...]:
-        return super().sequence_types if self.key_value_width == self.hidden_size else ()
-
-    def check_sequence_parallel(self, kind: str) -> None:
-        if self.key_value_width != self.hidden_size:
-            raise ValueError("--sequence_parallel_size: heads that share keys and values can't go to other ranks yet")
-        super().check_sequence_parallel(kind)
 
     def attention_flops(self, keys: int) -> int:
         n, d = self.tokens, self.hidden_size
@@ -84,8 +87,11 @@ class MovieGenBlock(nn.Module):
         context: Context | None = None,
         shards: Shards | None = None,
         layout: Layout | None = None,
+        shared: Tensor | None = None,
     ) -> Pending:
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c).chunk(6, dim=1)
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c, shared).chunk(6, dim=1)
+        if layout is not None and layout.learned is not None:
+            x = self.ops.finish(x) + layout.learned
         x, y = self.ops.residual_and_rmsnorm(x, self.attn_norm, shift_a, scale_a)
         heads = self.attn.heads(y, self.ops, shards, layout)
         if self.cross_attn is None:

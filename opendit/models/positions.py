@@ -6,7 +6,6 @@ All are functions of coordinates (N, axes), so that they serve any grid, and pac
 import torch
 from torch import Tensor, nn
 
-POSITIONS = ("sincos", "learned", "rope")
 BASE = 10000.0  # of the geometric series of wavelengths
 
 

@@ -68,8 +68,9 @@ class STDiTBlock(nn.Module):
         context: Context | None = None,
         shards: Shards | None = None,
         layout: Layout | None = None,
+        shared: Tensor | None = None,
     ) -> Pending:
-        modulations = iter(self.adaLN_modulation(c).unflatten(1, (self.parts, 3, -1)).unbind(1))
+        modulations = iter(self.adaLN_modulation(c, shared).unflatten(1, (self.parts, 3, -1)).unbind(1))
         shift, scale, gate = next(modulations).unbind(1)
         x, y = self.ops.residual_and_norm(x, shift, scale)
         for attention in self.attentions:

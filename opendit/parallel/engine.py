@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from opendit.parallel import colossal
 from opendit.parallel.mesh import Mesh
 
-PLUGINS = ("zero2", "ddp", "gemini")
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -101,6 +100,11 @@ class Engine(ABC):
     @abstractmethod
     def _step(self) -> StepResult:
         """``step`` without the counting."""
+
+    def gradient_shards(self) -> dict[str, Tensor | None] | None:
+        """What this rank has of each parameter's gradient since the last step, to look at; None where that can't be
+        told."""
+        return None
 
     def attach_averages(self, averages: list[dict[str, Tensor]], decays, updates: Tensor) -> bool:
         """Asks the optimizer to update these averages of the masters in its own pass over memory, if it has one:
@@ -222,6 +226,9 @@ class Zero2Engine(Engine):
     def gradients(self, gradients: list[Tensor | None]) -> None:
         self.optimizer.gradients = gradients
 
+    def gradient_shards(self):
+        return dict(zip(self.shapes, self.gradients, strict=True))
+
     def _step(self) -> StepResult:
         scaler = self._scaler()
         scale = 1.0 if scaler is None else scaler.scale.clone()
@@ -277,6 +284,9 @@ class DDPEngine(Engine):
 
     def backward(self, loss):
         self._torch_scaler.scale(loss).backward()
+
+    def gradient_shards(self):
+        return {name: param.grad for name, param in self._params.items()}
 
     def _step(self) -> StepResult:
         scale = self._torch_scaler.get_scale()

@@ -14,6 +14,7 @@ from torch import Tensor
 from opendit.models import Condition
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence.collectives import Group, start_gather
+from opendit.parallel.sizes import check_cfg_parallel
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,6 @@ class Replica:
     count: int
     leads: bool
     halves: Group | None
-
-
-def check_cfg_parallel(sequence_parallel: int, world_size: int) -> None:
-    """Raises ValueError unless ``world_size`` processes can be cut into pairs of sequence groups."""
-    ranks = 2 * sequence_parallel
-    if world_size % ranks:
-        size = f" with --sequence_parallel_size {sequence_parallel}" if sequence_parallel > 1 else ""
-        raise ValueError(
-            f"--cfg_parallel{size} needs a multiple of {ranks} processes and there {'are' if world_size > 1 else 'is'} "
-            f"{world_size}: start it with torchrun --standalone --nproc_per_node={ranks}, or leave --cfg_parallel out"
-        )
 
 
 def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:

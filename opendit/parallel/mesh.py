@@ -4,13 +4,14 @@ Works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ...) and with
 """
 
 import datetime
-import os
-import socket
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from opendit.parallel.rendezvous import meet, part
+from opendit.parallel.sizes import check_sequence_parallel, find_place
 
 
 @dataclass(frozen=True)
@@ -76,33 +77,6 @@ class Mesh:
         return box[0]
 
 
-def environment_world_size() -> int:
-    """Number of processes, before anything is initialised."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def check_sequence_parallel(size: int, world_size: int) -> None:
-    """Raises ValueError unless ``world_size`` processes can be cut into sequence groups of ``size``."""
-    if size < 1:
-        raise ValueError(f"--sequence_parallel_size {size}: must be above 0")
-    if size > 1 and world_size == 1:
-        raise ValueError(
-            f"--sequence_parallel_size {size} needs {size} processes and there is one: start it with "
-            f"torchrun --standalone --nproc_per_node={size}, or leave the flag out"
-        )
-    if world_size % size:
-        raise ValueError(
-            f"--sequence_parallel_size {size} does not divide the {world_size} processes; change it or torchrun's "
-            "--nproc_per_node"
-        )
-
-
 def init_mesh(timeout_minutes: float = 30.0, *, sequence_parallel: int = 1) -> Mesh:
     """Starts torch.distributed (nccl on GPUs, gloo on CPUs) and returns this process's mesh.
 
@@ -110,12 +84,11 @@ def init_mesh(timeout_minutes: float = 30.0, *, sequence_parallel: int = 1) -> M
     are: its communication must not queue behind that of the gradients.
 
     Raises:
-        ValueError: more processes on this machine than GPUs, or a number that sequence_parallel does not divide.
+        ValueError: more processes on this machine than GPUs, a number that sequence_parallel does not divide, or
+            variables of the environment with which the processes can't meet.
     """
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    rank, world, local = (int(os.environ.get(k, "0")) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    place = find_place()
+    rank, world, local = place.rank, place.world_size, place.local_rank
     check_sequence_parallel(sequence_parallel, world)
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
@@ -130,6 +103,7 @@ def init_mesh(timeout_minutes: float = 30.0, *, sequence_parallel: int = 1) -> M
     if not dist.is_initialized():
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("default", meet(place)),
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(minutes=timeout_minutes),
@@ -156,3 +130,4 @@ def close_mesh() -> None:
     """Ends torch.distributed; without it NCCL warns about leaked groups at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    part()

@@ -186,6 +186,23 @@ def test_missing_files_are_named_at_the_start(csv):
         video(none)
 
 
+def test_what_is_no_file_is_named_at_the_start(csv):
+    os.mkfifo(csv.parent / "pipe.mp4")
+    (csv.parent / "zero.mp4").symlink_to("/dev/zero")
+    names = iter(["pipe.mp4", "zero.mp4", ".", "$HOME/x.mp4", r"clips\x.mp4", "x" * 300 + ".mp4"])
+    odd = rewrite(csv, "odd.csv", lambda line: line.replace(line.split(",")[0], next(names, line.split(",")[0]), 1))
+    with pytest.raises(ValueError) as caught:
+        video(odd)
+    for part in (
+        "of 25 files checked 6 are missing", "pipe.mp4 (a named pipe, not a file)", "zero.mp4 (a device, not a file)",
+        "(a folder, not a file)", "$HOME/x.mp4 (No such file", "Variables such as $HOME are not replaced", "end with /",
+    ):  # fmt: skip
+        assert part in str(caught.value)
+    data = video(odd, max_bad=0.5)
+    for row in range(6):
+        assert len(data[Ticket(row, 0, 0)].skipped) == 6 - row
+
+
 def test_identity_tells_paths_captions_and_order(csv):
     other = rewrite(csv, "other.csv", lambda line: line.replace('"a, clip3', '"b, clip3'))
     fewer = rewrite(csv, "fewer.csv", lambda line: None if "clip3" in line else line)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from opendit.data import clips
 from opendit.data.base import BadSample
 from opendit.data.clips import clip_window, resize_and_crop
+from opendit.data.mp4_header import too_many_frames
 
 
 def encode(path, frames, times=None, gop=10, codec="libx264", **options):
@@ -235,7 +236,11 @@ def test_files_that_are_no_clips(tmp_path):
     (tmp_path / "text.mp4").write_text("hello\n" * 1000)
     assert reason(tmp_path / "text.mp4") == "not a video that can be decoded"
     assert reason(tmp_path / "none.mp4") == "No such file or directory"
-    assert reason(tmp_path) == "not a video that can be decoded"
+    assert reason(tmp_path) == "a folder, not a file"
+    os.mkfifo(tmp_path / "pipe.mp4")
+    assert reason(tmp_path / "pipe.mp4") == "a named pipe, not a file"
+    (tmp_path / "zero.mkv").symlink_to("/dev/zero")
+    assert reason(tmp_path / "zero.mkv") == "a device, not a file"
 
 
 def test_audio_only(tmp_path):
@@ -272,9 +277,10 @@ def test_truncated_and_damaged_files(tmp_path):
     assert reason(tmp_path / "damaged.mp4", 40).startswith("damaged: ")
 
 
-def test_a_file_that_never_answers(tmp_path):
+def test_a_file_that_never_answers(tmp_path, monkeypatch):
     """Opening a pipe that nobody writes to blocks inside C code for ever, as a stalled disk does."""
     os.mkfifo(tmp_path / "stuck.mp4")
+    monkeypatch.setattr(clips, "_open", lambda path: open(path, "rb"))
     begin = time.monotonic()
     assert reason(tmp_path / "stuck.mp4", time_limit=0.5) == "not read within 0.5 seconds; not tried again"
     assert time.monotonic() - begin < 5
@@ -284,7 +290,7 @@ def test_a_file_that_never_answers(tmp_path):
 def test_slow_decoding_is_stopped(tmp_path, monkeypatch):
     stopped = []
 
-    def slow(path, choose, stop):
+    def slow(path, choose, stop, size):
         stopped.append(stop.wait(20))
 
     monkeypatch.setattr(clips, "decode_frames", slow)
@@ -297,9 +303,11 @@ def test_a_file_that_hung_once_fails_at_once_and_no_other_does(tmp_path, monkeyp
     path = encode(tmp_path / "slow.mp4", grey(3))
     asked, decode = [], clips.decode_frames
 
-    def slow(path, choose, stop):
+    def slow(path, choose, stop, size):
         asked.append(threading.current_thread())
-        return np.zeros((2, 16, 16, 3), np.uint8) if "slow" in path and stop.wait(20) else decode(path, choose, stop)
+        return (
+            np.zeros((2, 16, 16, 3), np.uint8) if "slow" in path and stop.wait(20) else decode(path, choose, stop, size)
+        )
 
     monkeypatch.setattr(clips, "decode_frames", slow)
     first = reason(path, time_limit=0.2)
@@ -372,9 +380,119 @@ def test_what_is_remembered_of_files_is_bounded(monkeypatch):
 
 
 def test_running_out_of_memory_is_no_bad_file(tmp_path, monkeypatch):
-    def greedy(path, choose, stop):
+    def greedy(path, choose, stop, size):
         raise MemoryError
 
     monkeypatch.setattr(clips, "decode_frames", greedy)
     with pytest.raises(MemoryError):
         read_clip("any.mp4", 2, 1, 16, start=None)
+
+
+# ---------------------------------------------------------------- files of strangers
+
+
+def table(path, target, box, at, value, kind=">I"):
+    """A copy of a file with a number at a place in one of its boxes changed."""
+    data = bytearray(path.read_bytes())
+    begin = data.rindex(box) + 4 + at
+    struct.pack_into(kind, data, begin, value)
+    target.write_bytes(data)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("box", "at", "value", "says"),
+    [
+        (b"stts", 8, 2**32 - 1, "declares 4,294,967,295 samples, more than its "),  # used to end the process
+        (b"stsz", 8, 50_000_000, "declares 50,000,000 samples, more than its "),  # used to take 3.5 GB
+        (b"stts", 12, 2**31 - 1, "damaged: "),
+    ],
+)
+def test_tables_of_more_frames_than_bytes(tmp_path, box, at, value, says):
+    path = encode(tmp_path / "clip.mp4", grey(30))
+    path = table(path, tmp_path / "table.mp4", b"stsz", 4, 1) if box == b"stsz" else path
+    begin = time.monotonic()
+    assert reason(table(path, tmp_path / "bomb.mp4", box, at, value), 4).startswith(says)
+    assert time.monotonic() - begin < 10
+
+
+def test_fragments_of_more_frames_than_bytes(tmp_path):
+    path = encode(tmp_path / "clip.mp4", grey(30), movflags="frag_keyframe+empty_moov")
+    assert numbers(read_clip(str(path), 4, 1, 16, start=0.0)) == [0, 1, 2, 3]
+    bomb = table(path, tmp_path / "bomb.mp4", b"trun", 4, 2**31)
+    assert reason(bomb).startswith("declares 2,147,483,648 samples, more than its ")
+
+
+def test_a_clip_of_very_many_frames(tmp_path, monkeypatch):
+    monkeypatch.setattr(clips, "MAX_FRAMES", 20)
+    path = encode(tmp_path / "long.mkv", grey(21))
+    assert reason(path) == "21 frames, more than 20"
+
+
+def test_sizes_that_a_header_declares_are_not_believed(tmp_path):
+    """The frames are 64 x 48, whatever the container says."""
+    path = encode(tmp_path / "clip.mp4", grey(30))
+    for kind, at in ((b"avc1", 24), (b"tkhd", 76)):
+        lie = table(path, tmp_path / "lie.mp4", kind, at, 60000 << 16 | 60000)
+        assert numbers(read_clip(str(lie), 4, 1, 16, start=0.0)) == [0, 1, 2, 3]
+
+
+def test_large_frames_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(clips, "MAX_FRAME_PIXELS", 64 * 48 - 1)
+    for ending in ("mp4", "avi"):  # of each decoder
+        path = encode(tmp_path / f"large.{ending}", grey(3))
+        assert reason(path) == "frames of 64 x 48 pixels, more than 3,071"
+
+
+@pytest.mark.parametrize("ending", ["mp4", "avi"])  # of each decoder
+@pytest.mark.parametrize("window", [1, 3 * 64 * 48 * 3, 3 * 64 * 48 * 5])
+def test_a_window_larger_than_memory_is_resized_piece_by_piece(tmp_path, monkeypatch, ending, window):
+    noise = np.random.default_rng(0).integers(0, 256, (12, 48, 64, 3), dtype=np.uint8)
+    path = str(encode(tmp_path / f"clip.{ending}", noise))
+    for size in (16, 48, 70):
+        whole = [read_clip(path, 5, 2, size, start=None, as_bytes=as_bytes) for as_bytes in (False, True)]
+        with monkeypatch.context() as patch:
+            patch.setattr(clips, "WINDOW", window)
+            pieces = [read_clip(path, 5, 2, size, start=None, as_bytes=as_bytes) for as_bytes in (False, True)]
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(whole, pieces, strict=True))
+
+
+def test_playlists_and_descriptions_open_nothing_else(tmp_path):
+    """FFmpeg tells a file by its contents, and some kinds are lists of other files and addresses."""
+    encode(tmp_path / "other.mp4", grey(30))
+    texts = {
+        "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nother.mp4\n#EXT-X-ENDLIST\n",
+        "remote": "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nhttp://127.0.0.1:9/x.ts\n#EXT-X-ENDLIST\n",
+        "concat": "ffconcat version 1.0\nfile other.mp4\n",
+        "sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.mp4").write_text(text)
+        assert reason(tmp_path / f"{name}.mp4") == "not a video that can be decoded"
+
+
+@pytest.mark.parametrize("ending", [b"mp4", b"avi"])  # of each decoder
+def test_names_that_ffmpeg_takes_for_addresses_or_that_are_not_utf8(tmp_path, monkeypatch, ending):
+    path = encode(tmp_path / f"clip.{ending.decode()}", grey(5))
+    monkeypatch.chdir(tmp_path)
+    for name in (b"concat:a|b.", b"http:x.", b"caf\xe9\n.", b"-i."):
+        odd = os.fsdecode(name + ending)
+        path = path.rename(odd)
+        assert numbers(read_clip(odd, 2, 1, 16, start=0.0)) == [0, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=300), edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=8))
+def test_damaged_tables_are_read_in_bounds(tmp_path_factory, data, edits):
+    folder = tmp_path_factory.getbasetemp()
+    sound = folder / "sound.mp4"
+    if not sound.exists():
+        encode(sound, grey(30))
+    for content in (data, data + sound.read_bytes(), sound.read_bytes()):
+        content = bytearray(content)
+        for at, value in edits if content else ():
+            content[at % len(content)] = value
+        (folder / "damaged.mp4").write_bytes(content)
+        why = too_many_frames(str(folder / "damaged.mp4"))
+        assert why is None or len(why) < 200
+    assert too_many_frames(str(sound)) is None

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from opendit.data import DataError, Ticket, build_dataset
 from opendit.data.base import to_pixels
-from opendit.data.images import FolderDataset, PathTable, center_crop, read_picture, to_tensor
+from opendit.data.images import FolderDataset, PathTable, to_tensor
+from opendit.data.picture_file import center_crop
 from opendit.random import Stream, integers
 
 
@@ -30,48 +31,7 @@ def tree(root, classes=2, each=10):
     return root
 
 
-# ---------------------------------------------------------------- the crop
-
-
-def adm_crop(image, size):
-    """guided-diffusion's center_crop_arr, as published."""
-    while min(*image.size) >= 2 * size:
-        image = image.resize(tuple(x // 2 for x in image.size), resample=Image.Resampling.BOX)
-    scale = size / min(*image.size)
-    image = image.resize(tuple(round(x * scale) for x in image.size), resample=Image.Resampling.BICUBIC)
-    array = np.array(image)
-    y, x = (array.shape[0] - size) // 2, (array.shape[1] - size) // 2
-    return array[y : y + size, x : x + size]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(32, 2100), st.integers(32, 2100), st.sampled_from([8, 32, 64, 256]))
-@example(2100, 32, 32)
-@example(32, 2100, 256)
-@example(511, 512, 256)
-@example(256, 256, 256)
-def test_crop_keeps_the_centre_and_the_scale(width, height, size):
-    """On a linear ramp, every output pixel must show the value at its place in the centred square."""
-    ramp_x = np.broadcast_to((np.arange(width) + 0.5) / width * 255, (height, width))
-    ramp_y = np.broadcast_to(((np.arange(height) + 0.5) / height * 255)[:, None], (height, width))
-    image = Image.fromarray(np.stack((ramp_x, ramp_y, ramp_x), -1).round().astype(np.uint8))
-    out = np.asarray(center_crop(image, size)).astype(float)
-    assert out.shape == (size, size, 3)
-    step = min(width, height) / size  # source pixels an output pixel
-    middle = slice(size // 4, size - size // 4)  # away from the border, where bicubic has no neighbours
-    for axis, length in ((0, width), (1, height)):
-        source = length / 2 + (np.arange(size) + 0.5 - size / 2) * step
-        got = out[..., axis].mean(axis=axis)  # average over the direction along which the ramp is constant
-        error = np.abs(got - source / length * 255)[middle]
-        # One output pixel: sizes are rounded and the crop starts at a whole pixel. Two grey levels: rounding.
-        assert error.max() <= step / length * 255 + 2
-
-
-@pytest.mark.parametrize("size", [(500, 375), (63, 64), (256, 1000), (1025, 513), (32, 32)])
-def test_crop_equals_adm(size):
-    image = noise(*size)
-    for target in (16, 32, 256):
-        assert np.array_equal(np.asarray(center_crop(image, target)), adm_crop(image, target))
+# ---------------------------------------------------------------- pixels
 
 
 def test_crop_of_a_grey_picture_and_its_range():
@@ -80,56 +40,6 @@ def test_crop_of_a_grey_picture_and_its_range():
     assert x.shape == (1, 16, 16) and x.dtype == torch.float32
     assert torch.equal(x.flatten(), (torch.arange(256) / 127.5 - 1))
     assert torch.equal(to_tensor(grey, flip=True), x.flip(-1))
-
-
-# ---------------------------------------------------------------- formats
-
-
-def test_every_mode_becomes_upright_rgb(tmp_path):
-    array = np.random.default_rng(0).integers(0, 256, (12, 20, 3), dtype=np.uint8)
-    rgb = Image.fromarray(array)
-    grey = rgb.convert("L")
-    deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
-    palette = rgb.quantize(16)
-    grey_rgb = np.asarray(grey.convert("RGB"))
-    cases = {
-        "rgb.png": (rgb, array, 0),
-        "grey.png": (grey, grey_rgb, 0),
-        "deep.png": (deep, grey_rgb, 0),
-        "deep.tif": (deep, grey_rgb, 0),
-        "int.tif": (Image.fromarray(np.asarray(grey).astype(np.int32) * 257), grey_rgb, 0),
-        "rgba.png": (rgb.convert("RGBA"), array, 0),
-        "la.png": (grey.convert("LA"), grey_rgb, 0),
-        "palette.png": (palette, np.asarray(palette.convert("RGB")), 0),
-        "bits.png": (grey.convert("1"), np.asarray(grey.convert("1").convert("RGB")), 0),
-        "lossless.webp": (rgb, array, 0),
-        "cmyk.tif": (rgb.convert("CMYK"), array, 3),
-    }
-    for name, (image, expected, tolerance) in cases.items():
-        image.save(tmp_path / name, **({"lossless": True} if name.endswith("webp") else {}))
-        found = read_picture(str(tmp_path / name))
-        assert found.mode == "RGB", name
-        assert np.abs(np.asarray(found).astype(int) - expected).max() <= tolerance, name
-
-
-def test_transparent_palette_and_animation(tmp_path, recwarn):
-    palette = Image.new("P", (8, 8), 1)
-    palette.putpalette([0, 0, 0, 250, 120, 60] + [0] * 750)
-    palette.save(tmp_path / "t.png", transparency=b"\x80\x80")
-    assert read_picture(str(tmp_path / "t.png")).getpixel((3, 3)) == (250, 120, 60)
-    frames = [Image.new("RGB", (8, 8), color) for color in ((255, 0, 0), (0, 255, 0))]
-    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
-    assert read_picture(str(tmp_path / "a.gif")).getpixel((3, 3)) == (255, 0, 0)
-    assert not recwarn.list
-
-
-def test_exif_rotation(tmp_path):
-    image = noise(20, 12)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # "turn by 90 degrees clockwise to view"
-    image.save(tmp_path / "r.png", exif=exif)
-    found = read_picture(str(tmp_path / "r.png"))
-    assert np.array_equal(np.asarray(found), np.rot90(np.asarray(image), -1))
 
 
 # ---------------------------------------------------------------- unreadable files
@@ -146,7 +56,7 @@ def break_file(path, how):
         path.with_suffix(".jpg").unlink()
         path.write_bytes(data[: len(data) // 2])
     elif how == "float":
-        Image.fromarray(np.ones((8, 8), dtype=np.float32)).save(path.with_suffix(".tif"))
+        Image.fromarray(np.full((8, 8), np.nan, dtype=np.float32)).save(path.with_suffix(".tif"))
         path.with_suffix(".tif").rename(path)
 
 

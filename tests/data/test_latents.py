@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from opendit.data import BatchSchedule, DataError, LatentDataset, Ticket, build_dataset, build_loader
 from opendit.data.latents import write_shard
-from opendit.data.make_latents import make_latents, pick_dtype
+from opendit.data.latents_program import pick_dtype
+from opendit.data.make_latents import make_latents
 from opendit.encoders import VAECodec, sample_moments
 from opendit.random import Stream, integers
 

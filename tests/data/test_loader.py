@@ -1,9 +1,12 @@
 """The schedule of batches and the worker processes."""
 
+import gc
 import os
 import pickle
 import signal
+import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data import BadSample, BatchSchedule, DataError, MediaDataset, build_dataset, build_loader
+from opendit.data import BadSample, BatchSchedule, DataError, MediaDataset, build_dataset, build_loader, read_ahead
 
 
 class Numbers(MediaDataset):
@@ -194,6 +197,22 @@ def test_workers_live_through_the_epochs_with_one_thread_each_and_end_on_close()
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert list(iterator) == []
+
+
+def test_a_loader_that_ends_slowly_is_not_freed_by_its_thread(monkeypatch):
+    """At the interpreter's end the freeing of its tensors there would abort the process."""
+    slow, shut_down = threading.Event(), read_ahead._shut_down
+    monkeypatch.setattr(read_ahead, "_shut_down", lambda results: (slow.wait(60), shut_down(results)))
+    iterator = build_loader(Numbers(8), BatchSchedule(8, 2, 0), dp_rank=0, dp_size=1, batch_size=2, num_workers=1)
+    next(iterator)
+    results = weakref.ref(iterator._batches._results)
+    iterator.close()  # gives it two seconds
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "loader end")
+    slow.set()
+    thread.join(60)
+    gc.collect()
+    assert not thread.is_alive() and results() is not None
+    read_ahead._not_ended.clear()
 
 
 def test_a_worker_that_dies_is_reported():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opendit.data import check_csv
+from opendit.data import Ticket, build_dataset, check_csv
 from opendit.data.base import DataError
 from opendit.data.check_csv import REASONS, Medium, check_rows, table
 from opendit.data.csv_table import Row, read_csv
@@ -193,7 +193,7 @@ def test_a_crash_or_hang_of_the_decoder_costs_one_row(folder, monkeypatch):
     monkeypatch.setattr(check_csv, "probe", probe)
     names = ["a", "short1", "small", "b", "c", "short2", "short3"]
     rows = [Row(folder / f"{name}.mp4", name) for name in names]
-    monkeypatch.setattr(type(folder), "is_file", lambda self: True)
+    monkeypatch.setattr(check_csv, "problem", lambda path: None)
     start = time.monotonic()
     kept, media, dropped = check_rows(rows, num_workers=2, time_limit=1.0)
     assert [row.text for row in kept] == ["a", "b", "c"] and len(media) == 3 and time.monotonic() - start < 20
@@ -205,3 +205,54 @@ def test_a_crash_or_hang_of_the_decoder_costs_one_row(folder, monkeypatch):
 
 def test_a_table_of_pictures_has_no_durations():
     assert [line.split()[0] for line in table([Medium(1, 5, 7)]).splitlines()] == ["min", "width", "height"]
+
+
+def test_pipes_circles_and_names_of_any_bytes(tmp_path, capsys):
+    root = tmp_path / "media"
+    (root / "a cat").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(root / "a cat" / "1.png")
+    odd = os.fsdecode(b"caf\xe9\n.png")
+    Image.new("RGB", (9, 9)).save(root / "a cat" / "x.png")
+    os.rename(root / "a cat" / "x.png", root / "a cat" / odd)
+    (root / "~home").mkdir()
+    Image.new("RGB", (9, 9)).save(root / "~home" / " 2.png")
+    (root / os.fsdecode(b"d\xe9")).mkdir()
+    Image.new("RGB", (9, 9)).save(root / os.fsdecode(b"d\xe9") / "3.png")
+    os.mkfifo(root / "a cat" / "pipe.mp4")
+    (root / "a cat" / "up").symlink_to(root)
+    (root / "again").symlink_to(root / "a cat")
+    make("folder", str(root), str(root / "media.csv"))
+    text = capsys.readouterr().out
+    for part in (
+        "left out 1 files:", "d\\xe9/3.png: its folder's name isn't UTF-8", "pipe.mp4 (a named pipe)",
+        "up (a link that leads back up)", "again (a folder that links led to before)",
+    ):  # fmt: skip
+        assert part in text
+    rows = read_csv(root / "media.csv")
+    assert [(row.path.name, row.text) for row in rows] == [("1.png", "a cat"), (odd, "a cat"), (" 2.png", "~home")]
+    assert all(row.path.is_file() for row in rows)
+    data = build_dataset(str(root / "media.csv"), 8, seed=0)
+    assert [data[Ticket(i, 0, 0)].skipped for i in range(3)] == [()] * 3 and data.describe().isprintable()
+    check_csv.run(str(root / "media.csv"), str(root / "checked.csv"), num_workers=1)
+    assert read_csv(root / "checked.csv") == rows
+
+
+def test_side_cars_that_are_no_captions(tmp_path):
+    for name in ("long", "deep", "good"):
+        Image.new("RGB", (9, 9)).save(tmp_path / f"{name}.png")
+    (tmp_path / "long.txt").write_text("x" * (2**20 + 1))
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    (tmp_path / "good.txt").write_text("a caption")
+    found = find_folder(tmp_path)
+    assert [row.text for row in found.rows] == ["a caption"]
+    assert "deep.json isn't JSON" in found.left_out[0] and "1,048,577 bytes, too many" in found.left_out[1]
+
+
+def test_what_is_no_file_is_dropped_unopened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.mp4")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    names = ["pipe.mp4", "zero.png", "x" * 300 + ".png", "gone.png"]
+    kept, _, dropped = check_rows([Row(tmp_path / name, "text") for name in names])
+    assert not kept and [line.split(": ")[1] for line in dropped["missing"]] == [
+        "a named pipe, not a file", "a device, not a file", "File name too long", "No such file or directory",
+    ]  # fmt: skip

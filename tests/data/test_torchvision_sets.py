@@ -132,3 +132,19 @@ def test_paths_that_name_nothing(tmp_path):
         build_dataset("digits", 0, seed=0)
     with pytest.raises(ValueError, match="no split 'test'"):
         build_dataset(str(tmp_path), 32, seed=0, split="test")
+
+
+def test_arrays_that_do_not_fit_together(tmp_path):
+    folder, _ = fake_mnist(tmp_path, "MNIST")
+    write_idx(folder / "train-labels-idx1-ubyte", np.array([0, 1, 2, 3, 4, 200], np.uint8))
+    with pytest.raises(ValueError, match="MNIST is damaged: labels from 0 to 200 of 10 classes; download it again"):
+        build_dataset(str(tmp_path), 28, seed=0)
+    write_idx(folder / "train-labels-idx1-ubyte", np.zeros(5, np.uint8))
+    with pytest.raises(ValueError, match="MNIST is damaged: 6 pictures and 5 labels"):
+        build_dataset(str(tmp_path), 28, seed=0)
+    write_idx(folder / "train-images-idx3-ubyte", np.zeros((0, 28, 28), np.uint8))
+    with pytest.raises(ValueError, match=f"--data_path {folder}: MNIST (is damaged|can't be read)"):
+        build_dataset(str(tmp_path), 28, seed=0)
+    (folder / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\3" + b"\xff\xff\xff\xff" * 3)
+    with pytest.raises(ValueError, match=f"--data_path {folder}: MNIST can't be read"):
+        build_dataset(str(tmp_path), 28, seed=0)

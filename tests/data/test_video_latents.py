@@ -1,5 +1,6 @@
 """Cached latents of clips and captions: written, read back, resumed, refused."""
 
+import hashlib
 import json
 import pickle
 from typing import NamedTuple
@@ -126,6 +127,8 @@ def test_the_files_are_as_documented(made):
     assert [shard["count"] for shard in index["shards"]] == [4, 4, 2, 2]
     assert index["video"] == {"num_frames": FRAMES, "frame_interval": 2, "short_clips": "skip"}
     assert index["latent_shape"] == [4, FRAMES, 8, 8] and index["text"] == {"encoder": "letters", "max_tokens": 12}
+    empty = (made / "empty-caption.safetensors").read_bytes()
+    assert index["checksums"] == {"empty-caption.safetensors": hashlib.sha256(empty).hexdigest()}
     assert len(index["skipped"]) == 2 and "too short" in index["skipped"][0]
     shard = load_file(made / "latents-00001-of-00004.safetensors")
     assert shard["moments"].shape == (4, 1, 8, FRAMES, 8, 8) and shard["moments"].dtype == torch.float16
@@ -222,16 +225,17 @@ def test_preprocess_encodes_a_csv(csv, vae, tmp_path, capsys, monkeypatch):
     lines = [line for line in csv.read_text().splitlines() if not line.startswith(("07", "09"))]
     (csv.parent / "sound.csv").write_text("\n".join(lines))
     flags = ["latents", "--data-path", csv.parent / "sound.csv", "--vae", tmp_path / "vae", "--image-size", 16]
-    flags += ["--output", tmp_path / "out", "--num_workers", 0, "--num_frames", FRAMES, "--frame_interval", 2]
+    flags += ["--output", tmp_path / "out", "--num_workers", 0]
     flags = [str(flag) for flag in flags]
-    assert preprocess.main([*flags, "--use_video"]) == 0
+    clips = ["--use_video", "--num_frames", str(FRAMES), "--frame_interval", "2"]
+    assert preprocess.main([*flags, *clips]) == 0
     assert "12 clips in 2 shards: train with --data_path" in capsys.readouterr().out
     assert build_dataset(str(tmp_path / "out"), 16, seed=0, **VIDEO).sample_shape == (8, FRAMES, 8, 8)
     for more, message in [
-        (["--use_video", "--text_encoder", "bytes"], "--text_encoder bytes is trained with the model"),
-        (["--use_video", "--text_encoder", str(tmp_path / "none")], "--text_encoder"),
+        ([*clips, "--text_encoder", "bytes"], "--text_encoder bytes is trained with the model"),
+        ([*clips, "--text_encoder", str(tmp_path / "none")], "--text_encoder"),
         (["--data_path", "digits", "--text_encoder", "clip"], "--data_path digits has no captions"),
-        (["--use_video", "--image_size", "17"], "--image_size 17 isn't a multiple of 2"),
+        ([*clips, "--image_size", "17"], "--image_size 17 isn't a multiple of 2"),
     ]:
         assert preprocess.main([*flags, *more]) == 2
         error = capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Rectified flow against closed forms: for Gaussian data N(mu, s^2) everything about it is known."""
 
+import itertools
 import math
 
 import numpy as np
@@ -10,12 +11,8 @@ from scipy import stats
 from torch import Tensor
 
 from opendit.diffusion import flow
-from opendit.diffusion.objectives import (
-    ALL_SAMPLERS,
-    DDPMObjective,
-    FlowObjective,
-    objective_from_dict,
-)
+from opendit.diffusion.names import ALL_SAMPLERS
+from opendit.diffusion.objectives import DDPMObjective, FlowObjective, objective_from_dict
 
 MU, S = 0.7, 0.3
 
@@ -161,3 +158,20 @@ def test_samples_depend_on_seed_and_index_alone(sampler):
     whole = objective.sample(gaussian_velocity, torch.arange(6), (1, 2, 2), **settings)
     part = objective.sample(gaussian_velocity, torch.tensor([5, 1]), (1, 2, 2), **settings)
     torch.testing.assert_close(part, whole[[5, 1]], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 6.0])
+@pytest.mark.parametrize("sampler", ["euler", "heun"])
+def test_the_objective_samples_at_its_shifted_times(shift, sampler):
+    told = []
+
+    def model(x, timestep):
+        told.append(timestep[0].item())
+        return x
+
+    FlowObjective(shift=shift).sample(
+        model, torch.arange(2), (1, 2, 2), seed=0, steps=4, sampler=sampler, progress=None
+    )
+    times = [1000 * shift * t / (1 + (shift - 1) * t) for t in (1, 0.75, 0.5, 0.25, 0)]
+    expected = times[:-1] if sampler == "euler" else [t for pair in itertools.pairwise(times) for t in pair]
+    assert told == pytest.approx(expected, abs=1e-3)

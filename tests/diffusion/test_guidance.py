@@ -206,3 +206,84 @@ def test_every_sampler_of_every_objective_takes_an_interval(objective):
         assert torch.equal(draw(sampler, (1e6, 1e7)), draw(sampler, None, scale=1.0))
         part = draw(sampler, (0.3, 3.0))
         assert not torch.equal(part, draw(sampler, None)) and not torch.equal(part, draw(sampler, None, scale=1.0))
+
+
+# The levels of every sampler's steps, written down again: with 8 steps, the noisiest first
+RAMP = np.linspace(0, 1, 8)
+EVEN = SIGMAS[[999, 856, 714, 571, 428, 285, 143, 0]]
+KARRAS = (80 ** (1 / 7) + RAMP * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7
+FLOW_TIMES = 3 * (1 - np.arange(8) / 8) / (1 + 2 * (1 - np.arange(8) / 8))  # shifted by 3
+FLOW = np.array([math.inf, *(FLOW_TIMES[1:] / (1 - FLOW_TIMES[1:]))])
+STEPS = {  # levels, evaluations of each step, the first and the last level as people write them
+    ("ddpm", "ddpm"): (DDPMObjective(), EVEN, [1] * 8, 157, 0.01),
+    ("ddpm", "ddim"): (DDPMObjective(), EVEN, [1] * 8, 157, 0.01),
+    ("ddpm", "dpmpp"): (DDPMObjective(), None, [1] * 8, 157, 0.01),
+    ("v", "ddpm"): (DDPMObjective("v"), EVEN, [1] * 8, 157, 0.01),
+    ("v", "ddim"): (DDPMObjective("v"), EVEN, [1] * 8, 157, 0.01),
+    ("v", "dpmpp"): (DDPMObjective("v"), None, [1] * 8, 157, 0.01),
+    ("shifted", "ddim"): (DDPMObjective("v", shift=6.0), 6 * EVEN, [1] * 8, 944, 0.06),
+    ("flow", "euler"): (FlowObjective(shift=3.0), FLOW, [1] * 8, math.inf, 0.429),  # 3 / 7
+    ("flow", "heun"): (FlowObjective(shift=3.0), FLOW, [2] * 8, math.inf, 0.429),
+    ("edm", "heun"): (EDMObjective(), KARRAS, [2] * 7 + [1], 80, 0.002),
+    ("edm", "euler"): (EDMObjective(), KARRAS, [1] * 8, 80, 0.002),
+    ("edm", "dpmpp"): (EDMObjective(), KARRAS, [1] * 8, 80, 0.002),
+}
+STEPS_OF = pytest.mark.parametrize("which", STEPS, ids=", ".join)
+
+
+def evaluations(objective, sampler: str, interval, steps: int = 8) -> tuple[list[bool], list[float]]:
+    """Of every evaluation of the network whether it was guided, and the timestep that it was told."""
+    guided, told = [], []
+
+    def model(x, t, y):
+        guided.append(len(y) == 6)  # two halves
+        told.append(float(t[0]))
+        return torch.tanh(x + y.view(-1, 1, 1, 1))
+
+    parts = (cfg_model(model, Y, torch.tensor(0), scale) for scale in (3.0, 1.0))
+    chosen = guided_within(interval, objective.noise_level, *parts)
+    objective.sample(chosen, torch.arange(3), (1, 2, 2), seed=0, steps=steps, sampler=sampler, progress=None)
+    return guided, told
+
+
+def levels_of(which) -> np.ndarray:
+    objective, levels, _, _, _ = STEPS[which]
+    if levels is None:  # evenly in the logarithm, as near as whole timesteps come: what the network was told
+        levels = SIGMAS[np.array(evaluations(objective, which[1], (0, math.inf))[1]).astype(int)]
+    return levels
+
+
+def test_the_table_has_every_sampler_of_every_objective():
+    for objective, *_ in STEPS.values():
+        asked = {sampler for (_, sampler), (o, *_) in STEPS.items() if o.name == objective.name}
+        assert asked == set(objective.samplers)
+
+
+@STEPS_OF
+def test_guidance_is_decided_once_a_step_by_the_level_it_starts_from(which):
+    objective, _, counts, _, _ = STEPS[which]
+    levels = levels_of(which)
+    between = np.sqrt(np.minimum(levels[:-1], 1e6) * levels[1:])  # a bound between every two levels
+    for first in range(8):
+        for last in range(first, 8):
+            high = math.inf if first == 0 else between[first - 1]
+            low = 0.0 if last == 7 else between[last]
+            expected = [first <= step <= last for step, count in enumerate(counts) for _ in range(count)]
+            assert evaluations(objective, which[1], (low, high))[0] == expected, (low, high)
+
+
+@STEPS_OF
+def test_bounds_include_the_first_and_the_last_level(which):
+    objective, _, counts, high, low = STEPS[which]
+    levels = levels_of(which)
+    assert levels[0] == pytest.approx(high, rel=0.003) and levels[-1] == pytest.approx(low, rel=0.003)
+    every = [True] * sum(counts)
+    for interval in ((0, high), (low, math.inf), (low, high), (levels[-1], levels[0]), (0, levels[0])):
+        assert evaluations(objective, which[1], interval)[0] == every, interval
+    if high < math.inf:
+        assert evaluations(objective, which[1], (0, 0.98 * high))[0] == [False] * counts[0] + every[counts[0] :]
+    assert evaluations(objective, which[1], (1.02 * low, high))[0] == every[: -counts[-1]] + [False] * counts[-1]
+    inside = levels[3]  # the bounds of any level are that level's
+    three = [step == 3 for step, count in enumerate(counts) for _ in range(count)]
+    assert evaluations(objective, which[1], (inside, inside * 1.002))[0] == three
+    assert evaluations(objective, which[1], (inside * 0.998, inside))[0] == three

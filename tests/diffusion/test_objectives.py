@@ -1,5 +1,6 @@
 """Objectives as checkpoints hold them and as train.py and sample.py use them."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,7 +10,10 @@ from safetensors import safe_open
 
 import sample
 import train
-from opendit.config import SampleConfig, TrainConfig, parse
+from opendit import plan
+from opendit.cli.command_line import parse
+from opendit.cli.sample_flags import SampleConfig
+from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion import (
     ALL_SAMPLERS,
@@ -19,6 +23,7 @@ from opendit.diffusion import (
     EDMObjective,
     FlowObjective,
     ddpm_loss,
+    edm,
     objective_from_dict,
 )
 from opendit.models import DiT, model_config
@@ -169,8 +174,8 @@ def test_training_follows_the_plain_loop_and_the_checkpoint_draws(argv, stored, 
         (["--objective", "flow", "--edm_sigma_data", "1"], "--edm_sigma_data belongs to --objective edm"),
         (["--objective", "edm", "--prediction", "v"], "--prediction belongs to --objective ddpm"),
         (["--objective", "flow", "--min_snr", "5"], "--min_snr belongs to --objective ddpm"),
-        (["--objective", "edm", "--edm_std", "0"], "--edm_std 0.0: must be above 0"),
-        (["--min_snr", "-5"], "--min_snr -5.0: must be above 0"),
+        (["--objective", "edm", "--edm_std", "0"], "--edm_std 0.0: must be from"),
+        (["--min_snr", "-5"], "--min_snr -5.0: must be from"),
         (["--objective", "flow", "--ddpm_shift", "2"], "--ddpm_shift belongs to --objective ddpm"),
     ],
 )
@@ -199,3 +204,21 @@ def test_the_timesteps_of_ddpm_suit_the_sampler(sampler, even):
     objective = DDPMObjective()
     objective.sample(model, torch.arange(2), (1, 2, 2), seed=0, steps=12, sampler=sampler, progress=None)
     assert seen == getattr(objective.schedule, even)(12).timestep_map.flip(0).tolist()
+
+
+def test_defaults_are_those_of_the_papers(tmp_path):
+    """Karras et al. 2022, table 1; rectified flow's uniform times without a shift; DDPM's noise, weights of one."""
+    defaults = {
+        "edm": {"mean": -1.2, "std": 1.2, "sigma_data": 0.5},
+        "flow": {"shift": 1.0, "times_are": "uniform"},
+        "ddpm": {"prediction": "eps", "min_snr": None, "shift": 1.0},
+    }
+    for name, expected in defaults.items():
+        flags = parse(TrainConfig, ["--objective", name, "--outputs", str(tmp_path)])
+        for objective in (OBJECTIVES[name](), plan._objective(flags)):
+            assert dataclasses.asdict(objective) == expected
+    assert (edm.SIGMA_MIN, edm.SIGMA_MAX, edm.RHO) == (0.002, 80.0, 7.0)
+    u = torch.tensor([0.5, 0.8413447460685429], dtype=torch.float64)
+    assert edm.log_normal_sigmas(u, -1.2, 1.2).log().tolist() == pytest.approx([-1.2, 0.0])
+    many = EDMObjective().times(0, 0, torch.arange(20_000)).double().log()
+    assert many.mean().item() == pytest.approx(-1.2, abs=0.03) and many.std().item() == pytest.approx(1.2, abs=0.03)

@@ -6,8 +6,11 @@ import time
 import pytest
 import torch
 
-from opendit.encoders import vae as vae_module
+from opendit.cli.command_line import parse
+from opendit.cli.train_flags import TrainConfig
+from opendit.encoders import folder as folder_module
 from opendit.encoders.text import BYTES, HUB, TextTokens, load_text_encoder, text_geometry
+from opendit.plan import open_data, plan_model
 
 CAPTIONS = ["", "a seven moving left", "zwei fünf", "a seven " * 20]
 
@@ -170,7 +173,7 @@ def test_fingerprints_tell_encoders_apart(clip, t5):
 
 
 def test_geometry_needs_no_weights_and_no_hub(monkeypatch, clip, tmp_path):
-    monkeypatch.setattr(vae_module, "_probe_hub", lambda endpoint: pytest.fail("asked the hub"))
+    monkeypatch.setattr(folder_module, "_probe_hub", lambda endpoint: pytest.fail("asked the hub"))
     assert text_geometry("bytes") == BYTES and BYTES[0] == "bytes"
     assert text_geometry("clip") == ("clip", 512, 77) and text_geometry("t5") == ("t5", 1024, 120)
     (tmp_path / "config.json").write_text('{"model_type": "clip", "text_config": {}}')
@@ -184,10 +187,10 @@ def test_a_path_that_is_no_encoder(clip, tmp_path):
             with pytest.raises(FileNotFoundError, match=f"--text_encoder {path}: .*{needs}"):
                 call(path)
         (tmp_path / "config.json").write_text("{")
-        with pytest.raises(ValueError, match=f"isn't the configuration of a text encoder; {needs}"):
+        with pytest.raises(ValueError, match=f"isn't the configuration of a text encoder: .*; {needs}"):
             call(str(tmp_path))
         (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-        with pytest.raises(ValueError, match=f"of type bert, not clip.*t5.*{needs}"):
+        with pytest.raises(ValueError, match=f"of type 'bert', not clip.*t5.*{needs}"):
             call(str(tmp_path))
     (tmp_path / "config.json").write_text(clip[1].config.to_json_string())
     with pytest.raises(ValueError, match=f"(?s)can't be loaded .*{needs}"):
@@ -197,9 +200,10 @@ def test_a_path_that_is_no_encoder(clip, tmp_path):
 
 
 def test_lengths_that_do_not_fit(clip, t5):
-    for tokens in (0, 31):
-        with pytest.raises(ValueError, match=f"--max_text_tokens {tokens}: --text_encoder .* takes 1 to 30"):
+    for tokens in (0, 1, 31):  # CLIP's begin and end take two
+        with pytest.raises(ValueError, match=f"--max_text_tokens {tokens}: --text_encoder .* takes 2 to 30"):
             load_text_encoder(clip[0], device="cpu", max_tokens=tokens)
+    assert load_text_encoder(clip[0], device="cpu", max_tokens=2).encode(["a b c", ""]).mask.all()
     with pytest.raises(ValueError, match="--max_text_tokens 0: .*at least 1"):
         load_text_encoder(t5[0], device="cpu", max_tokens=0)
 
@@ -210,13 +214,13 @@ def test_missing_weights_are_not_made_up(clip, tmp_path):
     save_clip(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     name = next(n for n in state if "layers.1" in n and n.endswith("fc1.weight"))
-    del state[name]
+    state["another"] = state.pop(name)
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lack .*fc1.weight"):
         load_text_encoder(str(tmp_path), device="cpu")
 
 
-@pytest.mark.parametrize("name", ["clip", "t5", "openai/clip-vit-large-patch14"])
+@pytest.mark.parametrize("name", ["clip", "t5", f"openai/clip-vit-large-patch14@{'0' * 40}"])
 @pytest.mark.parametrize("offline", [True, False])
 def test_an_unreachable_hub_is_told_fast(monkeypatch, tmp_path, name, offline):
     from huggingface_hub import constants
@@ -225,7 +229,7 @@ def test_an_unreachable_hub_is_told_fast(monkeypatch, tmp_path, name, offline):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     monkeypatch.setenv("HF_HUB_OFFLINE", "1" if offline else "0")
     start = time.monotonic()
-    where = HUB[name][0] if name in HUB else name
+    where = HUB[name][0] if name in HUB else name.partition("@")[0]
     expected = rf"--text_encoder {name}: {where} isn't in the local cache.*--text_encoder PATH .*--text_encoder bytes"
     with pytest.raises(FileNotFoundError, match=expected):
         load_text_encoder(name, device="cpu")
@@ -235,14 +239,24 @@ def test_an_unreachable_hub_is_told_fast(monkeypatch, tmp_path, name, offline):
 def test_the_cache_serves_without_the_hub(monkeypatch, tmp_path, clip):
     from huggingface_hub import constants
 
-    repository = tmp_path / "models--openai--clip-vit-base-patch32"
-    snapshot = repository / "snapshots" / "0123"
+    repository, commit = tmp_path / "models--openai--clip-vit-base-patch16", "57c216476eefef5ab752ec549e440a49ae4ae5f3"
+    snapshot = repository / "snapshots" / commit
     snapshot.parent.mkdir(parents=True)
     snapshot.symlink_to(clip[0])
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0123")
+    (repository / "refs" / "main").write_text("0" * 40)  # what is there by now is of no interest
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path), raising=False)
-    monkeypatch.setattr(vae_module, "_probe_hub", lambda endpoint: pytest.fail("asked the hub"))
-    assert text_geometry("openai/clip-vit-base-patch32") == ("clip", 24, 30)
-    assert load_text_encoder("openai/clip-vit-base-patch32", device="cpu").width == 24
+    monkeypatch.setattr(folder_module, "_probe_hub", lambda endpoint: pytest.fail("asked the hub"))
+    name = f"openai/clip-vit-base-patch16@{commit}"
+    assert text_geometry(name) == ("clip", 24, 30)
+    assert load_text_encoder(name, device="cpu").width == 24
+    with pytest.raises(ValueError, match="needs its commit.*--text_encoder openai/clip-vit-base-patch16@COMMIT"):
+        load_text_encoder("openai/clip-vit-base-patch16", device="cpu")
+
+
+@pytest.mark.parametrize("tokens", [1, 78])
+def test_a_length_that_does_not_fit_is_known_before_anything_is_loaded(tokens, tmp_path):
+    argv = f"--model DiT-Ti/2 --data_path mock --image_size 32 --text_encoder clip --max_text_tokens {tokens}".split()
+    flags = parse(TrainConfig, argv)
+    with pytest.raises(ValueError, match=f"--max_text_tokens {tokens}: --text_encoder clip takes 2 to 77"):
+        plan_model(flags, open_data(flags), [])

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from opendit.encoders import PixelCodec, VAECodec, codec_geometry, load_codec, sample_moments
+from opendit.encoders import folder as folder_module
 from opendit.encoders import vae as vae_module
+from opendit.encoders.vae import HUB
 
 
 def small_vae(**options):
@@ -178,12 +180,12 @@ def test_the_cache_serves_without_the_hub(monkeypatch, tmp_path, folder):
     from huggingface_hub import constants
 
     repository = tmp_path / "models--stabilityai--sd-vae-ft-ema"
-    snapshot = repository / "snapshots" / "0123"
+    snapshot = repository / "snapshots" / HUB["ema"][1]
     snapshot.parent.mkdir(parents=True)
     snapshot.symlink_to(folder)
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0123")
+    (repository / "refs" / "main").write_text("0" * 40)  # what is there by now is of no interest
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(vae_module, "_probe_hub", lambda endpoint: pytest.fail("asked the hub"))
+    monkeypatch.setattr(folder_module, "_probe_hub", lambda endpoint: pytest.fail("asked the hub"))
     codec = load_codec("ema", channels=3, device="cpu")
     assert codec.name == "ema" and codec.scaling_factor == 0.3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.config import SpeedFlags
+from opendit.cli.shared_flags import SpeedFlags
 from opendit.forward_backward import record
 from opendit.models import DiTConfig, TextConfig
 from tests.ranks import run_ranks

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from opendit.config import SpeedFlags
+from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels import fp8
 from opendit.kernels.common import interpreting
 from opendit.kernels.fp8_linear import float8_available

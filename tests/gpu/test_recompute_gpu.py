@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.config import SpeedFlags
+from opendit.cli.shared_flags import SpeedFlags
 from opendit.forward_backward import ForwardBackward
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels

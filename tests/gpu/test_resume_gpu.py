@@ -40,4 +40,4 @@ def test_fifty_steps_after_a_resume_are_bit_identical(tmp_path):
         assert_same_bits(run_of(whole) / latest, run_of(parts) / latest)
         states = [json.loads((run_of(outputs) / latest / "state.json").read_text()) for outputs in (whole, parts)]
         assert states[0] == states[1], name  # scaler, counters, attention kernel
-        assert states[0]["attention"] != "auto"
+        assert states[0]["fingerprint"]["attention"] != "auto"

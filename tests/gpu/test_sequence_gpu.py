@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opendit.config import SpeedFlags
+from opendit.cli.shared_flags import SpeedFlags
 from opendit.forward_backward import ForwardBackward
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig

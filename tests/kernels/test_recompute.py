@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from opendit.config import SpeedFlags
+from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels import recompute
 from opendit.kernels.recompute import recompute_in, recomputing
 from opendit.kernels.select import select_kernels

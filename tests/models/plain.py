@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from opendit.models.attention import Attention, CrossAttention
-from opendit.models.positions import rotary_shares
 
 
 def linear(x: Tensor, layer) -> Tensor:
@@ -36,8 +35,9 @@ def mlp(x: Tensor, layers) -> Tensor:
 
 def turn(head: Tensor, coordinates: tuple[int, ...]) -> Tensor:
     """A head (d,) of a token at (t, h, w): its pairs as complex numbers, times exp(i angle)."""
-    angles = []
-    for position, share in zip(coordinates, rotary_shares(len(head), len(coordinates)), strict=True):
+    angles, axes, pairs = [], len(coordinates), len(head) // 2
+    each = pairs // axes  # and to time what is left over
+    for position, share in zip(coordinates, [pairs - each * (axes - 1), *[each] * (axes - 1)], strict=True):
         angles += [position * 10000.0 ** (-i / share) for i in range(share)]
     numbers = torch.complex(head[0::2], head[1::2]) * torch.exp(1j * torch.tensor(angles, dtype=torch.float64))
     return torch.stack([numbers.real, numbers.imag], dim=-1).flatten()

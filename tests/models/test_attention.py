@@ -1,13 +1,21 @@
 """Grouped queries, rotary positions and QK-norm against loops over heads and tokens, in float64."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from opendit.models.attention import Attention, CrossAttention, Layout
 from opendit.models.layers import Options, RMSNorm
-from opendit.models.positions import LearnedPositions, grid_coordinates, rotary_table, rotate, sincos_positions
+from opendit.models.positions import (
+    LearnedPositions,
+    grid_coordinates,
+    rotary_shares,
+    rotary_table,
+    rotate,
+    sincos_positions,
+)
 from tests.models import plain
 
 EXACT_TABLE = 1e-6  # rotations are rounded to fp32
@@ -97,3 +105,26 @@ def test_positions_are_of_coordinates_in_any_order():
         assert len(torch.unique(positions(coordinates).detach().flatten(1), dim=0)) == 60
     expected = [sum(axis.weight[i] for axis, i in zip(table.axes, c, strict=True)) for c in coordinates.tolist()]
     assert torch.equal(table(coordinates), torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("head", "axes", "shares"),
+    [
+        (64, 1, [32]), (64, 2, [16, 16]), (72, 2, [18, 18]), (70, 2, [18, 17]), (64, 3, [12, 10, 10]),
+        (72, 3, [12, 12, 12]), (128, 3, [22, 21, 21]), (10, 3, [3, 1, 1]), (6, 3, [1, 1, 1]), (4, 2, [1, 1]),
+    ],
+)  # fmt: skip
+def test_pairs_of_a_head_are_shared_by_the_axes(head, axes, shares):
+    assert rotary_shares(head, axes) == shares
+    table = rotary_table(torch.eye(axes).long(), head)  # token i is one step along axis i only
+    for axis, row in enumerate(table):
+        turned = (row[:, 1] != 0).nonzero().flatten().tolist()
+        first = sum(shares[:axis])
+        assert turned == list(range(first, first + shares[axis]))
+        assert row[first, 0].item() == pytest.approx(math.cos(1))  # the fastest of every axis: one radian a step
+
+
+@pytest.mark.parametrize(("head", "axes"), [(7, 1), (9, 2), (2, 2), (4, 3)])
+def test_heads_too_small_or_odd_to_rotate(head, axes):
+    with pytest.raises(ValueError, match=f"along {axes} axes needs an even head size from {2 * axes} on, not {head}"):
+        rotary_shares(head, axes)

@@ -1,9 +1,12 @@
 """Expert-choice routing against a loop over samples and experts."""
 
 import math
+from decimal import Decimal
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from opendit.models import ECDiT, ECDiTConfig
 from opendit.models.ecdit import ExpertMlp, chosen_tokens
@@ -20,7 +23,7 @@ def reference(mlp: ExpertMlp, y: torch.Tensor, capacity: float) -> torch.Tensor:
         affinity = affinity / affinity.sum(1, keepdim=True)  # over the experts
         out = torch.zeros_like(tokens)
         for expert in range(len(mlp.expert_fc1)):
-            count = math.ceil(capacity * len(tokens) / len(mlp.expert_fc1))
+            count = math.ceil(Decimal(str(capacity)) * len(tokens) / len(mlp.expert_fc1))
             ranking = sorted(range(len(tokens)), key=lambda i: -affinity[i, expert].item())  # noqa: B023
             for i in ranking[:count]:
                 hidden = plain.gelu(tokens[i] @ mlp.expert_fc1[expert])
@@ -31,7 +34,9 @@ def reference(mlp: ExpertMlp, y: torch.Tensor, capacity: float) -> torch.Tensor:
     return torch.stack(samples)
 
 
-@pytest.mark.parametrize("experts,tokens,capacity", [(4, 8, 1.0), (4, 7, 2.0), (5, 9, 0.7), (3, 6, 3.0), (8, 3, 1.0)])
+@pytest.mark.parametrize(
+    "experts,tokens,capacity", [(4, 8, 1.0), (4, 7, 2.0), (5, 9, 0.7), (3, 6, 3.0), (8, 3, 1.0), (5, 50, 1.1)]
+)
 def test_routing(experts, tokens, capacity):
     mlp = randomised(ExpertMlp(12, 24, True, experts, 5, capacity))
     x, y = torch.randn(2, 3, tokens, 12, dtype=torch.float64)
@@ -80,3 +85,15 @@ def test_half_precision_routes_as_fp32_does():
     assert half.dtype == torch.bfloat16
     expected = mlp.float().routed(y.bfloat16().float())
     assert (half.float() - expected).norm() / expected.norm() < 0.1  # a near tie may go to another token
+
+
+@given(st.integers(1, 5000), st.integers(1, 128), st.integers(1, 999), st.integers(0, 3))
+@example(100, 10, 11, 1)
+@example(100, 10, 110, 2)
+@example(1, 1, 3, 1)
+def test_places_are_counted_exactly(tokens, experts, digits, point):
+    """The least k with k * experts >= capacity * tokens, by whole numbers, of a capacity written in decimals."""
+    k = chosen_tokens(tokens, experts, digits / 10**point)
+    assert 1 <= k <= tokens
+    assert k == tokens or k * experts * 10**point >= digits * tokens
+    assert k == 1 or (k - 1) * experts * 10**point < digits * tokens

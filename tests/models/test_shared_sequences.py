@@ -18,6 +18,11 @@ CASES = [
     (2, "fastseq", MOVIE, (2, 4, 6), 2, False),
     (2, "fastseq, kept", replace(MOVIE, num_classes=None, text=TEXT.text), (2, 4, 4), 2, True),
     (2, "ring", MOVIE, (2, 4, 4), 2, True),
+    # heads that share keys and values
+    (2, "ulysses", replace(MOVIE, kv_heads=4), (2, 4, 6), 1, False),
+    (2, "fastseq", replace(MOVIE, kv_heads=3, adaln_lora=5), (2, 4, 6), 2, True),
+    (2, "ring", replace(MOVIE, kv_heads=2, bias=True), (2, 4, 4), 1, False),
+    (2, "fastseq", replace(MOVIE, num_heads=6, kv_heads=2, **NORMED), None, 1, False),
 ]
 
 

@@ -25,8 +25,8 @@ from opendit.models import (
     model_config,
     patch_size,
 )
+from opendit.models.names import SIZES
 from opendit.models.pretrained import infer_config
-from opendit.models.zoo import SIZES
 from tests.models.test_dit import randomised
 
 

@@ -25,6 +25,7 @@ from opendit.models import (
     is_video,
     model_config,
 )
+from opendit.models.attention import Attention, Layout
 from opendit.models.layers import TORCH_OPS
 from tests.models.test_dit import randomised
 
@@ -111,6 +112,17 @@ def test_a_fresh_model_predicts_nothing_and_learns(config):
 
 
 @every_config
+def test_blocks_of_a_fresh_model_do_nothing(config):
+    model, (_, t, y) = build_model(config).double(), inputs(config)
+    c, context = model.condition(t, y)
+    shared = None if model.shared_modulation is None else model.shared_modulation(c)
+    layout = Layout(config.grid, model.rotations(config.grid))
+    x = torch.randn(3, config.tokens, config.hidden_size, dtype=torch.float64)
+    for block in model.blocks:
+        assert torch.equal(block.ops.finish(block(x, c, context, None, layout, shared)), x)
+
+
+@every_config
 def test_a_sample_does_not_depend_on_the_others(config):
     model, (x, t, y) = model_of(config), inputs(config)
     whole = model(x, t, y)
@@ -178,22 +190,57 @@ def test_configurations_from_before_there_were_options():
     assert config_from_dict(old) == DiTConfig(**PICTURE, num_classes=5)
 
 
+def gradients(model: torch.nn.Module, output: torch.Tensor, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    parameters = dict(model.named_parameters())
+    return dict(zip(parameters, torch.autograd.grad((output * cotangent).sum(), parameters.values()), strict=True))
+
+
 @pytest.mark.parametrize("text", [None, TEXT])
 @pytest.mark.parametrize("kind,shape", [(DiTConfig, PICTURE), (STDiTConfig, CLIP), (MovieGenConfig, CLIP)])
-def test_adaln_lora_is_the_full_modulation_of_a_product(kind, shape, text):
+def test_adaln_lora_adds_a_product_to_a_modulation_that_all_blocks_share(kind, shape, text):
+    """m_i = (M + B_i A_i) SiLU(c) + b, as a full modulation of every block; M and b are the same in all of them."""
     condition = {"text": text} if text else {"num_classes": 5}
     low, full = (model_of(kind(**shape, **condition, adaln_lora=rank)) for rank in (6, None))
     state = low.state_dict()
-    for name in [name for name in state if name.startswith("blocks.") and ".adaLN_modulation.1." in name]:
-        second = name.replace(".1.weight", ".2.weight")
-        state[name] = state.pop(second) @ state[name]
-        if (bias := second.replace("weight", "bias")) in state:
-            state[name.replace("weight", "bias")] = state.pop(bias)
+    shared = state.pop("shared_modulation.1.weight")
+    bias = state.pop("shared_modulation.1.bias", None)
+    for block in ("blocks.0.adaLN_modulation", "blocks.1.adaLN_modulation"):
+        state[f"{block}.1.weight"] = shared + state.pop(f"{block}.2.weight") @ state[f"{block}.1.weight"]
+        if bias is not None:
+            state[f"{block}.1.bias"] = bias
     full.load_state_dict(state, strict=True)
-    torch.testing.assert_close(full(*inputs(low.config)), low(*inputs(low.config)))
+    low_out, full_out = low(*inputs(low.config)), full(*inputs(low.config))
+    torch.testing.assert_close(full_out, low_out)
+    cotangent = torch.randn_like(full_out)
+    ours, grads = (gradients(model, out, cotangent) for model, out in ((low, low_out), (full, full_out)))
+    of_blocks = [grads[f"blocks.{i}.adaLN_modulation.1.weight"] for i in range(2)]
+    torch.testing.assert_close(ours["shared_modulation.1.weight"], sum(of_blocks))
+    second = low.get_parameter("blocks.1.adaLN_modulation.2.weight")
+    torch.testing.assert_close(ours["blocks.1.adaLN_modulation.1.weight"], second.T @ of_blocks[1])
+    vectors = {"dit": 6, "stdit": 9 + 3 * bool(text), "moviegen": 6}[kind.kind]
+    bias_too = kind is not MovieGenConfig
     saved = full.config.parameters() - low.config.parameters()
-    vectors = full.config.modulation_width // 48
-    assert saved == 2 * (48 * 48 * vectors - 6 * 48 * (1 + vectors))
+    assert saved == (2 - 1) * 48 * vectors * (48 + bias_too) - 2 * 6 * 48 * (1 + vectors)
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.adaln_lora], ids=lambda config: config.kind)
+def test_the_shared_modulation_is_made_once_a_forward_pass(config):
+    model, calls = build_model(config), []
+    model.shared_modulation.register_forward_hook(lambda *_: calls.append(1))
+    for checkpointed in (False, True):
+        model.grad_checkpoint = checkpointed
+        model(*inputs(config, dtype=torch.float32)).sum().backward()
+    assert len(calls) == 2
+
+
+def test_a_modulation_of_low_rank_alone_is_revision_1():
+    shape = dict(PICTURE, num_classes=5)
+    first, second = (build_model(DiTConfig(**shape, adaln_lora=6, revision=r)) for r in (1, 2))
+    assert first.shared_modulation is None and first.blocks[0].adaLN_modulation[-1].bias is not None
+    assert second.blocks[0].adaLN_modulation[-1].bias is None
+    extra = 48 * 6 * 49 - 2 * 48 * 6
+    assert second.config.parameters() - first.config.parameters() == extra
+    assert second.config.forward_flops() - first.config.forward_flops() == 2 * 48 * 6 * 48
 
 
 def test_learned_positions_are_for_the_configured_size_and_smaller():
@@ -239,9 +286,9 @@ def attention(d, kv=None):
 PUBLISHED = {
     "DiT-7B/2": (32, attention(3072) + 8 * 3072**2 + 6 * 3072**2),
     "DiT-28B/2": (32, attention(6144) + 8 * 6144**2 + 6 * 6144**2),
-    "MovieGen-1B/122": (16, attention(2048) + 3 * 2048 * 8192 + 6 * 2048**2),
-    "MovieGen-3B/122": (28, attention(3072) + 3 * 3072 * 8192 + 6 * 3072**2),
-    "MovieGen-5B/122": (32, attention(3072) + 3 * 3072 * 8192 + 6 * 3072**2),
+    "MovieGen-1B/122": (16, attention(2048, 512) + 3 * 2048 * 8192 + 6 * 2048**2),  # 8 of 32 heads
+    "MovieGen-3B/122": (28, attention(3072, 1024) + 3 * 3072 * 8192 + 6 * 3072**2),  # 8 of 24
+    "MovieGen-5B/122": (32, attention(3072, 1024) + 3 * 3072 * 8192 + 6 * 3072**2),
     "MovieGen-30B/122": (48, attention(6144, 1024) + 3 * 6144 * 16384 + 6 * 6144**2),
     "ST-DiT-XL/122": (28, 2 * attention(1152) + 8 * 1152**2 + 9 * 1152**2),
     "ST-DiT-B/122": (12, 2 * attention(768) + 8 * 768**2 + 9 * 768**2),
@@ -257,6 +304,86 @@ def test_published_sizes_in_closed_form(name):
     with torch.device("meta"):
         blocks = build_model(config).blocks
     assert sum(p.numel() for p in blocks.parameters() if p.dim() > 1) == depth * block
+
+
+# Width, depth, heads, heads of keys and values, width of the MLP: DiT's of Peebles & Xie, table 1; 7B, 28B and MovieGen
+# NeMo's; EC-DiT, ST-DiT and Ti our own.
+SHAPES = {
+    "DiT-Ti/2": (128, 4, 4, 4, 512), "DiT-S/2": (384, 12, 6, 6, 1536), "DiT-B/4": (768, 12, 12, 12, 3072),
+    "DiT-L/2": (1024, 24, 16, 16, 4096), "DiT-XL/2": (1152, 28, 16, 16, 4608), "vDiT-XL/222": (1152, 28, 16, 16, 4608),
+    "DiT-7B/2": (3072, 32, 24, 24, 12288), "DiT-28B/2": (6144, 32, 48, 48, 24576), "vDiT-Ti/122": (128, 4, 4, 4, 512),
+    "vDiT-7B/122": (3072, 32, 24, 24, 12288), "vDiT-28B/122": (6144, 32, 48, 48, 24576),
+    "ST-DiT-Ti/122": (128, 4, 4, 4, 512), "ST-DiT-B/122": (768, 12, 12, 12, 3072),
+    "ST-DiT-XL/122": (1152, 28, 16, 16, 4608), "EC-DiT-Ti/2": (128, 4, 4, 4, 384),
+    "EC-DiT-1B/2": (1152, 28, 16, 16, 4320), "MovieGen-Ti/122": (128, 4, 4, 2, 341),
+    "MovieGen-1B/122": (2048, 16, 32, 8, 8192), "MovieGen-3B/122": (3072, 28, 24, 8, 8192),
+    "MovieGen-5B/122": (3072, 32, 24, 8, 8192), "MovieGen-30B/122": (6144, 48, 48, 8, 16384),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_the_published_ones(name):
+    config = build(name, num_classes=3)
+    with torch.device("meta"):
+        block = build_model(config).blocks[0]
+    attention = next(part for part in block.modules() if isinstance(part, Attention))
+    mlp = block.mlp.fc2.in_features
+    made = (attention.proj.out_features, config.depth, attention.num_heads, attention.kv_heads, mlp)
+    assert made == SHAPES[name]
+    assert attention.qkv.out_features == made[0] + 2 * made[3] * made[0] // made[2]
+    assert (config.hidden_size, config.depth, config.num_heads, config.mlp_hidden) == (*made[:3], made[4])
+
+
+def test_every_size_is_pinned():
+    assert {name.partition("/")[0] for name in (*NAMES, *VIDEO_NAMES)} - {f"vDiT-{s}" for s in "SBL"} == {
+        name.partition("/")[0] for name in SHAPES
+    }
+    for size in "SBL":
+        clip, picture = build(f"vDiT-{size}/222", num_classes=3), build(f"DiT-{size}/2", num_classes=3)
+        assert (clip.hidden_size, clip.depth, clip.num_heads) == (
+            picture.hidden_size,
+            picture.depth,
+            picture.num_heads,
+        )
+    experts = build("EC-DiT-1B/2", num_classes=3)
+    assert (experts.experts, experts.expert_hidden, experts.expert_capacity) == (64, 144, 2.0)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("MovieGen")])
+def test_all_of_moviegen_in_closed_form(name):
+    """Weights and work of a class-conditional model of 16 x 32 x 32 latents of 4 channels: 16 x 16 x 16 tokens."""
+    d, depth, heads, kv, hidden = SHAPES[name]
+    shared, n = kv * d // heads, 16**3
+    block = 2 * d * d + 2 * d * shared + 3 * d * hidden + 6 * d * d
+    embedders = (16 * d + d) + (256 * d + d + d * d + d) + 1001 * d + 3 * 16 * d
+    final = (2 * d * d + 2 * d) + (32 * d + 32)
+    config = build(name, num_classes=1000)
+    assert config.parameters() == depth * (block + 2 * d) + embedders + final
+    products = 2 * n * (2 * d * d + 2 * d * shared + 3 * d * hidden) + 4 * n * n * d + 2 * 6 * d * d
+    around = 2 * n * 16 * d + 2 * (256 * d + d * d) + 2 * n * 32 * d + 2 * 2 * d * d
+    assert config.forward_flops() == depth * products + around
+
+
+@pytest.mark.parametrize("rank", [64, 256])
+def test_adaln_lora_in_closed_form(rank):
+    d = 1152
+    full, low = (build("DiT-XL/2", num_classes=1000, adaln_lora=r).parameters() for r in (None, rank))
+    of_blocks = 28 * 6 * d * (d + 1)  # with biases
+    assert full - low == of_blocks - (6 * d * (d + 1) + 28 * rank * 7 * d)
+
+
+def test_revision_1_of_named_models():
+    """As they were: heads of their own for every head of queries, but in 30B and Ti."""
+    for name, kv in (("MovieGen-1B/122", None), ("MovieGen-5B/122", None), ("MovieGen-30B/122", 8)):
+        config = build(name, num_classes=3, revision=1)
+        assert (config.revision, config.kv_heads, config.positions_in_blocks) == (1, kv, False)
+        assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert build("DiT-S/2", num_classes=3, revision=1) == build("DiT-S/2", num_classes=3)  # no difference
+    low = build("DiT-S/2", num_classes=3, revision=1, adaln_lora=8)
+    assert low.revision == 1 and not low.shared_modulation and config_from_dict(low.to_dict()) == low
+    for revision in (0, 3):
+        with pytest.raises(ValueError, match=f"of revision {revision}: this version knows 1 to 2; use a newer"):
+            config_from_dict(low.to_dict() | {"revision": revision})
 
 
 def test_experts_cost_what_a_dense_mlp_does():
@@ -321,7 +448,6 @@ def test_what_can_not_be_combined():
     sequence = {
         ("EC-DiT-Ti/2", "ulysses"): {},
         ("ST-DiT-Ti/222", "ring"): {},
-        ("MovieGen-Ti/2", "ulysses"): {},  # shared keys and values
         ("DiT-S/2", "ring"): {"qk_norm": True},
         ("DiT-B/2", "usp"): {"positions": "rope"},
     }
@@ -335,7 +461,8 @@ def test_what_can_not_be_combined():
                 config.check_sequence_parallel("auto")
     for kind in ("fastseq", "ulysses"):
         build("DiT-S/2", num_classes=3, qk_norm=True, positions="rope", bias=False).check_sequence_parallel(kind)
-    build("MovieGen-5B/122", num_classes=3).check_sequence_parallel("ring")
+    for kind in ("fastseq", "ulysses", "ring", "usp"):
+        build("MovieGen-5B/122", num_classes=3).check_sequence_parallel(kind)
     for name, options in (("EC-DiT-Ti/2", {}), ("MovieGen-Ti/2", {}), ("DiT-S/2", {"bias": False})):
         with pytest.raises(ValueError, match="--fp8 does not work with"):
             build(name, num_classes=3, **options).check_speed(True, "none")

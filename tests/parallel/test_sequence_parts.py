@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import train
-from opendit.config import TrainConfig, parse
+from opendit.cli.command_line import parse
+from opendit.cli.train_flags import TrainConfig
 from opendit.models import DiT, model_config
-from opendit.parallel.mesh import check_sequence_parallel
 from opendit.parallel.sequence.choose import Machine, Shape, make_plan
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.layout import weight_gradient, zeros_but_own
@@ -22,6 +22,7 @@ from opendit.parallel.sequence.partial_attention import (
     reference_forward,
 )
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
+from opendit.parallel.sizes import check_sequence_parallel
 from opendit.plan import sequence_shape
 
 
@@ -175,7 +176,10 @@ def test_train_answers_before_anything_is_made(tmp_path, no_ranks, capsys, monke
     monkeypatch.setattr("opendit.plan.build_dataset", lambda *args, **kwargs: pytest.fail("a data set was made"))
     for words, message in (
         (["--sequence_parallel_size", "2"], "error: --sequence_parallel_size 2 needs 2 processes"),
-        (["--sequence_parallel_type", "ring"], "error: --sequence_parallel_type needs --sequence_parallel_size"),
+        (
+            ["--sequence_parallel_type", "ring"],
+            "error: --sequence_parallel_type does nothing without --sequence_parallel_size",
+        ),
     ):
         with pytest.raises(SystemExit) as stop:
             train.main([*words, "--outputs", str(tmp_path)])

@@ -126,8 +126,8 @@ def test_train_py_gives_the_single_process_curve_and_goes_on_alone(tmp_path):
     losses = [line["loss"] for line in log_of(run)]
     assert off_by(losses, plain_losses(steps, 8)) < 1e-5
     drawn = np.asarray(Image.open(run / "samples" / f"{steps:07d}.png"))  # by the first group
-    state = json.loads((run / "checkpoints" / "latest" / "state.json").read_text())
-    assert state["sequence_parallel"] == f"{kind} over 2 ranks" and state["global_batch"] == 8
+    made_of = json.loads((run / "checkpoints" / "latest" / "state.json").read_text())["fingerprint"]
+    assert made_of["sequence"] == f"{kind} over 2 ranks" and made_of["global_batch"] == 8
     # Its checkpoint is that of any run: two ranks without sequence parallelism go on.
     run_ranks(2, start, [[*common, "--max_steps", str(steps), "--load", str(run / "checkpoints" / "step_0000025")]])
     assert off_by([line["loss"] for line in log_of(run)][25:], losses[25:]) < 1e-5

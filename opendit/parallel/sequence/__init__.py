@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sequence.choose import OWN_ATTENTION, Machine, Plan, Shape, make_plan
+from opendit.parallel.names import OWN_ATTENTION
+from opendit.parallel.sequence.choose import Machine, Plan, Shape, make_plan
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.sequence.direct import DirectUlysses
 from opendit.parallel.sequence.direct_fastseq import DirectFastSeq

@@ -8,8 +8,8 @@ gather and (P-1)/P^2 for the heads, Ulysses 3 and 1 times (P-1)/P^2, ring attent
 import math
 from dataclasses import dataclass, field, replace
 
-KINDS = ("auto", "fastseq", "ulysses", "ring", "usp")
-OWN_ATTENTION = ("ring", "usp")  # that attend to a part of the keys at a time, by a kernel of their own
+from opendit.parallel.names import SEQUENCE_TYPES
+
 MOST_GROUPS = 6  # of heads: each costs the host some 30 calls a layer
 
 
@@ -47,7 +47,7 @@ class Shape:
     heads: int
     samples: int = 1
     bytes: int = 2  # of an element of the activations
-    types: tuple[str, ...] = KINDS[1:]  # that auto chooses among: those by which the model can attend
+    types: tuple[str, ...] = SEQUENCE_TYPES[1:]  # that auto chooses among: those by which the model can attend
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _plans(ranks: int, shape: Shape, machine: Machine, groups: int | None) -> li
 
 
 def make_plan(kind: str, ranks: int, shape: Shape, groups: int | None = None, machine: Machine | None = None) -> Plan:
-    """How ``ranks`` ranks share sequences of ``shape``; ``kind`` is one of KINDS.
+    """How ``ranks`` ranks share sequences of ``shape``; ``kind`` is one of SEQUENCE_TYPES.
 
     groups: of Ulysses, given; None: by the cost model.
 
@@ -182,8 +182,8 @@ def make_plan(kind: str, ranks: int, shape: Shape, groups: int | None = None, ma
             groups and no direct way to exchange them. For auto: no type of ``shape.types`` is left.
     """
     machine = machine or Machine()
-    if kind not in KINDS:
-        raise ValueError(f"--sequence_parallel_type {kind}: choose one of {', '.join(KINDS)}")
+    if kind not in SEQUENCE_TYPES:
+        raise ValueError(f"--sequence_parallel_type {kind}: choose one of {', '.join(SEQUENCE_TYPES)}")
     inner = {"fastseq": ranks, "ulysses": ranks, "usp": _usp_split(ranks, shape.heads)}.get(kind, 1)
     if not inner or shape.heads % inner:
         why = f"{shape.heads} heads can't be shared out over {ranks} ranks that way"

@@ -3,18 +3,17 @@
 import math
 from pathlib import Path
 
-from opendit.command_line import overridden
-from opendit.config import TrainConfig
+from opendit.cli.command_line import overridden
+from opendit.cli.recipes import find_recipe
+from opendit.cli.train_flags import TrainConfig
 from opendit.data import DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
 from opendit.memory import GIB, USABLE, Setup, advice, estimate, largest_batch
 from opendit.models import DiTConfig
 from opendit.models.lora import lora_parameters
 from opendit.monitor import print_block
-from opendit.parallel.mesh import environment_world_size
 from opendit.parallel.sequence.choose import Machine, make_plan
-from opendit.plan import check_pretrained, last_step_of, open_data, plan_model, sequence_shape
-from opendit.recipes import find_recipe
+from opendit.plan import check_pretrained, last_step_of, open_data, plan_model, saved_by_adaln_lora, sequence_shape
 
 CARDS = {"80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}  # as torch counts an H100's and an H200's memory
 
@@ -28,14 +27,16 @@ def dry_run(flags: TrainConfig) -> None:
     Raises:
         ValueError, OSError, DataError: as the run itself would, for flags that do not go together.
     """
-    world = flags.dry_run or max(environment_world_size(), flags.sequence_parallel_size)
+    world = flags.world_size()
     notes = flags.check(world, has_gpu=True) + recipe_notes(flags)
     dataset = _data(flags, notes)
     config, objective, vae = plan_model(flags, dataset, notes)
     if flags.pretrained and Path(flags.pretrained).exists():
-        check_pretrained(flags, config)
+        _, config = check_pretrained(flags, config, notes)
     elif flags.pretrained:
         notes.append(f"--pretrained {flags.pretrained} isn't there: its blocks are not compared with the model's")
+    if config.adaln_lora is not None:
+        notes.append(saved_by_adaln_lora(config))
     ranks = world // flags.sequence_parallel_size
     samples = flags.batch_size * ranks * flags.grad_accumulation
     flop = 3 * config.forward_flops()

@@ -1,31 +1,52 @@
-"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files.
-
-    python -m opendit.export diffusers --ckpt outputs/000-DiT-XL-2 --output dit-pipeline
-    python -m opendit.export meta --ckpt outputs/000-DiT-XL-2 --output DiT-XL-2.pt
-    python -m opendit.export opendit --ckpt dit-pipeline --output weights.safetensors
-    python -m opendit.export opendit --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --output weights.safetensors
+"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files (``python -m
+opendit.export``).
 
 Two traps on diffusers' side. Its DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` in the sinusoids of the
 timestep, where Meta's model has 0, so that a stock pipeline is a little off; :func:`load_pipeline` sets it right. And
 every one of its blocks has its own copy of the timestep and label embedders.
 """
 
-import argparse
+import io
 import json
-import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
+from opendit.encoders.folder import encoder_name
 from opendit.encoders.vae import HUB, load_codec
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.header import check_shapes, open_safetensors, shapes_in
 from opendit.models.layers import PLAIN
-from opendit.models.pretrained import METADATA_KEY, Weights, load_pretrained
-from opendit.models.zoo import SIZES, build_model, model_config
+from opendit.models.names import SIZES
+from opendit.models.pretrained import METADATA_KEY, Weights, assumption, load_pretrained, refuse_unless_finite
+from opendit.models.zoo import build_model, model_config
+from opendit.state.replace import replacing
+from opendit.state.rules import MIB, mapping, optional, plain, record, string, whole
+from opendit.state.schema import NAME, FileKind, read_file
+from opendit.state_files import write_file, write_tensors
 
+_SIZE = whole(1, 1 << 16)
+TRANSFORMER = FileKind(
+    record(
+        {
+            "_class_name": string(64),
+            "num_attention_heads": _SIZE,
+            "attention_head_dim": _SIZE,
+            "num_layers": _SIZE,
+            "patch_size": whole(1, 64),
+            "sample_size": whole(1, 512),
+            "in_channels": whole(1, 4096),
+            "num_embeds_ada_norm": whole(1, 1_000_000),
+        },
+        others=plain(),
+    ),
+    4 * MIB,
+)
+LABEL_NUMBER = string(7, "[0-9]+", "the number of a class")
+PIPELINE = FileKind(record({}, {"id2label": optional(mapping(LABEL_NUMBER, NAME))}, others=plain()), 16 * MIB)
 NULL_CLASS = 1000  # DiTPipeline's label of "no class", written into its code
 SCHEDULER = dict(beta_start=1e-4, beta_end=0.02, beta_schedule="linear", clip_sample=False, num_train_timesteps=1000)
 
@@ -121,6 +142,15 @@ def load_pipeline(folder: str | Path, **options):
     return pipeline
 
 
+def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
+    """The model of --ckpt, saying so if it is not of the newest checkpoint because that is damaged."""
+    notes: list[str] = []
+    loaded = load_pretrained(ckpt, model, notes=notes)
+    for note in notes:
+        print(f"note: {note}", flush=True)
+    return loaded
+
+
 def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None) -> float:
     """Writes a DiTPipeline folder; returns how far the stock pipeline's network is off: relative 2-norm of its error
     on random latents (:func:`load_pipeline` removes it).
@@ -128,11 +158,14 @@ def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None
     Raises:
         ValueError: a model that DiTPipeline can't express; the message says why.
     """
-    network, weights = load_pretrained(ckpt, model)
-    config, vae = network.config, vae or weights.info.get("vae", "ema")
+    network, weights = _load(ckpt, model)
+    config = network.config
     refuse_unless_plain(config, weights.info, "diffusers")
+    if not config.null_class:
+        raise ValueError("DiTPipeline guides away from a null class; this model was trained without class dropout")
     if config.num_classes > NULL_CLASS:
         raise ValueError(f"DiTPipeline's null class is number {NULL_CLASS}: {config.num_classes} classes don't fit")
+    vae = encoder_name("--vae", vae, weights.info.get("vae"), weights.path) or "ema"
     if vae == "none":
         raise ValueError("DiTPipeline always decodes with a VAE; this model was trained on pixels (--vae none)")
     from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
@@ -154,7 +187,10 @@ def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None
     names = weights.info.get("class_names") or [str(label) for label in range(config.num_classes)]
     pipeline = DiTPipeline(transformer, codec.vae, DDIMScheduler(**SCHEDULER), id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
-    pipeline.save_pretrained(output)
+    try:
+        pipeline.save_pretrained(output)
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(f"--output {output}: can't be written ({error})") from error
     return deviation
 
 
@@ -170,9 +206,12 @@ def stock_deviation(network: DiT, transformer) -> float:
 
 def export_meta(ckpt: str, output: Path, model: str | None) -> None:
     """Writes a state dict that Meta's DiT loads strictly. Raises ValueError for other kinds of model."""
-    network, weights = load_pretrained(ckpt, model)
+    network, weights = _load(ckpt, model)
     refuse_unless_plain(network.config, weights.info, "Meta's code")
-    torch.save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, output)
+    content = io.BytesIO()  # torch.save to a full disk says nothing that can be told
+    torch.save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, content)
+    with replacing(output) as new:
+        write_file(new, iter([content.getbuffer()]))
 
 
 def import_weights(ckpt: str, output: Path, model: str | None, vae: str | None) -> str:
@@ -188,6 +227,8 @@ def import_weights(ckpt: str, output: Path, model: str | None, vae: str | None) 
         if model is None:
             raise ValueError("--model: Meta's .pt does not say which model it is, name it, e.g. --model DiT-XL/2")
         network, found = load_pretrained(folder, model)
+        for note in assumption(found, network.config):
+            print(f"note: {note}")
         name, weights, info = model, Weights(network.state_dict(), found.path), {"config": network.config}
     config: DiTConfig = info.pop("config")
     vae = vae or info.pop("vae", "ema")
@@ -199,60 +240,41 @@ def import_weights(ckpt: str, output: Path, model: str | None, vae: str | None) 
         "image_size": 8 * config.input_size[0],
     }
     state = {key: tensor.contiguous().clone() for key, tensor in weights.state.items()}
-    save_file(state, output, metadata={"format": "pt", METADATA_KEY: json.dumps(content)})
+    with replacing(output) as new:
+        write_tensors(new, state, {"format": "pt", METADATA_KEY: json.dumps(content)})
     load_pretrained(output)  # strictly: what was written is a model of ours
     return name
 
 
 def _read_pipeline(folder: Path) -> tuple[str, Weights, dict]:
     """(model name, weights, config and class names) of a DiTPipeline folder."""
-    values = json.loads((folder / "transformer" / "config.json").read_text())
+    values = read_file(folder / "transformer" / "config.json", TRANSFORMER)
     heads, head_dim, depth = (values[k] for k in ("num_attention_heads", "attention_head_dim", "num_layers"))
     size = next((k for k, v in SIZES.items() if v == (heads * head_dim, depth, heads)), None)
-    if values.get("_class_name") != "DiTTransformer2DModel" or size is None:
+    if values["_class_name"] != "DiTTransformer2DModel" or size is None:
         raise ValueError(f"{folder} holds no DiT of ours: {depth} blocks of {heads} heads of {head_dim}")
-    index = json.loads((folder / "model_index.json").read_text())
-    labels = index.get("id2label") or {}
+    labels = read_file(folder / "model_index.json", PIPELINE).get("id2label") or {}
     name = f"DiT-{size}/{values['patch_size']}"
-    config = model_config(
-        name,
-        input_size=(values["sample_size"],) * 2,
-        in_channels=values["in_channels"],
-        num_classes=len(labels) or values["num_embeds_ada_norm"],
-    )
+    try:
+        config = model_config(
+            name,
+            input_size=(values["sample_size"],) * 2,
+            in_channels=values["in_channels"],
+            num_classes=len(labels) or values["num_embeds_ada_norm"],
+        )
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
     theirs = {}
     for path in sorted((folder / "transformer").glob("*.safetensors")):
-        theirs.update(load_file(path))
+        with open_safetensors(path) as file:
+            theirs.update({name: file.get_tensor(name) for name in shapes_in(file, path)})
     if not theirs:
         raise ValueError(f"{folder}/transformer has no .safetensors file; pickled weights are not read")
     names = [labels[key] for key in sorted(labels, key=int)]
     info = {"config": config, "class_names": names, "vae": str(folder / "vae")}
-    return name, Weights(from_diffusers_state(theirs, config), folder), info
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("to", choices=("diffusers", "meta", "opendit"))
-    parser.add_argument("--ckpt", required=True, help="what to convert: a file, a checkpoint, a run or a pipeline")
-    parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--model", help="where --ckpt does not say (Meta's .pt)")
-    parser.add_argument("--vae", help="ema, mse or a folder; from --ckpt when left out")
-    args = parser.parse_args(argv)
     try:
-        if args.to == "diffusers":
-            deviation = export_diffusers(args.ckpt, args.output, args.model, args.vae)
-            print(
-                f"wrote {args.output}\nA stock DiTPipeline leaves the trained model by {deviation:.1e} (its "
-                "downscale_freq_shift is 1); opendit.export.load_pipeline(folder) sets it right."
-            )
-        elif args.to == "meta":
-            export_meta(args.ckpt, args.output, args.model)
-            print(f"wrote {args.output}")
-        else:
-            print(f"wrote {args.output}: {import_weights(args.ckpt, args.output, args.model, args.vae)}")
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        state = from_diffusers_state(theirs, config)
+    except (KeyError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{folder}/transformer lacks weights of its configuration, or has others ({error})") from error
+    check_shapes(config, {key: tuple(tensor.shape) for key, tensor in state.items()}, folder / "transformer")
+    return name, refuse_unless_finite(Weights(state, folder)), info

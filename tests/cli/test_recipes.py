@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import save_file
 
 import train
-from opendit.command_line import overridden
-from opendit.config import TrainConfig, parse
+from opendit.cli.command_line import overridden, parse
+from opendit.cli.recipes import RECIPES
+from opendit.cli.train_flags import TrainConfig
 from opendit.data.base import Ticket
 from opendit.data.mock import MockDataset
 from opendit.memory import GIB, Setup, estimate
 from opendit.models import build_model, config_from_dict, model_config
 from opendit.models.pretrained import METADATA_KEY
 from opendit.parallel.engine import build_engine
-from opendit.recipes import RECIPES
 
 NAMED = """
     digits digits_video dit_xl_imagenet256 pretrain_l pretrain_xl pretrain_7b pretrain_7b_256p_joint pretrain_28b
@@ -129,8 +129,8 @@ def test_a_global_batch_is_cut_for_the_ranks(world, asked, most, given, expected
 
 
 def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train, "init_mesh", lambda **_: pytest.fail("started processes"))
-    monkeypatch.setattr(train, "build_model", lambda *_: pytest.fail("made weights"))
+    monkeypatch.setattr("opendit.training.run.init_mesh", lambda **_: pytest.fail("started processes"))
+    monkeypatch.setattr("opendit.training.loop.build_model", lambda *_: pytest.fail("made weights"))
     outputs = tmp_path / "outputs"
     argv = ["--recipe", "dit_xl_imagenet256", "--outputs", str(outputs), "--data_path", str(tmp_path / "nowhere")]
     shown = dry_run(["8", *argv], capsys)
@@ -175,7 +175,11 @@ def test_a_dry_run_refuses_what_the_run_would(argv, message, capsys):
 def test_a_dry_run_compares_the_blocks_of_pretrained_weights(tmp_path, capsys):
     config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10)
     base = tmp_path / "base.safetensors"
-    save_file(build_model(config).state_dict(), base, {METADATA_KEY: json.dumps({"config": config.to_dict()})})
+    save_file(
+        build_model(config).state_dict(),
+        base,
+        {METADATA_KEY: json.dumps({"model": "DiT-Ti/2", "config": config.to_dict()})},
+    )
     argv = ["--recipe", "digits", "--pretrained", str(base)]
     assert "DiT-Ti/2: " in dry_run(argv, capsys)
     with pytest.raises(SystemExit):
@@ -223,7 +227,9 @@ def test_random_latents_are_the_model_s_size_and_depend_on_the_row_alone(text, f
 
 def test_a_mock_run_trains_and_leaves_no_checkpoint(tmp_path, no_ranks, monkeypatch, capsys):
     engines = []
-    monkeypatch.setattr(train, "build_engine", lambda *a, **k: engines.append(build_engine(*a, **k)) or engines[-1])
+    monkeypatch.setattr(
+        "opendit.training.loop.build_engine", lambda *a, **k: engines.append(build_engine(*a, **k)) or engines[-1]
+    )
     argv = "--recipe mock_pretrain_xl --model vDiT-Ti/122 --image_size 32 --batch_size 2 --max_steps 3 --log_every 1"
     train.main([*argv.split(), "--num_workers", "0", "--max_text_tokens", "5", "--outputs", str(tmp_path)])
     (group,) = engines[0].adam.param_groups

@@ -7,7 +7,7 @@ A training stage is a recipe of its own: it says which one it follows, and start
 import re
 from dataclasses import dataclass
 
-from opendit.models.zoo import nearest
+from opendit.models.names import nearest
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ DEMO = (
     "--vae none --max_steps {steps} --lr 3e-3 --warmup_steps 100 --lr_schedule cosine --mixed_precision fp32 "
     "--ema_decay 0.998 --num_workers 0 --log_every 50 --ckpt_every 1000"
 )
+NOT_OF_MOCK = r" --(global_batch_size|frame_interval|random_flip|ckpt_\w+|sample_\w+|warmup_steps)( [^-]\S*)?(?= )"
 MOCK = "--data_path mock --max_steps 50 --log_every 5 --sample_every 0 --no_save"
 
 # Stages of text-to-clip training. 32 latent frames: 8,192 tokens at 256 px and 73,728 at 768 px with patches of 1x2x2.
@@ -107,9 +108,7 @@ RECIPES = {
 }
 RECIPES |= {
     # Without the global batch: a step is one micro-batch of every GPU, whatever their number.
-    f"mock_{name}": Recipe(
-        f"{recipe.about}; random latents", f"{re.sub('--global_batch_size [0-9]+ ', '', recipe.flags)} {MOCK}"
-    )
+    f"mock_{name}": Recipe(f"{recipe.about}; random latents", f"{re.sub(NOT_OF_MOCK, ' ', recipe.flags + ' ')}{MOCK}")
     for name, recipe in RECIPES.items()
 }
 

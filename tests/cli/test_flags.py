@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.config import SampleConfig, TrainConfig, parse, to_dict
+from opendit.cli.command_line import parse, to_dict
+from opendit.cli.sample_flags import SampleConfig
+from opendit.cli.train_flags import TrainConfig
 
 DOCUMENTED_TRAIN = """
     model plugin mixed_precision grad_checkpoint enable_modulate_kernel enable_layernorm_kernel enable_flashattn
@@ -34,7 +36,7 @@ def test_documented_flags_and_defaults():
 
 
 @given(
-    st.integers(1, 10**6),
+    st.integers(1, 65_536),
     st.floats(1e-8, 1.0, allow_nan=False),
     st.booleans(),
     st.sampled_from(["zero2", "ddp", "gemini"]),
@@ -77,14 +79,14 @@ def test_unknown_flags_are_refused(capsys):
         (["--deterministic", "--attention", "cudnn"], "--attention cudnn adds gradients in any order"),
         (["--batch_size", "0"], "--batch_size 0"),
         (["--lr", "-1"], "--lr"),
-        (["--lr", "nan"], "--lr nan: must be above 0 and finite"),
-        (["--lr", "inf"], "--lr inf: must be above 0 and finite"),
-        (["--weight_decay", "nan"], "--weight_decay nan: must be at least 0 and finite"),
-        (["--grad_clip", "inf"], "--grad_clip inf: must be at least 0 and finite"),
-        (["--objective", "edm", "--edm_mean", "nan"], "--edm_mean nan: must be finite"),
+        (["--lr", "nan"], "--lr nan: must be above 0"),
+        (["--lr", "inf"], "--lr inf: must be above 0"),
+        (["--weight_decay", "nan"], "--weight_decay nan: must be from 0 to 1,000"),
+        (["--grad_clip", "inf"], "--grad_clip inf: must be from 0 to"),
+        (["--objective", "edm", "--edm_mean", "nan"], "--edm_mean nan: must be from -10 to 10"),
         (["--ema_decay", "nan"], "--ema_decay nan"),
-        (["--num_classes", "0"], "--num_classes 0: must be above 0"),
-        (["--num_classes", "-5"], "--num_classes -5: must be above 0"),
+        (["--num_classes", "0"], "--num_classes 0: must be from 1 to 1,000,000"),
+        (["--num_classes", "-5"], "--num_classes -5: must be from 1 to"),
         (["--label_drop", "1"], "--label_drop"),
         (["--sequence_parallel_size", "3"], "does not divide the 4 processes"),
         (["--grad_clip", "-1"], "--grad_clip"),

@@ -1,0 +1,150 @@
+"""What becomes of a user's bad day: faults of all kinds, and what must follow each of them.
+
+    python benchmarks/bench_faults.py [--list] [--only NAME ...] [--markdown FILE] [--record]
+
+Every fault is brought about in real processes (train.py, sample.py, preprocess.py, the export) with a tiny model on a
+CPU, and judged: does all of it end, within 15 s of the fault unless it goes on; with which exit code and last line; is
+a process left; does it take memory without bound; is the newest checkpoint intact, and does a resume from it end as a
+run that nobody disturbed, to the last bit. Small disks are mounted where only this program sees them; a fault that
+can't be made on this machine is named and left out.
+
+The exit code is 1 if anything was lost or hung, or did not end as it should.
+"""
+
+import argparse
+import datetime
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+
+from benchmarks.faults import GROUPS
+from benchmarks.faults.lab import FAULTS, Fault, Outcome, Shared, judge, register_all
+from benchmarks.faults.processes import Starter
+from benchmarks.results import append, commit
+
+INSIDE = "BENCH_FAULTS_MOUNTS"  # in the environment of the process that may mount disks of its own
+
+
+def enter_own_mounts() -> None:
+    """Starts this program again where nobody else sees what it mounts; where that is not allowed, goes on without."""
+    if INSIDE in os.environ:
+        return
+    unshare = ["unshare", "-rm"]
+    try:
+        can = subprocess.run([*unshare, "true"], capture_output=True).returncode == 0
+    except OSError:
+        can = False
+    os.environ[INSIDE] = "yes" if can else "no"
+    if can:
+        os.execvp("unshare", [*unshare, sys.executable, *sys.argv])
+
+
+def run(faults: list[Fault], folder: Path, *, at_once: int, patience: float) -> dict[str, Outcome]:
+    """Makes the faults, some at once, and judges them; says each one's outcome as it comes."""
+    starter, results = Starter(), {}
+    shared = Shared(starter, folder, patience)
+    with ThreadPoolExecutor(at_once) as pool:
+        asked = {pool.submit(judge, fault, shared): fault for fault in faults}
+        for number, future in enumerate(as_completed(asked), start=1):
+            fault, outcome = asked[future], future.result()
+            results[fault.name] = outcome
+            print(f"{number:3d}/{len(faults)} {fault.group}/{fault.name}: {outcome.verdict}", flush=True)
+            if outcome.problems:
+                print(f"        exit codes {outcome.codes}, last line: {outcome.message}", flush=True)
+    starter.close()
+    return results
+
+
+def table(results: dict[str, Outcome]) -> str:
+    """Markdown: a line a fault, by class."""
+    lines = ["| fault | ends after | lost | exit code | last line |", "|---|---|---|---|---|"]
+    for group, title in GROUPS.items():
+        rows = [(FAULTS[name], outcome) for name, outcome in results.items() if FAULTS[name].group == group]
+        lines += [f"| **{title}** | | | | |"] * bool(rows)
+        for fault, outcome in rows:
+            seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f} s"
+            ends = f"goes on ({seconds})" if outcome.goes_on else seconds
+            codes = ", ".join(dict.fromkeys(map(str, outcome.codes)))
+            wrong = "" if outcome.as_it_should else f" (**{outcome.verdict}**)"
+            lines.append(f"| {fault.what}{wrong} | {ends} | {outcome.lost} | {codes} | {cell(outcome.message)} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(results: dict[str, Outcome], said: str) -> str:
+    """The table as a page of the documentation."""
+    return f"""# Faults, and what became of them
+
+Made and judged by `python benchmarks/bench_faults.py --markdown docs/faults.md` on CPUs, {datetime.date.today()},
+code {commit()}: {said}. What is promised, and what is not, says [reliability.md](reliability.md).
+
+Seconds count from the fault to the end of the last process; of what is refused, from the start of a program that has
+imported torch already (a flag: from the start of an interpreter). "Goes on" is said of what is not ended by its fault;
+its seconds are those of the rest of the run. The last line is that of stderr, or the one that names the fault.
+
+{table(results)}"""
+
+
+def cell(message: str, most: int = 170) -> str:
+    """A message for a cell of the table, without the folders of this run."""
+    text = re.sub(r"/[^\s()]*/faults-[^/\s]+/[^/\s]+/", "", message)
+    text = text if len(text) <= most else text[:most].rstrip() + " ..."
+    return re.sub(r"([|`<>*_\\])", r"\\\1", text)
+
+
+def summary(results: dict[str, Outcome], seconds: float) -> str:
+    made = [outcome for outcome in results.values() if not outcome.left_out]
+    lost = sum(outcome.lost != "nothing" for outcome in made)
+    wrong = sum(not outcome.as_it_should for outcome in made)
+    left_out = f"; {len(results) - len(made)} left out" if len(made) < len(results) else ""
+    times = f"{len(made)} faults in {seconds / 60:.1f} minutes"
+    return f"{times}: {lost} lost something, {wrong} did not end as they should{left_out}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these faults, or these classes of them")
+    parser.add_argument("--list", action="store_true", help="show the faults' names and what they are")
+    parser.add_argument("--at_once", type=int, default=2, help="faults at the same time (default: 2)")
+    parser.add_argument("--patience", type=float, default=1.0, help="stretches all time limits, on a busy machine")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
+    parser.add_argument("--record", action="store_true", help="append the counts to benchmarks/results.csv")
+    args = parser.parse_args()
+    register_all()
+    if args.list:
+        for fault in FAULTS.values():
+            print(f"{fault.group:12} {fault.name:32} {fault.what}")
+        return
+    only = args.only or list(GROUPS)
+    if unknown := [name for name in only if name not in FAULTS and name not in GROUPS]:
+        parser.error(f"--only {unknown[0]}: no such fault or class; --list shows them")
+    enter_own_mounts()
+    faults = [fault for fault in FAULTS.values() if fault.name in only or fault.group in only]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        found = run(faults, Path(folder).resolve(), at_once=args.at_once, patience=args.patience)
+    results = {fault.name: found[fault.name] for fault in faults}
+    said = summary(results, time.monotonic() - began)
+    print(f"\n{table(results)}\n{said}")
+    if args.markdown:
+        Path(args.markdown).write_text(page(results, said))
+    if args.record:
+        made = [outcome for outcome in results.values() if not outcome.left_out]
+        figures = {
+            "faults": len(made),
+            "faults that lost something": sum(outcome.lost != "nothing" for outcome in made),
+            "faults that did not end as they should": sum(not outcome.as_it_should for outcome in made),
+        }
+        case = "DiT-Ti/2 fp32, CPU"
+        append([dict(bench="faults", case=case, metric=m, value=str(v)) for m, v in figures.items()])
+    sys.exit(any(not outcome.as_it_should for outcome in results.values() if not outcome.left_out))
+
+
+if __name__ == "__main__":
+    main()

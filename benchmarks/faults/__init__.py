@@ -1,0 +1,18 @@
+"""Faults and what must become of them; ``benchmarks/bench_faults.py`` makes and judges them.
+
+starter.py      a process that has imported what the programs import, and forks itself into them
+processes.py    programs under test: started, watched, killed; nothing of them may be left
+lab.py          a fault's surroundings, the undisturbed runs that it is compared with, and the verdict
+endings.py, signals.py, disks.py, checkpoints.py, sharing.py, media.py, encoders.py, flags.py    the faults
+"""
+
+GROUPS = {
+    "endings": "Processes that die, stop or raise",
+    "signals": "Signals",
+    "disks": "Disks that are full or read-only",
+    "checkpoints": "Damaged and forged checkpoints",
+    "sharing": "Two programs in one folder",
+    "media": "Pictures, clips and tables from strangers",
+    "encoders": "Encoders, pickles and latents from strangers",
+    "flags": "Flags",
+}

@@ -1,0 +1,124 @@
+"""Checks of values that the programs share; all raise ValueError with a message that names the flag and the fix."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from opendit.cli.command_line import OnThisMachine
+
+VAES = ("ema", "mse", "none")  # by name; others are folders
+
+
+def settle_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[str, list[str]]:
+    """Half precision needs a GPU: an error when it was asked for, a printed fallback when it was the default.
+
+    (bf16 works on CPUs, slowly, and is allowed when asked for.)
+    """
+    if has_gpu or precision == "fp32" or (precision == "bf16" and asked_for):
+        return precision, []
+    if asked_for:
+        raise ValueError(f"--mixed_precision {precision} needs a GPU, and there is none: use --mixed_precision fp32")
+    return "fp32", [f"precision: fp32, because there is no GPU (the default {precision} needs one)"]
+
+
+def check_interval(interval: list[float]) -> None:
+    """Raises ValueError unless ``interval`` is two noise levels of --cfg_interval, the lower one first."""
+    if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
+        given = " ".join(f"{level:g}" for level in interval)
+        raise ValueError(f"--cfg_interval {given}: takes two noise levels, LOW HIGH, with 0 <= LOW < HIGH")
+
+
+def check_workers(number: int, asked_for: bool) -> None:
+    """Raises ValueError for more loader processes than this machine can keep busy: each starts a Python of its own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(16, 4 * cores)
+    if asked_for and number > most:
+        raise OnThisMachine(f"--num_workers {number}: this machine has {cores} CPU cores; use {most} at most")
+
+
+def check_writable(folder: str, flag_name: str) -> None:
+    """Makes the folder and writes a file into it. Raises ValueError when that fails."""
+    try:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except (OSError, ValueError) as error:
+        raise OnThisMachine(
+            f"{flag_name} {folder}: can't write there ({_reason(error)}); name another folder"
+        ) from error
+
+
+def check_vae(name: str) -> None:
+    """Raises ValueError for a --vae that is neither a known name nor there."""
+    if name not in VAES:
+        check_exists(name, "--vae", f"{', '.join(VAES)} or a folder with a VAE")
+
+
+def check_no_folder(file: str, flag_name: str) -> None:
+    """Raises ValueError for a file to be written that is a folder."""
+    if os.path.isdir(file) or file.endswith(os.sep):
+        raise OnThisMachine(f"{flag_name} {file} is a folder: name a file in it")
+
+
+def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
+    """Raises ValueError unless a file of this name can be written: no folder itself, and in one that is there or, with
+    ``makes_folder``, is made."""
+    check_no_folder(file, flag_name)
+    path = Path(file)
+    try:
+        if path.exists() and not os.access(path, os.W_OK):
+            raise OnThisMachine(f"{flag_name} {file}: it is there and can't be written; name another file")
+        if not makes_folder and not path.absolute().parent.is_dir():
+            raise OnThisMachine(f"{flag_name} {file}: its folder does not exist; make it, or name another file")
+    except OSError as error:
+        raise OnThisMachine(f"{flag_name} {file}: can't write there ({_reason(error)}); name another file") from error
+    check_can_be_made(path.absolute().parent, flag_name)
+
+
+def check_can_be_made(folder: Path, flag_name: str) -> None:
+    """Raises ValueError unless a folder is there, or can be made, and can be written to. Makes nothing."""
+    try:
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise OnThisMachine(
+            f"{flag_name} {folder}: can't write there ({_reason(error)}); name another place"
+        ) from error
+
+
+def check_exists(path: str, flag_name: str, what: str) -> None:
+    """Raises ValueError unless there is something of this name; ``what`` says what would be right."""
+    try:
+        there = Path(path).expanduser().exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, ~ of nobody
+        raise OnThisMachine(f"{flag_name} {path}: can't be looked for ({_reason(error)}); give {what}") from error
+    if not there:
+        raise OnThisMachine(f"{flag_name} {path} doesn't exist; give {what}")
+
+
+def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
+    """Raises ValueError unless there may be weights: a file, or a folder with some, or a run's with checkpoints.
+    pipeline: or a folder of diffusers'."""
+    what = "a .safetensors or .pt file, a checkpoint folder or a run folder" + (", or a pipeline" if pipeline else "")
+    try:
+        check_exists(path, flag_name, what)
+        folder, patterns = Path(path).expanduser(), ["*.safetensors", "manifest.json", "checkpoints/*"]
+        patterns += ["model_index.json"] if pipeline else []
+        found = not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in patterns)
+    except OSError as error:
+        raise OnThisMachine(f"{flag_name} {path}: can't be read ({_reason(error)}); give {what}") from error
+    if not found:
+        raise OnThisMachine(f"{flag_name} {path}: no checkpoint there; give {what}")
+
+
+def check_file(path: str, flag_name: str, what: str) -> None:
+    """As :func:`check_exists`, of something that is no folder."""
+    check_exists(path, flag_name, what)
+    if Path(path).expanduser().is_dir():
+        raise OnThisMachine(f"{flag_name} {path} is a folder; give {what}")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

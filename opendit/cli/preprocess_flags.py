@@ -1,0 +1,103 @@
+"""Every flag of preprocess.py's commands, and what is checked before anything is loaded."""
+
+import argparse
+
+from opendit.cli.checks import check_exists, check_file, check_output_file, check_vae, check_workers, check_writable
+from opendit.cli.command_line import CommandLine, refuse_idle
+from opendit.cli.values import BATCH, FRAMES, SIDE, WORKERS, Value, one_of, whole
+
+TEXT, FRAMES_OF_A_CLIP = Value(), Value(int, **FRAMES)
+CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips")
+
+
+def build_parser(description: str) -> CommandLine:
+    parser = CommandLine(
+        prog="preprocess.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    demo = commands.add_parser("demo", help="make clips of moving digits with captions")
+    demo.option("--output", TEXT, "folder for demo.csv and the clips", "videos")
+    demo.option("--clips", whole(1, 1_000_000), "how many", 600)
+    demo.option("--size", whole(8, 1024), "pixels of a side", 64)
+    demo.option("--split", one_of(("train", "test")), "of the digits shown", "train")
+    ucf101 = commands.add_parser("ucf101", help="list a UCF101 tree in a CSV")
+    ucf101.option("root", TEXT, "folder with a folder of clips for every class", metavar="ROOT")
+    ucf101.option("--output", TEXT, "the CSV", required=True, metavar="CSV")
+    folder = commands.add_parser("folder", help="list a folder of captioned clips and pictures in a CSV")
+    folder.option("root", TEXT, "searched to any depth", metavar="ROOT")
+    folder.option("--output", TEXT, "the CSV", required=True, metavar="CSV")
+    check = commands.add_parser("check", help="drop the rows of a CSV that can't be trained on")
+    check.option("csv", TEXT, "path,text and any other columns", metavar="CSV")
+    check.option("--output", TEXT, "the CSV of the rows that are left", required=True, metavar="CSV2")
+    check.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a training clip", 16)
+    check.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame", 1)
+    check.option(
+        "--image_size",
+        whole(0, SIDE["at_most"]),
+        "drop what has fewer pixels on its shorter side, that is, would be enlarged by training at this size; 0: none",
+        0,
+        alias="--min_size",
+    )
+    check.option("--num_workers", whole(1, WORKERS["at_most"]), "processes that decode", 2)
+    latents = commands.add_parser("latents", help="encode every picture once with a VAE")
+    latents.option("--data_path", TEXT, "digits, a folder of pictures, a torchvision set or a CSV", required=True)
+    latents.option("--vae", TEXT, "ema, mse or a folder with a VAE", "ema")
+    latents.option("--image_size", Value(int, **SIDE), "pixels of a side", 256)
+    latents.option("--output", TEXT, "folder for the latents", required=True)
+    latents.option("--batch_size", Value(int, **BATCH), "pictures at once", 64)
+    latents.option("--num_workers", Value(int, **WORKERS), "processes that read", 4)
+    latents.option(
+        "--data_timeout", Value(float, at_least=0, at_most=10_000_000), "seconds for one file; 0: any", 300.0
+    )
+    latents.switch("--no_flip", "leave out the mirror images: half the size")
+    latents.option(
+        "--mixed_precision", one_of(("auto", "fp16", "bf16", "fp32")), "auto: fp16 on a GPU, else fp32", "auto"
+    )
+    latents.option("--shard_size", whole(1, 1_000_000), "pictures a file", 4096)
+    latents.switch("--use_video", "encode the clips of a CSV, and its pictures as such")
+    latents.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a clip", 16)
+    latents.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame", 1)
+    latents.option(
+        "--short_clips",
+        one_of(("skip", "interval")),
+        "interval: read clips that are too short at a smaller interval",
+        "skip",
+    )
+    latents.option("--text_encoder", TEXT, "also encode the captions: clip, t5 or a folder (default: keep words)")
+    latents.option("--max_text_tokens", whole(1, 16_384), "captions are cut to this (default: the encoder's)")
+    return parser
+
+
+def check(command: str, options: dict, given: set[str]) -> None:
+    """Raises ValueError, naming the flag and the fix, for what one command's flags can't be together or on this
+    machine. ``given``: the flags that stood on the command line."""
+    if "num_workers" in options:
+        check_workers(options["num_workers"], "num_workers" in given)
+    if command == "demo":
+        check_writable(options["output"], "--output")
+    elif command in ("ucf101", "folder"):
+        check_exists(options["root"], "ROOT", "the folder to list")
+    elif command == "check":
+        check_file(options["csv"], "CSV", "a CSV of path,text")
+    else:
+        _check_latents(options, given)
+    if command not in ("demo", "latents"):
+        check_output_file(options["output"], "--output", makes_folder=True)
+
+
+def _check_latents(options: dict, given: set[str]) -> None:
+    idle = {}
+    if not options["use_video"]:
+        idle |= dict.fromkeys(CLIP_FLAGS, "does nothing without --use_video")
+    if options["text_encoder"] is None:
+        idle["max_text_tokens"] = "does nothing without --text_encoder"
+    refuse_idle(given, idle)
+    data, vae, encoder = (options[name] for name in ("data_path", "vae", "text_encoder"))
+    if vae == "none":
+        raise ValueError("--vae none has no latents to cache: train on the pictures themselves")
+    check_vae(vae)
+    if encoder == "bytes":
+        raise ValueError("--text_encoder bytes is trained with the model, so it can't be cached: leave it out")
+    if data != "digits":
+        check_exists(data, "--data_path", "digits, or a folder or CSV that does")
+    check_writable(options["output"], "--output")

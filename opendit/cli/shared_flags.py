@@ -1,0 +1,64 @@
+"""The flags that training and sampling share. A configuration is a dataclass, which
+:func:`opendit.cli.command_line.parse` makes of a command line."""
+
+from dataclasses import dataclass
+
+from opendit.cli.command_line import flag, settle_idle
+from opendit.kernels.names import ATTENTION
+from opendit.parallel.names import OWN_ATTENTION, SEQUENCE_TYPES
+from opendit.parallel.sizes import check_sequence_parallel, environment_world_size
+
+
+@dataclass
+class SpeedFlags:
+    """The speed-ups that training and sampling share."""
+
+    enable_modulate_kernel: bool = flag(
+        False, "fused Triton kernels for adaLN's modulation and gated residuals", group="Speed"
+    )
+    enable_layernorm_kernel: bool = flag(
+        False, "fused LayerNorm; with --enable_modulate_kernel one kernel does both", group="Speed"
+    )
+    enable_flashattn: bool = flag(
+        False, "never materialise the N x N attention matrix; the fastest kernel for the card", group="Speed"
+    )
+    fp8: bool = flag(False, "block linears in FP8, with all fused kernels (Hopper and newer)", group="Speed")
+    attention: str = flag(
+        "auto", "force an attention kernel; flash_attn: the package, if installed", group="Speed", choices=ATTENTION
+    )
+
+
+@dataclass
+class ParallelFlags(SpeedFlags):
+    """How processes share a sample, in training and sampling."""
+
+    sequence_parallel_size: int = flag(
+        1, "processes that share one sample's sequence", group="Speed", at_least=1, at_most=4096
+    )
+    sequence_parallel_type: str = flag(
+        "auto", "how they do; auto: what suits ranks, tokens and heads", group="Speed", choices=SEQUENCE_TYPES
+    )
+
+    given: frozenset[str] = frozenset()  # the flags that stood on the command line
+
+    def world_size(self) -> int:
+        """The processes that there are."""
+        return environment_world_size()
+
+    def check_parallel(self, world_size: int) -> None:
+        """Raises ValueError for sizes and combinations that can't work."""
+        check_sequence_parallel(self.sequence_parallel_size, world_size)
+        if self.fp8 and self.sequence_parallel_size > 1:
+            raise ValueError("--fp8 does not work with --sequence_parallel_size above 1; leave one of them out")
+        if self.sequence_parallel_size == 1:
+            idle = ("sequence_parallel_type", "keep_gathered")
+            settle_idle(self, dict.fromkeys(idle, "does nothing without --sequence_parallel_size above 1"))
+        if self.attention != "auto" and self.sequence_parallel_type in OWN_ATTENTION:
+            raise ValueError(
+                f"--attention {self.attention}: --sequence_parallel_type {self.sequence_parallel_type} has a kernel of "
+                "its own; leave one of them out"
+            )
+
+    def sequence_types(self, types: tuple[str, ...]) -> tuple[str, ...]:
+        """Of the strategies that a model allows those that these flags do."""
+        return types if self.attention == "auto" else tuple(t for t in types if t not in OWN_ATTENTION)

@@ -1,0 +1,60 @@
+"""Files that others made: what stands at a path, and how its name is shown."""
+
+import os
+import stat
+from pathlib import Path
+
+TIME_LIMIT = 30.0  # seconds that one file may take
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def kind_of(mode: int) -> str | None:
+    """What a ``st_mode`` is of, if not of an ordinary file: "a folder", "a named pipe" and so on; else None."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
+
+
+def problem(path: str | Path) -> str | None:
+    """Why a path can't be opened as an ordinary file, in a few words, or None if it can be tried.
+
+    Nothing is opened: to open a pipe may take for ever, and a device does what it likes. Links are followed.
+    """
+    try:
+        kind = kind_of(os.stat(path).st_mode)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and os.path.islink(path):
+            return "a link to a file that doesn't exist"
+        return error.strerror or type(error).__name__
+    except ValueError as error:  # a path with a NUL
+        return str(error)
+    return kind and f"{kind}, not a file"
+
+
+def first_bytes(path: str | Path, count: int) -> bytes:
+    """The start of a file; nothing of what can't be read or is no ordinary file."""
+    try:
+        if problem(path) is not None:
+            return b""
+        with open(path, "rb") as file:
+            return file.read(count)
+    except OSError:
+        return b""
+
+
+def printable(text: str | Path) -> str:
+    """A name or a reason on one line that any UTF-8 output takes: control characters, and bytes that are not UTF-8,
+    become ``\\xNN`` and the like."""
+    text = str(text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
+
+
+def _escape(c: str) -> str:
+    if "\udc80" <= c <= "\udcff":  # as Python has a byte that is not UTF-8
+        return f"\\x{ord(c) - 0xDC00:02x}"
+    return c.encode("unicode_escape").decode()

@@ -1,0 +1,226 @@
+"""One picture file, which may be of any kind and from anybody, to 8-bit RGB; and the crop of ADM and Meta's DiT."""
+
+import io
+import math
+import os
+import time
+from functools import cache
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from opendit.data.base import BadSample
+from opendit.data.files import TIME_LIMIT, printable, problem
+
+# Of one picture: where Pillow itself stops. Decoded they are 4 bytes each, and some modes need three times that for a
+# moment: 2 GiB.
+MAX_PIXELS = 178_956_970
+MAX_WHOLE_FILE = 2**28  # bytes of a file in a format that Pillow reads into memory before it decodes it (WebP, AVIF)
+MAX_SCANS = 500  # of a progressive JPEG, each of which passes over the whole picture; cameras and programs write ten
+LONGEST = 16  # a picture longer than this many times its width is cut before it is enlarged
+
+SAMPLE_FORMAT = 339  # TIFF's tag of that name; 1: unsigned integers
+
+WHITE = (255, 255, 255)  # what shows through transparent pixels
+
+# Formats that Pillow opens and that are no pictures: EPS is a program that Ghostscript would run, and the others are
+# only told by their headers.
+NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in Image.ID if name not in NO_PICTURES)
+
+
+@cache
+def picture_suffixes() -> frozenset[str]:
+    """The suffixes of all formats that Pillow decodes here, in lower case and with their dots."""
+    names = {*_formats(), "MPO"}  # MPO: JPEGs of several pictures, opened as JPEGs
+    return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in names)
+
+
+def center_crop(image: Image.Image, size: int) -> Image.Image:
+    """ADM's centre crop to size x size pixels: halve by box filter while both sides stay at least ``size``, bicubic
+    to shorter side = ``size``, cut out the middle.
+
+    The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's guided-diffusion, on which the reference
+    statistics of the field's FID numbers rest. Only a picture that would be enlarged and is more than ``LONGEST``
+    times as long as it is wide is cut first: ADM's way takes gigabytes for a strip. Its pixels are the same but for
+    one level in 255 here and there, by the rounding of the filter's weights.
+    """
+    while min(image.size) >= 2 * size:
+        image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
+    scale = size / min(image.size)
+    width, height = round(image.width * scale), round(image.height * scale)
+    left, top = (width - size) // 2, (height - size) // 2
+    if scale > 1 and max(image.size) > LONGEST * min(image.size):
+        across, down = image.width / width, image.height / height  # pixels of the picture for one of the crop's
+        return _enlarge(image, size, (left * across, top * down, (left + size) * across, (top + size) * down))
+    image = image.resize((width, height), resample=Image.Resampling.BICUBIC)
+    return image.crop((left, top, left + size, top + size))
+
+
+def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, float]) -> Image.Image:
+    """A box of a picture (left, top, right, bottom in its pixels) at size x size pixels."""
+    margin = 3  # bicubic looks two pixels past the box
+    left, top = max(0, math.floor(box[0]) - margin), max(0, math.floor(box[1]) - margin)
+    right, bottom = (math.ceil(end) + margin for end in box[2:])
+    image = image.crop((left, top, min(right, image.width), min(bottom, image.height)))
+    # One axis after the other, in the order that Pillow takes for the whole picture.
+    across = (box[0] - left, 0, box[2] - left, image.height)
+    image = image.resize((size, image.height), resample=Image.Resampling.BICUBIC, box=across)
+    down = (0, box[1] - top, size, box[3] - top)
+    return image.resize((size, size), resample=Image.Resampling.BICUBIC, box=down)
+
+
+class _File(io.BufferedReader):
+    """A file that gives up when its time is over, and never gives more memory than the file has bytes: decoders ask for
+    as many as a header says."""
+
+    def __init__(self, path: str, time_limit: float):
+        super().__init__(io.FileIO(path))
+        self.time_limit, self.deadline = time_limit, time.monotonic() + time_limit
+        self.bytes = os.fstat(self.fileno()).st_size
+
+    def read(self, size: int | None = -1) -> bytes:
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"not read within {self.time_limit:g} seconds")
+        if size is None or size < 0:
+            if self.bytes > MAX_WHOLE_FILE:
+                raise ValueError(
+                    f"a file of {self.bytes:,} bytes, more than {MAX_WHOLE_FILE:,} in a format of its kind"
+                )
+            return super().read()
+        return super().read(min(size, self.bytes))
+
+    def readline(self, size: int | None = -1) -> bytes:
+        if time.monotonic() > self.deadline:
+            raise TimeoutError(f"not read within {self.time_limit:g} seconds")
+        return super().readline(MAX_WHOLE_FILE if size is None or size < 0 else size)
+
+
+def read_picture(path: str, time_limit: float = TIME_LIMIT) -> Image.Image:
+    """A picture file as 8-bit RGB, upright, its transparent pixels blended onto white.
+
+    16-bit greys are divided by 257. Greys of 32-bit integers are taken for 16-bit ones where they fit, those of
+    floating-point numbers for numbers from 0 to 1, 255 or 65,535, whichever is the first that holds them all; where
+    none does, the picture's own range, from its least value or 0 to its largest, becomes 0 to 255. Of an animation the
+    first frame is read.
+
+    Raises BadSample, naming the file and the reason, if it is no ordinary file or no picture, has more than
+    ``MAX_PIXELS`` pixels, doesn't fit into memory or takes more than ``time_limit`` seconds.
+    """
+    why = problem(path)
+    if why is not None:
+        raise BadSample(path, why)
+    try:
+        with _File(path, time_limit) as file, _open(file) as image:
+            image.load()
+            # 32-bit integers of a TIFF are unsigned unless it says otherwise; Pillow's are signed.
+            tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
+            unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
+            return _to_rgb(_upright(image), unsigned)
+    except Exception as error:  # Pillow's decoders raise nearly every type there is on broken files
+        raise BadSample(path, reason(error)) from error
+
+
+def check_header(path: str) -> str | None:
+    """Why a picture's header can't be read, or None if it can."""
+    try:
+        why = problem(path)
+        if why is None:
+            with _File(path, TIME_LIMIT) as file, _open(file):
+                pass
+        return why
+    except Exception as error:
+        return reason(error)
+
+
+def _open(file: _File) -> Image.Image:
+    image = Image.open(file, formats=_formats())
+    pixels = image.width * image.height
+    if pixels > MAX_PIXELS:
+        raise ValueError(_too_large(f"{image.width:,} x {image.height:,} pixels"))
+    if pixels == 0:
+        raise ValueError("a picture without pixels")
+    if image.info.get("progressive") and pixels > 2**20 and _scans(file) > MAX_SCANS:
+        raise ValueError(f"a JPEG of {_scans(file):,} scans, more than {MAX_SCANS}: it would take minutes to decode")
+    return image
+
+
+def _scans(file: _File) -> int:
+    """How many scans a JPEG file has; the file's position is kept."""
+    at, count, last = file.tell(), 0, b""
+    file.seek(0)
+    while part := file.read(2**20):
+        count += (last + part).count(b"\xff\xda")
+        last = part[-1:] if part[-1:] == b"\xff" else b""
+    file.seek(at)
+    return count
+
+
+def _too_large(size: str) -> str:
+    return f"{size}, more than the {MAX_PIXELS:,} of the largest picture that is read; scale it down or remove it"
+
+
+def reason(error: Exception) -> str:
+    """Why a picture can't be read, on one line and not too long."""
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "not a picture in any known format"
+    if isinstance(error, Image.DecompressionBombError):
+        return _too_large("a picture of too many pixels")
+    if isinstance(error, MemoryError):
+        return "there is not enough memory to decode it"
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return printable(text)[:200] or type(error).__name__
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turned as the camera was held; a broken EXIF block is no reason to lose the picture."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:
+        return image
+
+
+def _to_rgb(image: Image.Image, unsigned: bool) -> Image.Image:
+    key = image.info.get("transparency")
+    if image.mode.startswith("I") or image.mode == "F":  # convert() would cut everything above 255 to white
+        numbers = np.asarray(image).view(np.uint32) if unsigned else np.asarray(image)
+        grey = _to_bytes(numbers, image.mode)
+        if isinstance(key, int):
+            grey[numbers == key] = 255
+        return Image.fromarray(grey).convert("RGB")
+    if image.mode == "RGB" and key is not None:
+        # Of a 16-bit picture, of which Pillow keeps the upper bytes, the key has 16 bits as well.
+        deep = isinstance(key, tuple) and any(value > 255 for value in key)
+        image.info["transparency"] = tuple(value >> 8 for value in key) if deep else key
+    if key is None and image.mode not in ("LA", "La", "PA", "RGBA", "RGBa"):
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    alpha = image.getchannel("A")
+    if alpha.getextrema() == (255, 255):
+        return image.convert("RGB")
+    blended = Image.new("RGB", image.size, WHITE)
+    blended.paste(image, mask=alpha)
+    return blended
+
+
+def _to_bytes(numbers: np.ndarray, mode: str) -> np.ndarray:
+    """(H, W) numbers of a deep grey picture to uint8; the scale: see ``read_picture``."""
+    lowest, highest = numbers.min().item(), numbers.max().item()
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        raise ValueError("a picture with values that are not finite")
+    usual = (1, 255, 65535) if mode == "F" else (65535,)
+    white = next((white for white in usual if 0 <= lowest and highest <= white), None)
+    lowest, highest = (0, white) if white else (min(0, lowest), max(highest, lowest + 1))
+    out = np.empty(numbers.shape, np.uint8)
+    for row in range(0, len(numbers), 256):  # not all at once: a large one would take gigabytes
+        part = numbers[row : row + 256]
+        if white == 65535:
+            out[row : row + 256] = (part.astype(np.float32) / 257).round()
+        else:
+            out[row : row + 256] = ((part.astype(np.float64) - lowest) * (255 / (highest - lowest))).round()
+    return out

@@ -1,0 +1,51 @@
+"""Processes that read for another one: none outlives it, and none holds its end up."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def end_with_parent() -> None:
+    """First act of such a process: from now on it ends when its parent does, also if that is killed.
+
+    The kernel sees to it (on Linux), also while this process is stopped or stuck in a read. Where it was not forked by
+    its parent itself but by Python's fork server, a thread does. Call this only in a process that its parent's main
+    thread started: the kernel means the thread, not the process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_follow, args=(parent,), name="parent", daemon=True).start()
+
+
+def _follow(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> None:
+    """Kills processes that hold nothing that must be put away, and waits for their end, ``patience`` seconds in all:
+    one that the kernel can't end yet, because it waits for a dead network disk, is left behind."""
+    for process in processes:
+        process.kill()
+    until = time.monotonic() + patience
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+
+
+def state_of(pid: int) -> str:
+    """What the kernel says that a process does: ``stopped``, ``waiting for a disk``, or nothing worth saying."""
+    with contextlib.suppress(OSError, IndexError):
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return {"T": "stopped", "t": "stopped", "D": "waiting for a disk"}.get(letter, "")
+    return ""

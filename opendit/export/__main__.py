@@ -1,0 +1,84 @@
+"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files.
+
+python -m opendit.export diffusers --ckpt outputs/000-DiT-XL-2 --output dit-pipeline
+python -m opendit.export meta --ckpt outputs/000-DiT-XL-2 --output DiT-XL-2.pt
+python -m opendit.export opendit --ckpt dit-pipeline --output weights.safetensors
+python -m opendit.export opendit --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --output weights.safetensors
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from opendit.cli.checks import check_can_be_made, check_output_file, check_vae, check_weights
+from opendit.cli.command_line import CommandLine, refuse_idle
+from opendit.cli.console import prepare_console
+from opendit.cli.values import Value, one_of
+from opendit.models.names import canonical_name
+
+
+def main(argv: list[str]) -> None:
+    prepare_console()
+    parser = CommandLine(
+        prog="python -m opendit.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.option("to", one_of(("diffusers", "meta", "opendit")), "the format to write", metavar="FORMAT")
+    parser.option("--ckpt", Value(), "what to convert: a file, a checkpoint, a run or a pipeline", required=True)
+    parser.option("--output", Value(), "the folder of a pipeline, or the file to write", required=True)
+    parser.option("--model", Value(), "where --ckpt does not say (Meta's .pt)")
+    parser.option("--vae", Value(), "ema, mse or a folder; from --ckpt when left out")
+    options, given = parser.read(argv)
+    to, ckpt, output, model, vae = (options[name] for name in ("to", "ckpt", "output", "model", "vae"))
+    try:
+        check(to, ckpt, output, model, vae, given)
+    except ValueError as error:
+        parser.fail(error)
+    try:
+        if Path(output).exists() and not (Path(output).is_dir() and not os.listdir(output)):
+            print(f"{output} is there already and will be replaced", flush=True)
+        convert(to, ckpt, Path(output), model, vae)
+    except (ValueError, OSError) as error:
+        parser.fail(error, hint=False)
+
+
+def check(to: str, ckpt: str, output: str, model: str | None, vae: str | None, given: set[str]) -> None:
+    """Raises ValueError, naming the flag and the fix, for what can be seen before weights are read."""
+    if to == "meta":
+        refuse_idle(given, {"vae": "does nothing with the format meta, which holds no VAE"})
+    if model is not None:
+        canonical_name(model)
+    if vae is not None:
+        check_vae(vae)
+    check_weights(ckpt, "--ckpt", pipeline=True)
+    if Path(output).exists() and os.path.samefile(ckpt, output):
+        raise ValueError(f"--output {output} is what --ckpt names; name another place")
+    if to != "diffusers":
+        if to == "opendit" and not output.endswith(".safetensors"):
+            raise ValueError(f"--output {output}: OpenDiT's weights are a .safetensors file; name one")
+        check_output_file(output, "--output")
+        return
+    path = Path(output)
+    if path.is_dir() and os.listdir(path) and not (path / "model_index.json").is_file():
+        raise ValueError(f"--output {output} is a folder of something else, no pipeline; name another folder")
+    check_can_be_made(path, "--output")
+
+
+def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None) -> None:
+    from opendit.state.export import export_diffusers, export_meta, import_weights  # torch, which the flags need not
+
+    if to == "diffusers":
+        deviation = export_diffusers(ckpt, output, model, vae)
+        print(
+            f"wrote {output}\nA stock DiTPipeline leaves the trained model by {deviation:.1e} (its "
+            "downscale_freq_shift is 1); opendit.export.load_pipeline(folder) sets it right."
+        )
+    elif to == "meta":
+        export_meta(ckpt, output, model)
+        print(f"wrote {output}")
+    else:
+        print(f"wrote {output}: {import_weights(ckpt, output, model, vae)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,218 @@
+"""Draws what a sampling job asks for: single files, a sheet, an .npz."""
+
+import contextlib
+import errno
+import shutil
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from opendit.cli.sample_flags import SampleConfig
+from opendit.data.progress import Progress
+from opendit.data.video_file import write_mp4
+from opendit.inference.job import Job, prepare
+from opendit.inference.output import OutputFolder, Rows, file_name, in_parts, removed_at_the_end, texts, write_npz
+from opendit.monitor import print_block
+from opendit.parallel.guidance import SharedBatch
+from opendit.parallel.mesh import init_mesh
+from opendit.parallel.sequence import attention_note
+from opendit.parallel.supervisor import Supervisor
+from opendit.sampling import grid_columns, sample_in_batches, save_animation, save_contact_sheet, save_grid
+from opendit.state.replace import replacing
+
+GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most; the single files and the .npz hold all
+
+
+def run(flags: SampleConfig) -> None:
+    """Samples as the flags say. Ends the program, as ``Supervisor`` says, if that can't be done."""
+    with Supervisor((ValueError, OSError)) as supervisor:
+        mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size)
+        job = prepare(flags, mesh)
+        supervisor.started(())
+        with job.lock:
+            draw(job)
+
+
+def draw(job: Job) -> None:
+    """Draws this replica's share; rank 0 then makes the sheet and the .npz of all.
+
+    Raises:
+        OSError: a disk that takes no more; the message says what is there and what can be done.
+    """
+    mesh, all_drawn = job.mesh, False
+    folder = OutputFolder(Path(job.flags.output), files_of(job))
+    rows: list[Rows] = []
+    with removed_at_the_end(rows):
+        try:
+            if mesh.is_main:
+                job.notes += folder.begin()
+            announce(job)
+            mesh.barrier()  # nothing is written before what was there is gone
+            draw_share(job, folder.folder, rows)
+            mesh.barrier()
+            all_drawn = True
+            if mesh.is_main:
+                print_block("\nDone", collect(job, folder))
+            mesh.barrier()
+        except OSError as error:
+            raise OSError(f"{error}; {what_is_there(job, folder, rows, all_drawn)}") from error
+
+
+def draw_share(job: Job, output: Path, rows: list[Rows]) -> None:
+    """The samples of this rank's replica: their own files, and in ``rows`` what rank 0 needs of them."""
+    flags, mesh, replica = job.flags, job.mesh, job.replica
+    mine = torch.arange(len(job.choices)).tensor_split(replica.count)[replica.number]
+    torch.set_float32_matmul_precision("highest")
+    batches = sample_in_batches(
+        job.model,
+        job.codec,
+        job.conditions[job.choices[mine].to(mesh.device)],
+        job.conditioner.null(),
+        mine,
+        flags.batch_size,
+        seed=flags.seed,
+        steps=flags.num_sampling_steps,
+        objective=job.objective,
+        sampler=flags.sampler,
+        cfg_scale=flags.cfg_scale,
+        cfg_channels=flags.cfg_channels,
+        cfg_interval=tuple(flags.cfg_interval) or None,
+        size=job.size,
+        forward=SharedBatch(job.model, replica.halves) if replica.halves else None,
+    )
+    names, needed = file_names(job), int((mine < on_file(job)).sum())
+    with Progress(len(mine), "samples", disable=not mesh.is_main) as progress:
+        for index, pictures in batches:
+            if pictures is None:
+                continue
+            first = int(index[0])
+            # Through a file: with 50,000 pictures the .npz does not fit in every process's memory.
+            if not rows and needed:
+                rows.append(Rows(rows_of(output, replica.number), needed, pictures.shape[1:]))
+                check_room(job, pictures[0].nbytes)
+            if first < on_file(job):
+                rows[0].append(pictures[: on_file(job) - first])
+            if flags.save_png:
+                for number, picture in zip(index.tolist(), pictures, strict=True):
+                    save_one(output / names[number], picture, job.fps)
+            progress.update(len(index))
+    for file in rows:
+        file.close()
+
+
+def on_file(job: Job) -> int:
+    """How many samples, the first ones, rank 0 needs again: all for an .npz, those on the sheet without."""
+    return len(job.choices) if job.flags.npz else SHEET_CLIPS if job.model.config.is_video else GRID_PICTURES
+
+
+def rows_of(output: Path, replica: int) -> Path:
+    return output / f".rows-{replica:04d}.npy"
+
+
+def check_room(job: Job, size: int) -> None:
+    """Raises OSError if the .npz of samples of this many bytes can't fit beside what is there."""
+    if not job.flags.npz or not job.mesh.is_main:
+        return
+    free, needed = shutil.disk_usage(Path(job.flags.npz).absolute().parent).free, size * len(job.choices)
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC, f"--npz takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} are free there", job.flags.npz
+        )
+
+
+def collect(job: Job, folder: OutputFolder) -> dict[str, str]:
+    """Rank 0: the .npz and the sheet from all replicas' rows. Returns what there is now, for people."""
+    flags, captions, output = job.flags, job.captions, folder.folder
+    shares = [
+        int((share < on_file(job)).sum()) for share in torch.arange(len(captions)).tensor_split(job.replica.count)
+    ]
+    parts = [np.load(rows_of(output, number), mmap_mode="r") for number, size in enumerate(shares) if size]
+    clips, rows = parts[0].ndim == 5, {}
+    if flags.npz:
+        shape = (len(captions), *parts[0].shape[1:])
+        labels = job.choices.numpy()
+        with_text = job.model.config.text is not None
+        write_npz(
+            Path(flags.npz),
+            {
+                "arr_0": ("|u1", shape, chain.from_iterable(map(in_parts, parts))),
+                "arr_1": texts(captions) if with_text else (labels.dtype.str, labels.shape, [labels]),
+            },
+        )
+        of = " x ".join(map(str, shape))
+        rows["npz"] = f"{flags.npz}: arr_0 {of}, arr_1 {'captions' if with_text else 'labels'}"
+    shown = np.stack(list(islice(chain.from_iterable(parts), SHEET_CLIPS if clips else GRID_PICTURES)))
+    if clips:
+        save_contact_sheet(output / "grid.png", shown, captions[: len(shown)])
+        save_animation(output / "grid.gif", shown, captions[: len(shown)], job.fps)
+    else:
+        save_grid(output / "grid.png", shown, captions[: len(shown)], columns=grid_columns(captions))
+    rows = {"sheet": f"{output / 'grid.png'}{', moving in grid.gif' if clips else ''}", **rows}
+    if flags.save_png:
+        rows["clips" if clips else "pictures"] = f"{folder.there():,} in {output}"
+    return rows
+
+
+def what_is_there(job: Job, folder: OutputFolder, rows: list[Rows], all_drawn: bool) -> str:
+    """After an error: what of the samples is there and whole, and what to do. Where there are no single files, the rows
+    of this process, or of all if they have drawn theirs, become files that np.load reads."""
+    flags, found = job.flags, ""
+    if flags.save_png:
+        found = f"{folder.there():,} of {len(job.choices):,} samples are there and whole, in {flags.output}"
+    elif flags.npz and rows and rows[0].written:
+        kept = folder.folder / "samples-{:04d}.npy"
+        with contextlib.suppress(OSError):
+            rows[0].keep(Path(str(kept).format(job.replica.number)))
+            for other in range(job.replica.count) if all_drawn and job.mesh.is_main else ():
+                with contextlib.suppress(FileNotFoundError):
+                    rows_of(folder.folder, other).rename(str(kept).format(other))
+            found = f"what was drawn is in {folder.folder}/samples-*.npy, for np.load"
+    return f"{found or 'no sample is there'}; make room, or give other places to --output and --npz"
+
+
+def files_of(job: Job) -> list[str]:
+    """All files that the job will write into its folder."""
+    suffix = ".mp4" if job.model.config.is_video else ".png"
+    single = [name + suffix for name in file_names(job)] if job.flags.save_png else []
+    return [*single, "grid.png", *(["grid.gif"] if job.model.config.is_video else [])]
+
+
+def file_names(job: Job) -> list[str]:
+    """Of every sample, without the suffix."""
+    return [file_name(number, caption) for number, caption in enumerate(job.captions)]
+
+
+def announce(job: Job) -> None:
+    if not job.mesh.is_main:
+        return
+    flags, device = job.flags, job.mesh.device
+    processor = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    sampler = job.objective.choose(flags.sampler)
+    shares = f", shared out over {job.replica.count}" if job.replica.count > 1 else ""
+    rows = {
+        "weights": str(job.source),
+        "model": f"{sum(p.numel() for p in job.model.parameters()) / 1e6:.1f} M parameters, {flags.mixed_precision}",
+        "sampler": f"{sampler}, {flags.num_sampling_steps} steps, guidance {flags.cfg_scale}"
+        f"{', its halves on different processes' if job.replica.halves else ''}",
+        "vae": job.codec.name,
+        "attention": attention_note(job.kernels.attention_note, job.sequence),
+        "kernels": job.kernels.ops_note,
+        "sequence": f"over {job.mesh.sp_size} ranks, {job.sequence.plan}" if job.sequence else "whole on every rank",
+        "processes": f"{job.mesh.world_size} ({processor})",
+        "samples": f"{len(job.choices)}{shares}, seed {flags.seed}",
+    }
+    print_block("OpenDiT sampling", rows)
+    for note in job.notes:
+        print(f"note: {note}", flush=True)
+
+
+def save_one(stem: Path, picture: np.ndarray, fps: float) -> None:
+    """STEM.png of a picture (H, W, 3), STEM.mp4 of a clip (T, H, W, 3); whole, or not there."""
+    if picture.ndim == 4:
+        write_mp4(stem.with_name(stem.name + ".mp4"), picture, fps)
+    else:
+        with replacing(stem.with_name(stem.name + ".png")) as new:
+            Image.fromarray(picture).save(new)

@@ -1,0 +1,113 @@
+"""The models by name, KIND-SIZE/PATCH: DiT-XL/2 (patch 2 x 2), vDiT-XL/222 or vDiT-XL/2x2x2 (frames, rows, columns).
+Needs no torch, so flags are checked by it; zoo makes the models.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, field
+
+POSITIONS = ("sincos", "learned", "rope")  # how tokens know their places
+# name: hidden size, depth, heads. Ti is for the embedded demo and for tests; S to XL are the DiT paper's (Peebles & Xie
+# 2023, table 1). 7B is DiT7BConfig of NVIDIA NeMo's first releases with DiT (a later one is Cosmos': 4096 x 28 x 32),
+# 28B the one in its table of training speeds.
+SIZES = {
+    "Ti": (128, 4, 4),
+    "S": (384, 12, 6),
+    "B": (768, 12, 12),
+    "L": (1024, 24, 16),
+    "XL": (1152, 28, 16),
+    "7B": (3072, 32, 24),
+    "28B": (6144, 32, 48),
+}
+PATCHES = (2, 4, 8)  # of pictures; of clips, three numbers of 1 to 8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An architecture: its sizes as (hidden size, depth, heads, what else its configuration needs)."""
+
+    sizes: dict[str, tuple]
+    patches: tuple[str, ...]  # the usual ones, to be listed
+    pictures: bool = True  # takes pictures, with a patch of one number
+    clips: bool = True
+    cross_attention: bool = False  # attends to captions whatever the flag says
+    revision_1: dict[str, dict] = field(default_factory=dict)  # what sizes needed in configurations of revision 1
+
+
+_PLAIN = {size: (*values, {}) for size, values in SIZES.items()}
+KINDS = {
+    "DiT": Kind(_PLAIN, tuple(map(str, PATCHES)), clips=False),
+    "EC-DiT": Kind(
+        {
+            "Ti": (128, 4, 4, {"mlp_ratio": 3.0, "experts": 8, "expert_hidden": 64}),
+            "1B": (1152, 28, 16, {"mlp_ratio": 3.75, "experts": 64, "expert_hidden": 144}),
+        },
+        ("2",),
+    ),
+    "vDiT": Kind(_PLAIN, ("122", "222"), pictures=False),
+    "ST-DiT": Kind(
+        {size: _PLAIN[size] for size in ("Ti", "B", "XL")}, ("122", "222"),
+        pictures=False, cross_attention=True,
+    ),
+    "MovieGen": Kind(
+        {
+            "Ti": (128, 4, 4, {"mlp_ratio": 8 / 3, "kv_heads": 2}),
+            "1B": (2048, 16, 32, {"mlp_ratio": 8192 / 2048, "kv_heads": 8}),
+            "3B": (3072, 28, 24, {"mlp_ratio": 8192 / 3072, "kv_heads": 8}),
+            "5B": (3072, 32, 24, {"mlp_ratio": 8192 / 3072, "kv_heads": 8}),
+            "30B": (6144, 48, 48, {"mlp_ratio": 16384 / 6144, "kv_heads": 8}),
+        },
+        ("122",),
+        cross_attention=True,
+        revision_1={size: {"kv_heads": None} for size in ("1B", "3B", "5B")},
+    ),
+}  # fmt: skip
+_LISTED = [f"{name}-{size}/{patch}" for name, kind in KINDS.items() for size in kind.sizes for patch in kind.patches]
+NAMES = tuple(name for name in _LISTED if len(name.rpartition("/")[2]) == 1)
+VIDEO_NAMES = tuple(name for name in _LISTED if name not in NAMES)
+
+
+def nearest(name: str, names) -> str:
+    """The valid name most like ``name`` in whatever case, for error messages."""
+    spelled = {valid.lower(): valid for valid in names}
+    found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.0)
+    return spelled[found[0]] if found else ""
+
+
+def parse_name(name: str) -> tuple[str, str, int | tuple[int, ...]]:
+    """("DiT", "XL", 2) of DiT-XL/2, ("vDiT", "XL", (2, 2, 2)) of vDiT-XL/222. Raises ValueError for another name."""
+    match = re.fullmatch(r"([A-Za-z-]+)-([A-Za-z0-9]+)/(\d+|[1-8]x[1-8]x[1-8])", name, re.ASCII)
+    if match:
+        kind_name, size, patch = match.groups()
+        kind_name = "vDiT" if kind_name == "VDiT" else kind_name
+        kind = KINDS.get(kind_name)
+        if kind and size in kind.sizes:
+            if kind.clips and re.fullmatch("[1-8]{3}", digits := patch.replace("x", "")):
+                return kind_name, size, tuple(map(int, digits))
+            if kind.pictures and patch in map(str, PATCHES):
+                return kind_name, size, int(patch)
+    own = [known for known in _LISTED if known.lower().startswith(name.partition("-")[0].lower() + "-")]
+    candidates = own if name[:1] in ("v", "V") and own else _LISTED
+    sizes = "; ".join(f"{known}: {', '.join(kind.sizes)}" for known, kind in KINDS.items())
+    raise ValueError(
+        f"--model {name}: no such model; did you mean {nearest(name, candidates)}? (KIND-SIZE/PATCH, with a patch of "
+        f"{', '.join(map(str, PATCHES))} for pictures, or for clips of T frames, H rows and W columns as THW, 1 to 8 "
+        f"each. {sizes})"
+    )
+
+
+def canonical_name(name: str) -> str:
+    """The one way to write a model's name: vDiT-XL/222 for vDiT-XL/2x2x2. Raises ValueError for an unknown one."""
+    kind, size, patch = parse_name(name)
+    return f"{kind}-{size}/{patch if isinstance(patch, int) else ''.join(map(str, patch))}"
+
+
+def is_video(name: str) -> bool:
+    """Whether a model takes clips. Raises ValueError for an unknown model."""
+    return not isinstance(patch_size(name), int)
+
+
+def patch_size(name: str) -> int | tuple[int, int, int]:
+    """Patch side of a model of pictures, (frames, rows, columns) of one of clips. Raises ValueError for an unknown
+    model."""
+    return parse_name(name)[2]

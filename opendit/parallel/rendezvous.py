@@ -1,0 +1,121 @@
+"""How the processes of a run meet: the store that all of them share, and what can be wrong with the way to it."""
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from opendit.parallel.sizes import Place
+
+PATIENCE = 300.0  # seconds that processes wait for each other to start
+UNREACHABLE = 60.0  # seconds after which a machine that does not answer at all is given up
+TELL = 15.0  # seconds after which it is told whom one waits for
+
+_store: dist.Store | None = None
+
+
+def meet(place: Place) -> dist.Store:
+    """The store that all processes of the run share, once all of them are there; the same at every call.
+
+    A single process needs no port for it. Raises ValueError if rank 0 can't be reached, its port is taken, or not all
+    of the processes come.
+    """
+    global _store
+    if _store is None:
+        _store = dist.HashStore() if place.world_size == 1 else _meet_others(place)
+    return _store
+
+
+def part() -> None:
+    """Forgets the store, so that the next ``meet`` makes another."""
+    global _store
+    _store = None
+
+
+def _meet_others(place: Place) -> dist.Store:
+    with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process has the store
+    if place.rank > 0 or with_agent:
+        _reach(place)
+    try:
+        with _quiet():
+            patience = timedelta(seconds=PATIENCE)
+            if with_agent:
+                store, *_ = next(rendezvous("env://", timeout=patience))
+            else:  # rendezvous would wait for all processes, and not say for which
+                where, serves = (place.address, place.port), place.rank == 0
+                store = dist.TCPStore(*where, None, serves, timeout=patience, wait_for_workers=False, multi_tenant=True)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(_why(error, place)) from error
+    store = dist.PrefixStore("opendit", store)
+    store.set(f"here/{place.rank}", f"{socket.gethostname()} {os.getpid()}")
+    keys = [f"here/{rank}" for rank in range(place.world_size)]
+    for patience in (TELL, PATIENCE - TELL):
+        with contextlib.suppress(RuntimeError):  # what a wait ends with that was too long
+            store.wait(keys, timedelta(seconds=patience))
+            return store
+        missing = ", ".join(key.removeprefix("here/") for key in keys if not store.check([key]))
+        if place.rank == 0 and missing:
+            print(f"note: rank 0 waits for rank {missing} of {place.world_size} processes", file=sys.stderr, flush=True)
+    raise ValueError(
+        f"rank {missing} of the {place.world_size} processes did not come within {PATIENCE:.0f} s: start all of them "
+        f"(RANK=0 to {place.world_size - 1}), or correct WORLD_SIZE"
+    )
+
+
+def _reach(place: Place) -> None:
+    """Waits until rank 0's port answers, which may be started later. Raises ValueError if it never does."""
+    where = f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}"
+    begun, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), timeout=5).close()
+            return
+        except socket.gaierror as error:
+            reason, patience = f"no machine of that name is known here ({error.strerror})", 5.0
+            if error.errno == socket.EAI_AGAIN:  # the name server may answer in a moment
+                patience = TELL
+        except ConnectionRefusedError:
+            reason, patience = "nothing listens there; is rank 0 running?", PATIENCE
+        except OSError as error:
+            reason, patience = f"it can't be reached ({error.strerror or error})", UNREACHABLE
+        waited = time.monotonic() - begun
+        if waited >= patience:
+            raise ValueError(f"rank {place.rank} looked for rank 0 at {where} for {waited:.0f} s: {reason}")
+        if not told and waited >= TELL:
+            told = True
+            print(f"note: rank {place.rank} waits for rank 0 at {where}: {reason}", file=sys.stderr, flush=True)
+        time.sleep(0.2)
+
+
+def _why(error: Exception, place: Place) -> str:
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return (
+            f"MASTER_PORT={place.port} is used by another program on this machine (another run?); choose another port "
+            "(torchrun --master_port), or let torchrun --standalone do it"
+        )
+    if "EACCES" in text or "permission denied" in text.lower():
+        return f"MASTER_PORT={place.port} may not be used by this user; choose one above 1023"
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return (
+        f"rank {place.rank} could not meet the others at MASTER_ADDR={place.address}, MASTER_PORT={place.port}: {first}"
+    )
+
+
+@contextlib.contextmanager
+def _quiet():
+    """torch writes why a port can't be had by itself, from C++ and with a stack trace."""
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)

@@ -1,0 +1,257 @@
+"""One writer a folder: a lock that names its owner and does not outlive it."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opendit.parallel.mesh import Mesh  # which imports torch
+
+LOCK = ".lock"
+HEARTBEAT_S = 10.0  # an owner touches its lock this often, for processes on other machines to see
+PATIENCE_S = 45.0  # a lock of another machine that nobody touches for so long is taken over
+_EMPTY_S = 2.0  # that an owner may take to write its name into the lock it has made
+
+_held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
+
+
+class Locked(ValueError):
+    """Another process writes to the folder; the message names its machine and number."""
+
+
+class FolderLock:
+    """The right to write to a folder, for as long as this process lives or until :meth:`release`; a context manager.
+
+    The file ``.lock`` in the folder names the owner. On its own machine the kernel knows whether it lives (flock; where
+    the file system has none, the process's number and the time it started at). To other machines it shows so by
+    touching the file: a lock that is touched no more is taken over.
+
+    Args:
+        folder: exists.
+        flag: that named the folder, for messages.
+        fix: what else the user may do, for messages.
+        say: shows a line to people.
+
+    Attributes:
+        note: what is worth telling of how the lock was got; None in the usual case.
+
+    Raises:
+        Locked: another process has it.
+    """
+
+    def __init__(self, folder: Path, flag: str, fix: str, say: Callable[[str], None] = print):
+        self.folder, self.path, self.flag, self.fix, self._say = folder, folder / LOCK, flag, fix, say
+        self.note: str | None = None
+        self._file: int | None = None
+        self._released = threading.Event()
+        try:
+            while not self._take():
+                pass
+        except OSError as error:  # a full or read-only disk is told, and does not keep a run from going on
+            self.note = f"{self.path} can't be made ({error.strerror}): nothing keeps another process out of {folder}"
+            return
+        _held.add(self)
+        threading.Thread(target=_touch, args=(self.path, self._released), name="lock", daemon=True).start()
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Gives the folder free; nothing happens the second time."""
+        file, self._file = self._file, None
+        self._released.set()
+        if file is None:
+            return
+        with contextlib.suppress(OSError):
+            if _is(file, self.path):
+                self.path.unlink()
+        os.close(file)
+
+    def _take(self) -> bool:
+        """One attempt; False if the file changed under it, so that another has to be made."""
+        try:
+            file, made = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), True
+        except FileExistsError:
+            try:
+                file, made = os.open(self.path, os.O_RDWR | os.O_CLOEXEC), False
+            except FileNotFoundError:
+                return False
+        try:
+            flocked = self._flock(file)
+            if not _is(file, self.path):  # released, or taken over, since it was opened
+                return False
+            if not made:
+                owner = _owner(file, wait=not flocked)
+                self.note = self._gone(owner, file, flocked)
+                if not flocked:
+                    self._remove(file)
+                    return False
+            os.ftruncate(file, 0)
+            with contextlib.suppress(*[OSError] * flocked):  # a full disk: the owner has no name then
+                os.pwrite(file, json.dumps({**_this_process(), "inode": os.fstat(file).st_ino}).encode(), 0)
+            self._file, file = file, None
+            return True
+        finally:
+            if file is not None:
+                os.close(file)
+
+    def _remove(self, file: int) -> None:
+        """Deletes a lock that is left over: this one, not one that another process has made in its place since."""
+        busy = self.path.with_name(f"{LOCK}.removal")
+        try:
+            os.close(os.open(busy, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+        except FileExistsError:  # another process is at it, or was killed in these few lines
+            time.sleep(0.05)
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - busy.stat().st_mtime > PATIENCE_S:
+                    busy.unlink()
+            return
+        if _is(file, self.path):
+            self.path.unlink()
+        busy.unlink()
+
+    def _flock(self, file: int) -> bool:
+        """Whether the file system knows locks; raises Locked if another process has this one."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise self._locked(_owner(file, wait=True)) from None
+            return False
+        return True
+
+    def _gone(self, owner: dict, file: int, flocked: bool) -> str | None:
+        """What to tell of an owner that left its lock behind; raises Locked if it lives."""
+        if not owner:
+            return None  # it never came to write its name
+        here, who = _this_process(), _name(owner)
+        if owner.get("boot") == here["boot"] and (flocked or owner.get("namespace") == here["namespace"]):
+            if not flocked and _start_time(owner["pid"]) in (owner.get("started"), None):
+                raise self._locked(owner)
+            return f"{self.folder} was locked by {who}, which is gone: taken over"
+        touched = os.fstat(file).st_mtime_ns
+        self._say(
+            f"{self.folder} is locked by {who}; waiting up to {PATIENCE_S:.0f} s to see whether it is still there"
+        )
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            time.sleep(min(1.0, PATIENCE_S / 10))
+            with contextlib.suppress(FileNotFoundError), open(self.path) as again:  # NFS looks anew at what is opened
+                if os.fstat(again.fileno()).st_mtime_ns != touched:
+                    raise self._locked(owner)
+        return f"{self.folder} was locked by {who}, which has not been seen for {PATIENCE_S:.0f} s: taken over"
+
+    def _locked(self, owner: dict) -> Locked:
+        remove = "" if owner.get("boot") == _boot() else f"; if that process is gone, delete {self.path}"
+        return Locked(f"{self.flag}: {self.folder} is in use: {_name(owner)} writes to it; {self.fix}{remove}")
+
+
+def lock_folder(
+    folder: Path, mesh: "Mesh", flag: str, fix: str
+) -> tuple[FolderLock | contextlib.nullcontext, list[str]]:
+    """:class:`FolderLock` for all ranks of a job: rank 0 holds it. Call on every rank.
+
+    Returns:
+        a context manager, and notes for the user.
+
+    Raises:
+        Locked: on every rank.
+    """
+    lock, problem = contextlib.nullcontext(), None
+    if mesh.is_main:
+        try:
+            lock = FolderLock(folder, flag, fix, say=lambda text: print(text, file=sys.stderr, flush=True))
+        except Locked as error:
+            problem = str(error)
+    problem = mesh.broadcast_object(problem)
+    if problem:
+        raise Locked(problem)
+    return lock, [lock.note] if mesh.is_main and lock.note else []
+
+
+def _touch(path: Path, released: threading.Event) -> None:
+    while not released.wait(HEARTBEAT_S):
+        with contextlib.suppress(OSError):
+            os.utime(path)
+
+
+def _is(file: int, path: Path) -> bool:
+    """Whether an open file is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _owner(file: int, wait: bool) -> dict:
+    """What a lock says of its owner; {} if nothing, which is ``wait``-ed for."""
+    end = time.monotonic() + (_EMPTY_S if wait else 0)
+    while True:
+        with contextlib.suppress(ValueError, RecursionError):  # the file may hold anything
+            owner = json.loads(os.pread(file, 4096, 0))
+            if isinstance(owner, dict) and isinstance(owner.get("pid"), int):
+                # One that was copied with its folder says nothing of the copy.
+                return owner if owner.get("inode") == os.fstat(file).st_ino else {}
+        if time.monotonic() >= end:
+            return {}
+        time.sleep(0.05)
+
+
+def _name(owner: dict) -> str:
+    return f"process {owner['pid']} on {owner.get('host')}" if owner else "another process"
+
+
+def _this_process() -> dict:
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    pid = os.getpid()
+    here = {"host": socket.gethostname(), "boot": _boot(), "namespace": namespace}
+    return {**here, "pid": pid, "started": _start_time(pid)}
+
+
+def _boot() -> str:
+    """Names this machine since it was switched on; containers on it have the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process started, in ticks since the machine did; 0 if it is gone or a zombie, None if nobody can say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0 if Path("/proc/self/stat").exists() else None
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _leave_to_parent() -> None:
+    """In a forked child, such as a loader's worker: the lock ends with its owner, not with the owner's children."""
+    for lock in list(_held):
+        file, lock._file = lock._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

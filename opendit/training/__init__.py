@@ -1,0 +1,1 @@
+"""A training run, from its checked flags to its last checkpoint."""

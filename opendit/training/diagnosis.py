@@ -1,0 +1,170 @@
+"""Where numbers stopped being finite: the last step's forward passes again, watched module by module.
+
+It costs a normal step nothing: the step's batches are kept until the next ones come. Since a step whose gradients are
+not finite changes no weight, and all randomness is keyed by the sample, the passes are the same ones.
+"""
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opendit.data import Batch
+from opendit.job import Job
+from opendit.parallel.engine import Engine
+from opendit.parallel.side_channel import SideChannel
+
+KEPT = 8  # micro-batches of a step, at most
+NAMED = 5  # samples
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Diagnosis:
+    """Keeps a step's batches and finds in them what was not finite; build and ask it on every rank.
+
+    Args:
+        inputs: of a batch: (latents, times, noise, conditions) on the device.
+        forward_backward: adds a micro-batch's gradients, kernel by kernel: ``forward_backward(*inputs, last=...)``.
+    """
+
+    def __init__(self, job: Job, engine: Engine, inputs: Callable[[Job, Batch], tuple], forward_backward: Callable):
+        self.job, self.engine, self.inputs, self.forward_backward = job, engine, inputs, forward_backward
+        self._channel = SideChannel(job.mesh)
+        self._batches: deque[Batch] = deque(maxlen=KEPT)
+
+    @property
+    def harmless(self) -> bool:
+        """Whether a rank that can't look, for lack of memory, say, keeps no other waiting."""
+        return self.engine.whole and self.job.mesh.sp_size == 1
+
+    def keep(self, batch: Batch) -> None:
+        """A micro-batch of the step under way, by reference."""
+        if self._batches and self._batches[-1].step != batch.step:
+            self._batches.clear()
+        self._batches.append(batch)
+
+    def find(self, gradients: bool) -> str:
+        """What was not finite first, and of which samples, in words. Collective.
+
+        gradients: also look into the backward pass if the forward passes were finite; what is in the gradients is lost.
+        """
+        try:
+            found = self._look_forward()
+        except Exception as error:
+            if not self.harmless:
+                raise
+            found = f"could not be looked at ({type(error).__name__})"
+        reports = self._channel.gather(found)
+        for rank, text in enumerate(reports):
+            if text is not None:
+                return f"on rank {rank} {text}" if len(reports) > 1 else text
+        finite = f"the forward passes of the step{self._last_few()} are finite"
+        if not gradients:
+            return finite
+        names = self._channel.gather(self._look_backward())
+        bad = set().union(*(each for each in names if each))
+        # The backward pass comes to the last parameters first.
+        first = next((name for name in reversed(list(self.engine.shapes)) if name in bad), None)
+        if first is not None:
+            return f"{finite}, but not the gradient of {first}, the first that the backward pass comes to"
+        if any(each is None for each in names):
+            return f"{finite}; the gradients are not"
+        return f"{finite}, and so are their gradients when they are recomputed"
+
+    def _last_few(self) -> str:
+        parts = self.job.flags.grad_accumulation
+        return "" if parts <= KEPT else f"'s last {KEPT} of {parts} micro-batches"
+
+    def _look_forward(self) -> str | None:
+        """What this rank found; None if all is finite."""
+        found = None
+        for batch in list(self._batches):
+            x, t, noise, y = self.inputs(self.job, batch)
+            here = self._of(batch, "the latents were not finite", x) or self._of(
+                batch, "the noise was not finite", noise
+            )
+            with torch.no_grad(), _watched(self.engine.module, len(x)) as outputs, _eagerly():
+                loss = self.job.objective.loss(self.engine.forward, x, t, noise, y=y)
+            if here is None and outputs:
+                name, bad = outputs[0]
+                here = f"the output of {name} was not finite{self._samples(batch, bad)}"
+            found = found or here or self._of(batch, "the loss was not finite", loss)
+        return found
+
+    def _of(self, batch: Batch, text: str, tensor: Tensor) -> str | None:
+        bad = _bad_samples(tensor, len(batch.index))
+        return None if bad is None else text + self._samples(batch, bad)
+
+    def _samples(self, batch: Batch, bad: list[int]) -> str:
+        rows = self.job.schedule.rows(batch.step)
+        names = [self.job.dataset.source(rows[batch.index[i]]) for i in bad[:NAMED]]
+        more = ", ..." if len(bad) > NAMED else ""
+        return f" for {len(bad)} of {len(batch.index)} samples ({', '.join(names)}{more})"
+
+    def _look_backward(self) -> set[str] | None:
+        """Names of parameters whose gradient, or this rank's shard of it, isn't finite; None where it can't be seen."""
+        batches = list(self._batches)
+        with _eagerly():
+            for number, batch in enumerate(batches):
+                self.forward_backward(*self.inputs(self.job, batch), last=number == len(batches) - 1)
+        shards = self.engine.gradient_shards()
+        if shards is None:
+            return None
+        return {name for name, shard in shards.items() if shard is not None and not shard.isfinite().all()}
+
+
+def _eagerly() -> contextlib.AbstractContextManager:
+    """Compiled blocks run as they are written, so that their modules are seen."""
+    return torch.compiler.set_stance("force_eager")
+
+
+@contextlib.contextmanager
+def _watched(module: nn.Module, batch: int) -> Iterator[list[tuple[str, list[int]]]]:
+    """Collects (module, samples) whose output is not finite, in the order in which they end: the innermost first."""
+    found: list[tuple[str, list[int]]] = []
+
+    def hook(name: str):
+        def look(_module, _inputs, output) -> None:
+            if not found:
+                for tensor in _tensors(output):
+                    if (bad := _bad_samples(tensor, batch)) is not None:
+                        found.append((name or "the model", bad))
+                        return
+
+        return look
+
+    handles = [part.register_forward_hook(hook(name)) for name, part in module.named_modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for part in output:
+            yield from _tensors(part)
+    elif isinstance(output, dict):
+        yield from _tensors(list(output.values()))
+    elif dataclasses.is_dataclass(output):
+        yield from _tensors([getattr(output, field.name) for field in dataclasses.fields(output)])
+
+
+def _bad_samples(tensor: Tensor, batch: int) -> list[int] | None:
+    """Samples of a batch in which a tensor is not finite, all of them where it is not laid out by samples; None if it
+    is finite."""
+    if tensor.dtype not in FLOATS or tensor.numel() == 0:
+        return None
+    finite = tensor.isfinite()
+    if finite.all():
+        return None
+    if tensor.dim() == 0 or tensor.shape[0] % batch:
+        return list(range(batch))
+    return (~finite.reshape(batch, -1).all(dim=1)).nonzero().flatten().tolist()

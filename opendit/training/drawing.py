@@ -1,0 +1,71 @@
+"""The sample grids that a run draws from its EMA weights."""
+
+import numpy as np
+import torch
+
+from opendit import monitor as monitoring
+from opendit.ema import EMA
+from opendit.job import Job, example_captions
+from opendit.models import Condition, DiT, build_model
+from opendit.monitor import Monitor
+from opendit.parallel.engine import Engine
+from opendit.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
+
+
+def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -> None:
+    """samples/NNNNNNN.png from the EMA weights, by rank 0 and those that share its samples; the others help to gather
+    the weights.
+
+    The training module itself takes them for the time; under a plugin that has cut it up, a second one does.
+    """
+    mesh, model, trained = job.mesh, None, monitoring.allocated_gib()
+    if mesh.dp_rank == 0 and engine.whole:
+        model = engine.module
+    elif mesh.dp_rank == 0:
+        with mesh.device:
+            model = build_model(job.model_config)
+        model.place(mesh.device, engine.dtype)
+        model.use(ops=job.kernels.ops, attend=job.kernels.attend, sequence=job.sequence)
+    with ema.applied(model), engine.autocast():
+        if model is not None:
+            draw(job, model, monitor, step)
+    monitor.forget_drawing(trained)
+    mesh.barrier()
+
+
+def draw(job: Job, model: DiT, monitor: Monitor, step: int) -> None:
+    y, captions = what_to_draw(job)
+    batches = sample_in_batches(
+        model,
+        job.codec,
+        y,
+        job.conditioner.null(),
+        torch.arange(len(captions)),
+        batch_size=32,
+        seed=job.flags.global_seed,
+        steps=job.flags.sample_steps,
+        objective=job.objective,
+        sampler=job.objective.preview_sampler,
+        cfg_scale=job.flags.sample_cfg_scale,
+    )
+    pictures = np.concatenate([pictures for _, pictures in batches])
+    if not job.mesh.is_main:
+        return
+    path = job.folder / "samples" / f"{step:07d}.png"
+    with monitor.failures.survive("samples", step):
+        if pictures.ndim == 5:
+            save_contact_sheet(path, pictures, captions)
+        else:
+            save_grid(path, pictures, captions, columns=grid_columns(captions))
+        monitor.say(f"step {step}: drew {path}")
+        monitor.picture(path, step)
+
+
+def what_to_draw(job: Job) -> tuple[Condition, list[str]]:
+    """The conditions of a sample grid, and what to write above the pictures."""
+    if job.model_config.text is not None:
+        captions = example_captions(job.dataset, count=8 if job.flags.use_video else 16)
+        return job.conditioner.encode(captions), captions
+    names = job.dataset.class_names
+    labels = preview_labels(len(names), 4 * len(names) if len(names) <= 10 else 32)
+    return labels.to(job.mesh.device), [names[label] for label in labels]

@@ -1,0 +1,315 @@
+"""The resume fingerprint: what a run is made of, stored with every checkpoint; and what a later start changes of it.
+
+Every flag is in the fingerprint unless it is on a list of those that change nothing (FREE) or that a resume refuses to
+change (OF_THE_MODEL). So a flag that somebody adds is compared, and taken to change the curve, until it is listed.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import opendit
+from opendit.cli.command_line import flags_of
+from opendit.cli.train_flags import OBJECTIVE_FLAGS, TrainConfig
+from opendit.data.base import hash_parts
+from opendit.data.contents import hash_files
+from opendit.diffusion import objective_from_dict
+from opendit.encoders.text import encoder_folder
+from opendit.encoders.vae import vae_folder
+from opendit.kernels.fp8_linear import Modulated
+from opendit.models.layers import TORCH_OPS
+
+if TYPE_CHECKING:
+    from opendit.job import Job
+
+# What a difference means.
+CURVE = "the curve is another from here on"
+AVERAGES = "the averages are others from here on, the curve is the same"
+ROUNDING = "the same curve within rounding, not bit for bit"
+CODE = "the same curve only if nothing that computes it was changed"
+
+FREE = frozenset(
+    "num_workers data_timeout max_bad max_bad_steps enable_cuda_graph keep_gathered recipe dry_run outputs load "
+    "log_every ckpt_every save ckpt_keep profile sample_every sample_steps sample_cfg_scale".split()
+)
+OF_THE_MODEL = frozenset(
+    "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions full_attention "
+    "expert_capacity use_video lora lora_alpha".split()
+)
+# Flags that are compared as what was made of them, under which names.
+MADE_INTO = {
+    "data_path": "data samples contents",
+    "vae": "vae",
+    "text_encoder": "text_encoder",
+    "pretrained": "pretrained",
+    "random_flip": "random_flip",
+    "batch_size": "global_batch split",
+    "grad_accumulation": "global_batch split",
+    "global_batch_size": "global_batch split",
+    "epochs": "last_step",
+    "max_steps": "last_step",
+    "ema_decay": "ema_decay",
+    "enable_modulate_kernel": "kernels",
+    "enable_layernorm_kernel": "kernels",
+    "enable_flashattn": "attention kernels",
+    "fp8": "fp8",
+    "attention": "attention",
+    "sequence_parallel_size": "sequence",
+    "sequence_parallel_type": "sequence",
+    "grad_checkpoint": "recomputed",
+    "recompute": "recomputed",
+}
+# Of the rest, what changes less than the curve; and what is no flag, with what it is called.
+MEANS = {
+    "ema_decay": AVERAGES,
+    "ema_warmup": AVERAGES,
+    **dict.fromkeys(("plugin", "mixed_precision", "compile", "deterministic"), ROUNDING),
+    **dict.fromkeys(("fp8", "attention", "kernels", "recomputed", "sequence", "split", "world_size"), ROUNDING),
+    **dict.fromkeys(("torch", "colossalai", "triton", "cuda", "cudnn", "processor"), ROUNDING),
+    "source": CODE,
+}
+CALLED = {
+    "global_batch": "the global batch",
+    "split": "--batch_size x data-parallel ranks x --grad_accumulation",
+    "world_size": "processes",
+    "last_step": "the last step, where the cosine ends,",
+    "kernels": "fused kernels",
+    "recomputed": "recomputed in the backward pass",
+    "sequence": "sequence parallelism",
+    "processor": "the processor",
+    "source": "OpenDiT's code",
+}
+SHOWN_ONLY = frozenset(("data_path", "vae_path", "text_encoder_path", "pretrained_path", "opendit", "commit"))
+# What the checkpoints without a fingerprint say, and its name now.
+BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_parallel": "sequence"}
+
+
+# ------------------------------------------------------------------------------------------ what a run is made of
+
+
+def fingerprint(job: "Job") -> dict[str, Any]:
+    """The fingerprint of a run, as JSON gives it back. It reads some of the data's files; call it on one rank."""
+    flags, mesh, dataset, ops = job.flags, job.mesh, job.dataset, job.kernels.ops
+    cuda = mesh.device.type == "cuda"
+    found = {name: getattr(flags, name) for name in by_value(flags.objective)}
+    found |= {
+        "data_path": flags.data_path,
+        "data": dataset.identity(),
+        "samples": len(dataset),
+        "contents": dataset.contents(),
+        "random_flip": dataset.random_flip,
+        **_encoders(job),
+        "global_batch": job.schedule.global_batch,
+        "split": f"{flags.batch_size} x {mesh.dp_size} x {flags.grad_accumulation}",
+        "world_size": mesh.world_size,
+        "last_step": job.last_step if flags.lr_schedule == "cosine" else None,
+        "ema_decay": flags.ema_decays,
+        "kernels": [name for name, operation in vars(ops).items() if operation is not getattr(TORCH_OPS, name)],
+        "attention": job.kernels.attend.backend,
+        "fp8": ops.layernorm_modulate is Modulated,
+        # On a CPU the same bits come out of it.
+        "recomputed": ("blocks" if flags.grad_checkpoint else flags.recompute) if cuda else "none",
+        "sequence": job.sequence and f"{job.sequence.plan.kind} over {mesh.sp_size} ranks",
+        "processor": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s)",
+        **code(),
+    }
+    return json.loads(json.dumps(found))
+
+
+def by_value(objective: str) -> list[str]:
+    """The flags that are compared by their values, of a run with this objective."""
+    names = [item.name for item in flags_of(TrainConfig)]
+    others = {name for name, of in OBJECTIVE_FLAGS.items() if of != objective}
+    return [name for name in names if name not in FREE | OF_THE_MODEL | MADE_INTO.keys() | others]
+
+
+def _encoders(job: "Job") -> dict[str, str | None]:
+    """Which frozen networks see every sample, by their files' contents; None for one that sees none."""
+    vae = text = None
+    if job.dataset.kind == "pixels":
+        vae = "none" if job.vae == "none" else _network(vae_folder(job.vae))
+    if getattr(job.conditioner, "encoder", None) is not None and getattr(job.dataset, "text_encoder", None) is None:
+        text = _network(encoder_folder(job.flags.text_encoder))
+    base = str(job.initial.path) if job.lora else None
+    return {
+        "vae": vae,
+        "vae_path": job.vae,
+        "text_encoder": text,
+        "text_encoder_path": job.flags.text_encoder,
+        "pretrained": base and hash_files([base]),
+        "pretrained_path": base,
+    }
+
+
+def _network(folder: Path) -> str:
+    """A hash of a folder of diffusers or transformers: its configuration, its tokenizer and its weights."""
+    kinds = (".json", ".safetensors", ".txt", ".model")
+    files = sorted(path for path in folder.iterdir() if path.suffix in kinds)
+    return hash_parts(*(path.name for path in files), hash_files([str(path) for path in files]))
+
+
+@cache
+def code() -> dict[str, str | None]:
+    """The versions of what computes: this package by its source, whatever its version is called, and the libraries."""
+    package = Path(opendit.__file__).parent
+    files = sorted(package.rglob("*.py"))
+    names = (str(path.relative_to(package)) for path in files)
+    contents = (path.read_bytes() for path in files)
+    return {
+        "opendit": opendit.__version__,
+        "commit": _commit(package),
+        "source": hash_parts(*names, *contents),
+        "torch": torch.__version__,
+        "colossalai": _installed("colossalai"),
+        "triton": _installed("triton"),
+        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "cudnn": str(torch.backends.cudnn.version()) if torch.cuda.is_available() else None,
+    }
+
+
+def _commit(package: Path) -> str | None:
+    """The commit of a checkout, with -dirty after it if files in it were changed; None for an installed package."""
+    if not (package.parent / ".git").exists():
+        return None
+    ask = ["git", "-C", str(package.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # nothing is written into the checkout
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=5, env=quiet)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------ what a start changes
+
+
+def stored_fingerprint(state: dict) -> dict[str, Any]:
+    """The fingerprint in a checkpoint's state.json; of a checkpoint from before there were any, what is known of it."""
+    found = state.get("fingerprint")
+    if found is None:
+        old = ("world_size", "plugin", "precision", "fp8", "attention", "sequence_parallel", "global_batch", "seed")
+        found = {BEFORE.get(name, name): state[name] for name in old if name in state}
+        objective = objective_from_dict(state.get("objective"))
+        found["objective"] = objective.name
+        found |= {_flag_of(objective.name, setting): value for setting, value in asdict(objective).items()}
+    decays = list(state["ema"]["files"].values())
+    found = {name: value for name, value in found.items() if name != "ema_decay"}
+    return {**found, "ema_decay": decays} if decays else found
+
+
+def _flag_of(objective: str, setting: str) -> str:
+    """_flag_of("flow", "times_are") -> "flow_times": the flag of an objective's setting."""
+    name = {"times_are": "times"}.get(setting, setting)
+    return name if name in OBJECTIVE_FLAGS else f"{objective}_{name}"
+
+
+def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
+    """One line for every difference between the fingerprint of a checkpoint at ``step`` and this start's, and what it
+    means for the curve."""
+    told = [_told_together(stored, now), *(_line(name, stored, now, step) for name in now)]
+    gone = [name for name in stored.keys() - now.keys() - SHOWN_ONLY - OBJECTIVE_FLAGS.keys()]
+    lines = [line for line in told if line]
+    lines += [f"{_called(name)} was {_shown(stored[name])}, and is not known here: {CURVE}" for name in sorted(gone)]
+    lines += _not_recorded(stored, now)
+    return [f"resume: {line}" for line in lines]
+
+
+def _not_recorded(stored: dict, now: dict) -> list[str]:
+    """What can't be compared."""
+    values = {item.name: item.default for item in flags_of(TrainConfig) if item.name in by_value(now["objective"])}
+    missing = [name for name in values if name not in stored]
+    if "data" not in stored:  # from before there were fingerprints
+        names = ", ".join(["its data", "its code", *map(_called, missing)])
+        return [f"the checkpoint is too old to record {names}: whether they are the same is not known"]
+    if stored.get("objective") != now["objective"]:
+        return []  # has other flags, and a line of its own
+    # Of a flag that is newer than the checkpoint the default is what was done before.
+    news = {name: now.get(name) for name in missing if now.get(name) != values[name]}
+    return [f"{_called(name)} {_shown(value)} is new to it: {MEANS.get(name, CURVE)}" for name, value in news.items()]
+
+
+def _told_together(stored: dict, now: dict) -> str | None:
+    """The line on the data."""
+    if "data" not in stored:
+        return None
+    if stored.get("samples") != now["samples"]:
+        what = f"{_shown(stored.get('samples'))} samples there, {now['samples']:,} here"
+    elif stored["data"] != now["data"]:
+        what = "other files, labels or captions"
+    elif stored.get("contents") != now["contents"]:
+        what = "files of the same names, but with other contents"
+    else:
+        return None
+    return f"--data_path {_shown(stored.get('data_path'))} -> {_shown(now['data_path'])}: other data ({what}): {CURVE}"
+
+
+def _line(name: str, stored: dict, now: dict, step: int) -> str | None:
+    if name in SHOWN_ONLY or name not in stored or name in ("data", "samples", "contents"):
+        return None
+    then, value, means = stored[name], now[name], MEANS.get(name, CURVE)
+    if then == value or NO_MATTER.get(name, lambda *_: False)(stored, now, step):
+        return None
+    if name == "ema_decay":
+        return _averages_line(then, value)
+    if name == "source":
+        then, value = (f"{one.get('opendit')} ({one.get('commit') or 'no commit'})" for one in (stored, now))
+    elif f"{name}_path" in now:  # hashes tell nobody anything
+        then, value = (one.get(f"{name}_path") for one in (stored, now))
+        means = f"other weights: {means}"
+    return f"{_called(name)} {_shown(then)} -> {_shown(value)}: {means}"
+
+
+def _warmed_up(stored: dict, now: dict, step: int) -> bool:
+    """Whether another warm-up changes no learning rate from this step on."""
+    constant = stored.get("lr_schedule") == now.get("lr_schedule") == "constant"
+    return (
+        constant
+        and isinstance(stored["warmup_steps"], int)
+        and step >= max(stored["warmup_steps"], now["warmup_steps"])
+    )
+
+
+# Differences that say nothing new, or change nothing.
+NO_MATTER: dict[str, Callable[[dict, dict, int], bool]] = {
+    "warmup_steps": _warmed_up,
+    # The line on the schedule says it where there was no cosine, or is none.
+    "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
+    "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
+    "world_size": lambda stored, now, _: "split" in stored,
+}
+
+
+def _averages_line(then: list[float], now: list[float]) -> str:
+    parts = [f"that of {decay} begins as the checkpoint's of {then[0]}" for decay in now if decay not in then]
+    parts += [f"that of {decay} ends with the checkpoint" for decay in then if decay not in now]
+    if then[0] != now[0]:
+        parts.append(f"sample.py draws from that of {now[0]}")
+    return f"--ema_decay {_shown(then)} -> {_shown(now)}: {', '.join(parts) or 'in another order'}: {AVERAGES}"
+
+
+def _called(name: str) -> str:
+    flag = any(item.name == name for item in flags_of(TrainConfig))
+    return CALLED.get(name, f"--{name}" if flag else _shown(name))
+
+
+def _shown(value: Any) -> str:
+    """A value as a user would write it, in one line."""
+    if isinstance(value, list):
+        value = " ".join(_shown(item) for item in value)
+    text = "none" if value in (None, "") else str(value)
+    return text if text.isprintable() and len(text) <= 200 else ascii(text)[:200]

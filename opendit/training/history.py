@@ -1,0 +1,69 @@
+"""config.json: what the newest start of a run used, and under "starts" what every one of them did."""
+
+import json
+import os
+import socket
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from opendit.cli.command_line import overridden, to_dict
+from opendit.state.replace import replacing
+from opendit.state.schema import RUN_CONFIG, read_file
+from opendit.state_files import sync_folder
+
+if TYPE_CHECKING:
+    from opendit.job import Job
+
+CONFIG, DAMAGED = "config.json", "config_damaged.json"
+
+
+def write_config(job: "Job") -> None:
+    """Adds this start to the run's config.json, which is whole at every moment. Call on one rank. Raises OSError."""
+    path, start = job.folder / CONFIG, describe_start(job)
+    starts = _earlier_starts(path, job.notes)
+    content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
+    content |= {"model_config": job.model_config.to_dict()}
+    content |= {key: start[key] for key in ("steps_per_epoch", "last_step")}
+    with replacing(path) as new, open(new, "w") as file:
+        json.dump({**content, "starts": [*starts, start]}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(job.folder)
+
+
+def describe_start(job: "Job") -> dict[str, Any]:
+    """What a start used: when, where, with which versions and flags, from which step, and what it changed."""
+    flags, found = job.flags, job.fingerprint
+    return {
+        "time": _iso(datetime.now(timezone.utc).timestamp()),
+        "host": socket.gethostname(),
+        **{key: found[key] for key in ("opendit", "commit", "torch", "colossalai", "triton", "processor")},
+        "world_size": job.mesh.world_size,
+        "first_step": job.first_step,
+        "last_step": job.last_step,
+        "steps_per_epoch": job.schedule.steps_per_epoch,
+        "resumed_from": job.resume and str(job.resume.folder),
+        "changes": [note for note in job.notes if note.startswith("resume: ")],
+        "recipe": flags.recipe and {"name": flags.recipe, "changed": list(overridden(flags))},
+        "flags": to_dict(flags),
+    }
+
+
+def _earlier_starts(path: Path, notes: list[str]) -> list[dict]:
+    """The starts in a config.json; one that has no list of them, from before there was one, is a start itself."""
+    if not os.path.lexists(path):
+        return []
+    try:
+        content = read_file(path, RUN_CONFIG)
+    except (OSError, ValueError) as error:
+        os.replace(path, path.with_name(DAMAGED))
+        notes.append(f"{error}: it is kept as {DAMAGED}, and {CONFIG} begins anew")
+        return []
+    if "starts" in content:
+        return content["starts"]
+    return [{"time": _iso(path.stat().st_mtime), **content}]
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,283 @@
+"""The training program: data -> latents -> loss -> step -> EMA -> log and checkpoint."""
+
+import math
+import time
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from opendit.checkpoint import load_checkpoint
+from opendit.cli.train_flags import TrainConfig
+from opendit.data import Batch, BatchIterator, build_loader
+from opendit.data.base import to_pixels
+from opendit.data.progress import Progress
+from opendit.ema import EMA
+from opendit.forward_backward import ForwardBackward
+from opendit.interrupt import Interrupt
+from opendit.job import Job
+from opendit.kernels.recompute import recompute_in
+from opendit.models import Condition, build_model
+from opendit.models.adapt import adapt
+from opendit.models.lora import add_lora
+from opendit.monitor import Monitor
+from opendit.parallel.engine import Engine, build_engine
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.supervisor import Supervisor
+from opendit.plan import config_of
+from opendit.profiling import StepProfiler
+from opendit.random import Stream, normal, uniform
+from opendit.saving import Checkpoints
+from opendit.training.diagnosis import Diagnosis
+from opendit.training.drawing import draw_grid
+from opendit.training.pace import Pace
+from opendit.training.records import WriteFailures
+from opendit.training.summary import announce, announce_memory, summarise
+
+
+def train(job: Job, supervisor: Supervisor) -> int:
+    """Trains to the job's last step, or to the one in which a signal comes; returns how many saves and other writes
+    failed, the same on every rank.
+
+    Whatever owns a process, a thread or a file is closed on every way out.
+    """
+    flags, mesh = job.flags, job.mesh
+    failures = WriteFailures(Progress.write)
+    announce_memory(job)
+    engine = build_model_and_engine(job)
+    ema = EMA(engine, flags.ema_decays, flags.ema_warmup)
+    skipped_before = 0
+    if job.resume:
+        load_checkpoint(job.resume, engine, ema)
+        skipped_before = job.resume.state["skipped"]
+    pace = Pace(mesh, Progress.write)
+    forward_backward = build_forward_backward(job, engine, pace)
+    announce(job, failures, engine, ema, forward_backward.note, compile_blocks(job, engine))
+    diagnosis = Diagnosis(job, engine, lambda job, batch: inputs(job, batch), forward_backward.eager)
+    logged = job.first_step  # the step of the last log line
+    save_owed, told = False, False  # told: of the steps skipped now in a row
+    with (
+        open_monitor(job, supervisor, failures) as monitor,
+        open_loader(job, supervisor) as loader,
+        open_checkpoints(job, engine, ema, monitor, supervisor) as checkpoints,
+        open_profiler(job, monitor, failures) as profiler,
+        supervisor.announced(),
+        Interrupt(mesh) as interrupt,
+    ):
+        for step in range(job.first_step, job.last_step):
+            engine.set_lr(lr := learning_rate(flags, step, job.last_step))
+            step_loss = torch.zeros((), device=mesh.device)
+            for micro in range(flags.grad_accumulation):
+                asked = time.perf_counter()
+                batch = next(loader)
+                waited = time.perf_counter() - asked
+                monitor.loader_wait(waited)
+                pace.begin(waited)
+                diagnosis.keep(batch)
+                step_loss += forward_backward(*inputs(job, batch), last=micro == flags.grad_accumulation - 1)
+            interrupted = interrupt.ask()
+            result = engine.step()
+            ema.update(result.finite)
+            monitor.add(step_loss, result.finite)
+            profiler.step()
+            done, stopping = step + 1, interrupted()
+            last = stopping or done == job.last_step
+            save_owed |= flags.save and due(done, flags.ckpt_every)
+            # Only here the host waits for the device. While steps are being skipped nothing is saved: the run may be
+            # about to fail.
+            looking = last or save_owed or due(done, flags.log_every) or due(done, flags.max_bad_steps)
+            in_a_row = int(engine.skipped_in_a_row) if looking else 0
+            skipping = in_a_row > 0
+            # (fp16 skips a step now and then while its loss scale is above 1, to lower it: nothing is wrong then.)
+            failing = skipping and not float(result.loss_scale) > 1
+            if in_a_row >= flags.max_bad_steps:
+                raise not_finite(in_a_row, diagnosis.find(gradients=True))
+            if failing and not told and diagnosis.harmless:
+                monitor.say(f"step {done}: skipped, its gradients were not finite: {diagnosis.find(gradients=False)}")
+            told = failing or (told and not looking)
+            saving = flags.save and ((last and not failing) or (save_owed and not skipping))
+            if flags.save and last and failing:
+                checkpoints.refuse(done, "the gradients of this step were not finite")
+            drawing = due(done, sample_every(flags)) or (done == job.last_step and flags.sample_every != 0)
+            # A line at every save: a resumed run starts a new mean there, too.
+            if saving or last or due(done, flags.log_every):
+                grad_norm = result.grad_norm.item() if result.finite else None
+                skipped = skipped_before + int(engine.skipped)
+                seen = torch.tensor([loader.skipped, loader.shortened], device=mesh.device)
+                bad_files, short_clips = mesh.sum(seen) // mesh.sp_size  # the ranks of a sequence group read the same
+                counts = {"loss_scale": float(result.loss_scale), "skipped": skipped, "bad_files": int(bad_files)}
+                counts |= {"short_clips": int(short_clips), "failed_saves": len(checkpoints.failures)}
+                counts |= pace.log(done, done - logged)
+                logged = done
+                monitor.log(done, batch.epoch, lr, grad_norm, **counts)
+            paused = monitor.pause() if saving or drawing else None
+            if saving:
+                checkpoints.save(
+                    {"step": done, "epoch": batch.epoch, "skipped": skipped, "fingerprint": job.fingerprint}
+                )
+                save_owed = False
+            if drawing and not stopping and job.codec is not None:
+                draw_grid(job, engine, ema, monitor, done)
+            if paused is not None:
+                monitor.resume(paused)
+            if stopping:
+                break
+        profiler.close()
+        loader.close()
+        checkpoints.wait()
+    if mesh.is_main:
+        summarise(job, monitor, checkpoints)
+    return len(checkpoints.failures) + mesh.broadcast_object(failures.count)  # rank 0 writes the others
+
+
+def open_monitor(job: Job, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
+    monitor = Monitor(
+        job.folder,
+        job.mesh,
+        first_step=job.first_step,
+        last_step=job.last_step,
+        samples_per_step=job.schedule.global_batch,
+        flops_per_sample=3 * job.model_config.forward_flops(),
+        precision=job.flags.mixed_precision,
+        failures=failures,
+    )
+    supervisor.closes(lambda _: monitor.close())
+    return monitor
+
+
+def open_loader(job: Job, supervisor: Supervisor) -> BatchIterator:
+    flags, mesh = job.flags, job.mesh
+    loader = build_loader(
+        job.dataset,
+        job.schedule,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        batch_size=flags.batch_size,
+        micro_batches=flags.grad_accumulation,
+        start_step=job.first_step,
+        end_step=job.last_step,
+        num_workers=flags.num_workers,
+        pin_memory=True,
+        max_bad=flags.max_bad,
+        on_skip=partial(say_skipped, mesh),
+        as_bytes=True,  # a quarter of the memory traffic and of the transfer; the device makes the floats
+        patience=flags.data_timeout,
+        say=lambda text: Progress.write(f"rank {mesh.rank}: {text}"),
+        on_hang=supervisor.fail,
+    )
+    supervisor.closes(lambda _: loader.close())
+    return loader
+
+
+def open_checkpoints(job: Job, engine: Engine, ema: EMA, monitor: Monitor, supervisor: Supervisor) -> Checkpoints:
+    checkpoints = Checkpoints(
+        job.folder / "checkpoints",
+        engine,
+        ema,
+        job.info(),
+        keep=job.flags.ckpt_keep,
+        in_use=job.resume and job.resume.folder,
+        say=monitor.say,
+        enabled=job.flags.save,
+        write_failures=monitor.failures,
+    )
+    supervisor.closes(checkpoints.abandon)
+    return checkpoints
+
+
+def open_profiler(job: Job, monitor: Monitor, failures: WriteFailures) -> StepProfiler:
+    return StepProfiler(
+        job.flags.profile and job.mesh.is_main,
+        job.folder / "profile",
+        job.mesh.device,
+        steps=job.last_step - job.first_step,
+        say=monitor.say,
+        failures=failures,
+    )
+
+
+def say_skipped(mesh: Mesh, file: str) -> None:
+    if mesh.sp_rank == 0:  # the others of the group skip the same
+        Progress.write(f"rank {mesh.rank}: skipped {file}")
+
+
+def due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def not_finite(in_a_row: int, cause: str) -> FloatingPointError:
+    return FloatingPointError(
+        f"{in_a_row} steps in a row had non-finite gradients (weights and checkpoints are as before them): {cause}; "
+        "try a lower --lr, --mixed_precision bf16, or --load an earlier checkpoint"
+    )
+
+
+def sample_every(flags: TrainConfig) -> int:
+    return flags.ckpt_every if flags.sample_every is None else flags.sample_every
+
+
+def learning_rate(flags: TrainConfig, step: int, last_step: int) -> float:
+    """Linear warm-up to --lr, then constant, or a cosine to zero at the last step."""
+    if step < flags.warmup_steps:
+        return flags.lr * (step + 1) / flags.warmup_steps
+    if flags.lr_schedule == "constant":
+        return flags.lr
+    progress = (step - flags.warmup_steps) / max(1, last_step - flags.warmup_steps)
+    return flags.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def inputs(job: Job, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Condition]:
+    """Latents, times, noise, conditions of a micro-batch; all their randomness is keyed by (seed, step, sample)."""
+    device, seed, step = job.mesh.device, job.flags.global_seed, batch.step
+    index = batch.index.to(device, non_blocking=True)
+    latents = job.latents(to_pixels(batch.x.to(device, non_blocking=True)), step, index)
+    t = job.objective.times(seed, step, index)
+    noise = normal(seed, step, index, Stream.NOISE, tuple(latents.shape[1:]))
+    dropped = uniform(seed, step, index, Stream.CONDITION_DROP) < job.flags.label_drop
+    return latents, t, noise, job.conditioner.drop(job.conditioner.of_batch(batch), dropped)
+
+
+def build_forward_backward(job: Job, engine: Engine, pace: Pace) -> ForwardBackward:
+    def loss(x: Tensor, t: Tensor, noise: Tensor, y: Condition) -> Tensor:
+        loss = job.objective.loss(engine.forward, x, t, noise, y=y).mean() / job.flags.grad_accumulation
+        pace.end()
+        return loss
+
+    return ForwardBackward(engine, loss, graph=job.flags.enable_cuda_graph, say=Progress.write)
+
+
+def build_model_and_engine(job: Job) -> Engine:
+    flags = job.flags
+    torch.manual_seed(flags.global_seed)  # the same initial weights on every rank
+    torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
+    with job.mesh.device:
+        model = build_model(job.model_config)
+    if job.initial is not None:
+        start = adapt(model, job.initial, config_of(job.initial, flags.model), job.dataset.class_names)
+        job.notes += [f"--pretrained: {line}" for line in start.describe()]
+        if job.lora is not None:
+            add_lora(model, job.lora, start.untrained)
+    model.use(ops=job.kernels.ops, attend=job.kernels.attend, sequence=job.sequence)
+    recompute_in(model, flags.recompute)
+    model.grad_checkpoint = flags.grad_checkpoint
+    return build_engine(
+        model.train(),
+        job.mesh,
+        plugin=flags.plugin,
+        precision=flags.mixed_precision,
+        lr=flags.lr,
+        weight_decay=flags.weight_decay,
+        betas=(flags.adam_beta1, flags.adam_beta2),
+        grad_clip=flags.grad_clip,
+        grad_accumulation=flags.grad_accumulation,
+    )
+
+
+def compile_blocks(job: Job, engine: Engine) -> str:
+    """--compile, in place; returns whether it was done, and if not, why."""
+    if not job.flags.compile:
+        return "off (--compile is)"
+    if not engine.whole:
+        return "off: Gemini fetches weights in __torch_function__ and frees them after use, which compile can't follow"
+    engine.module.compile_blocks()
+    return "blocks and final layer, when they first meet a shape"

@@ -1,0 +1,120 @@
+"""What a run writes beside its checkpoints: files that grow record by record, and the count of what a disk refused."""
+
+import contextlib
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+MOST_WAITING = 64 << 20  # bytes of records that wait for room on the disk: a week of log lines
+
+
+class RecordFile:
+    """A file that grows by whole records. What could not be written waits and is tried again with the next one.
+
+    Nothing is opened before the first record. After an error there is no part of a record in the file, unless the file
+    system refuses even to shorten it; then that is done before anything more is written.
+
+    Attributes:
+        lost: records that were given up, since too many waited.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.lost = path, 0
+        self._waiting: deque[bytes] = deque()
+        self._file: int | None = None
+        self._size, self._torn = 0, False
+
+    def append(self, record: bytes) -> None:
+        """Writes all that waits and this record. Raises OSError if some of it has to go on waiting."""
+        self._waiting.append(record)
+        while sum(map(len, self._waiting)) > MOST_WAITING and len(self._waiting) > 1:
+            self._waiting.popleft()
+            self.lost += 1
+        self.flush()
+
+    def flush(self) -> None:
+        if not self._waiting:
+            return
+        try:
+            if self._file is None:
+                self._open()
+            while self._waiting:
+                self._write(self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            self._close()  # a network's file may be good again only when it is opened anew
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    @property
+    def waiting(self) -> int:
+        """How many records are not in the file yet."""
+        return len(self._waiting)
+
+    def close(self) -> None:
+        """The last attempt to write what waits; raises OSError."""
+        try:
+            self.flush()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        size = os.fstat(self._file).st_size
+        if self._torn and size > self._size:
+            os.ftruncate(self._file, self._size)
+            size = self._size
+        self._size, self._torn = size, False
+
+    def _write(self, record: bytes) -> None:
+        left = memoryview(record)
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError:
+            try:
+                os.ftruncate(self._file, self._size)
+            except OSError:
+                self._torn = True
+            raise
+        self._size += len(record)
+
+
+class WriteFailures:
+    """What could not be written beside the checkpoints. Training goes on without it: each kind is told once, all are
+    counted, and the program's exit code says that there were some.
+
+    Args:
+        say: shows a line to people.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say, self._told, self._counts = say, set(), Counter()
+
+    @property
+    def count(self) -> int:
+        return self._counts.total()
+
+    @contextlib.contextmanager
+    def survive(self, what: str, step: int | None = None) -> Iterator[None]:
+        """Goes on after an OSError in the block, which then ends; ``what`` it was about to write."""
+        try:
+            yield
+        except OSError as error:
+            self._counts[what] += 1
+            kind = (what, error.errno)
+            if kind not in self._told:
+                self._told.add(kind)
+                at = "" if step is None else f"step {step}: "
+                self._say(f"{at}{what} NOT WRITTEN, {error}; training goes on, the run's exit code will be 1")
+
+    def describe(self) -> str:
+        """describe() -> "log.jsonl 3 times, samples once"."""
+        return ", ".join(f"{what} {'once' if n == 1 else f'{n} times'}" for what, n in self._counts.items())

@@ -1,0 +1,53 @@
+"""What a resumed run checks of the checkpoint that it goes on from."""
+
+from opendit.checkpoint import MODEL, Checkpoint
+from opendit.diffusion import Objective, objective_from_dict
+from opendit.models import DiTConfig, config_from_dict
+from opendit.models.header import compare, model_shapes, shapes_in
+from opendit.models.pretrained import read_info
+
+
+def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:
+    """Whether a checkpoint holds what this run trains; returns the notes to print.
+
+    adds: whether the run trains what ``--lora`` adds.
+
+    Raises:
+        ValueError: it holds another model, weights that are not those of its configuration, or a model that learned
+            another objective.
+    """
+    folder, info = checkpoint.folder, read_info(checkpoint.folder / MODEL)
+    if "config" not in info:
+        raise ValueError(f"--load: {folder / MODEL} does not say which model it holds; load another checkpoint")
+    found = config_from_dict(info["config"])
+    if ("lora" in info) != adds:
+        raise ValueError(f"--load: {folder} was made with{'out' if adds else ''} --lora; do so again")
+    if found != config:
+        differences = [
+            f"{key} {value} there, {config.to_dict()[key]} here"
+            for key, value in found.to_dict().items()
+            if value != config.to_dict()[key]
+        ]
+        raise ValueError(f"--load: {folder} is a checkpoint of another model: {'; '.join(differences)}")
+    if not adds:
+        _check_shapes(checkpoint, config)
+    then = objective_from_dict(info.get("objective") or checkpoint.state.get("objective")).predicts
+    if then != objective.predicts:
+        flags = " ".join(f"--{name} {value}" for name, value in then.items())
+        raise ValueError(
+            f"--load: the model in {folder} learned another objective: repeat its {flags}, or give it to --pretrained "
+            "to start from its weights"
+        )
+    if not checkpoint.damaged:
+        return []
+    return [f"--load: {'; '.join(checkpoint.damaged)}; going on from {folder}, the newest that is intact"]
+
+
+def _check_shapes(checkpoint: Checkpoint, config: DiTConfig) -> None:
+    """Raises ValueError unless the weights and averages are those of such a model; from the files' headers."""
+    own = model_shapes(config)[0]
+    for name in (MODEL, *checkpoint.state["ema"]["files"]):
+        path = checkpoint.folder / name
+        with checkpoint.open(name) as file:
+            theirs = {key: shape for key, shape in shapes_in(file, path).items() if key in own}
+        compare(own, theirs, path)

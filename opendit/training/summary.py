@@ -1,0 +1,123 @@
+"""What a run prints before its first step and after its last."""
+
+import math
+import shlex
+from pathlib import Path
+
+import torch
+
+from opendit import monitor as monitoring
+from opendit.checkpoint import newest_run
+from opendit.cli.dry_run import describe_recipe
+from opendit.data.mock import MockDataset
+from opendit.ema import EMA
+from opendit.encoders.folder import KNOWN
+from opendit.job import Job
+from opendit.memory import USABLE, advice, card_memory, describe
+from opendit.models.lora import lora_parameters
+from opendit.monitor import Monitor
+from opendit.parallel.engine import Engine
+from opendit.parallel.sequence import attention_note
+from opendit.saving import Checkpoints
+from opendit.training.history import write_config
+from opendit.training.records import RecordFile, WriteFailures
+
+
+def announce_memory(job: Job) -> None:
+    """What the step will need and, where the GPU has less, the cheapest way out: before building runs out of it."""
+    if not job.mesh.is_main:
+        return
+    config, batch = job.model_config, job.flags.batch_size
+    card = card_memory(job.mesh.device)
+    setup = job.memory_setup(lora_parameters(config, job.lora.rank) if job.lora else config.parameters())
+    print(f"memory: {describe(config, setup, batch, card)}", flush=True)
+    if card is not None and (way_out := advice(config, setup, batch, USABLE * card)):
+        print(f"note: memory: the estimate is above what the GPU has; the cheapest way out is {way_out}", flush=True)
+
+
+def announce(job: Job, failures: WriteFailures, engine: Engine, ema: EMA, graph_note: str, compile_note: str) -> None:
+    """One block that says what is in use, and why."""
+    if not job.mesh.is_main:
+        return
+    with failures.survive("config.json"):
+        write_config(job)
+    flags, mesh, config = job.flags, job.mesh, job.model_config
+    cuda = mesh.device.type == "cuda"
+    weights = sum(math.prod(shape) for shape in engine.shapes.values())  # that are trained
+    processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
+    rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}
+    rows |= {
+        "model": f"{flags.model}: {config.parameters() / 1e6:.1f} M parameters, {config.tokens} tokens, "
+        f"{3 * config.forward_flops() / 1e9:.2f} GFLOP a training sample",
+        "data": job.dataset.describe(),
+        "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {job.vae})",
+        "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
+        "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
+        "trained": f"{weights:,} weights" + (f": {job.lora}, and what is new" if job.lora else ""),
+        "optimizer": engine.optimizer_name,
+        "EMA": f"decay {', '.join(map(str, ema.decays))}{', warm-up' if ema.warmup else ''}; "
+        f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)",
+        "attention": attention_note(job.kernels.attention_note, job.sequence),
+        "sequence": f"over {mesh.sp_size} ranks, {job.sequence.plan}" if job.sequence else "whole on every rank",
+        "kernels": job.kernels.ops_note,
+        "CUDA graph": graph_note,
+        "compile": compile_note,
+        "batch": f"{flags.batch_size} x {mesh.dp_size} ranks x {flags.grad_accumulation} micro-batches = "
+        f"{job.schedule.global_batch}; {job.schedule.steps_per_epoch} steps an epoch",
+        "steps": f"{job.first_step} to {job.last_step}" + (f", resumed from {job.resume.folder}" if job.resume else ""),
+        "run folder": str(job.folder),
+    }
+    monitoring.print_block("OpenDiT training", rows)
+    for note in job.notes:
+        print(f"note: {note}", flush=True)
+
+
+def summarise(job: Job, monitor: Monitor, checkpoints: Checkpoints) -> None:
+    """What is there now, and what to do with it: no line for what is not."""
+    folder, step, failures = job.folder, monitor.last.get("step", job.first_step), monitor.failures
+    rows = {"checkpoint": str(checkpoints.newest or "none was saved")}
+    if not job.flags.save:
+        rows["checkpoint"] = "none (--no_save)"
+    if (folder / "log.jsonl").is_file() and (folder / "log.jsonl").stat().st_size:
+        rows["log"] = str(folder / "log.jsonl") + lines_missing(monitor.log_file)
+    if any((folder / "samples").glob("*.png")):
+        rows["pictures"] = str(folder / "samples")
+    if monitor.board.complete:
+        rows["curves"] = f"tensorboard --logdir {quote(folder / 'tensorboard')}"
+    if next_step := what_next(job, step, checkpoints.newest):
+        rows["next"] = next_step
+    if checkpoints.failures:
+        rows["NOT SAVED"] = "; ".join(checkpoints.failures)
+    if failures.count:
+        rows["NOT WRITTEN"] = f"{failures.describe()}; the exit code is 1"
+    loss = f", last logged loss {monitor.last['loss']:.4f}" if monitor.last.get("loss") is not None else ""
+    print()
+    monitoring.print_block(f"{'Stopped' if step < job.last_step else 'Done'}: step {step}{loss}", rows)
+
+
+def what_next(job: Job, step: int, newest: Path | None) -> str | None:
+    """A command that works on what this run has saved; None if it has nothing."""
+    if newest is None:
+        return None
+    if step < job.last_step:
+        latest = newest_run(job.flags.outputs, job.flags.model)
+        ours = latest is not None and latest.resolve() == job.folder.resolve()
+        return f"the same command with --load {'latest' if ours else quote(job.folder)} goes on to step {job.last_step}"
+    if isinstance(job.dataset, MockDataset):
+        return None  # a model of noise
+    command, info = f"python sample.py --ckpt {quote(job.folder)}", job.info()
+    text = job.model_config.text
+    frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
+    for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):
+        command += f" --{name} {quote(info[name])}"  # what a file alone names is not loaded
+    return command + ("" if job.codec is not None else "  (the latents' VAE was not at hand)")
+
+
+def quote(path: str | Path) -> str:
+    """As a shell takes it for one word."""
+    return shlex.quote(str(path))
+
+
+def lines_missing(log: RecordFile) -> str:
+    missing = log.lost + log.waiting
+    return f" ({missing} lines of it could not be written)" if missing else ""

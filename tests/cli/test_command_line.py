@@ -1,0 +1,85 @@
+"""What is said of a mistake, by whom and how often."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opendit.cli.command_line import read_flags
+from opendit.cli.train_flags import TrainConfig
+from opendit.cli.values import Value, one_line
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def refused(argv: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as stop:
+        read_flags(TrainConfig, argv)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--plugin", "zero3"], "--plugin zero3: must be one of zero2, gemini, ddp; did you mean zero2?"),
+        (["--batch_size"], "--batch_size needs a value"),
+        (["--outputs", "--load", "latest"], "--outputs needs a value"),
+        (["--fp8=true"], "--fp8 takes no value: write --fp8, or --no_fp8"),
+        (["--fp8", "true"], "--fp8 takes no value, not true: write --fp8, or --no_fp8"),
+        (["--lr", "-1e-3"], "--lr -0.001: must be above 0"),
+        (["--batch_size", "64", "--batch_size", "0"], "--batch_size 0"),  # the last one holds
+        (["--image_size", "1000000"], "--image_size 1000000: must be from 1 to 16,384"),
+        (["--global_seed", str(2**70)], "must be from 0 to 9,223,372,036,854,775,807"),
+        (["--sample_steps", "5000"], "--sample_steps 5000: must be from 1 to 1,000"),
+        (["--num_workers", "250"], "--num_workers 250: this machine has"),
+        (["--pretrained", "nowhere"], "--pretrained nowhere doesn't exist"),
+        (["--data_path", "~nobody/at/all"], "--data_path ~nobody/at/all"),
+        (["--model", "DiT-\nXL/2"], "--model DiT-\\nXL/2: no such model"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_fix(argv, message, capsys):
+    said = refused(argv, capsys)
+    assert said.startswith("train.py: error: ") and message in said and said.count("\n") == 1
+    assert "train.py --help" in said
+
+
+def test_of_all_ranks_the_first_speaks(capsys, monkeypatch):
+    for rank, local in (("1", "1"), ("8", "0")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert refused(["--lr", "nan"], capsys) == ""
+        # What another machine may not see is said by the first process of each.
+        assert bool(refused(["--load", "nowhere"], capsys)) == (local == "0")
+    monkeypatch.setenv("RANK", "0")
+    assert "--lr nan" in refused(["--lr", "nan"], capsys)
+
+
+def test_two_processes_say_it_once():
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*start, "train.py", "--lr", "inf"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and done.stderr.count("--lr inf: must be above 0") == 1
+    assert "Traceback" not in done.stderr.partition("--lr inf")[0]
+
+
+@given(st.integers() | st.floats() | st.text(max_size=20))
+def test_what_is_read_is_in_its_range(value):
+    for takes in (Value(int, at_least=1, at_most=100), Value(float, above=0, below=1)):
+        try:
+            found = takes.convert(str(value))
+        except Exception as error:
+            assert type(error).__name__ == "ArgumentTypeError" and takes.describe() in str(error)
+            continue
+        assert isinstance(found, takes.kind) and repr(found + 0) == repr(takes.kind(str(value)) + 0)
+        low, high = (1, 100) if takes.kind is int else (0, 1)
+        assert (takes.problem(found) is None) == (low <= found <= high and (takes.kind is int or low < found < high))
+
+
+@given(st.text(st.characters(codec=None), max_size=2000))
+def test_a_message_is_one_short_line(text):
+    line = one_line(text)
+    assert len(line) <= 420 and len(line.splitlines()) <= 1
+    assert one_line("plain ünïcödé 文") == "plain ünïcödé 文"

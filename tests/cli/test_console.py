@@ -1,0 +1,72 @@
+"""What a program prints never ends it: encodings, closed streams, pipes that nobody reads, full disks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRINTS = """
+import sys
+from opendit.cli.console import prepare_console
+prepare_console()
+print("caf\\xe9 \\u6f22 \\udce9 \\U0001f469 end")
+print("caf\\xe9 \\udce9 error", file=sys.stderr)
+for i in range(20000):
+    print("line", i)
+from tqdm import tqdm
+tqdm.write("written \\u6f22")
+opened = open(sys.argv[1], "w")
+opened.write(f"{opened.fileno()} went on")
+opened.close()
+sys.exit(3)
+"""
+
+
+def run(tmp_path, before: str = "", after: str = "", **environment: str) -> subprocess.CompletedProcess:
+    """The program above in a shell, with ``before`` and ``after`` around it; its exit code is in a file."""
+    script, end, code = tmp_path / "prints.py", tmp_path / "end", tmp_path / "code"
+    script.write_text(PRINTS)
+    command = f"{before} ({sys.executable} {script} {end}; echo $? > {code}) {after}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, env=env, timeout=100)
+    assert code.read_text().strip() == "3", done.stderr.decode(errors="replace")
+    number, went_on = end.read_text().split(" ", 1)
+    assert int(number) > 2 and went_on == "went on"  # no file took a standard stream's place
+    return done
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"PYTHONIOENCODING": "ascii:strict"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "cp1252"},
+        {},
+    ],
+)
+def test_no_encoding_ends_a_program(environment, tmp_path):
+    done = run(tmp_path, **environment)
+    first = done.stdout.splitlines()[0]
+    utf8 = not environment
+    assert first == ("café 漢 \\udce9 👩 end".encode() if utf8 else first) and b"\\udce9" in first
+    assert first.endswith(b"end") and (utf8 or b"\\u6f22" in first)
+    assert done.stdout.splitlines()[-1] == ("written 漢".encode() if utf8 else b"written \\u6f22")
+    assert b"\\udce9 error" in done.stderr and b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("after", ["| head -n 1", "2>&1 | true", "> /dev/full", "> /dev/full 2>&1", "<&- >&- 2>&-"])
+def test_no_stream_ends_a_program(after, tmp_path):
+    done = run(tmp_path, after=after)
+    assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+    if after == "> /dev/full":
+        assert done.stderr.count(b"standard output can't be written (No space left on device)") == 1
+
+
+def test_a_wrong_flag_in_no_encoding(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii:strict"}
+    for program in (["train.py"], ["sample.py"], ["preprocess.py"], ["-m", "opendit.export"], ["-m", "opendit.models"]):
+        done = subprocess.run([sys.executable, *program, "--caf\udce9", "漢"], cwd=ROOT, env=env, capture_output=True)
+        assert done.returncode == 2 and b"Traceback" not in done.stderr, (program, done.stderr)

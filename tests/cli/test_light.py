@@ -1,0 +1,72 @@
+"""Help and mistakes are answered before anything heavy is imported, by tables that say what is really there."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "numpy", "transformers", "diffusers", "colossalai", "PIL"}
+# Runs a program as __main__ and says on the last line of stdout which heavy packages it has imported by its end.
+PROBE = """
+import atexit, runpy, sys
+atexit.register(lambda: print("imported:", *sorted({m.split(".")[0] for m in sys.modules} & set(%r))))
+program, sys.argv = sys.argv[1], sys.argv[1:]
+runpy.run_module(program[3:], run_name="__main__") if program.startswith("-m ") else runpy.run_path(program, None,
+                                                                                                 "__main__")
+"""
+PROGRAMS = ["train.py", "sample.py", "preprocess.py", "-m opendit.export", "-m opendit.models"]
+
+
+def run(program: str, *argv: str) -> tuple[int, str, str]:
+    """(exit code, the heavy packages that were imported, stderr)."""
+    words = [sys.executable, "-c", PROBE % sorted(HEAVY), program, *argv]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout.splitlines()[-1], done.stderr
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_and_a_wrong_flag_import_nothing_heavy(program):
+    code, imported, errors = run(program, "--help")
+    assert (code, imported, errors) == (0, "imported:", "")
+    code, imported, errors = run(program, "--no_such_flag")
+    assert (code, imported) == (2, "imported:") and ": error: " in errors.splitlines()[-1]
+
+
+def test_the_probe_sees_what_is_imported():
+    assert {"numpy", "torch"} < set(run("-m opendit.encoders.text")[1].split())
+
+
+def test_the_light_tables_are_what_the_heavy_modules_have():
+    from opendit.diffusion import OBJECTIVES, SAMPLERS, names
+    from opendit.diffusion.edm import EDM_SAMPLERS
+    from opendit.diffusion.flow import FLOW_SAMPLERS, TIME_SAMPLING
+    from opendit.kernels import attention
+    from opendit.kernels import names as kernels
+    from opendit.memory import BACKWARD, BYTES
+    from opendit.models.names import KINDS
+    from opendit.models.zoo import CLASSES
+    from opendit.parallel import engine
+    from opendit.parallel import names as parallel
+
+    assert tuple(OBJECTIVES) == tuple(names.SAMPLERS_OF)
+    tables = {"ddpm": SAMPLERS, "flow": FLOW_SAMPLERS, "edm": EDM_SAMPLERS}
+    for name, objective in OBJECTIVES.items():
+        assert objective.samplers == names.SAMPLERS_OF[name] and set(objective.samplers) == set(tables[name])
+    assert names.FLOW_TIMES == tuple(TIME_SAMPLING)
+    assert set(names.ALL_SAMPLERS) == {sampler for table in tables.values() for sampler in table}
+    assert kernels.TORCH_ATTENTION == tuple(attention.BACKENDS)
+    assert kernels.RECOMPUTE == tuple(BACKWARD)
+    assert tuple(KINDS) == tuple(CLASSES)
+    assert set(parallel.PLUGINS) == set(engine._ENGINES)
+    assert set(parallel.PRECISIONS) == set(engine.PRECISIONS) == set(BYTES)
+
+
+@pytest.mark.parametrize("package", ["models", "diffusion", "export"])
+def test_every_name_of_a_lazy_package_is_there(package):
+    module = importlib.import_module(f"opendit.{package}")
+    assert module.__all__ and all(getattr(module, name) is not None for name in module.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        getattr(module, "Nothing")  # noqa: B009

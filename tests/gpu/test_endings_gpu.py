@@ -1,0 +1,53 @@
+"""A rank that is killed while all of them are inside NCCL's collectives: the others end within seconds."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+ROOT = Path(__file__).resolve().parents[2]
+SOON = 15.0
+ARGV = "--model DiT-S/2 --image_size 32 --vae none --data_path digits --batch_size 32 --mixed_precision bf16".split()
+ARGV += "--num_workers 2 --log_every 5 --sample_every 0 --ckpt_every 0 --max_steps 1000000".split()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_rank_lost_inside_nccl_ends_the_run(tmp_path, victim, graph):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    log, outputs = tmp_path / "log", tmp_path / "out"
+    argv = [*torchrun, *ARGV, *(["--enable_cuda_graph"] if graph else []), "--outputs", str(outputs)]
+    with open(log, "w") as file:
+        agent = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file)
+    family: list[psutil.Process] = []
+    try:
+        lines = outputs / "000-DiT-S-2" / "log.jsonl"
+        end = time.monotonic() + 120
+        while not (lines.is_file() and len(lines.read_text().splitlines()) >= 3):
+            assert agent.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        family = psutil.Process(agent.pid).children(recursive=True)
+        ranks = [each for each in psutil.Process(agent.pid).children() if "train.py" in each.cmdline()]
+        lost, left = sorted(ranks, key=lambda each: each.environ()["RANK"] != victim)
+        # Stopped first: the other rank is then inside a collective, for ever, when the kill comes.
+        lost.send_signal(signal.SIGSTOP)
+        time.sleep(2)
+        assert left.is_running()
+        lost.kill()
+        killed = time.monotonic()
+        assert agent.wait(SOON) != 0
+        assert not psutil.wait_procs(family, timeout=max(0.1, killed + SOON - time.monotonic()))[1]
+        assert f"error: rank {victim} (" in log.read_text() and f"pid {lost.pid}) was lost" in log.read_text()
+    finally:
+        agent.kill()
+        for each in family:
+            with contextlib.suppress(psutil.Error):
+                each.kill()
+        agent.wait()

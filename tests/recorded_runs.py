@@ -1,0 +1,164 @@
+"""What short runs do, as numbers: recorded once, so that a redesign can show that it has changed none of them.
+
+    python -m tests.recorded_runs              # records all anew; tests/test_recorded_runs.py compares
+    python -m tests.recorded_runs MovieGen     # only MovieGen, whose meaning was changed on purpose
+
+A run is train.py's own, on random latents, in fp32 on a CPU. Of every run are kept: the loss and the gradient's norm of
+20 steps, the gradient's norm of every parameter in the first step, and what its checkpoint holds. Gradients are read
+from the checkpoint of the first step, where Adam's mean of the gradients is (1 - beta1) times the gradient: so nothing
+here depends on how the program is built. Of every objective and sampler the latents that a model with fixed weights
+draws are kept.
+"""
+
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+RECORDED = Path(__file__).with_suffix(".json")
+STEPS = 20
+COMMON = (
+    "--data_path mock --mixed_precision fp32 --batch_size 4 --num_workers 0 --log_every 1 --sample_every 0 "
+    "--ckpt_every 0 --grad_clip 0 --lr 1e-3 --global_seed 7 --adam_beta1 0.9"
+)
+PICTURES, CLIPS = "--image_size 64", "--image_size 64 --use_video --num_frames 4"
+ARCHITECTURES = {
+    "DiT": f"--model DiT-Ti/2 {PICTURES} --num_classes 10",
+    "vDiT": f"--model vDiT-Ti/122 {CLIPS} --text_encoder bytes",
+    "ST-DiT": f"--model ST-DiT-Ti/122 {CLIPS} --text_encoder bytes",
+    "MovieGen": f"--model MovieGen-Ti/122 {CLIPS} --text_encoder bytes",
+    "EC-DiT": f"--model EC-DiT-Ti/2 {PICTURES} --num_classes 10",
+}
+OBJECTIVES = {"ddpm": "", "flow": "--objective flow --flow_shift 3", "edm": "--objective edm"}
+FOR = {"sp 2": ("DiT", "vDiT"), "recompute": ("DiT", "vDiT")}  # the others can't be trained that way
+VARIANTS = {
+    "accumulation": "--grad_accumulation 2 --batch_size 2",
+    "recompute": "--recompute half",
+    "grad_checkpoint": "--grad_checkpoint",
+    "sp 2": "--sequence_parallel_size 2",
+    "lora": "--lora 4 --pretrained {base}",
+}
+
+
+def training_cases() -> dict[str, str]:
+    """Name -> train.py's flags: every architecture with every objective, and with every variant of the first one."""
+    cases = {f"{a}, {o}": f"{ARCHITECTURES[a]} {OBJECTIVES[o]}" for a in ARCHITECTURES for o in OBJECTIVES}
+    for variant, flags in VARIANTS.items():
+        cases |= {f"{a}, {variant}": f"{ARCHITECTURES[a]} {flags}" for a in FOR.get(variant, ARCHITECTURES)}
+    return {name: f"{COMMON} {flags}" for name, flags in cases.items()}
+
+
+def record_training(flags: str, folder: Path) -> dict | None:
+    """Trains as the flags say, 1 step and STEPS; what is to be kept, or on ranks other than 0 None."""
+    import train
+
+    if "{base}" in flags:
+        base = flags.split(" --lora")[0]
+        train.main([*base.split(), "--max_steps", "1", "--outputs", str(folder / "base")])
+        flags = flags.format(base=_only(folder / "base"))
+    for steps in (1, STEPS):
+        train.main([*flags.split(), "--max_steps", str(steps), "--outputs", str(folder / str(steps))])
+    if int(os.environ.get("RANK", "0")):
+        return None
+    lines = [json.loads(line) for line in (_only(folder / str(STEPS)) / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    first = _only(folder / "1") / "checkpoints" / "latest"
+    files = sorted(first.resolve().glob("*.safetensors"))
+    return {
+        "loss": [line["loss"] for line in lines],
+        "grad_norm": [line["grad_norm"] for line in lines],
+        "first_gradients": _first_gradients(files),
+        "checkpoint": {path.name: _contents(path) for path in files if not path.name.startswith("optimizer")},
+        "files": sorted(path.name for path in first.resolve().iterdir()),
+    }
+
+
+def _only(outputs: Path) -> Path:
+    (run,) = outputs.glob("*-*")
+    return run
+
+
+def _first_gradients(files: list[Path]) -> dict[str, float]:
+    norms = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                if name.startswith("exp_avg."):
+                    norm = file.get_tensor(name).double().norm().item() / (1 - 0.9)
+                    norms[name.removeprefix("exp_avg.")] = norm
+    return dict(sorted(norms.items()))
+
+
+def _contents(path: Path) -> dict[str, list[int]]:
+    with safe_open(path, framework="pt") as file:
+        return {name: list(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+
+
+def record_sampling() -> dict[str, list[float]]:
+    """'objective, sampler' -> the first 32 numbers and the norm of latents that a DiT of fixed weights draws."""
+    from opendit.diffusion import OBJECTIVES as KINDS
+    from opendit.models import build_model, model_config
+    from opendit.sampling import sample_latents
+
+    drawn = {}
+    for name, kind in KINDS.items():
+        objective = kind()
+        shape = dict(input_size=(4, 6), in_channels=3, num_classes=5, learn_sigma=objective.learn_sigma)
+        model = build_model(model_config("DiT-Ti/2", **shape)).eval()
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():  # not as they are made: zeros draw what noise is
+            parameter.data = torch.randn(parameter.shape, generator=generator) / math.sqrt(parameter.shape[-1])
+        y, null = torch.tensor([0, 3]), torch.tensor([5])
+        for sampler in objective.samplers:
+            settings = dict(objective=objective, sampler=sampler, seed=3, steps=5, cfg_scale=2.0)
+            latents = sample_latents(model, y, null, torch.arange(2), **settings).double()
+            drawn[f"{name}, {sampler}"] = [*latents.flatten()[:32].tolist(), latents.norm().item()]
+    return drawn
+
+
+def machine() -> dict[str, str]:
+    """What rounding depends on: on another machine or torch, sums are added in another order."""
+    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "arch": platform.machine()}
+
+
+def record_case(name: str) -> dict:
+    """One of ``training_cases()``, on as many processes as it needs."""
+    from tests.ranks import run_ranks
+
+    flags = training_cases()[name]
+    with tempfile.TemporaryDirectory() as folder:
+        world = 2 if "--sequence_parallel_size 2" in flags else 1
+        return run_ranks(world, _on_a_rank, flags, folder)[0]
+
+
+def _on_a_rank(mesh, flags: str, folder: str) -> dict | None:
+    from tests.ranks import several_programs
+
+    several_programs()
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        return record_training(flags, Path(folder))
+
+
+def main(asked: list[str]) -> None:
+    """Records what is asked for, beginnings of names ("MovieGen" "DiT, lora"), or all; the rest stays as it is."""
+    torch.set_num_threads(1)
+    content = json.loads(RECORDED.read_text()) if asked else {"training": {}}
+    content |= {"machine": machine(), "sampling": record_sampling()}
+    for name in training_cases():
+        if not asked or any(name.startswith(beginning) for beginning in asked):
+            content["training"][name] = record_case(name)
+            losses = content["training"][name]["loss"]
+            print(f"{name}: {losses[0]:.6f} to {losses[-1]:.6f}", flush=True)
+    RECORDED.write_text(json.dumps(content, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+    print(f"{RECORDED}: {RECORDED.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
