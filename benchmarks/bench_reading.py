@@ -31,7 +31,7 @@ from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.data.clips import clip_window, resize_and_crop
 from opendit.data.csv_table import Row, write_csv
 from opendit.data.moving_digits import make_demo
-from opendit.random import Stream, uniform
+from opendit.diffusion.random import Stream, uniform
 
 SEED = 0
 BASELINES = {"decord": "bare decord", "resized": "decord resizing", "cropped": "decord + crop and resize"}

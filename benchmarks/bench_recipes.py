@@ -4,9 +4,9 @@
     python benchmarks/bench_recipes.py --plan --gpus 1 2 4            what would run, and with which batch; needs no GPU
 
 A case is a run of train.py as its user starts it: torchrun, a mock_ recipe, a few flags. Its micro-batch is the largest
-that fits into --fill of the card by the estimate of opendit/memory.py, up to LARGEST_STEP of work. The figures are the
-medians of what the run logs after WARMUP steps. A case that does not fit is left out, one that fails says why, and the
-others run.
+that fits into --fill of the card by the estimate of opendit/training/memory.py, up to LARGEST_STEP of work. The
+figures are the medians of what the run logs after WARMUP steps. A case that does not fit is left out, one that fails
+says why, and the others run.
 
 Work is counted in two ways: *executed* are the matrix products, forward x 3, as train.py logs them (what is recomputed
 not counted again); *6 N* is NeMo's, 6 x parameters x tokens. It takes every weight for one that every token meets: too
@@ -32,10 +32,10 @@ from benchmarks.results import append
 from opendit.cli.command_line import parse
 from opendit.cli.dry_run import CARDS, memory_setup
 from opendit.cli.train_flags import TrainConfig
-from opendit.memory import GIB, USABLE, estimate, largest_batch
 from opendit.models import config_from_dict
-from opendit.plan import open_data, plan_model
 from opendit.state.run_folders import run_folders
+from opendit.training.from_flags import open_data, plan_model
+from opendit.training.memory import GIB, USABLE, estimate, largest_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY = 10, 2  # of a run, and of a line of its log

@@ -33,7 +33,6 @@ from benchmarks.clocks import Clocks
 from benchmarks.results import append
 from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
 from opendit.cli.shared_flags import SpeedFlags
-from opendit.forward_backward import record
 from opendit.kernels.select import select_kernels
 from opendit.kernels.split_heads import head_views
 from opendit.models.dit import DiTBlock
@@ -43,6 +42,7 @@ from opendit.parallel.sequence.choose import MOST_GROUPS, Plan, Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
 from opendit.parallel.sizes import environment_world_size
+from opendit.training.runners import record
 
 LEAST_STEPS = 4  # of a turn, however long it takes then
 WHOLE, COMPUTE_ONLY, IN_STEP = "whole", "compute only", "in step"

@@ -22,15 +22,15 @@ from torch import Tensor
 
 from benchmarks.bench_train import Latents
 from benchmarks.results import append
-from opendit.checkpoint import load_checkpoint, verify
 from opendit.cli.shared_flags import SpeedFlags
-from opendit.ema import EMA
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
-from opendit.monitor import resident_gib
 from opendit.parallel.engine import PRECISIONS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.saving import Checkpoints
+from opendit.state.checkpoint import load_checkpoint, verify
+from opendit.state.ema import EMA
+from opendit.state.saving import Checkpoints
+from opendit.training.monitor import resident_gib
 
 
 class FullEMA:

@@ -31,9 +31,7 @@ from benchmarks.plain_dit import PlainDiT, PlainVDiT
 from benchmarks.results import append
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.diffusion import DDPM, ddpm_loss
-from opendit.ema import EMA
-from opendit.forward_backward import EAGER, ForwardBackward
-from opendit.job import make_deterministic
+from opendit.diffusion.random import Stream, integers, normal
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.recompute import recompute_in
@@ -41,7 +39,9 @@ from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import build_model, model_config
 from opendit.parallel.engine import PRECISIONS, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.random import Stream, integers, normal
+from opendit.state.ema import EMA
+from opendit.training.job import make_deterministic
+from opendit.training.runners import EAGER, ForwardBackward
 
 SEED, GROUP = 1, 4
 PLAIN = "plain autocast bf16"

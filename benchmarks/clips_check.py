@@ -21,8 +21,8 @@ from opendit.data.moving_digits import DIRECTIONS, caption, render
 from opendit.diffusion import objective_from_dict
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.video_vae import load_video_codec
-from opendit.models.pretrained import load_pretrained
-from opendit.sampling import sample_latents
+from opendit.inference.sampling import sample_latents
+from opendit.state.pretrained import load_pretrained
 
 FILE_FRAMES, FILE_SIZE = 48, 64  # of the demo's clips
 

@@ -20,8 +20,8 @@ from opendit.data.moving_digits import name_digit
 from opendit.diffusion import objective_from_dict
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.vae import load_codec
-from opendit.models.pretrained import load_pretrained
-from opendit.sampling import sample_latents
+from opendit.inference.sampling import sample_latents
+from opendit.state.pretrained import load_pretrained
 
 
 def draw(ckpt: str, per_class: int, seed: int, steps: int, sampler: str, cfg_scale: float):

@@ -22,10 +22,10 @@ from PIL import Image
 
 from benchmarks import clips_check, digits_check
 from benchmarks.results import RESULTS, append
-from opendit.checkpoint import newest_run
 from opendit.data import digits_split
 from opendit.data.csv_table import Row, write_csv
 from opendit.data.moving_digits import make_demo, name_digit
+from opendit.state.checkpoint import newest_run
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUNDS = {"class accuracy": 0.9, "digit": 0.8, "direction": 0.9}  # what a model must reach

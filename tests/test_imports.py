@@ -7,7 +7,8 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "module", ["data", "diffusion", "encoders", "fused", "kernels.attention", "models", "plan", "state.export"]
+    "module",
+    ["data", "diffusion", "encoders", "fused", "kernels.attention", "models", "training.from_flags", "state.export"],
 )
 def test_imported_first(module):
     subprocess.run([sys.executable, "-c", f"import opendit.{module}"], check=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.faults.lab import Lab, add, fault
-from opendit.state_files import MANIFEST, write_manifest
+from opendit.state.files import MANIFEST, write_manifest
 
 MODEL, AVERAGE, MOMENTS, STATE = "model.safetensors", "ema.safetensors", "optimizer_000.safetensors", "state.json"
 

@@ -8,12 +8,19 @@ from opendit.cli.recipes import find_recipe
 from opendit.cli.train_flags import TrainConfig
 from opendit.data import DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
-from opendit.memory import GIB, USABLE, Setup, advice, estimate, largest_batch
 from opendit.models import DiTConfig
 from opendit.models.lora import lora_parameters
-from opendit.monitor import print_block
 from opendit.parallel.sequence.choose import Machine, make_plan
-from opendit.plan import check_pretrained, last_step_of, open_data, plan_model, saved_by_adaln_lora, sequence_shape
+from opendit.training.from_flags import (
+    check_pretrained,
+    last_step_of,
+    open_data,
+    plan_model,
+    saved_by_adaln_lora,
+    sequence_shape,
+)
+from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch
+from opendit.training.monitor import print_block
 
 CARDS = {"80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}  # as torch counts an H100's and an H200's memory
 

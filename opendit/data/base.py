@@ -1,7 +1,7 @@
 """What every data set of OpenDiT looks like to the rest of the program, and how unreadable files are counted.
 
 A data set holds rows; a training step asks for a row with a ``Ticket`` that says where in the run the
-sample is used. Everything random about the sample is keyed by the ticket (see ``opendit.random``), so the
+sample is used. Everything random about the sample is keyed by the ticket (see ``opendit.diffusion.random``), so the
 same ticket gives the same numbers in any process, on any number of GPUs and after any resume.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from opendit.data.files import printable
-from opendit.random import Stream, integers, uniform
+from opendit.diffusion.random import Stream, integers, uniform
 
 if TYPE_CHECKING:
     from opendit.data.verification import Verification

@@ -20,15 +20,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from opendit.common.rules import read_json, shown
 from opendit.data.base import Embedding, MediaDataset, flip_note, hash_parts
 from opendit.data.contents import hash_files
 from opendit.data.latents_check import REPAIR, check_index, layout_of, read_shard
 from opendit.data.text_cache import CaptionTable, padded, read_empty_caption
 from opendit.data.verification import Verification
-from opendit.models.header import open_safetensors
-from opendit.state.rules import read_json, shown
+from opendit.state.files import write_file, write_tensors
+from opendit.state.header import open_safetensors
 from opendit.state.schema import LATENTS_INDEX, SHARD, checked, parse_text
-from opendit.state_files import write_file, write_tensors
 
 INDEX = "index.json"
 FORMAT, VERSION = "opendit-latents", 1

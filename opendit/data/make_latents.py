@@ -22,7 +22,7 @@ from opendit.data.progress import Progress
 from opendit.data.read_ahead import ReadAhead
 from opendit.data.text_cache import EMPTY, embed, pack_captions, pack_embeddings, write_empty_caption
 from opendit.encoders.vae import Codec
-from opendit.state_files import sha256_of
+from opendit.state.files import sha256_of
 
 Part = tuple[Tensor, Tensor, Tensor, list]  # of a shard: moments (B, F, 2C, ...) fp16, labels, rows, embeddings
 

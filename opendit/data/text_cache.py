@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from opendit.data.base import DataError, Embedding
-from opendit.models.header import open_safetensors, shapes_in
-from opendit.state_files import write_tensors
+from opendit.state.files import write_tensors
+from opendit.state.header import open_safetensors, shapes_in
 
 EMPTY = "empty-caption.safetensors"
 

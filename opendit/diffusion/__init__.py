@@ -1,7 +1,7 @@
 """Noise schedules, losses and samplers: functions over tensors, no nn.Module inside. A name's module is imported when
 it is first used: ``names`` needs no torch."""
 
-from opendit.lazy import import_when_used
+from opendit.common.lazy import import_when_used
 
 __getattr__, __all__ = import_when_used(
     __name__,

@@ -16,8 +16,8 @@ from opendit.diffusion import edm
 from opendit.diffusion.ddpm import DDPM, ddpm_loss
 from opendit.diffusion.flow import FLOW_SAMPLERS, TIME_SAMPLING, TIME_SCALE, flow_loss, sampling_times, shift_times
 from opendit.diffusion.names import FLOW_TIMES, PREDICTIONS, SAMPLERS_OF
+from opendit.diffusion.random import Stream, integers, uniform
 from opendit.diffusion.samplers import SAMPLERS, eps_model, initial_noise, keyed_noise
-from opendit.random import Stream, integers, uniform
 
 
 class Objective(ABC):

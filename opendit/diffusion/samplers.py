@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import DDPM, at_least_float32, split_output
+from opendit.diffusion.random import Stream, normal
 from opendit.diffusion.solvers import for_step, multistep
-from opendit.random import Stream, normal
 
 Model = Callable[[Tensor, Tensor], Tensor]
 NoiseFn = Callable[[int], Tensor]

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from opendit.models.header import open_safetensors, shapes_in
-from opendit.state.rules import (
+from opendit.common.rules import (
     MIB,
     Invalid,
     Rule,
@@ -30,6 +29,7 @@ from opendit.state.rules import (
     string,
     whole,
 )
+from opendit.state.header import open_safetensors, shapes_in
 from opendit.state.schema import FILE, FileKind, read_file
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opendit.common.rules import optional, plain, record, shown, string, whole
 from opendit.encoders.folder import (
     CONFIG,
     LAYERS,
@@ -28,7 +29,6 @@ from opendit.encoders.folder import (
 )
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import masked_mean
-from opendit.state.rules import optional, plain, record, shown, string, whole
 from opendit.state.schema import read_file
 
 BYTES = ("bytes", 128, 64)  # kind, width and tokens of the trained encoder unless flags say otherwise

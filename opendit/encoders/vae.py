@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opendit.common.rules import listed, number, optional, string, truth, whole
 from opendit.data.base import hash_parts
 from opendit.encoders.folder import (
     CONFIG,
@@ -26,7 +27,6 @@ from opendit.encoders.folder import (
     refuse_adapters,
     weight_shapes,
 )
-from opendit.state.rules import listed, number, optional, string, truth, whole
 from opendit.state.schema import read_file
 
 # Short name -> repository of the hub and its commit.

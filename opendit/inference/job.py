@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opendit.checkpoint import newest_run
 from opendit.cli.sample_flags import SampleConfig
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
@@ -15,17 +14,18 @@ from opendit.encoders.folder import encoder_name
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
+from opendit.inference.sampling import preview_labels
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiT, DiTConfig
-from opendit.models.pretrained import Weights, assumption, find_weights, load_pretrained, read_config
 from opendit.parallel.engine import PRECISIONS
 from opendit.parallel.guidance import Replica, make_replicas
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import make_plan
-from opendit.plan import sequence_shape
-from opendit.sampling import preview_labels
+from opendit.state.checkpoint import newest_run
 from opendit.state.lock import lock_folder
+from opendit.state.pretrained import Weights, assumption, find_weights, load_pretrained, read_config
+from opendit.training.from_flags import sequence_shape
 
 SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval counts
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opendit.state.replace import replacing
+from opendit.common.replace import replacing
 
 INDEX = ".samples.json"  # the files in a folder that sample.py wrote, and will take away when it draws there again
 _CANT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)  # of file systems that know no such call

@@ -11,17 +11,17 @@ import torch
 from PIL import Image
 
 from opendit.cli.sample_flags import SampleConfig
+from opendit.common.replace import replacing
 from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
 from opendit.inference.job import Job, prepare
 from opendit.inference.output import OutputFolder, Rows, file_name, in_parts, removed_at_the_end, texts, write_npz
-from opendit.monitor import print_block
+from opendit.inference.sampling import grid_columns, sample_in_batches, save_animation, save_contact_sheet, save_grid
 from opendit.parallel.guidance import SharedBatch
 from opendit.parallel.mesh import init_mesh
 from opendit.parallel.sequence import attention_note
 from opendit.parallel.supervisor import Supervisor
-from opendit.sampling import grid_columns, sample_in_batches, save_animation, save_contact_sheet, save_grid
-from opendit.state.replace import replacing
+from opendit.training.monitor import print_block
 
 GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most; the single files and the .npz hold all
 

@@ -1,7 +1,7 @@
-"""The bits of opendit/random.py, whose ten rounds of Philox are some 120 operations of torch, by one kernel.
+"""The bits of opendit/diffusion/random.py, whose ten rounds of Philox are some 120 operations of torch, by one kernel.
 
 Word k of counter (block, index, step, stream) under the key ``seed`` is number 4 block + k of a sample. Reference:
-``opendit.random.random_bits`` for a device without kernels. Integers only: the same bits everywhere.
+``opendit.diffusion.random.random_bits`` for a device without kernels. Integers only: the same bits everywhere.
 """
 
 import torch

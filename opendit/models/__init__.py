@@ -1,6 +1,6 @@
 """The networks and the zoo. A name's module is imported when it is first used: ``names`` needs no torch."""
 
-from opendit.lazy import import_when_used
+from opendit.common.lazy import import_when_used
 
 __getattr__, __all__ = import_when_used(
     __name__,

@@ -14,8 +14,8 @@ from opendit.parallel.names import PLUGINS, PRECISIONS
 
 def table(names: list[str], image_size: int, frames: int, batch: int, world: int, precision: str) -> list[list[str]]:
     """A row of texts for each model, the titles first. Latents are 4 channels of an eighth of ``image_size``."""
-    from opendit.memory import GIB, Setup, estimate  # torch, which wrong flags need not wait for
     from opendit.models import model_config
+    from opendit.training.memory import GIB, Setup, estimate  # torch, which wrong flags need not wait for
 
     rows = [["model", "parameters", "tokens", "GFLOP a sample", *(f"{plugin} GiB" for plugin in PLUGINS)]]
     for name in names:
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     parser = CommandLine(
         prog="python -m opendit.models",
         description="Lists the models: parameters, work of a training sample (forward and backward), and training "
-        "memory of one GPU under each plugin, with fused kernels and one EMA, by formula (opendit/memory.py).",
+        "memory of one GPU under each plugin, with fused kernels and one EMA, by formula (opendit/training/memory.py).",
     )
     parser.option("names", Value(), "these only, e.g. DiT-XL/2 vDiT-B/244", nargs="*", metavar="MODEL")
     parser.option("--image_size", Value(int, **SIDE), "pixels; latents have an eighth of it", 256)

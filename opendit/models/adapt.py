@@ -15,8 +15,8 @@ from torch import Tensor
 
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
-from opendit.models.pretrained import Weights
 from opendit.models.vdit import VDiTConfig
+from opendit.state.pretrained import Weights
 
 # Fields of a configuration that decide what stands before and after the blocks; all others must agree.
 AROUND_THE_BLOCKS = {

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.header import model_shapes
 from opendit.models.layers import BlockOps
-from opendit.models.pretrained import Weights
 from opendit.models.zoo import build_model
+from opendit.state.header import model_shapes
+from opendit.state.pretrained import Weights
 
 LAYERS = ("qkv", "q", "kv", "proj", "fc1", "fc2")
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer"  # in peft's names of parameters

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opendit.parallel import colossal
+from opendit.parallel.colossal import plugins as colossal
 from opendit.parallel.mesh import Mesh
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

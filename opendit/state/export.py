@@ -14,19 +14,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from opendit.common.replace import replacing
+from opendit.common.rules import MIB, mapping, optional, plain, record, string, whole
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.folder import encoder_name
 from opendit.encoders.vae import HUB, load_codec
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.header import check_shapes, open_safetensors, shapes_in
 from opendit.models.layers import PLAIN
 from opendit.models.names import SIZES
-from opendit.models.pretrained import METADATA_KEY, Weights, assumption, load_pretrained, refuse_unless_finite
 from opendit.models.zoo import build_model, model_config
-from opendit.state.replace import replacing
-from opendit.state.rules import MIB, mapping, optional, plain, record, string, whole
+from opendit.state.files import write_file, write_tensors
+from opendit.state.header import check_shapes, open_safetensors, shapes_in
+from opendit.state.pretrained import METADATA_KEY, Weights, assumption, load_pretrained, refuse_unless_finite
 from opendit.state.schema import NAME, FileKind, read_file
-from opendit.state_files import write_file, write_tensors
 
 _SIZE = whole(1, 1 << 16)
 TRANSFORMER = FileKind(

@@ -11,10 +11,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from opendit.diffusion.objectives import OBJECTIVES, objective_from_dict
-from opendit.models.configuration import DiTConfig
-from opendit.models.zoo import CLASSES, config_from_dict
-from opendit.state.rules import (
+from opendit.common.rules import (
     MIB,
     Invalid,
     Rule,
@@ -33,9 +30,12 @@ from opendit.state.rules import (
     truth,
     whole,
 )
+from opendit.diffusion.objectives import OBJECTIVES, objective_from_dict
+from opendit.models.configuration import DiTConfig
+from opendit.models.zoo import CLASSES, config_from_dict
 
 # Bounds of a configuration's fields, far above every model there is. What a model really takes is compared with the
-# weights beside it (opendit.models.pretrained).
+# weights beside it (opendit.state.pretrained).
 BOUNDS: dict[str, Rule] = {
     "input_size": whole(1, 1 << 16),
     "patch_size": whole(1, 64),

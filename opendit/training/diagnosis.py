@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from opendit.data import Batch
-from opendit.job import Job
+from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engine import Engine
-from opendit.parallel.side_channel import SideChannel
+from opendit.training.job import Job
 
 KEPT = 8  # micro-batches of a step, at most
 NAMED = 5  # samples
@@ -33,7 +33,7 @@ class Diagnosis:
 
     def __init__(self, job: Job, engine: Engine, inputs: Callable[[Job, Batch], tuple], forward_backward: Callable):
         self.job, self.engine, self.inputs, self.forward_backward = job, engine, inputs, forward_backward
-        self._channel = SideChannel(job.mesh)
+        self._channel = ControlGroup(job.mesh)
         self._batches: deque[Batch] = deque(maxlen=KEPT)
 
     @property

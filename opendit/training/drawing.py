@@ -3,13 +3,13 @@
 import numpy as np
 import torch
 
-from opendit import monitor as monitoring
-from opendit.ema import EMA
-from opendit.job import Job, example_captions
+from opendit.inference.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
 from opendit.models import Condition, DiT, build_model
-from opendit.monitor import Monitor
 from opendit.parallel.engine import Engine
-from opendit.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
+from opendit.state.ema import EMA
+from opendit.training import monitor as monitoring
+from opendit.training.job import Job, example_captions
+from opendit.training.monitor import Monitor
 
 
 def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -> None:

@@ -28,7 +28,7 @@ from opendit.kernels.fp8_linear import Modulated
 from opendit.models.layers import TORCH_OPS
 
 if TYPE_CHECKING:
-    from opendit.job import Job
+    from opendit.training.job import Job
 
 # What a difference means.
 CURVE = "the curve is another from here on"

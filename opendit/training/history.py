@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opendit.cli.command_line import overridden, to_dict
-from opendit.state.replace import replacing
+from opendit.common.replace import replacing
+from opendit.state.files import sync_folder
 from opendit.state.schema import RUN_CONFIG, read_file
-from opendit.state_files import sync_folder
 
 if TYPE_CHECKING:
-    from opendit.job import Job
+    from opendit.training.job import Job
 
 CONFIG, DAMAGED = "config.json", "config_damaged.json"
 

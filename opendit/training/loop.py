@@ -7,31 +7,31 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opendit.checkpoint import load_checkpoint
 from opendit.cli.train_flags import TrainConfig
 from opendit.data import Batch, BatchIterator, build_loader
 from opendit.data.base import to_pixels
 from opendit.data.progress import Progress
-from opendit.ema import EMA
-from opendit.forward_backward import ForwardBackward
-from opendit.interrupt import Interrupt
-from opendit.job import Job
+from opendit.diffusion.random import Stream, normal, uniform
 from opendit.kernels.recompute import recompute_in
 from opendit.models import Condition, build_model
 from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
-from opendit.monitor import Monitor
 from opendit.parallel.engine import Engine, build_engine
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
-from opendit.plan import config_of
-from opendit.profiling import StepProfiler
-from opendit.random import Stream, normal, uniform
-from opendit.saving import Checkpoints
+from opendit.state.checkpoint import load_checkpoint
+from opendit.state.ema import EMA
+from opendit.state.saving import Checkpoints
 from opendit.training.diagnosis import Diagnosis
 from opendit.training.drawing import draw_grid
+from opendit.training.from_flags import config_of
+from opendit.training.interrupt import Interrupt
+from opendit.training.job import Job
+from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
+from opendit.training.profiling import StepProfiler
 from opendit.training.records import WriteFailures
+from opendit.training.runners import ForwardBackward
 from opendit.training.summary import announce, announce_memory, summarise
 
 

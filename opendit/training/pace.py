@@ -14,8 +14,8 @@ from statistics import median
 
 import torch
 
+from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.side_channel import SideChannel
 
 SLOW = 1.5  # times as long as the others' median
 LOSS = 0.1  # at least this share of a step is lost by it
@@ -29,7 +29,7 @@ class Pace:
 
     def __init__(self, mesh: Mesh, say: Callable[[str], None]):
         self.mesh, self.say = mesh, say
-        self._channel = SideChannel(mesh) if mesh.world_size > 1 else None
+        self._channel = ControlGroup(mesh) if mesh.world_size > 1 else None
         self._on_gpu = mesh.device.type == "cuda"
         self._data, self._batches, self._since = 0.0, 0, time.perf_counter()
         self._begun: float | torch.cuda.Event | None = None

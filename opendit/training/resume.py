@@ -1,10 +1,10 @@
 """What a resumed run checks of the checkpoint that it goes on from."""
 
-from opendit.checkpoint import MODEL, Checkpoint
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.models import DiTConfig, config_from_dict
-from opendit.models.header import compare, model_shapes, shapes_in
-from opendit.models.pretrained import read_info
+from opendit.state.checkpoint import MODEL, Checkpoint
+from opendit.state.header import compare, model_shapes, shapes_in
+from opendit.state.pretrained import read_info
 
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:

@@ -6,9 +6,9 @@ from opendit.cli.dry_run import dry_run
 from opendit.cli.train_flags import TrainConfig
 from opendit.cli.values import one_line
 from opendit.data import DataError
-from opendit.job import USER_ERRORS, prepare
 from opendit.parallel.mesh import init_mesh
 from opendit.parallel.supervisor import Supervisor
+from opendit.training.job import USER_ERRORS, prepare
 from opendit.training.loop import train
 
 

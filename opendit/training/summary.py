@@ -6,20 +6,20 @@ from pathlib import Path
 
 import torch
 
-from opendit import monitor as monitoring
-from opendit.checkpoint import newest_run
 from opendit.cli.dry_run import describe_recipe
 from opendit.data.mock import MockDataset
-from opendit.ema import EMA
 from opendit.encoders.folder import KNOWN
-from opendit.job import Job
-from opendit.memory import USABLE, advice, card_memory, describe
 from opendit.models.lora import lora_parameters
-from opendit.monitor import Monitor
 from opendit.parallel.engine import Engine
 from opendit.parallel.sequence import attention_note
-from opendit.saving import Checkpoints
+from opendit.state.checkpoint import newest_run
+from opendit.state.ema import EMA
+from opendit.state.saving import Checkpoints
+from opendit.training import monitor as monitoring
 from opendit.training.history import write_config
+from opendit.training.job import Job
+from opendit.training.memory import USABLE, advice, card_memory, describe
+from opendit.training.monitor import Monitor
 from opendit.training.records import RecordFile, WriteFailures
 
 

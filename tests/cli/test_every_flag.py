@@ -22,7 +22,7 @@ from opendit.cli.command_line import flags_of, value_of
 from opendit.cli.sample_flags import SampleConfig
 from opendit.cli.train_flags import TrainConfig
 from opendit.models import TextConfig, build_model, model_config
-from opendit.models.pretrained import METADATA_KEY
+from opendit.state.pretrained import METADATA_KEY
 
 VALUES = {
     "zero": "0", "minus zero": "-0", "below zero": "-1", "huge": "9" * 30, "longer": "9" * 5000, "1e400": "1e400",

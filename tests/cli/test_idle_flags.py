@@ -11,7 +11,7 @@ from opendit.cli.recipes import RECIPES
 from opendit.cli.sample_flags import SampleConfig
 from opendit.cli.train_flags import TrainConfig
 from opendit.models import TextConfig, build_model, model_config
-from opendit.models.pretrained import METADATA_KEY
+from opendit.state.pretrained import METADATA_KEY
 
 CLIPS = "--model vDiT-Ti/122 --use_video --data_path mock"
 

@@ -45,11 +45,11 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     from opendit.diffusion.flow import FLOW_SAMPLERS, TIME_SAMPLING
     from opendit.kernels import attention
     from opendit.kernels import names as kernels
-    from opendit.memory import BACKWARD, BYTES
     from opendit.models.names import KINDS
     from opendit.models.zoo import CLASSES
     from opendit.parallel import engine
     from opendit.parallel import names as parallel
+    from opendit.training.memory import BACKWARD, BYTES
 
     assert tuple(OBJECTIVES) == tuple(names.SAMPLERS_OF)
     tables = {"ddpm": SAMPLERS, "flow": FLOW_SAMPLERS, "edm": EDM_SAMPLERS}

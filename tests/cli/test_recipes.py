@@ -14,10 +14,10 @@ from opendit.cli.recipes import RECIPES
 from opendit.cli.train_flags import TrainConfig
 from opendit.data.base import Ticket
 from opendit.data.mock import MockDataset
-from opendit.memory import GIB, Setup, estimate
 from opendit.models import build_model, config_from_dict, model_config
-from opendit.models.pretrained import METADATA_KEY
 from opendit.parallel.engine import build_engine
+from opendit.state.pretrained import METADATA_KEY
+from opendit.training.memory import GIB, Setup, estimate
 
 NAMED = """
     digits digits_video dit_xl_imagenet256 pretrain_l pretrain_xl pretrain_7b pretrain_7b_256p_joint pretrain_28b

@@ -23,7 +23,7 @@ from opendit.data import (
 )
 from opendit.data.clips import clip_window
 from opendit.data.csv_table import Row
-from opendit.random import Stream, uniform
+from opendit.diffusion.random import Stream, uniform
 from tests.data.test_clips import encode, grey, numbers
 
 CLIPS, PICTURES = 14, 11

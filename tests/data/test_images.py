@@ -11,7 +11,7 @@ from opendit.data import DataError, Ticket, build_dataset
 from opendit.data.base import to_pixels
 from opendit.data.images import FolderDataset, PathTable, to_tensor
 from opendit.data.picture_file import center_crop
-from opendit.random import Stream, integers
+from opendit.diffusion.random import Stream, integers
 
 
 def picture(path, size=(40, 30), color=(200, 100, 50), **options):

@@ -13,8 +13,8 @@ from opendit.data import BatchSchedule, DataError, LatentDataset, Ticket, build_
 from opendit.data.latents import write_shard
 from opendit.data.latents_program import pick_dtype
 from opendit.data.make_latents import make_latents
+from opendit.diffusion.random import Stream, integers
 from opendit.encoders import VAECodec, sample_moments
-from opendit.random import Stream, integers
 
 
 @pytest.fixture(scope="module")

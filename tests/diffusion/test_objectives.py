@@ -10,7 +10,6 @@ from safetensors import safe_open
 
 import sample
 import train
-from opendit import plan
 from opendit.cli.command_line import parse
 from opendit.cli.sample_flags import SampleConfig
 from opendit.cli.train_flags import TrainConfig
@@ -26,10 +25,11 @@ from opendit.diffusion import (
     edm,
     objective_from_dict,
 )
+from opendit.diffusion.random import Stream, integers, normal, uniform
 from opendit.models import DiT, model_config
-from opendit.models.pretrained import METADATA_KEY
-from opendit.random import Stream, integers, normal, uniform
-from tests.test_train import QUIET, TINY, log_of
+from opendit.state.pretrained import METADATA_KEY
+from opendit.training import from_flags as plan
+from tests.training.test_train import QUIET, TINY, log_of
 
 EVERY = [
     DDPMObjective(),

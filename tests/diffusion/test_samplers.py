@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.diffusion import DDPM, SAMPLERS, initial_noise, keyed_noise, sample_ddim, sample_ddpm, sample_dpmpp
+from opendit.diffusion.random import Stream, normal
 from opendit.diffusion.solvers import multistep
-from opendit.random import Stream, normal
 
 SCHEDULE = DDPM.linear()
 

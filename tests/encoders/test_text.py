@@ -10,7 +10,7 @@ from opendit.cli.command_line import parse
 from opendit.cli.train_flags import TrainConfig
 from opendit.encoders import folder as folder_module
 from opendit.encoders.text import BYTES, HUB, TextTokens, load_text_encoder, text_geometry
-from opendit.plan import open_data, plan_model
+from opendit.training.from_flags import open_data, plan_model
 
 CAPTIONS = ["", "a seven moving left", "zwei fünf", "a seven " * 20]
 

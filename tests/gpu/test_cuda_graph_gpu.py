@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from opendit.cli.shared_flags import SpeedFlags
-from opendit.forward_backward import record
 from opendit.models import DiTConfig, TextConfig
+from opendit.training.runners import record
 from tests.ranks import run_ranks
-from tests.test_forward_backward import train
+from tests.training.test_runners import train
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LABELS = DiTConfig((16, 16), 2, 2, 144, 3, 2, num_classes=3)

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from opendit import fused
+from opendit.diffusion.random import Stream, random_bits
 from opendit.kernels.add_table import add_table
 from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.common import Launch, forced_launch, interpreting, kernels_available
 from opendit.kernels.philox import philox_bits
 from opendit.kernels.split_heads import split_heads, split_heads_reference
-from opendit.random import Stream, random_bits
 from tests.kernels.cases import (
     BATCHES,
     BOUNDS,

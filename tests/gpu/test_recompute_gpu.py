@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from opendit.cli.shared_flags import SpeedFlags
-from opendit.forward_backward import ForwardBackward
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
-from opendit.memory import Setup, estimate
 from opendit.models import DiT, model_config
 from opendit.parallel.engine import build_engine
+from opendit.training.memory import Setup, estimate
+from opendit.training.runners import ForwardBackward
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 

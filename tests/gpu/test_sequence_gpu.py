@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from opendit.cli.shared_flags import SpeedFlags
-from opendit.forward_backward import ForwardBackward
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig
 from opendit.parallel.engine import build_engine
@@ -19,6 +18,7 @@ from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
+from opendit.training.runners import ForwardBackward
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.ranks import run_ranks

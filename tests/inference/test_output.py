@@ -20,8 +20,8 @@ import sample
 from opendit.inference import output as writing
 from opendit.inference.output import INDEX, OutputFolder, Rows, file_name, in_parts, texts, write_npz
 from opendit.models import DiT, model_config
-from opendit.models.pretrained import METADATA_KEY
 from opendit.state.lock import FolderLock
+from opendit.state.pretrained import METADATA_KEY
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,11 +1,11 @@
-"""The kernel of opendit.random, in Triton's interpreter: the bits of its torch operations, whose known answers are in
-tests/test_random.py."""
+"""The kernel of opendit.diffusion.random, in Triton's interpreter: the bits of its torch operations. Their known
+answers are in tests/diffusion/test_random.py."""
 
 import pytest
 import torch
 
+from opendit.diffusion.random import Stream, random_bits
 from opendit.kernels.philox import BLOCK, philox_bits
-from opendit.random import Stream, random_bits
 from tests.kernels.cases import poisoned_memory
 
 DEVICE = "cpu"

@@ -15,7 +15,7 @@ from opendit.models import (
 )
 from opendit.models.attention import CrossAttention, masked_attention
 from opendit.models.conditioning import CaptionEmbedder, masked_mean
-from opendit.models.pretrained import load_state
+from opendit.state.pretrained import load_state
 from tests.models.test_dit import randomised
 from tests.models.test_vdit import text_batch
 
@@ -177,7 +177,7 @@ def test_a_label_model_has_the_parameters_it_had():
 
 
 def test_weights_of_other_text_models_are_refused(tmp_path):
-    from opendit.models.pretrained import Weights
+    from opendit.state.pretrained import Weights
 
     model = build_model(IMAGE)
     other = build_model(DiTConfig((8, 8), 2, 3, 32, 2, 2, text=TextConfig("clip", 24, 9, True)))

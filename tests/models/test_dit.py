@@ -12,7 +12,7 @@ from benchmarks.plain_dit import PlainDiT
 from opendit.models import DiT, DiTConfig, model_config
 from opendit.models.layers import PLAIN, TORCH_OPS, BlockOps, Options, modulation, timestep_embedding
 from opendit.models.positions import sincos_position_table
-from opendit.models.pretrained import load_pretrained, read_weights
+from opendit.state.pretrained import load_pretrained, read_weights
 
 # The keys of Meta's DiT-XL-2-256x256.pt, one block of them.
 META_TOP = """

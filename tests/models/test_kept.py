@@ -1,10 +1,10 @@
-"""What a block of every architecture keeps for its backward pass, against the formula of opendit.memory."""
+"""What a block of every architecture keeps for its backward pass, against the formula of opendit.training.memory."""
 
 import pytest
 import torch
 
-from opendit.memory import Setup, block_units
 from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextConfig, build_model
+from opendit.training.memory import Setup, block_units
 from tests.memory import kept_bytes
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs

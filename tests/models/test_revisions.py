@@ -9,13 +9,13 @@ import torch
 from safetensors import safe_open
 
 import train
-from opendit.checkpoint import MODEL
 from opendit.models import MovieGen, MovieGenConfig, model_config
 from opendit.models.configuration import DiTConfig
-from opendit.models.pretrained import read_config
+from opendit.state.checkpoint import MODEL
+from opendit.state.pretrained import read_config
 from tests.models.revision_1 import RECORDED, record
 from tests.models.test_dit import randomised
-from tests.test_train import log_of
+from tests.training.test_train import log_of
 
 CONTENT = json.loads(RECORDED.read_text())
 
@@ -87,7 +87,7 @@ def test_an_old_run_goes_on_as_it_was(model, tmp_path, no_ranks, monkeypatch, ca
 
     to_dict = DiTConfig.to_dict
     with monkeypatch.context() as old:
-        old.setattr("opendit.plan.model_config", functools.partial(model_config, revision=1))
+        old.setattr("opendit.training.from_flags.model_config", functools.partial(model_config, revision=1))
         old.setattr(DiTConfig, "to_dict", before_revisions)
         whole = train_on(model, tmp_path / "whole", 4)
         parts = train_on(model, tmp_path / "parts", 2)

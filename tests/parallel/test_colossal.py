@@ -13,7 +13,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 
 def build(precision: str, clip: float = 0.0):
     """A net whose parameter counts don't divide by 2, and a parameter that no loss uses."""
-    from opendit.parallel import colossal
+    from opendit.parallel.colossal import plugins as colossal
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
@@ -38,7 +38,7 @@ def pieces(optimizer):
 def several_steps(mesh, bucket: int):
     """Gradients in buckets of ``bucket`` elements and gathers of as many bytes; averages kept by hand as well."""
     from opendit.kernels.adamw_ema import constant_decays
-    from opendit.parallel import colossal_zero
+    from opendit.parallel.colossal import zero as colossal_zero
 
     colossal_zero.GATHER_BYTES = bucket
     module, optimizer = build("fp32", clip=0.05)

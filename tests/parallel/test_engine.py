@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from opendit.diffusion.random import Stream, integers, normal
 from opendit.models import DiT, DiTConfig
-from opendit.random import Stream, integers, normal
 from tests.numbers import off_by
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.parallel.test_sequence import strategy
 from tests.ranks import run_ranks
-from tests.test_train import QUIET, TINY, log_of, plain_losses
+from tests.training.test_train import QUIET, TINY, log_of, plain_losses
 
 STEPS, BATCH, CLIP, LR = 6, 4, 0.2, 2e-3
 # 15 tokens; hidden 36 and odd depths: no parameter count divides by 4 ranks throughout.

@@ -13,10 +13,10 @@ import sample
 import train
 from opendit.export.__main__ import main as export
 from opendit.models import DiT, model_config
-from opendit.models.pretrained import METADATA_KEY, read_info
-from opendit.state_files import damage, not_finite, read_manifest, write_manifest, write_tensors
+from opendit.state.files import damage, not_finite, read_manifest, write_manifest, write_tensors
+from opendit.state.pretrained import METADATA_KEY, read_info
 from tests.ranks import run_ranks
-from tests.test_checkpoint import ARGV, run_to, steps_in
+from tests.state.test_checkpoint import ARGV, run_to, steps_in
 
 BAD = [float("nan"), float("inf"), -float("inf")]
 

@@ -17,16 +17,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from opendit.checkpoint import read_state
 from opendit.data import Ticket, build_dataset
 from opendit.data.latents import read_shard_header
 from opendit.data.make_latents import make_latents
 from opendit.encoders import VAECodec, codec_geometry, load_codec
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.models import DiTConfig, build_model
-from opendit.models.pretrained import METADATA_KEY, load_pretrained
+from opendit.state.checkpoint import read_state
 from opendit.state.export import import_weights
-from opendit.state_files import MANIFEST, damage, write_manifest
+from opendit.state.files import MANIFEST, damage, write_manifest
+from opendit.state.pretrained import METADATA_KEY, load_pretrained
 from tests.encoders.test_text import save_clip
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised

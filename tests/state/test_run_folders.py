@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from opendit.checkpoint import newest_run
 from opendit.state import run_folders as folders
+from opendit.state.checkpoint import newest_run
 from opendit.state.run_folders import new_run_folder, run_folders
 
 

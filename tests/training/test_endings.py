@@ -24,7 +24,7 @@ import train
 from opendit.data.digits import DigitsDataset
 from opendit.training import loop
 from tests.ranks import context, free_port
-from tests.test_checkpoint import ARGV, steps_in
+from tests.state.test_checkpoint import ARGV, steps_in
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = 15.0  # seconds from the fault to the end of the last process: what is promised

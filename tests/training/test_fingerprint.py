@@ -19,7 +19,6 @@ from opendit.cli.train_flags import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.base import hash_parts
 from opendit.data.contents import hash_files
 from opendit.data.resolve import build_dataset
-from opendit.job import prepare
 from opendit.parallel.mesh import Mesh
 from opendit.training import fingerprint as module
 from opendit.training.fingerprint import (
@@ -35,6 +34,7 @@ from opendit.training.fingerprint import (
     changes,
     stored_fingerprint,
 )
+from opendit.training.job import prepare
 from tests.encoders.test_vae import small_vae
 from tests.ranks import run_ranks, several_programs
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 
 import sample
 import train
-from opendit.checkpoint import find_checkpoint, prune, put_in_place, tidy
-from opendit.models.pretrained import read_newest
 from opendit.parallel.mesh import Mesh
-from opendit.state_files import checkpoints_in, damage, read_manifest, write_manifest
+from opendit.state.checkpoint import find_checkpoint, prune, put_in_place, tidy
+from opendit.state.files import checkpoints_in, damage, read_manifest, write_manifest
+from opendit.state.pretrained import read_newest
 from tests.ranks import run_ranks
 
 ARGV = (

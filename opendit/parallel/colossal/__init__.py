@@ -1,0 +1,1 @@
+"""The only modules that import colossalai: what it needs mended, its ZeRO optimizer, its plugins."""

@@ -1,0 +1,221 @@
+"""Colossal-AI's side of training: its optimizers, Gemini with what had to be corrected, the Booster.
+
+This file, colossal_zero.py (ZeRO) and colossal_compat.py (which makes the package importable) are the only ones that
+know Colossal-AI.
+"""
+
+import contextlib
+import io
+import shutil
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+import opendit.parallel.colossal.compat  # noqa: F401  (first: it makes the imports below work)
+
+# isort: split
+from colossalai.amp.naive_amp.mixed_precision_mixin import BF16MixedPrecisionMixin
+from colossalai.booster import Booster
+from colossalai.booster.plugin import (
+    GeminiPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    low_level_zero_plugin,
+)
+from colossalai.nn.optimizer import HybridAdam
+from colossalai.zero.gemini import gemini_optimizer
+
+from opendit.kernels.common import kernels_available
+from opendit.parallel.colossal.zero import ZeroOptimizer
+
+# ------------------------------------------------------------------------------------------ optimizers
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW on fp32 weights, with the ``div_scale`` that Gemini's optimizer passes.
+
+    Gradients may be bf16 or fp16. (Colossal-AI's own CPU Adam ignores ``div_scale`` for bf16 gradients,
+    so that gradient clipping would silently not happen.)
+    """
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, fused=True, **kwargs)
+
+    def init_state(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure=None, div_scale: float = -1):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            grads = [p.grad.to(p.dtype) for p in params]
+            if div_scale > 0:
+                grads = [g if g is not p.grad else g.clone() for g, p in zip(grads, params, strict=True)]
+                torch._foreach_mul_(grads, 1.0 / div_scale)
+            states = [self.init_state(p) for p in params]
+            adamw(
+                [p.data for p in params],
+                grads,
+                [s["exp_avg"] for s in states],
+                [s["exp_avg_sq"] for s in states],
+                [],
+                [s["step"] for s in states],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+gemini_optimizer._AVAIL_OPTIM_LIST.add(FusedAdamW)
+
+
+class ResumableHybridAdam(HybridAdam):
+    """Colossal-AI's HybridAdam; its state can be made before the first step, so that it can be loaded."""
+
+    def init_state(self, p: Tensor) -> dict:
+        state = self.state[p]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            self._post_state_init(p)
+        return state
+
+
+gemini_optimizer._AVAIL_OPTIM_LIST.add(ResumableHybridAdam)
+
+
+def build_optimizer(
+    module: nn.Module, plugin: str, *, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)
+) -> tuple[torch.optim.Optimizer, str]:
+    """The optimizer for ``plugin`` and one line that says which and why.
+
+    gemini: HybridAdam where its CUDA kernels can be built, else torch's fused AdamW. zero2 needs of the optimizer only
+    the settings and the state (ZeroOptimizer does the step), ddp is torch's own business: both take FusedAdamW.
+    """
+    settings = dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8)
+    params = [p for p in module.parameters() if p.requires_grad]
+    if plugin == "zero2":
+        available, why = kernels_available("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+        kind = "AdamW, averages and working weights in one kernel" if available else "AdamW by torch"
+        return FusedAdamW(params, **settings), f"{kind} ({why})"
+    if plugin == "ddp":
+        return FusedAdamW(params, **settings), "torch's fused AdamW"
+    if not torch.cuda.is_available():
+        reason = "no GPU for HybridAdam"
+    elif shutil.which("nvcc") is None:
+        reason = "nvcc was not found, so HybridAdam's kernels can't be built"
+    else:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # the builder's progress, from every rank
+                return ResumableHybridAdam(params, **settings), "HybridAdam (Colossal-AI's fused kernels)"
+        except Exception as error:  # a failed JIT build raises whatever the compiler driver raises
+            reason = f"HybridAdam's kernels did not build: {str(error).strip().splitlines()[0]}"
+    return FusedAdamW(params, **settings), f"fused AdamW ({reason})"
+
+
+low_level_zero_plugin.LowLevelZeroOptimizer = ZeroOptimizer
+
+# ------------------------------------------------------------------------------------------ Gemini
+
+
+class _FiniteBF16(BF16MixedPrecisionMixin):
+    """bf16 without loss scaling whose step is skipped, on all ranks alike, when a gradient is not finite.
+
+    Gemini counts non-finite gradient chunks in every precision but looks at the count in fp16 only.
+    """
+
+    def __init__(self, manager):
+        self.manager = manager
+
+    def should_skip_step(self) -> bool:
+        count = self.manager.overflow_counter.clone()
+        dist.all_reduce(count)
+        return count.item() > 0
+
+    def pre_zero_grad(self) -> None:
+        self.manager.overflow_counter.zero_()
+
+
+# ------------------------------------------------------------------------------------------ Booster
+
+
+def boost(
+    plugin: str,
+    precision: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    grad_clip: float,
+    accumulate: bool,
+    initial_scale: float = 2.0**16,
+):
+    """Wraps ``module`` and ``optimizer`` for ``plugin`` (zero2, ddp, gemini) and returns both.
+
+    The module's parameters become the plugin's working weights on this process's device. ``grad_clip`` 0
+    means none; ``ddp`` neither casts nor clips (the engine does).
+    """
+    on_gpu = torch.cuda.is_available()
+    if plugin == "zero2":
+        built = LowLevelZeroPlugin(
+            stage=2,
+            precision=precision,
+            max_norm=grad_clip,
+            initial_scale=initial_scale,
+            overlap_communication=False,  # Colossal-AI's; ZeroOptimizer overlaps by itself
+            cast_inputs=False,
+        )
+    elif plugin == "gemini":
+        size = sum(p.numel() for p in module.parameters()) / 2**20
+        built = GeminiPlugin(
+            precision=precision,
+            # A clip bound no gradient reaches: Gemini computes the norm only when it clips.
+            max_norm=grad_clip or 1e30,
+            initial_scale=initial_scale,
+            enable_gradient_accumulation=accumulate,
+            # Chunks of 32 Mi elements would make a small model one chunk that is never sharded.
+            min_chunk_size_m=min(32.0, max(0.005, size / 16)),
+            search_range_m=32 if size > 64 else 1,
+            placement_policy="static",
+            pin_memory=on_gpu,  # Colossal-AI does it with asynchronous reduction anyway, and warns
+            enable_async_reduce=on_gpu,
+        )
+    elif plugin == "ddp":
+        built = TorchDDPPlugin(broadcast_buffers=False, gradient_as_bucket_view=True)
+    else:
+        raise ValueError(f"--plugin {plugin}: choose zero2, ddp or gemini")
+    with warnings.catch_warnings():  # torch's advice on DDP arguments that the plugin passes
+        warnings.simplefilter("ignore")
+        model, optimizer, *_ = Booster(plugin=built).boost(module, optimizer)
+    if plugin == "gemini" and precision == "bf16":
+        optimizer.mix_precision_mixin = _FiniteBF16(model.chunk_manager)
+    if plugin == "ddp":
+        _settle_buckets(model.module)
+    return model, optimizer
+
+
+def _settle_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Lets torch choose its gradient buckets before the first step.
+
+    It lays them out anew after the first backward pass, in the order in which gradients became ready, and the layout
+    decides in which order more than two ranks are summed: the first step of a resumed run would round differently. A
+    pass of zeros is that first one. Autograd walks the sum from its end, so that the buckets begin with the last
+    layers, whose gradients are ready first in a real pass too.
+    """
+    params = [p for p in ddp.parameters() if p.requires_grad]
+    ddp.reducer.prepare_for_backward([])
+    sum(p.sum() * 0 for p in params).backward()
+    ddp.zero_grad(set_to_none=True)

@@ -1,0 +1,228 @@
+"""Colossal-AI's ZeRO-2 optimizer with another step: few passes over memory, and a host that does not wait."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import opendit.parallel.colossal.compat  # noqa: F401  (first: it makes the imports below work)
+
+# isort: split
+from colossalai.zero import LowLevelZeroOptimizer
+
+from opendit.kernels.adamw_ema import FusedStep
+
+ALIGNMENT = 8  # elements: every shard in a bucket begins at a multiple of 16 bytes
+GATHER_BYTES = 128 << 20  # of working weights that are gathered together
+
+
+class ZeroOptimizer(LowLevelZeroOptimizer):
+    """ZeRO-2 in few passes over memory, whose host never waits for the device (but once a step in fp16).
+
+    Colossal-AI's own takes the norm tensor by tensor in float64 on the host, waits for the device after every
+    backward, copies gradients and weights into buckets and back, keeps the whole gradients alive instead of a rank's
+    share, and does all of that on one rank too. Here:
+
+    - on one rank there is nothing to reduce: the step reads ``p.grad``;
+    - on several, a bucket of gradients is reduce-scattered while the backward pass goes on, and a rank keeps only its
+      shard of the result;
+    - the step is :class:`FusedStep`, bucket by bucket, and each bucket's working weights are gathered, in place,
+      while the next is being updated.
+
+    Attributes:
+        grad_norm: of the last step, unscaled and before clipping: 0-dim float64 on the device.
+        finite: whether the last step was taken (its norm was finite): 0-dim bool on the device.
+    """
+
+    grad_norm: Tensor
+    finite: Tensor
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        ((self._group, self._params),) = self.pg_to_param_list.items()
+        self._params = [p for p in self._params if p.requires_grad]
+        self._masters = [self.working_to_master_param[id(p)] for p in self._params]
+        self._world, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        # This rank's part of every working weight, the padding of the last ranks included.
+        self._padded = [self._working_param_to_padded_working_param[p] for p in self._params]
+        self._working = [w.view(self._world, -1)[self._rank] for w in self._padded]
+        self._shards: dict[int, Tensor] = {}  # gradients of this rank, by the id of the parameter
+        self._bucket: list[nn.Parameter] = []
+        self._in_flight: list[tuple[dist.Work, list[nn.Parameter], Tensor]] = []
+        self._fused: FusedStep | None = None
+        self._average = None
+        if self._world == 1:
+            for hook in self.grad_handles:
+                hook.remove()
+
+    # ---------------------------------------------------------------- gradients
+
+    def backward(self, loss: Tensor, inputs=None, retain_graph: bool = False) -> None:
+        """Adds to the gradients; fp16 scales the loss first, without asking the device for the scale."""
+        scaler = self._scaler()
+        scaled = loss if scaler is None else loss * scaler.scale.view(())
+        scaled.backward(inputs=inputs, retain_graph=retain_graph)
+        self._reduce_bucket()
+        self._collect(keep=0)
+
+    def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
+        """Called by the hook of every parameter as soon as its gradient is complete (on several ranks)."""
+        self._bucket.append(param)
+        if sum(p.numel() for p in self._bucket) >= self._reduce_bucket_size:
+            self._reduce_bucket()
+            self._collect(keep=1)
+
+    def _reduce_bucket(self) -> None:
+        """Starts the mean over all ranks of the bucket's gradients, a shard for each rank."""
+        if not self._bucket:
+            return
+        rows = []
+        for param in self._bucket:
+            grad = _padded(param.grad.reshape(-1), self.get_param_padding_size(param)).view(self._world, -1)
+            rows.append(_padded(grad, -grad.shape[1] % ALIGNMENT))
+            param.grad = None
+        flat = torch.cat(rows, dim=1).div_(self._world)
+        shard = flat.new_empty(flat.shape[1])
+        work = dist.reduce_scatter_tensor(shard, flat.view(-1), group=self._group, async_op=True)
+        self._in_flight.append((work, self._bucket, shard))
+        self._bucket = []
+
+    def _collect(self, keep: int) -> None:
+        """Takes the shards of all reductions but the last ``keep`` (the device waits for them, not the host)."""
+        while len(self._in_flight) > keep:
+            work, params, shard = self._in_flight.pop(0)
+            work.wait()
+            widths = [self.working_to_master_param[id(p)].numel() for p in params]
+            pieces = shard.split([width + -width % ALIGNMENT for width in widths])
+            for param, piece, width in zip(params, pieces, widths, strict=True):
+                if id(param) in self._shards:  # a further micro-batch
+                    self._shards[id(param)] += piece[:width]
+                else:
+                    self._shards[id(param)] = piece[:width]
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """What the backward passes since the last step have left on this rank, in the order of the parameters."""
+        if self._world == 1:
+            return [p.grad for p in self._params]
+        return [self._shards.get(id(p)) for p in self._params]
+
+    @gradients.setter
+    def gradients(self, gradients: list[Tensor | None]) -> None:
+        for param, gradient in zip(self._params, gradients, strict=True):
+            if self._world == 1:
+                param.grad = gradient
+            elif gradient is not None:
+                self._shards[id(param)] = gradient
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._shards.clear()
+        for param in self._params:
+            param.grad = None
+
+    # ---------------------------------------------------------------- the step
+
+    def attach_averages(self, averages, decays, updates: Tensor) -> None:
+        """The steps also update these averages; see :meth:`FusedStep.attach`.
+
+        ``averages``: for each average its tensors, in the order of the trained parameters, each of the size of this
+        rank's piece without padding.
+        """
+        self._average = averages, decays, updates
+        if self._fused is not None:
+            self._fused.attach(*self._average)
+
+    def step(self, closure=None) -> None:
+        """Clips, updates masters, moments, averages and working weights, and clears the gradients.
+
+        If a gradient of any rank is not finite, nothing is changed.
+        """
+        fused, scaler = self._fused_step(), self._scaler()
+        grads = zip(self.gradients, fused.masters, strict=True)
+        total = fused.square_sum([g if g is None or self._world == 1 else g[: m.numel()] for g, m in grads])
+        if self._world > 1:
+            dist.all_reduce(total, group=self._group)
+        scale = 1.0 if scaler is None else scaler.scale
+        self.grad_norm, self.finite = fused.decide(total, scale=scale, clip=self._clip_grad_norm)
+        settings = self.optim.param_groups[0]
+        gathers = []
+        for start, stop in self._buckets():
+            fused.update(lr=settings["lr"], weight_decay=settings["weight_decay"], start=start, stop=stop)
+            gathers += self._start_gather(start, stop)
+        for work in gathers:
+            work.wait()
+        self.zero_grad()
+        if scaler is not None:
+            scale = scaler._scale
+            scaler.update(not self.finite.item())
+            scaler._scale = scale.copy_(scaler._scale)  # in its old place, from which a CUDA graph reads it
+
+    def _scaler(self):
+        return getattr(self.mixed_precision_mixin, "grad_scaler", None)
+
+    def _fused_step(self) -> FusedStep:
+        """Made at the first step, when the moments have been loaded; all parameters share one count of steps."""
+        (settings,) = self.optim.param_groups
+        states = [self.optim.init_state(master) for master in self._masters]
+        if self._fused is None:
+            sizes = self._own_sizes()
+            self._fused = FusedStep(
+                *(
+                    [tensor[:size] for tensor, size in zip(tensors, sizes, strict=True)]
+                    for tensors in (
+                        self._masters,
+                        [state["exp_avg"] for state in states],
+                        [state["exp_avg_sq"] for state in states],
+                        self._working,
+                    )
+                ),
+                count=torch.zeros((), dtype=torch.float32, device=self._masters[0].device),
+                betas=settings["betas"],
+                eps=settings["eps"],
+            )
+            if self._average is not None:
+                self._fused.attach(*self._average)
+        if any(state["step"] is not self._fused.count for state in states):  # new, or loaded from a checkpoint
+            self._fused.count.fill_(states[0]["step"])
+            for state in states:
+                state["step"] = self._fused.count
+        return self._fused
+
+    def _own_sizes(self) -> list[int]:
+        """Elements of this rank's shards without the padding of the last ranks."""
+        widths = [master.numel() for master in self._masters]
+        pairs = zip(self._params, widths, strict=True)
+        return [min(max(p.numel() - self._rank * width, 0), width) for p, width in pairs]
+
+    # ---------------------------------------------------------------- working weights
+
+    def _buckets(self) -> list[tuple[int, int]]:
+        """Ranges of parameters, each of at least GATHER_BYTES of working weights (on one rank all in one)."""
+        edges, size = [0], 0
+        for i, working in enumerate(self._padded, start=1):
+            size += working.numel() * working.element_size()
+            if (size >= GATHER_BYTES and self._world > 1) or i == len(self._padded):
+                edges.append(i)
+                size = 0
+        return list(zip(edges, edges[1:], strict=False))
+
+    def _start_gather(self, start: int, stop: int) -> list:
+        """Starts to bring the other ranks' parts of the working weights ``start`` to ``stop`` into place."""
+        if self._world == 1:
+            return []
+        with dist._coalescing_manager(group=self._group, async_ops=True) as work:
+            for whole, part in zip(self._padded[start:stop], self._working[start:stop], strict=True):
+                dist.all_gather_into_tensor(whole, part, group=self._group)
+        return [work]
+
+    @torch.no_grad()
+    def gather_working_params(self) -> None:
+        """Every rank's master shards, rounded to the working dtype, into the working weights of all ranks."""
+        torch._foreach_copy_(self._working, self._masters)
+        for work in self._start_gather(0, len(self._padded)):
+            work.wait()
+
+
+def _padded(rows: Tensor, more: int) -> Tensor:
+    """``rows`` with ``more`` zeros at the end of each; itself, not a copy as from torch, if there is nothing to add."""
+    return functional.pad(rows, (0, more)) if more else rows

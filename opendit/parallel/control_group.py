@@ -1,0 +1,46 @@
+"""Small messages between ranks over gloo, on the CPU, beside training's own collectives."""
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from opendit.parallel.mesh import Mesh
+
+
+class ControlGroup:
+    """A gloo group of all ranks for the use of one thread: its messages neither wait for the GPU nor mix with the
+    collectives of training. Build it on every rank, in the same order.
+
+    Args:
+        patience_minutes: how long ranks may wait for each other.
+    """
+
+    def __init__(self, mesh: Mesh, patience_minutes: float = 60.0):
+        self.mesh = mesh
+        timeout = datetime.timedelta(minutes=patience_minutes)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if mesh.world_size > 1 else None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (any picklable object), in rank order, on every rank."""
+        if self._group is None:
+            return [value]
+        values = [None] * self.mesh.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def start_any(self, flag: bool) -> Callable[[], bool]:
+        """Starts to ask whether ``flag`` is true on any rank; the function returned waits and gives the answer, the
+        same on every rank."""
+        if self._group is None:
+            return lambda: flag
+        box = torch.tensor([int(flag)], dtype=torch.int32)
+        work = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(box.item())
+
+        return answer

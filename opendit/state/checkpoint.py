@@ -1,0 +1,335 @@
+"""Checkpoints on disk: where they are, how they are found, verified and loaded. (opendit/state/saving.py writes them.)
+
+    step_0000100/
+      model.safetensors        fp32 master weights and buffers, the configuration in the metadata
+      ema.safetensors          the same of the moving average; ema_DECAY.safetensors of further ones
+      optimizer_RRR.safetensors  exp_avg.NAME and exp_avg_sq.NAME of the parameters that rank RRR wrote
+      state.json               counters, loss scaler, what the run was
+      manifest.json            size and SHA-256 of every other file
+
+Tensors are full and canonical whatever the plugin and the number of ranks. So a checkpoint resumes exactly under the
+same plugin and world, and under others up to rounding: masters and moments are stored in fp32, and everything random is
+keyed by (seed, step, sample), so that data order, flips and noise follow from the step number alone.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+from opendit.common.mapped import open_mapped
+from opendit.data.base import DataError
+from opendit.parallel.control_group import ControlGroup
+from opendit.parallel.engine import MOMENTS, Engine
+from opendit.parallel.mesh import Mesh
+from opendit.state.ema import EMA
+from opendit.state.files import (
+    CHECKPOINTS,
+    LATEST,
+    MANIFEST,
+    FileId,
+    checkpoints_in,
+    file_id,
+    intact_before,
+    not_finite,
+    point_to,
+    root_of,
+    step_of,
+    sync_folder,
+    verified_files,
+)
+from opendit.state.run_folders import run_folders
+from opendit.state.schema import ANY_STATE, STATE_FILE, read_file
+
+FORMAT_VERSION = 2
+MODEL, AVERAGE, STATE = "model.safetensors", "ema.safetensors", "state.json"
+OPTIMIZER_FILE = r"optimizer_[0-9]{3,}\.safetensors"
+
+
+def average_files(decays: tuple[float, ...]) -> list[str]:
+    """The file of every average: the first is the default one of sampling."""
+    return [AVERAGE, *(f"ema_{decay}.safetensors" for decay in decays[1:])]
+
+
+# ------------------------------------------------------------------------------------------ runs and their folders
+
+
+def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
+    """The newest run folder (of ``model``, or of any clip model) that has a checkpoint, or None."""
+    name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
+    runs = reversed(run_folders(outputs, name))
+    return next((run for run in runs if newest_checkpoint(run) is not None), None)
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The checkpoint to go on from (it may be damaged): latest, or where a kill broke it the newest one there is; None
+    without any."""
+    return next((folder.resolve() for folder in checkpoints_in(run)), None)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files are intact.
+
+    folder: with no symbolic link in it. state: its counters. files: which files were verified, by name: those of the
+    manifest. damaged: why others, newer ones of the run, were not taken.
+    """
+
+    folder: Path
+    state: dict
+    files: dict[str, FileId]
+    damaged: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that it belongs to, None if it stands alone."""
+        return self.folder.parent.parent if self.folder.parent.name == CHECKPOINTS else None
+
+    def open(self, name: str) -> safe_open:
+        """One of its safetensors files. Raises Unloadable if it is not the file that was verified."""
+        path = self.folder / name
+        if name not in self.files or file_id(path, root_of(self.folder)) != self.files[name]:
+            raise Unloadable(f"--load: {path} was changed after it had been verified; start the run again")
+        return open_mapped(path)
+
+
+def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoint | None:
+    """The checkpoint that ``--load`` means, verified; None for ``latest`` when there is none yet. Call on every rank.
+
+    ``latest``, and a run's folder, mean the newest intact checkpoint of that run; a checkpoint's folder means that one.
+
+    Raises:
+        ValueError: on every rank. A path without a checkpoint, a damaged checkpoint, no intact one, or another model's.
+    """
+    folders, one, problem = mesh.broadcast_object(_candidates(load, outputs, model) if mesh.is_main else None)
+    if problem:
+        raise ValueError(problem)
+    if not folders:
+        return None
+    channel, damaged = ControlGroup(mesh), []
+    for folder in folders:
+        files, state, problem, final = _verified(folder, mesh)
+        found = channel.gather((problem, final))
+        problem, final = next((rank for rank in found if rank[0]), (None, False))
+        if final:
+            raise ValueError(problem)
+        if problem is None:
+            if state["model"] != model:
+                raise ValueError(f"--load {load}: {folder} is a checkpoint of {state['model']}, not of --model {model}")
+            return Checkpoint(folder.resolve(), state, files, tuple(damaged))
+        damaged.append(problem)
+    if one:
+        earlier = mesh.broadcast_object(intact_before(folders[0]) if mesh.is_main else None)
+        instead = f"intact is --load {earlier}" if earlier else "there is no intact checkpoint before it"
+        raise ValueError(f"--load: {damaged[0]}; {instead}")
+    raise ValueError(f"--load {load}: {folders[0].parent.parent} has no intact checkpoint: {'; '.join(damaged)}")
+
+
+def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, str | None]:
+    """(the folders that --load may mean, the first choice first; whether it names this one and no other; what is wrong
+    with it)."""
+    looked_for = "a run folder, a step_* folder or latest"
+    try:
+        path = newest_run(outputs, model) if load == "latest" else Path(os.path.abspath(load))
+        if path is None:
+            return [], False, None
+        if folders := checkpoints_in(path):
+            return folders, False, None
+        if path.is_dir() and (
+            step_of(path.resolve()) >= 0 or any((path / n).exists() for n in (MANIFEST, STATE, MODEL, AVERAGE))
+        ):
+            real = path.resolve()
+            return [real if real.parent == path.parent.resolve() else path], True, None
+        if path.is_file() and (path.parent / MANIFEST).exists():
+            looked_for = f"give the checkpoint's folder, {path.parent}"
+    except OSError as error:
+        looked_for = f"{error.filename}: {error.strerror}"
+    return [], True, f"--load {load}: no checkpoint there ({looked_for})"
+
+
+def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict, str | None, bool]:
+    """This rank's share of verifying a checkpoint: its files, its state, what is wrong with it, and whether an earlier
+    checkpoint is no answer to that."""
+    try:
+        files = verified_files(folder, mesh.rank, mesh.world_size)
+        state = read_state(folder)
+        for name in (STATE, MODEL, AVERAGE, *state["ema"]["files"]):
+            if name not in files:
+                raise ValueError(f"{folder} is damaged: {MANIFEST} does not list {name!r:.80}, which is needed")
+    except (ValueError, OSError) as error:
+        other = _another_version(folder)  # which may have another kind of manifest
+        return {}, {}, other or str(error), other is not None
+    return files, state, None, False
+
+
+def _another_version(folder: Path) -> str | None:
+    try:
+        read_state(folder)
+    except AnotherVersion as error:
+        return str(error)
+    except (ValueError, OSError):
+        pass
+    return None
+
+
+class Unloadable(DataError, ValueError):
+    """A checkpoint that is as it was written and can't be loaded; the message tells the user why."""
+
+
+class AnotherVersion(ValueError):
+    """A checkpoint that is intact and can't be read by this version of the program."""
+
+
+def read_state(folder: Path) -> dict:
+    """The counters of a checkpoint. Raises ValueError if they can't be read, AnotherVersion if they are of one."""
+    path = folder / STATE
+    try:
+        file_id(path, root_of(folder))
+        version = read_file(path, ANY_STATE)["version"]
+        if version == FORMAT_VERSION:
+            return read_file(path, STATE_FILE)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror})") from error
+    raise AnotherVersion(
+        f"{folder} has checkpoint version {version}, this program reads {FORMAT_VERSION}: resume it with "
+        f"the OpenDiT that wrote it, or start a new run from its weights with --pretrained {folder / AVERAGE}"
+    )
+
+
+# ------------------------------------------------------------------------------------------ loading
+
+
+def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
+    """Puts a checkpoint into the engine and the averages; call on every rank. Only its verified files are read.
+
+    A decay that the checkpoint has no average of goes on from its first one.
+
+    Raises:
+        Unloadable: what it holds is not what the engine needs (nothing has been changed then).
+        FloatingPointError: it is not finite.
+    """
+    state = checkpoint.state
+    files = {decay: name for name, decay in state["ema"]["files"].items()}
+    with contextlib.ExitStack() as stack:
+
+        def read(name: str) -> safe_open:
+            return stack.enter_context(checkpoint.open(name))
+
+        model, averages = read(MODEL), [read(files.get(decay, AVERAGE)) for decay in ema.decays]
+        optimizer = [read(name) for name in sorted(checkpoint.files) if re.fullmatch(OPTIMIZER_FILE, name)]
+        for file in (model, *averages):
+            _tensors(checkpoint.folder, [file], engine.shapes)
+        shapes = {f"{key}.{name}": shape for name, shape in engine.shapes.items() for key in MOMENTS}
+        moments = _tensors(checkpoint.folder, optimizer, shapes)
+        for name in engine.shapes:
+            master, means = model.get_tensor(name), [average.get_tensor(name) for average in averages]
+            full = {key: moments[f"{key}.{name}"].get_tensor(f"{key}.{name}") for key in MOMENTS}
+            if not_finite({"weights": master, **full, **dict(enumerate(means))}):
+                raise FloatingPointError(
+                    f"--load: in {checkpoint.folder} what is stored of {name} is not finite (NaN or infinity); --load "
+                    "an earlier checkpoint"
+                )
+            engine.load_master(name, master)
+            for which, mean in enumerate(means):
+                ema.load(which, name, mean)
+            engine.load_moments(name, full, state["optimizer_steps"])
+    ema.updates.fill_(state["ema"]["updates"])
+    engine.load_scaler_state(state["scaler"])
+    engine.finish_loading()
+
+
+def _tensors(folder: Path, files: list[safe_open], shapes: dict[str, tuple[int, ...]]) -> dict[str, safe_open]:
+    """The file of every tensor. Raises Unloadable unless those of ``shapes`` are there, of these shapes and once."""
+    found = {}
+    for file in files:
+        for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+            if name in found:
+                raise Unloadable(f"--load: {folder} is damaged: two of its files hold {name}; load another checkpoint")
+            found[name] = file
+    for name, shape in shapes.items():
+        if name not in found:
+            raise Unloadable(f"--load: {folder} does not fit this model: it has no {name}")
+        there = tuple(found[name].get_slice(name).get_shape())
+        if there != shape:
+            raise Unloadable(f"--load: {folder} does not fit this model: {name} is {there} there and {shape} here")
+    return found
+
+
+# ------------------------------------------------------------------------------------------ the folder of checkpoints
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step:07d}"
+
+
+def incomplete(final: Path) -> Path:
+    """Where a checkpoint is written until it is complete."""
+    return final.with_name(f".{final.name}.incomplete")
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f".{final.name}.replaced")
+
+
+def put_in_place(final: Path) -> OSError | None:
+    """Renames a complete checkpoint to its name, then moves ``latest``; at every moment there is one to load.
+
+    Returns what kept ``latest`` from being moved, which takes nothing from the checkpoint; None if it was. Raises
+    OSError if the checkpoint could not be put in its place.
+    """
+    if os.path.lexists(final):  # of an earlier attempt that went on from before this step; it may be damaged
+        _remove(_replaced(final))
+        final.rename(_replaced(final))
+    incomplete(final).rename(final)
+    try:
+        point_to(final.with_name(LATEST), final)
+        problem = None
+    except OSError as error:
+        problem = error
+    sync_folder(final.parent)
+    _remove(_replaced(final))
+    return problem
+
+
+def _remove(path: Path) -> None:
+    """Whatever it is; what can't be removed is left."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
+    """Removes what a killed save or deletion left behind; returns where the checkpoint in use is now. Call on one rank,
+    when nothing is being saved."""
+    for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
+        _remove(left)
+    for left in checkpoints.glob(".step_*.replaced"):
+        final = step_folder(checkpoints, step_of(left))
+        if left == in_use:  # what took its place is damaged, or was never complete
+            _remove(final)
+        if os.path.lexists(final):
+            _remove(left)
+        else:
+            left.rename(final)
+            in_use = final if left == in_use else in_use
+    return in_use
+
+
+def prune(checkpoints: Path, keep: int, newest: Path, in_use: Path | None) -> None:
+    """Deletes all but the ``keep`` newest checkpoints up to ``newest`` (0: none), never the one in use.
+
+    Later steps, of an attempt that this run went back from, are left alone until they are written anew.
+    """
+    found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
+    for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
+        if old != in_use:
+            gone = old.with_name(f".{old.name}.deleted")  # at once: half a folder would be a damaged checkpoint
+            with contextlib.suppress(OSError):
+                old.rename(gone)
+                _remove(gone)

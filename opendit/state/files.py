@@ -1,0 +1,302 @@
+"""The files of a checkpoint: safetensors written with their checksum, the manifest that loading verifies, and where a
+run's checkpoints are."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opendit.common.rules import read_bounded
+from opendit.state.schema import MANIFEST_FILE, read_file
+
+MANIFEST, CHECKPOINTS, LATEST = "manifest.json", "checkpoints", "latest"
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BLOCK = 16 << 20
+
+
+def write_file(path: Path, blocks: Iterator[bytes | memoryview]) -> dict:
+    """Writes and syncs a file; returns its line of the manifest, made from memory and not read back from the disk.
+
+    Raises OSError (a full disk, no permission), naming the file.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "wb", buffering=0) as file:
+            for block in blocks:
+                digest.update(block)
+                size += len(block)
+                while len(block):  # an unbuffered write may take a part
+                    block = memoryview(block)[file.write(block) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict:
+    """Writes CPU tensors as a safetensors file; returns and raises as :func:`write_file`.
+
+    (safetensors' own save_file neither hashes nor syncs, and tells no full disk from a bug.)
+    """
+    return write_file(path, _safetensors(tensors, metadata))
+
+
+def _safetensors(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    header, offset = {"__metadata__": metadata}, 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        for start in range(0, len(data), _BLOCK):
+            yield data[start : start + _BLOCK]
+
+
+def not_finite(tensors: dict[str, Tensor]) -> str | None:
+    """The name of the first of these CPU tensors that holds a NaN or an infinity; None if all are finite."""
+    return next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.dtype.itemsize == 1:  # fp8 has no comparisons on a CPU
+        tensor = tensor.float()
+    lowest, highest = tensor.aminmax()  # a NaN is the lowest and the highest; one pass, and nothing is allocated
+    return math.isfinite(lowest) and math.isfinite(highest)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes a folder's entries (files made, renamed) survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(folder: Path, version: int, files: dict[str, dict]) -> None:
+    """manifest.json with the size and checksum of every file, and a checksum of its own."""
+    content = {"version": version, "files": files, "sha256": _sha256_of(files)}
+    write_file(folder / MANIFEST, iter([json.dumps(content, indent=1).encode()]))
+
+
+def _sha256_of(files: dict[str, dict]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, dict]:
+    """name: {"bytes", "sha256"} of every file: what is read of a checkpoint is what stands here, and nothing else.
+
+    Raises ValueError if the manifest itself is missing or damaged, or names what is no file of this folder.
+    """
+    path = folder / MANIFEST
+    try:
+        file_id(path, root_of(folder))
+        content = read_file(path, MANIFEST_FILE)
+        if content["sha256"] != _sha256_of(content["files"]):
+            raise ValueError("its own checksum is another")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is missing or damaged ({error})") from error
+    return content["files"]
+
+
+# ------------------------------------------------------------------------------------------ reading nothing else
+
+
+class FileId(NamedTuple):
+    """Which file stood under a name when it was looked at, to see that it is still the same one."""
+
+    device: int
+    inode: int
+    size: int
+    changed_ns: int
+
+
+def root_of(folder: Path) -> Path:
+    """The folder that a checkpoint's files must not lie outside of: its run's, or its own if it stands in no run."""
+    folder = Path(os.path.abspath(folder))
+    if folder.parent.name != CHECKPOINTS:
+        folder = folder.resolve()
+    return folder.parent.parent.resolve() if folder.parent.name == CHECKPOINTS else folder
+
+
+def file_id(path: Path, root: Path) -> FileId:
+    """Raises ValueError, naming the file, unless it is a regular one inside ``root``: a symbolic link may not lead out
+    of there, and a FIFO or a device would block whoever opens it."""
+    try:
+        real = path.resolve(strict=True)
+        found = os.stat(real)
+    except FileNotFoundError:
+        broken = path.is_symlink()
+        raise ValueError(f"{path} is " + ("a symbolic link to nothing" if broken else "missing")) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise ValueError(f"{path} can't be read ({getattr(error, 'strerror', None) or error})") from error
+    if not real.is_relative_to(root):
+        raise ValueError(f"{path} is a symbolic link out of {root}: what it leads to is not read; copy the file there")
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    return FileId(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+# ------------------------------------------------------------------------------------------ verifying
+
+
+def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> str | None:
+    """What is wrong with a checkpoint's files, the damaged one named first; None if all are as they were written.
+
+    Arguments as those of :func:`verified_files`.
+    """
+    try:
+        verified_files(folder, part, parts, only)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def verified_files(
+    folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None
+) -> dict[str, FileId]:
+    """Compares a checkpoint's files with its manifest; returns which files they are, by name.
+
+    With ``parts`` above 1 only this share of the bytes' checksums is looked at (sizes always are), so that ranks can
+    share the reading. ``only``: the names of the files to look at.
+
+    Raises:
+        ValueError: says what is wrong, naming the file.
+    """
+    root, named = root_of(folder), str(folder)
+    if folder.is_symlink():
+        named += f" (a symbolic link to {os.readlink(folder)})"
+    if not folder.resolve().is_relative_to(root):
+        raise ValueError(f"{named} leads out of the run's folder {root} and is not read; move the files back into it")
+    if not folder.is_dir():
+        raise ValueError(f"{named} is " + ("not a folder" if folder.exists() else "missing"))
+    entries, ids = read_manifest(folder), {}
+    for name in entries if only is None else only:
+        path = folder / name
+        if name not in entries:
+            raise ValueError(f"{path} is not in {MANIFEST}, which lists all that was written: it is missing or strange")
+        ids[name] = file_id(path, root)
+        if ids[name].size != entries[name]["bytes"]:
+            raise ValueError(f"{path} is damaged: {ids[name].size:,} bytes, {entries[name]['bytes']:,} were written")
+    mine = sorted(ids)[part::parts]
+    with ThreadPoolExecutor(max_workers=4) as pool:  # hashing releases the GIL
+        try:
+            digests = list(pool.map(sha256_of, [folder / name for name in mine]))
+        except OSError as error:
+            raise ValueError(f"{error.filename} can't be read ({error.strerror})") from error
+    for name, digest in zip(mine, digests, strict=True):
+        if digest != entries[name]["sha256"]:
+            raise ValueError(f"{folder / name} is damaged: its checksum is not the manifest's")
+    return ids
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------ a run's checkpoints
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name; -1 if it has none."""
+    found = re.search("step_([0-9]+)", folder.name)
+    return int(found[1]) if found else -1
+
+
+def checkpoints_in(run: Path) -> list[Path]:
+    """The checkpoint folders of a run, damaged ones too, the one to go on from first.
+
+    That is the one that ``latest`` names; after it come the earlier ones, the newest first, and at last those of an
+    attempt that the run went back from. Without ``latest`` the highest step is the newest.
+    """
+    folder = run / CHECKPOINTS
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    steps = [folder / name for name in names if re.fullmatch("step_[0-9]+", name)]
+    # A kill between two renames leaves a checkpoint under this name only.
+    steps += [folder / name for name in names if re.fullmatch(r"\.step_[0-9]+\.replaced", name)]
+    steps.sort(key=lambda path: (step_of(path), path.name.startswith("step")), reverse=True)
+    latest = folder / LATEST
+    if latest.is_dir() and not latest.is_symlink():
+        return [latest, *steps]  # a copy that knew no links
+    newest = _named_by(latest)
+    if newest is None:
+        return steps
+    if newest not in map(step_of, steps):
+        steps.insert(0, latest)  # it leads to nothing, or elsewhere: damage to be told
+    return sorted(steps, key=lambda path: path is not latest and step_of(path) > newest >= 0)
+
+
+def _named_by(latest: Path) -> int | None:
+    """The step that ``latest`` leads to, -1 if that is no checkpoint; None if it isn't there."""
+    try:
+        return step_of(Path(os.readlink(latest) if latest.is_symlink() else read_bounded(latest, 255).decode()))
+    except (OSError, ValueError):
+        return None
+
+
+def point_to(latest: Path, final: Path) -> None:
+    """Makes ``latest`` lead to a checkpoint: a symbolic link, or a file with its name where there are no links.
+
+    A folder in its place, as a copy has that knew no links, is set aside. Raises OSError if nothing can be made;
+    ``latest`` is gone then, for a stale one would be followed.
+    """
+    new = latest.with_name(f".{latest.name}.new")
+    try:
+        if latest.is_dir() and not latest.is_symlink():
+            aside = (latest.with_name(f"{latest.name}.before{number}") for number in itertools.count())
+            latest.rename(next(path for path in aside if not os.path.lexists(path)))
+        new.unlink(missing_ok=True)
+        try:
+            new.symlink_to(final.name)
+        except OSError:
+            new.write_text(final.name)
+        os.replace(new, latest)
+    except OSError:
+        for left in (new, latest):
+            with contextlib.suppress(OSError):
+                left.unlink(missing_ok=True)
+        raise
+
+
+def intact_before(folder: Path, only: Collection[str] | None = None) -> Path | None:
+    """The newest of a run's checkpoints before this one that is not damaged (in the files named by ``only``)."""
+    folder = folder.resolve()
+    earlier = [other for other in folder.parent.glob("step_*") if step_of(other) < step_of(folder)]
+    return next(
+        (other for other in sorted(earlier, key=step_of, reverse=True) if damage(other, only=only) is None), None
+    )

@@ -1,0 +1,290 @@
+"""Weights in: our safetensors (the configuration is inside) and Meta's .pt files."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from opendit.models.dit import DiT, DiTConfig
+from opendit.models.names import SIZES, canonical_name, is_video
+from opendit.models.zoo import build_model, config_from_dict, model_config
+from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
+from opendit.state.header import check_shapes, check_size, compare, open_safetensors, shapes_in
+from opendit.state.pickled import read_pickled
+from opendit.state.schema import checked_metadata
+
+METADATA_KEY = "opendit"
+LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
+
+
+@dataclass
+class Weights:
+    """A state dict in the canonical layout, and what its file says about it."""
+
+    state: dict[str, Tensor]
+    path: Path
+    info: dict = field(default_factory=dict)  # of our files: model, config, class_names, vae, image_size, step
+    num_classes: int | None = None  # of Meta's files: by their training arguments, where they have them, or by the user
+
+    @property
+    def config(self) -> DiTConfig | None:
+        return config_from_dict(self.info["config"]) if "config" in self.info else None
+
+
+def find_weights(path: str | Path, which: str = "ema") -> Path:
+    """The weights file of a path: a file, a checkpoint folder, or a run folder (its newest checkpoint).
+
+    A file that a checkpoint has lost is returned too: :func:`read_weights` says what to do about it.
+
+    Raises:
+        FileNotFoundError: nothing of the kind is there; the message says what was looked for.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    for folder in (*checkpoints_in(path)[:1], path):
+        if (folder / f"{which}.safetensors").is_file() or (folder / MANIFEST).is_file() or folder != path:
+            return folder / f"{which}.safetensors"
+    raise FileNotFoundError(
+        f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors, "
+        "or a run folder with checkpoints/latest"
+    )
+
+
+def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None) -> Weights:
+    """Reads the weights of a path as :func:`find_weights` takes it; with ``notes``, of a run folder those of its newest
+    intact checkpoint. Where that is not the newest, a line in ``notes`` says why: it must be shown.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, damaged or unreadable, or no intact checkpoint.
+    """
+    folders, damaged = [] if Path(path).is_file() else checkpoints_in(Path(path)), []
+    if not folders or notes is None:
+        return read_weights(find_weights(path, which))
+    for folder in folders:
+        file = folder / f"{which}.safetensors"
+        if problem := _damage(file):
+            damaged.append(problem)
+            continue
+        if damaged:
+            notes.append(f"{'; '.join(damaged)}; taken is {folder}, the newest that is intact")
+        return _read(file)
+    raise ValueError(f"{path} has no intact checkpoint: {'; '.join(damaged)}")
+
+
+def read_info(path: Path) -> dict:
+    """What one of our safetensors files says of itself, checked (opendit.state.schema) and without reading its weights;
+    {} for other files. Raises ValueError with one line that names the file and the field."""
+    if path.suffix != ".safetensors":
+        return {}
+    with open_safetensors(path) as file:
+        return _info(file, path)
+
+
+def _info(file: safe_open, path: Path) -> dict:
+    text = (file.metadata() or {}).get(METADATA_KEY)
+    return {} if text is None else checked_metadata(text, path)
+
+
+def read_config(path: Path) -> DiTConfig | None:
+    """The configuration in one of our safetensors files, without reading its weights; None for other files and for one
+    that can't be read, of which :func:`read_weights` says more."""
+    try:
+        return Weights({}, path, read_info(path)).config
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def read_weights(path: Path) -> Weights:
+    """Reads a weights file into CPU memory, verified if it is a checkpoint's; its header must be that of the model that
+    it says it holds. No code in a file is run (opendit.state.pickled).
+
+    Raises:
+        ValueError: the file is damaged, can't be read, holds another model than it says, no state dict, or weights that
+            are not finite.
+    """
+    if problem := _damage(path):
+        earlier = intact_before(path.parent, only=[path.name])
+        fix = f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
+        raise ValueError(f"{problem}; {fix}")
+    return _read(path)
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a weights file by the manifest beside it; None if nothing is, or for a file that stands
+    alone."""
+    if path.suffix != ".safetensors" or (path.is_file() and not (path.parent / MANIFEST).is_file()):
+        return None
+    return damage(path.parent, only=[path.name])
+
+
+def _read(path: Path) -> Weights:
+    """A file that is as it was written."""
+    if path.suffix != ".safetensors":
+        state, num_classes = read_pickled(path)
+        return refuse_unless_finite(Weights(state, path, num_classes=num_classes))
+    with open_safetensors(path) as file:
+        info, shapes = _info(file, path), shapes_in(file, path)
+        weights = Weights({}, path, info)
+        if weights.config is not None and "lora" not in info:
+            check_shapes(weights.config, shapes, path)
+        weights.state = {name: file.get_tensor(name) for name in shapes}
+    return refuse_unless_finite(weights)
+
+
+def refuse_unless_finite(weights: Weights) -> Weights:
+    """The same weights. Raises ValueError, naming the file and the tensor, if one holds a NaN or an infinity."""
+    if name := not_finite(weights.state):
+        raise ValueError(
+            f"{weights.path}: {name} holds values that are not finite (NaN or infinity); take an earlier checkpoint"
+        )
+    return weights
+
+
+def infer_config(state: dict[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
+    """The configuration of a named DiT on labels from its weights' shapes (square inputs).
+
+    The last layer's rows say whether it predicts a variance too. The label table's do not say whether its last row is
+    a class or the null class of class dropout: ``num_classes`` does; without it a table of 1000 rows is ImageNet's
+    classes alone, and any other one is taken to end with the null class (see :func:`assumption`).
+
+    Raises:
+        ValueError: the weights are another model's; the message names the model they fit, if any.
+    """
+    if is_video(name):
+        raise ValueError(f"{path} says nothing of the frames that --model {name} takes: give a checkpoint of OpenDiT")
+    dimensions = {"x_embedder.proj.weight": 4, "pos_embed": 3, LABELS: 2, "final_layer.linear.weight": 2}
+    for key, number in dimensions.items():
+        if key not in state:
+            raise ValueError(f"{path} does not hold a DiT: it has no {key!r}")
+        if state[key].dim() != number or 0 in state[key].shape:
+            raise ValueError(f"{path} does not hold a DiT: {key} is of shape {list(state[key].shape)[:8]}")
+    hidden, channels, patch, _ = state["x_embedder.proj.weight"].shape
+    side = math.isqrt(state["pos_embed"].shape[1]) * patch
+    try:
+        rows, predicted = len(state[LABELS]), len(state["final_layer.linear.weight"])
+        if num_classes is None:
+            num_classes = rows if rows == IMAGENET_CLASSES else rows - 1
+        if num_classes < 1 or rows - num_classes not in (0, 1):
+            raise ValueError(f"it has a label table of {rows} rows, which is none of {num_classes} classes")
+        if predicted not in (patch**2 * channels, 2 * patch**2 * channels):
+            raise ValueError(
+                f"it predicts {predicted} numbers a patch: neither the noise of its {patch} x {patch} x "
+                f"{channels} ones alone nor with their variance"
+            )
+        config = model_config(
+            name,
+            input_size=(side, side),
+            in_channels=channels,
+            num_classes=num_classes,
+            null_class=rows > num_classes,
+            learn_sigma=predicted > patch**2 * channels,
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    depth = len({key.split(".")[1] for key in state if key.startswith("blocks.")})
+    if (config.hidden_size, config.depth, config.patch_size) != (hidden, depth, patch):
+        fits = [f"DiT-{k}/{patch}" for k, v in SIZES.items() if v[:2] == (hidden, depth)]
+        raise ValueError(
+            f"--model {name} does not fit {path}: it holds {depth} blocks of width {hidden}, patch {patch}"
+            + (f"; use --model {fits[0]}" if fits else "")
+        )
+    return config
+
+
+def assumption(weights: Weights, config: DiTConfig) -> list[str]:
+    """The note, if there is one to give, on what :func:`infer_config` has taken for granted."""
+    rows = 0 if config.text else config.num_classes + config.null_class
+    if (
+        weights.config is not None
+        or weights.num_classes is not None
+        or rows in (IMAGENET_CLASSES, IMAGENET_CLASSES + 1)
+    ):
+        return []
+    return [
+        f"{weights.path} does not say how many classes it has: the last of its {rows} rows is taken for the null class "
+        f"of guidance; if it was trained without class dropout, sample.py needs --num_classes {rows}"
+    ]
+
+
+def load_state(model: DiT, weights: Weights) -> None:
+    """Strictly loads weights into a model. Raises ValueError naming the first differences."""
+    own, theirs = ({n: tuple(t.shape) for n, t in state.items()} for state in (model.state_dict(), weights.state))
+    compare(own, theirs, weights.path)
+    model.load_state_dict(weights.state)
+
+
+def load_pretrained(
+    path: str | Path,
+    name: str | None = None,
+    which: str = "ema",
+    lora: str | Path | None = None,
+    num_classes: int | None = None,
+    notes: list[str] | None = None,
+) -> tuple[DiT, Weights]:
+    """A model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``.
+
+    A checkpoint of --lora brings its base's weights and is merged into them; ``lora`` is one, to be merged into those
+    of ``path``. What it says of itself (classes, size, objective) holds for the model then. ``num_classes``: of a file
+    that does not say (see :func:`infer_config`).
+
+    ``notes`` takes what :func:`read_newest` says.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, unreadable, or another model.
+    """
+    says_itself = f"--num_classes {num_classes}: {lora or path} says itself what it draws; leave the flag out"
+    if lora is not None:
+        if num_classes is not None:
+            raise ValueError(says_itself)
+        added = read_newest(lora, which, notes)
+        if "lora" not in added.info:
+            raise ValueError(f"--lora {lora}: {added.path} holds a whole model, not what --lora trains; use --ckpt")
+        return _with_lora(read_newest(path, which, notes), added, name)
+    weights = read_newest(path, which, notes)
+    if num_classes is not None and "config" in weights.info:
+        raise ValueError(says_itself)
+    if "lora" in weights.info:
+        return _with_lora(_base_of(weights), weights, name)
+    config = weights.config
+    if config is None:
+        if name is None:
+            raise ValueError(f"{weights.path} does not say which model it is: name it with --model, e.g. DiT-XL/2")
+        weights.num_classes = num_classes or weights.num_classes
+        config = infer_config(weights.state, name, weights.path, weights.num_classes)
+    else:
+        _check_name(weights, name)
+    model = build_model(config)
+    load_state(model, weights)
+    return model, weights
+
+
+def _check_name(weights: Weights, name: str | None) -> None:
+    if name is not None and weights.info["model"] != canonical_name(name):
+        raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of --model {name}")
+
+
+def _base_of(added: Weights) -> Weights:
+    """The weights that a checkpoint of --lora adds to."""
+    base = Path(added.info["lora"]["base"])
+    if not base.is_file():
+        raise ValueError(f"{added.path} adds to {base}, which is not there: give its new place to --ckpt, and --lora")
+    return read_weights(base)
+
+
+def _with_lora(weights: Weights, added: Weights, name: str | None) -> tuple[DiT, Weights]:
+    from opendit.models.adapt import adapt, check_same_blocks  # they know Weights
+    from opendit.models.lora import check_lora, merge_lora
+
+    _check_name(added, name)
+    shapes = {n: tuple(t.shape) for n, t in (*weights.state.items(), *added.state.items())}
+    check_size(added.config, shapes, added.path)
+    check_lora(added)
+    found = weights.config or infer_config(weights.state, added.info["model"], weights.path, weights.num_classes)
+    check_same_blocks(found, added.config, weights.path)
+    model = build_model(added.config)
+    adapt(model, weights, found, added.info.get("class_names") or ())
+    merge_lora(model, added)
+    return model, added

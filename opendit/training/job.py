@@ -1,0 +1,333 @@
+"""From flags to everything a training run needs, checked before any weight of the model is made."""
+
+import os
+import shlex
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opendit.cli.checks import check_writable
+from opendit.cli.dry_run import memory_setup, recipe_notes
+from opendit.cli.train_flags import TrainConfig
+from opendit.data import BatchSchedule, DataError, MediaDataset, build_schedule
+from opendit.data.mock import MockDataset
+from opendit.diffusion import Objective
+from opendit.diffusion.random import Stream, normal
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
+from opendit.encoders.folder import KNOWN
+from opendit.encoders.text import load_text_encoder
+from opendit.encoders.vae import ImageCodec, load_codec, sample_moments
+from opendit.encoders.video_vae import VideoCodec, load_video_codec
+from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
+from opendit.kernels.fp8_linear import Modulated
+from opendit.kernels.select import KernelChoice, select_kernels
+from opendit.models import DiTConfig
+from opendit.models.lora import Lora, check_peft, lora_ops
+from opendit.models.zoo import of_revision
+from opendit.parallel.engine import PRECISIONS
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.sequence import SequenceParallel, sequence_parallel
+from opendit.state.checkpoint import MODEL, Checkpoint, find_checkpoint
+from opendit.state.lock import lock_folder
+from opendit.state.pretrained import Weights, read_config, read_info
+from opendit.state.run_folders import new_run_folder
+from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint
+from opendit.training.from_flags import (
+    check_pretrained,
+    last_step_of,
+    open_data,
+    plan_model,
+    saved_by_adaln_lora,
+    sequence_shape,
+)
+from opendit.training.memory import Setup, check_host
+from opendit.training.resume import check_resume
+
+USER_ERRORS = (ValueError, OSError, DataError)  # of prepare(): the message is enough, no traceback needed
+
+
+@dataclass
+class Job:
+    """A checked training run."""
+
+    flags: TrainConfig
+    mesh: Mesh
+    dataset: MediaDataset
+    schedule: BatchSchedule
+    model_config: DiTConfig
+    codec: ImageCodec | VideoCodec | None  # None: training on cached latents whose VAE is not at hand
+    vae: str
+    conditioner: Conditioner
+    objective: Objective
+    kernels: KernelChoice
+    sequence: SequenceParallel | None
+    folder: Path
+    lock: AbstractContextManager  # the right to write there
+    resume: Checkpoint | None
+    first_step: int
+    last_step: int
+    initial: Weights | None
+    lora: Lora | None
+    notes: list[str]
+    fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
+
+    def latents(self, x: Tensor, step: int, index: Tensor) -> Tensor:
+        """What the model learns from a batch of the data set: (B, C, h, w) or (B, C, t, h, w) fp32 on the device.
+
+        Args:
+            x: (B, ...) the data set's items on the device.
+            index: (B,) positions in the global batch; the VAE's noise is keyed by them.
+        """
+        if self.dataset.kind == "latents":
+            scale = (self.dataset.scaling_factor, self.dataset.shift_factor)
+            return sample_moments(x, self._vae_noise(x, step, index), *scale)
+        if self.vae == "none":
+            return self.codec.encode(x, None)
+        moments = self.codec.moments(x)
+        # A VAE on a CPU may answer in channels_last; the backward pass of Gemini's sharded convolution crashes on that.
+        return self.codec.sample(moments, self._vae_noise(moments, step, index)).contiguous()
+
+    def _vae_noise(self, moments: Tensor, step: int, index: Tensor) -> Tensor:
+        shape = (moments.shape[1] // 2, *moments.shape[2:])
+        return normal(self.flags.global_seed, step, index, Stream.VAE, shape)
+
+    def memory_setup(self, trained: int) -> Setup:
+        """What the estimate of the memory needs to know; ``trained``: how many weights are."""
+        flags = self.flags
+        return Setup(
+            plugin=flags.plugin,
+            precision=flags.mixed_precision,
+            world=self.mesh.world_size,
+            sequence_parallel=self.mesh.sp_size,
+            averages=len(flags.ema_decays),
+            accumulate=flags.grad_accumulation > 1,
+            fused=self.kernels.ops.linear_gate_residual_layernorm_modulate is not None,
+            fp8=self.kernels.ops.layernorm_modulate is Modulated,
+            recompute=flags.recompute,
+            grad_checkpoint=flags.grad_checkpoint,
+            trained=trained if self.lora else None,
+        )
+
+    def info(self) -> dict:
+        """What this run's weights files say of themselves."""
+        return {
+            "model": self.flags.model,
+            "config": self.model_config.to_dict(),
+            "objective": self.objective.to_dict(),
+            "class_names": self.dataset.class_names,
+            "captions": example_captions(self.dataset),
+            "vae": _path_or_name(self.vae),
+            "text_encoder": _path_or_name(self.flags.text_encoder),
+            "image_size": self.flags.image_size,
+            "frame_interval": self.flags.frame_interval,
+            **({"lora": self.lora.to_dict()} if self.lora else {}),
+        }
+
+
+def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
+    """Checks everything that can be wrong with a run, and loads its data set and VAE.
+
+    Raises:
+        ValueError, OSError, DataError: with a message that names the flag and the fix.
+    """
+    notes = flags.check(mesh.world_size, mesh.device.type == "cuda") + recipe_notes(flags)
+    if flags.deterministic:
+        make_deterministic()
+    dataset = open_data(flags)
+    global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
+    schedule = build_schedule(dataset, global_batch, flags.grad_accumulation, flags.global_seed)
+    config, objective, vae = plan_model(flags, dataset, notes)
+    if mesh.device.type == "cpu":
+        setup, ranks = memory_setup(flags, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        check_host(config, setup, flags.batch_size, ranks)
+    dtype = PRECISIONS[flags.mixed_precision]
+    shape = sequence_shape(flags, config, flags.batch_size)
+    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, keep_gathered=flags.keep_gathered)
+    if flags.keep_gathered and sequence.plan.kind != "fastseq":
+        notes.append(f"--keep_gathered does nothing: {sequence.plan.kind}, which auto took, gathers nothing")
+    resume = find_checkpoint(flags.load, flags.outputs, flags.model, mesh) if flags.load else None
+    if flags.load and resume is None:
+        notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
+    stored = stored_fingerprint(resume.state) if resume else {}
+    if resume:
+        resumed = read_config(resume.folder / MODEL)
+        config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
+        notes += check_resume(resume, config, objective, bool(flags.lora))
+    # LoRA's checkpoints hold what it adds: the weights it is added to are read each time.
+    initial = None
+    if flags.pretrained and (flags.lora or not resume):
+        initial, config = check_pretrained(flags, config, notes, resumed=resume is not None)
+    if config.adaln_lora is not None:
+        notes.append(saved_by_adaln_lora(config))
+    lora = _lora(flags, initial, resume, notes) if flags.lora else None
+    only_cached = _named_by_the_cache_alone(flags, dataset, vae)
+    if only_cached:
+        notes.append(
+            f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
+            f"what only a file names is not loaded; if you trust it, add {' '.join(only_cached)}"
+        )
+    codec = None if only_cached else _load_codec(flags, dataset, vae, mesh, notes)
+    conditioner = _conditioner(flags, config, dataset, mesh, for_grids=codec is not None)
+    kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
+    kernels = _agree_on_attention(kernels, stored.get("attention"), flags, config, dtype, mesh, notes)
+    if lora is not None:
+        ops = lora_ops(kernels.ops)
+        why = "" if ops == kernels.ops else "; what takes a linear layer is torch's: --lora is a part of it"
+        kernels = replace(kernels, ops=ops, ops_note=kernels.ops_note + why)
+    folder = resume.run if resume else None
+    if folder is not None and flags.save:
+        check_writable(str(folder), f"--load {flags.load}:")
+    if folder is None:
+        folder = mesh.broadcast_object(new_run_folder(flags.outputs, flags.model) if mesh.is_main else None)
+    if resume and not resume.run:
+        notes.append(f"--load: {resume.folder} lies in no run's checkpoints folder, so the run goes on in {folder}")
+    lock, lock_notes = lock_folder(folder, mesh, f"--load {flags.load}", "stop it, or start a new run without --load")
+    notes += lock_notes
+    last_step = last_step_of(flags, schedule)
+    first_step = resume.state["step"] if resume else 0
+    if first_step >= last_step:
+        notes.append(
+            f"{resume.folder} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on"
+        )
+    job = Job(
+        flags=flags,
+        mesh=mesh,
+        dataset=dataset,
+        schedule=schedule,
+        model_config=config,
+        codec=codec,
+        vae=vae,
+        conditioner=conditioner,
+        objective=objective,
+        kernels=kernels,
+        sequence=sequence,
+        folder=folder,
+        lock=lock,
+        resume=resume,
+        first_step=first_step,
+        last_step=last_step,
+        initial=initial,
+        lora=lora,
+        notes=notes,
+    )
+    job.fingerprint = mesh.broadcast_object(fingerprint(job) if mesh.is_main else None)
+    if resume:
+        notes += changes(stored, job.fingerprint, first_step)
+    return job
+
+
+def make_deterministic() -> None:
+    """--deterministic: operations that give the same bits in every run (on the same GPU and libraries).
+
+    What has no such form warns and runs. cuBLAS wants a workspace of fixed size, named before its first use.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time; nothing here reads such memory
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
+def _agree_on_attention(
+    kernels: KernelChoice,
+    stored: str | None,
+    flags,
+    config: DiTConfig,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    notes: list[str],
+) -> KernelChoice:
+    """Rank 0's attention kernel on every rank; on resuming the checkpoint's, where it runs here. (Other kernels round
+    differently: ranks would disagree, and a resumed run would leave its curve by a little.) --deterministic takes
+    torch's FlashAttention, which it tells to, rather than cuDNN, which adds the parts of dq up in any order and which
+    torch's own choice may be."""
+    backend, note = kernels.attend.backend, kernels.attention_note
+    stored = stored if flags.attention == "auto" else None
+    wanted, why = stored, "as in the checkpoint"
+    if flags.deterministic and mesh.device.type == "cuda" and {"auto", "cudnn"} & {backend, stored}:
+        wanted, why = "flash" if dtype in HALF else "efficient", "--deterministic"
+    if (flags.enable_flashattn or flags.deterministic) and wanted not in (None, "auto", backend):
+        head_dim = config.hidden_size // config.num_heads
+        try:
+            backend, _ = resolve_attention(wanted, mesh.device, dtype, head_dim, config.tokens, tiled=True)
+            note = f"{backend}: {why}"
+        except ValueError as error:
+            notes.append(f"attention is not {wanted} ({why}), so this run goes on within rounding: {error}")
+    backend, note = mesh.broadcast_object((backend, note))
+    return replace(kernels, attend=LocalAttention(backend), attention_note=note)
+
+
+def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
+    """The flags that would name the VAE and the text encoder of cached latents, where the user has named none and they
+    are no names known everywhere: an index may be a stranger's, and what it names is not loaded."""
+    if dataset.kind != "latents" or isinstance(dataset, MockDataset):
+        return []
+    named = {"vae": vae, "text_encoder": dataset.text_encoder and flags.text_encoder}
+    return [
+        f"--{flag} {shlex.quote(name) if name.isprintable() else ascii(name)}"
+        for flag, name in named.items()
+        if name is not None and name not in KNOWN and flag not in flags.given
+    ]
+
+
+def _conditioner(
+    flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, for_grids: bool
+) -> Conditioner:
+    """What conditions are made by. Embeddings from a cache need no encoder but ``for_grids``."""
+    if config.text is None:
+        return LabelConditioner(config.num_classes, mesh.device)
+    encoder, empty = None, None if config.text.inside else getattr(dataset, "empty_caption", None)
+    empty = empty and [part.unsqueeze(0) for part in empty]
+    needed = for_grids or empty is None
+    if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # (mock data have no words)
+        dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
+        encoder = load_text_encoder(
+            flags.text_encoder, device=mesh.device, dtype=dtype, max_tokens=config.text.max_tokens
+        )
+    return CaptionConditioner(config.text, mesh.device, encoder, empty)
+
+
+def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
+    """Captions to draw when nobody names one: distinct ones, spread evenly over the data set."""
+    if dataset.conditioning != "text":
+        return []
+    rows = range(0, len(dataset), max(1, len(dataset) // (4 * count)))
+    return list(dict.fromkeys(dataset.caption(row) for row in rows))[:count]
+
+
+def _path_or_name(value: str | None) -> str | None:
+    """What a checkpoint says of an encoder: a folder by its absolute path, a name as it is."""
+    folder = value is not None and value not in KNOWN and Path(value).expanduser()
+    return str(folder.resolve()) if folder and folder.exists() else value
+
+
+def _lora(flags: TrainConfig, initial: Weights, resume: Checkpoint | None, notes: list[str]) -> Lora:
+    """Raises ValueError if peft is missing, or if the checkpoint to resume has another rank or scale."""
+    check_peft()
+    lora = Lora(flags.lora, flags.lora_alpha or flags.lora, str(initial.path.resolve()))
+    if resume is not None:
+        stored = Lora(**read_info(resume.folder / MODEL)["lora"])
+        if (stored.rank, stored.alpha) != (lora.rank, lora.alpha):
+            made = f"--lora {stored.rank} --lora_alpha {stored.alpha:g}"
+            raise ValueError(f"--load: {resume.folder} was made with {made}")
+        if stored.base != lora.base and "pretrained" not in stored_fingerprint(resume.state):
+            notes.append(f"--pretrained {lora.base}: the checkpoint was made for {stored.base}")
+    return lora
+
+
+def _load_codec(flags, dataset, vae: str, mesh: Mesh, notes: list[str]) -> ImageCodec | None:
+    # fp16 keeps Stable Diffusion's VAE within 0.14 % of fp32, bf16 within 1.2 % (docs/log.md).
+    dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
+    if isinstance(dataset, MockDataset):
+        return None
+    load = load_video_codec if flags.use_video else load_codec
+    try:
+        return load(vae, channels=dataset.sample_shape[0], device=mesh.device, dtype=dtype)
+    except (ValueError, OSError) as error:
+        if dataset.kind != "latents" or "vae" in flags.given:
+            raise
+        notes.append(f"no sample grids: the latents' VAE can't be loaded ({error})")
+        return None

@@ -1,0 +1,209 @@
+"""What a run shows: progress bar, log.jsonl, TensorBoard, throughput, MFU, memory."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from opendit.common.replace import replacing
+from opendit.data.progress import Progress
+from opendit.parallel.mesh import Mesh
+from opendit.training.board import Board
+from opendit.training.records import RecordFile, WriteFailures
+
+# Dense bf16/fp16 tensor-core peaks by the vendors' data sheets, FLOP/s; a GPU that is not here has no MFU.
+PEAK_FLOPS = {
+    "H200": 989.5e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.5e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165.2e12,
+    "B200": 2250e12,
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Peak of one device, or None when it is unknown (CPUs, fp32, other GPUs)."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if all(word in name for word in key.split())), None)
+
+
+class Monitor:
+    """Logs a run; a context manager. Ranks other than 0 only take part in the sums.
+
+    Args:
+        folder: the run's folder.
+        flops_per_sample: of a training step (forward and backward).
+        samples_per_step: the global batch.
+        failures: takes what the disk refuses.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        *,
+        first_step: int,
+        last_step: int,
+        samples_per_step: int,
+        flops_per_sample: float,
+        precision: str,
+        failures: WriteFailures,
+    ):
+        self.mesh, self.samples_per_step, self.flops_per_sample = mesh, samples_per_step, flops_per_sample
+        self.peak = peak_flops(mesh.device, precision)
+        self.data_wait = 0.0
+        self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # of losses, and how many
+        self._steps, self._since = 0, time.perf_counter()
+        self._peak_gib = 0.0  # of memory, before the last drawing
+        self.last: dict = {}
+        self.failures = failures
+        if mesh.is_main:
+            with failures.survive("log.jsonl"):
+                keep_up_to(folder / "log.jsonl", first_step)
+            self.log_file = RecordFile(folder / "log.jsonl")
+            self.board = Board(folder / "tensorboard", first_step + 1)
+            self._bar = Progress(last_step, "steps", initial=first_step)
+
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def loader_wait(self, seconds: float) -> None:
+        """Adds time that the step stood waiting for its batch."""
+        self.data_wait += seconds
+
+    def add(self, loss: torch.Tensor, finite: torch.Tensor) -> None:
+        """Adds one step's mean loss on this rank, if the step was taken. Both are 0-dim on the device, and nothing
+        waits for them."""
+        self._sums += torch.stack([torch.where(finite, loss, 0).double(), finite.double()])
+        self._steps += 1
+        if self.mesh.is_main:
+            self._bar.update()
+
+    def forget_drawing(self, trained: float) -> None:
+        """Takes the peak of ``allocated_gib()`` before a drawing for the run's: the drawing's memory is not training's.
+
+        (The peak is not just measured again afterwards: a CUDA graph took its memory when it was recorded.)
+        """
+        self._peak_gib = max(self._peak_gib, trained)
+        if self.mesh.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def pause(self) -> float:
+        """A moment to hand to :meth:`resume`: what lies between is not training time."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def resume(self, paused_at: float) -> None:
+        self._since += time.perf_counter() - paused_at
+
+    def log(self, step: int, epoch: int, lr: float, grad_norm: float, **more) -> dict:
+        """Writes one line; the loss is the mean over all ranks and all steps since the last line that were not
+        skipped, null if all were."""
+        total, count = self.mesh.sum(self._sums).tolist()
+        loss = total / count if count else None
+        now = time.perf_counter()
+        rate = self._steps * self.samples_per_step / (now - self._since)
+        flops = rate * self.flops_per_sample / self.mesh.world_size
+        cuda = self.mesh.device.type == "cuda"
+        self.last = {
+            "step": step,
+            "epoch": epoch,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "samples_per_s": rate,
+            "tflops": flops / 1e12,
+            "mfu": flops / self.peak if self.peak else None,
+            "memory_gib": max(self._peak_gib, allocated_gib()) if cuda else resident_gib(),
+            "data_wait_s": self.data_wait,
+            **more,
+            "failed_writes": self.failures.count,
+        }
+        if self.mesh.is_main:
+            with self.failures.survive("log.jsonl", step):
+                self.log_file.append(json.dumps(self.last).encode() + b"\n")
+            numbers = {k: v for k, v in self.last.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
+            with self.failures.survive("TensorBoard", step):
+                self.board.scalars(numbers, step)
+            shown = {
+                "loss": "-" if loss is None else f"{loss:.4f}",
+                "img/s": f"{rate:.1f}",
+                "TFLOP/s": f"{flops / 1e12:.1f}",
+            }
+            if self.peak:
+                shown["MFU"] = f"{self.last['mfu']:.1%}"
+            self._bar.figures(shown)
+        self._sums.zero_()
+        self._steps, self._since, self.data_wait = 0, now, 0.0
+        return self.last
+
+    def say(self, text: str) -> None:
+        """A line for people, above the progress bar."""
+        if self.mesh.is_main:
+            self._bar.write(text)
+
+    def picture(self, path: Path, step: int) -> None:
+        """Shows a PNG file in TensorBoard."""
+        with self.failures.survive("TensorBoard", step):
+            self.board.picture("samples", path.read_bytes(), step)
+
+    def close(self) -> None:
+        if self.mesh.is_main:
+            self._bar.close()
+            with self.failures.survive("log.jsonl"):
+                self.log_file.close()
+            with self.failures.survive("TensorBoard"):
+                self.board.close()
+
+
+def keep_up_to(log: Path, step: int) -> None:
+    """Of a log that a killed run wrote past its last checkpoint, drops the lines that are about to be written again,
+    and one that is not whole. Raises OSError."""
+    if not log.is_file():
+        return
+    lines = log.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith(b"\n") and _is_up_to(line, step)]
+    if kept == lines[: len(kept)]:
+        os.truncate(log, sum(map(len, kept)))  # which a full disk allows
+        return
+    with replacing(log) as new:
+        new.write_bytes(b"".join(kept))
+
+
+def _is_up_to(line: bytes, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, TypeError, KeyError, RecursionError):  # cut off by a kill
+        return False
+
+
+def allocated_gib() -> float:
+    """Peak of the memory that tensors took on this GPU; 0 without one."""
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+def resident_gib() -> float:
+    """Peak resident memory of this process (CPU runs)."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def print_block(title: str, rows: dict[str, str]) -> None:
+    """Prints aligned `name  value` rows under a title."""
+    print(title)
+    width = max(len(name) for name in rows)
+    for name, value in rows.items():
+        print(f"  {name:<{width}}  {value}")
+    print(flush=True)

@@ -1,0 +1,144 @@
+"""``--profile``: where the time of a training step goes, as a trace and as a table by kind of work."""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from opendit.common.replace import replacing
+from opendit.training.records import WriteFailures
+
+WARMUP, STEPS = 8, 3  # steps that run before, and steps that are recorded; the profiler itself warms up in the last two
+
+# Kinds of work by what their kernels (on a GPU) or operators (on a CPU) are called; the first that matches counts.
+KINDS = (
+    ("communication", r"nccl|c10d::|gloo|symm_mem"),
+    ("attention", r"attention|flash|fmha|sdpa|cudnn_generated"),
+    (
+        "matrix products",
+        r"gemm|nvjet|cutlass|cublas|xmma|splitk|addmm|::mm$|::bmm|matmul|convolution|conv2d|conv3d|wgrad",
+    ),
+    ("optimizer and EMA", r"^_update_kernel|^_square_sum_kernel|multi_tensor|adam|_foreach"),
+    ("fused kernels", r"^_\w+_kernel$|opendit::"),
+    ("compiled", r"^triton_"),
+    ("copies", r"memcpy|memset|copy|::to$|::cat$|clone|fill|zero_"),
+    ("other", r""),
+)
+
+
+class Work(NamedTuple):
+    """A kernel or operator: its time in the recorded steps in all, in microseconds, and how often it ran."""
+
+    name: str
+    time: float
+    count: int
+
+
+def kind_of(name: str) -> str:
+    """The kind of work, of ``KINDS``, that a kernel or operator of this name does."""
+    return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
+
+
+def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
+    """Time a step by kind of work, then the ``longest`` single kernels or operators."""
+    works = list(works)
+    total = sum(work.time for work in works) or 1.0
+
+    def line(name: str, some: list[Work]) -> str:
+        time = sum(work.time for work in some)
+        return f"{time / steps / 1e3:10.3f} {time / total:7.1%} {sum(work.count for work in some) / steps:9.0f}  {name}"
+
+    lines = [f"{'ms a step':>10} {'share':>7} {'launches':>9}  kind of work"]
+    by_kind = [(kind, [work for work in works if kind_of(work.name) == kind]) for kind, _ in KINDS]
+    by_kind.sort(key=lambda pair: -sum(work.time for work in pair[1]))
+    lines += [line(kind, some) for kind, some in by_kind if some]
+    lines += [line("all", works), "", f"{'ms a step':>10} {'share':>7} {'launches':>9}  the longest"]
+    lines += [line(work.name[:100], [work]) for work in sorted(works, key=lambda work: -work.time)[:longest]]
+    return "\n".join(lines)
+
+
+class StepProfiler:
+    """Records a few steps and writes trace.json.gz and table.txt into ``folder``: a context manager; call :meth:`step`
+    after every step.
+
+    With ``wanted`` false nothing happens. A run that ends before all steps are recorded writes nothing and says so: at
+    once if ``steps``, those it will take, are too few, else in :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        wanted: bool,
+        folder: Path,
+        device: torch.device,
+        steps: int,
+        say: Callable[[str], None] = print,
+        failures: WriteFailures | None = None,
+    ):
+        self.folder, self.say, self.cuda = folder, say, device.type == "cuda"
+        self._failures = failures or WriteFailures(say)
+        self._profile, self._steps = None, 0
+        if wanted and steps < WARMUP + STEPS:
+            self._say_too_short(steps)
+        elif wanted:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.cuda else [])]
+            when = schedule(wait=WARMUP - 2, warmup=2, active=STEPS, repeat=1)
+            self._profile = profile(activities=activities, schedule=when, on_trace_ready=self._write)
+            self._profile.start()
+
+    def __enter__(self) -> "StepProfiler":
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._profile = None  # what is recorded shows nothing whole
+
+    def step(self) -> None:
+        if self._profile is None:
+            return
+        self._steps += 1
+        if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):  # else kernels of the steps before would be counted
+            torch.cuda.synchronize()
+        self._profile.step()
+
+    def close(self) -> None:
+        running, self._profile = self._profile, None
+        if running is None:
+            return
+        running.stop()
+        if self._steps < WARMUP + STEPS:
+            self._say_too_short(self._steps)
+
+    def _say_too_short(self, steps: int) -> None:
+        self.say(
+            f"note: --profile writes nothing: it records {STEPS} steps after a run's first {WARMUP}, and this one "
+            f"takes {max(0, steps)}; let it take {WARMUP + STEPS} or more (--max_steps, --epochs)"
+        )
+
+    def _write(self, recorded: profile) -> None:
+        if self._profile is None:  # being closed halfway through
+            return
+        text, trace = table(works_of(recorded, self.cuda), STEPS), "(no trace)"
+        with self._failures.survive("profile"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self.folder / "table.txt") as new:
+                new.write_text(text + "\n")
+            with replacing(self.folder / "trace.json.gz") as new:
+                recorded.export_chrome_trace(str(new))
+            trace = f"(trace: {self.folder / 'trace.json.gz'})"
+        where = "the device" if self.cuda else "the host"
+        self.say(f"profile of {STEPS} steps, time on {where} {trace}:\n{text}")
+
+
+def works_of(recorded: profile, cuda: bool) -> list[Work]:
+    """Kernels where there is a GPU, else operators with the time they take themselves."""
+    events = [event for event in recorded.key_averages() if not event.key.startswith("ProfilerStep")]
+    if cuda:
+        events = [event for event in events if event.device_type == DeviceType.CUDA]
+        return [Work(event.key, event.self_device_time_total, event.count) for event in events]
+    return [Work(event.key, event.self_cpu_time_total, event.count) for event in events if event.self_cpu_time_total]

@@ -1,0 +1,277 @@
+"""What a run survives: failing writes, full disks, gradients that are not finite, killed processes, signals."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing.process import BaseProcess as Process
+from pathlib import Path
+
+import pytest
+import torch
+
+import opendit.state.saving
+import train
+from opendit.state.checkpoint import read_state
+from opendit.state.files import damage
+from opendit.training import loop
+from opendit.training.interrupt import Interrupt
+from tests.ranks import context, free_port, run_ranks, several_programs
+from tests.state.test_checkpoint import ARGV, run_to, steps_in
+from tests.state.test_resume import assert_same_bits
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ------------------------------------------------------------------------------------------ failing writes
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_fails_the_exit_code(tmp_path, no_ranks, capsys):
+    checkpoints = run_to(tmp_path, 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # a real write fails in the middle of a file
+    try:
+        with pytest.raises(SystemExit) as stop:
+            run_to(tmp_path, 4, "--load", "latest")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert stop.value.code == 1
+    output = capsys.readouterr()
+    said = output.out + output.err
+    assert "step 3: NOT SAVED, rank 0" in said and "safetensors" in said and os.strerror(errno.EFBIG) in said
+    assert steps_in(checkpoints) == [1, 2] and not list(checkpoints.glob(".step*"))
+    assert os.readlink(checkpoints / "latest") == "step_0000002" and damage(checkpoints / "latest") is None
+    lines = [json.loads(line) for line in (checkpoints.parent / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # training went on
+    run_to(tmp_path, 4, "--load", "latest")  # and with room again it resumes
+    assert steps_in(checkpoints) == [1, 2, 3, 4]
+
+
+FULL_DISK = """
+mount -t tmpfs -o size={size} tmpfs {disk} || exit 99
+{train} --max_steps 4
+echo $? > {told}/code
+cp -a {disk}/000-DiT-Ti-2 {told}/run
+mount -o remount,size={room} {disk}
+{train} --max_steps 5 --load latest >&2 || exit 98
+ls {disk}/000-DiT-Ti-2/checkpoints > {told}/after
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path, no_ranks):
+    """A small tmpfs, mounted where only the child sees it: two checkpoints and a half fit."""
+    environment = dict(os.environ)  # before a training in this process puts its rank there
+    one = sum(path.stat().st_size for path in (run_to(tmp_path / "elsewhere", 1) / "latest").iterdir())
+    disk, told = tmp_path / "disk", tmp_path / "told"
+    disk.mkdir()
+    told.mkdir()
+    train_py = [sys.executable, ROOT / "train.py", *ARGV, "--ckpt_every", "1", "--outputs", disk]
+    script = FULL_DISK.format(
+        size=int(2.5 * one), room=10 * one, disk=disk, told=told, train=" ".join(map(str, train_py))
+    )
+    command = ["unshare", "-rm", "sh", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if not (told / "code").exists():
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    assert (told / "code").read_text() == "1\n"
+    for step in (3, 4):
+        assert f"step {step}: NOT SAVED, rank 0: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}: " in done.stdout
+        assert f"{disk}/000-DiT-Ti-2/checkpoints/.step_000000{step}.incomplete/" in done.stdout
+    checkpoints = told / "run" / "checkpoints"
+    assert steps_in(checkpoints) == [1, 2] and not list(checkpoints.glob(".step*"))
+    assert os.readlink(checkpoints / "latest") == "step_0000002" and damage(checkpoints / "latest") is None
+    lines = [json.loads(line) for line in (told / "run/log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # training went on
+    assert "resumed from" in done.stderr and "step_0000005" in (told / "after").read_text()
+
+
+def one_rank_fails(mesh, outputs: str) -> int | None:
+    write = opendit.state.saving.write_tensors
+
+    def full_at_step_1(path, *args):
+        if mesh.rank == 1 and "step_0000001" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, *args)
+
+    opendit.state.saving.write_tensors = full_at_step_1
+    try:
+        run_to(Path(outputs), 2)
+    except SystemExit as stop:
+        return stop.code
+    return None
+
+
+def test_a_failure_on_one_rank_is_every_ranks(tmp_path):
+    assert run_ranks(2, one_rank_fails, str(tmp_path)) == [1, 1]
+    checkpoints = tmp_path / "000-DiT-Ti-2" / "checkpoints"
+    assert steps_in(checkpoints) == [2] and damage(checkpoints / "step_0000002") is None
+
+
+# ------------------------------------------------------------------------------------------ steps that are skipped
+
+
+def bad_steps(mesh, outputs: str) -> str:
+    """Rank 1's losses are not finite in steps 3 and 4, and then from step 8 on; the other rank's always are."""
+    several_programs()
+    true_inputs, bad = loop.inputs, {3, 4}
+
+    def inputs(job, batch):
+        latents, t, noise, y = true_inputs(job, batch)
+        worse = float("inf") if mesh.rank == 1 and batch.step + 1 in bad else 1.0
+        return latents, t, noise * worse, y
+
+    loop.inputs = inputs
+    run_to(Path(outputs), 7, "--ckpt_every", "3")
+    bad = set(range(8, 100))
+    with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(io.StringIO()) as err:
+        run_to(Path(outputs), 20, "--load", "latest", "--max_bad_steps", "3")
+    assert stop.value.code == 1
+    return err.getvalue()
+
+
+def test_no_save_while_steps_are_skipped(tmp_path):
+    said = "".join(run_ranks(2, bad_steps, str(tmp_path)))
+    assert said.count("3 steps in a row had non-finite gradients") == 1
+    assert "on rank 1 the noise was not finite for 4 of 4 samples (row " in said
+    checkpoints = tmp_path / "000-DiT-Ti-2" / "checkpoints"
+    # 3 was skipped, and so was 4: its save was made after 5. After 7 no step was good, so there is no other.
+    assert steps_in(checkpoints) == [5, 6, 7]
+    states = [read_state(path) for path in sorted(checkpoints.glob("step_*"))]
+    assert [(state["optimizer_steps"], state["skipped"]) for state in states] == [(3, 2), (4, 2), (5, 2)]
+    assert os.readlink(checkpoints / "latest") == "step_0000007" and damage(checkpoints / "latest") is None
+    assert not list(checkpoints.glob(".step*"))
+    run_ranks(2, resume_to_9, str(tmp_path))
+    assert steps_in(checkpoints) == [5, 6, 7, 8, 9]
+
+
+def resume_to_9(mesh, outputs: str) -> None:
+    run_to(Path(outputs), 9, "--load", "latest")
+
+
+# ------------------------------------------------------------------------------------------ kills and signals
+
+
+def train_alone(argv: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as sys.stdout, open(os.devnull, "w") as sys.stderr:
+        train.main(argv)
+
+
+@pytest.fixture
+def launch():
+    """A function that starts two ranks; none outlives the test."""
+    started = []
+
+    def start(argv: list[str]) -> list[Process]:
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environments = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+        processes = [context().Process(target=train_alone, args=(argv, each)) for each in environments]
+        started.extend(processes)
+        for process in processes:
+            process.start()
+        return processes
+
+    yield start
+    kill(started)
+
+
+def wait_for(condition, processes: list[Process]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end and all(process.is_alive() for process in processes)
+        time.sleep(0.0005)
+
+
+def exit_codes(processes: list[Process], timeout: float) -> list[int | None]:
+    for process in processes:
+        process.join(timeout)
+    return [process.exitcode for process in processes]
+
+
+def kill(processes: list[Process]) -> None:
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def test_kills_in_a_save_and_a_sigterm_change_nothing(tmp_path, launch):
+    steps = 40
+    argv = [*ARGV, "--max_steps", str(steps), "--ckpt_every", "1", "--ckpt_keep", "2"]
+    assert exit_codes(launch([*argv, "--outputs", str(tmp_path / "whole")]), 200) == [0, 0]
+    outputs = tmp_path / "parts"
+    checkpoints = outputs / "000-DiT-Ti-2" / "checkpoints"
+    again = [*argv, "--outputs", str(outputs), "--load", "latest"]
+    for victim, at_least in enumerate((3, 9, 15)):
+        processes = launch(again)
+        wait_for(lambda bar=at_least: max(steps_in(checkpoints), default=0) >= bar, processes)
+        wait_for(lambda: any(checkpoints.glob(".step_*.incomplete")), processes)
+        processes[victim % 2].kill()  # one rank, in the middle of a save; then, as torchrun does, the other
+        kill(processes)
+    processes = launch(again)
+    wait_for(lambda: max(steps_in(checkpoints)) >= 21, processes)
+    processes[1].terminate()  # one rank hears of it, both stop after the same step
+    assert exit_codes(processes, 100) == [0, 0]
+    log = checkpoints.parent / "log.jsonl"
+    stopped = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert stopped[-1] < steps and os.readlink(checkpoints / "latest") == f"step_{stopped[-1]:07d}"
+    assert exit_codes(launch(again), 200) == [0, 0]
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, steps + 1))
+    undisturbed = tmp_path / "whole/000-DiT-Ti-2"
+    assert_same_bits(undisturbed / "checkpoints/latest", checkpoints / "latest")
+    curves = [
+        [json.loads(line)["loss"] for line in open(run / "log.jsonl")] for run in (undisturbed, checkpoints.parent)
+    ]
+    assert curves[0] == curves[1]
+
+
+TWO_SIGNALS = """
+import os, signal, torch
+from opendit.training.interrupt import Interrupt
+from opendit.parallel.mesh import Mesh
+with Interrupt(Mesh(0, 1, 0, torch.device("cpu"))) as interrupt:
+    assert not interrupt.ask()()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupt.ask()()
+    print("noted", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("still here", flush=True)
+"""
+
+
+def test_a_second_signal_quits_at_once():
+    done = subprocess.run([sys.executable, "-c", TWO_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGINT and done.stdout == "noted\n", done
+    assert "SIGTERM: finishing the step and saving" in done.stderr
+    # Also where Python never gets to a handler, as inside a collective whose peer is gone.
+    endless = "__import__('hashlib').pbkdf2_hmac('md5', b'', b'', 2**31 - 1)"
+    stuck = TWO_SIGNALS.replace("os.kill(os.getpid(), signal.SIGINT)", endless)
+    process = subprocess.Popen([sys.executable, "-c", stuck], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "noted\n"
+    time.sleep(0.5)  # it is inside now
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == -signal.SIGINT
+    # torchrun hands a Ctrl-C on to processes that have it already: the same signal within a second is one signal.
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
+    done = subprocess.run([sys.executable, "-c", TWO_SIGNALS], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "still here" in done.stdout, done
+
+
+def failing_rank(mesh) -> bool:
+    """Whether a rank outlives the SIGTERM that torchrun sends it while it says why it fails."""
+    try:
+        with Interrupt(mesh):
+            raise RuntimeError("the other rank is gone")
+    except RuntimeError:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+
+def test_a_failing_rank_is_not_silenced_by_torchrun():
+    assert run_ranks(2, failing_rank) == [True, True]

@@ -1,0 +1,92 @@
+"""--objective flow through train.py and sample.py: against a plain loop, on two ranks, and what the checkpoint says."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+import sample
+import train
+from opendit.cli.command_line import parse
+from opendit.cli.train_flags import TrainConfig
+from opendit.data import BatchSchedule, build_dataset, build_loader
+from opendit.diffusion.random import Stream, normal, uniform
+from opendit.models import DiT, model_config
+from opendit.state.pretrained import METADATA_KEY
+from tests.ranks import run_ranks
+from tests.training.test_train import QUIET, TINY, log_of, start
+
+FLOW = [*TINY, "--objective", "flow", "--flow_shift", "3", "--max_steps", "4"]
+
+
+def plain_losses(steps: int, batch: int, shift: float) -> list[float]:
+    """Rectified flow written out: x_t = (1 - t) x_0 + t noise, target noise - x_0, t shifted."""
+    flags = parse(TrainConfig, TINY)
+    dataset = build_dataset("digits", 8, seed=flags.global_seed)
+    schedule = BatchSchedule(len(dataset), batch, flags.global_seed)
+    loader = build_loader(dataset, schedule, dp_rank=0, dp_size=1, batch_size=batch, num_workers=0)
+    torch.manual_seed(flags.global_seed)
+    model = DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10, learn_sigma=False))
+    adam = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0)
+    losses = []
+    for _, item in zip(range(steps), loader, strict=False):
+        key = (flags.global_seed, item.step, item.index)
+        u, noise = uniform(*key, Stream.TIMESTEP), normal(*key, Stream.NOISE, (1, 8, 8))
+        t = (shift * u / (1 + (shift - 1) * u)).float().view(-1, 1, 1, 1)
+        y = torch.where(uniform(*key, Stream.CONDITION_DROP) < 0.1, 10, item.y)
+        velocity = model(item.x + t * (noise - item.x), 1000 * t.flatten(), y)
+        loss = (velocity - (noise - item.x)).pow(2).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_two_ranks_follow_the_plain_loop_and_the_checkpoint_draws(tmp_path, no_ranks, capsys):
+    run_ranks(2, start, [*FLOW, *QUIET, "--batch_size", "8", "--outputs", str(tmp_path)])
+    run = tmp_path / "000-DiT-Ti-2"
+    seen = [line["loss"] for line in log_of(run)]
+    torch.testing.assert_close(seen, plain_losses(4, 16, 3.0), rtol=1e-5, atol=0)
+    with safe_open(run / "checkpoints" / "latest" / "ema.safetensors", framework="pt") as file:
+        info = json.loads(file.metadata()[METADATA_KEY])
+    assert info["objective"] == {"name": "flow", "shift": 3.0, "times_are": "uniform"}
+    assert info["config"]["learn_sigma"] is False
+    drawn = {}
+    for name, flags in {"default": [], "euler": ["--sampler", "euler"], "heun": ["--sampler", "heun"]}.items():
+        archive = tmp_path / f"{name}.npz"
+        options = "--num_sampling_steps 3 --num_samples 4 --mixed_precision fp32 --weights model --cfg_scale 1".split()
+        sample.main(["--ckpt", str(run), *options, *flags, "--npz", str(archive), "--output", str(tmp_path / name)])
+        drawn[name] = np.load(archive)["arr_0"].astype(int)
+    assert np.array_equal(drawn["default"], drawn["euler"]) and not np.array_equal(drawn["euler"], drawn["heun"])
+    with pytest.raises(SystemExit):
+        sample.main(["--ckpt", str(run), "--sampler", "ddim", "--output", str(tmp_path / "no")])
+    assert "sampled by euler or heun" in capsys.readouterr().err
+
+
+def test_a_resume_keeps_what_the_network_predicts(tmp_path, no_ranks, capsys):
+    """All these have networks of one shape; a weight of the loss may change, the meaning of the output may not."""
+    outputs = ["--outputs", str(tmp_path), "--load", "latest"]
+    edm, flow = [*TINY, "--objective", "edm"], [*TINY, "--objective", "flow"]
+    train.main([*flow, *outputs, "--max_steps", "1"])
+    train.main([*flow, "--flow_shift", "2", *outputs, "--max_steps", "2"])
+    assert "note: resume: --flow_shift 1.0 -> 2.0: the curve is another" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        train.main([*edm, *outputs, "--max_steps", "3"])
+    assert "repeat its --objective flow, or give it to --pretrained" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--flow_shift", "2"], "--flow_shift belongs to --objective flow"),
+        (["--objective", "flow", "--flow_shift", "0"], "--flow_shift 0.0: must be from 0.01"),
+    ],
+)
+def test_flags_that_do_not_fit(argv, message, tmp_path, no_ranks, capsys):
+    with pytest.raises(SystemExit):
+        train.main([*TINY, *argv, "--outputs", str(tmp_path)])
+    assert message in capsys.readouterr().err
