@@ -191,7 +191,7 @@ def test_a_disk_that_takes_nothing_more_ends_no_run(fault, tmp_path, no_ranks):
         pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
     said = (told / "said").read_text()
     code = (told / "code").read_text()  # 1, or how the process was ended after it had said so
-    assert code != "0\n" and "the exit code is 1" in said and "Traceback" not in said, (code, said)
+    assert code == "1\n" and "the exit code is 1" in said and "Traceback" not in said, (code, said)
     assert said.count("samples NOT WRITTEN, [Errno") == 1 and "NOT SAVED, rank 0" in said, said
     end = said.split("\nStopped: step ")[1]
     newest = os.readlink(told / "run" / "checkpoints" / "latest")
