@@ -25,7 +25,7 @@ from benchmarks.results import append
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
-from opendit.parallel.engine import PRECISIONS, Engine, build_engine
+from opendit.parallel.engines import PRECISIONS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.state.checkpoint import load_checkpoint, verify
 from opendit.state.ema import EMA

@@ -37,7 +37,7 @@ from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import build_model, model_config
-from opendit.parallel.engine import PRECISIONS, build_engine
+from opendit.parallel.engines import PRECISIONS, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.state.ema import EMA
 from opendit.training.job import make_deterministic

@@ -17,7 +17,7 @@ from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_cod
 from opendit.inference.sampling import preview_labels
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiT, DiTConfig
-from opendit.parallel.engine import PRECISIONS
+from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.guidance import Replica, make_replicas
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel

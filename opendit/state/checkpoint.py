@@ -24,7 +24,7 @@ from safetensors import safe_open
 from opendit.common.mapped import open_mapped
 from opendit.data.base import DataError
 from opendit.parallel.control_group import ControlGroup
-from opendit.parallel.engine import MOMENTS, Engine
+from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.mesh import Mesh
 from opendit.state.ema import EMA
 from opendit.state.files import (

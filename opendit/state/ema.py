@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from opendit.parallel.engine import Engine
+from opendit.parallel.engines import Engine
 
 
 class EMA:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opendit.parallel.control_group import ControlGroup
-from opendit.parallel.engine import MOMENTS, Engine
+from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.supervisor import CLOSING
 from opendit.state.checkpoint import (
     FORMAT_VERSION,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from opendit.data import Batch
 from opendit.parallel.control_group import ControlGroup
-from opendit.parallel.engine import Engine
+from opendit.parallel.engines import Engine
 from opendit.training.job import Job
 
 KEPT = 8  # micro-batches of a step, at most

@@ -5,7 +5,7 @@ import torch
 
 from opendit.inference.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
 from opendit.models import Condition, DiT, build_model
-from opendit.parallel.engine import Engine
+from opendit.parallel.engines import Engine
 from opendit.state.ema import EMA
 from opendit.training import monitor as monitoring
 from opendit.training.job import Job, example_captions

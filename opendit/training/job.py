@@ -28,7 +28,7 @@ from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import DiTConfig
 from opendit.models.lora import Lora, check_peft, lora_ops
 from opendit.models.zoo import of_revision
-from opendit.parallel.engine import PRECISIONS
+from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.state.checkpoint import MODEL, Checkpoint, find_checkpoint

@@ -16,7 +16,7 @@ from opendit.kernels.recompute import recompute_in
 from opendit.models import Condition, build_model
 from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
-from opendit.parallel.engine import Engine, build_engine
+from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
 from opendit.state.checkpoint import load_checkpoint

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opendit.models import Condition, TextCondition
-from opendit.parallel.engine import Engine
+from opendit.parallel.engines import Engine
 
 _FAILED: list[torch.cuda.CUDAGraph] = []  # recordings that torch must go on finding, see _clear_up
 EAGER = 3  # micro-batches before a recording: kernels get compiled, libraries set up, communicators connected

@@ -10,7 +10,7 @@ from opendit.cli.dry_run import describe_recipe
 from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
 from opendit.models.lora import lora_parameters
-from opendit.parallel.engine import Engine
+from opendit.parallel.engines import Engine
 from opendit.parallel.sequence import attention_note
 from opendit.state.checkpoint import newest_run
 from opendit.state.ema import EMA

@@ -47,7 +47,7 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     from opendit.kernels import names as kernels
     from opendit.models.names import KINDS
     from opendit.models.zoo import CLASSES
-    from opendit.parallel import engine
+    from opendit.parallel import engines
     from opendit.parallel import names as parallel
     from opendit.training.memory import BACKWARD, BYTES
 
@@ -60,8 +60,8 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     assert kernels.TORCH_ATTENTION == tuple(attention.BACKENDS)
     assert kernels.RECOMPUTE == tuple(BACKWARD)
     assert tuple(KINDS) == tuple(CLASSES)
-    assert set(parallel.PLUGINS) == set(engine._ENGINES)
-    assert set(parallel.PRECISIONS) == set(engine.PRECISIONS) == set(BYTES)
+    assert set(parallel.PLUGINS) == set(engines.ENGINES)
+    assert set(parallel.PRECISIONS) == set(engines.PRECISIONS) == set(BYTES)
 
 
 @pytest.mark.parametrize("package", ["models", "diffusion", "export"])

@@ -15,7 +15,7 @@ from opendit.cli.train_flags import TrainConfig
 from opendit.data.base import Ticket
 from opendit.data.mock import MockDataset
 from opendit.models import build_model, config_from_dict, model_config
-from opendit.parallel.engine import build_engine
+from opendit.parallel.engines import build_engine
 from opendit.state.pretrained import METADATA_KEY
 from opendit.training.memory import GIB, Setup, estimate
 

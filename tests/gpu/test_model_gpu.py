@@ -8,7 +8,7 @@ from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
-from tests.parallel.test_engine import engine_run, plain_run, used_rows
+from tests.parallel.engines.test_engines import engine_run, plain_run, used_rows
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,7 +7,7 @@ from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
-from opendit.parallel.engine import build_engine
+from opendit.parallel.engines import build_engine
 from opendit.training.memory import Setup, estimate
 from opendit.training.runners import ForwardBackward
 from tests.models.test_dit import randomised

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig
-from opendit.parallel.engine import build_engine
+from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape

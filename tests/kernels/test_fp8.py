@@ -212,7 +212,7 @@ def test_widths_that_do_not_fit_are_named():
 
 def curves(mesh, plugin: str) -> list[list[float]]:
     """Losses of a few steps, without and with FP8."""
-    from opendit.parallel.engine import build_engine
+    from opendit.parallel.engines import build_engine
 
     found = []
     for ops in (None, float8_ops()):

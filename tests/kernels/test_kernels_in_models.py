@@ -116,7 +116,7 @@ def test_compiled_blocks_with_kernels(config):
 
 
 def engine_curve(mesh, config: DiTConfig, plugin: str, precision: str, kernels: bool) -> list[float]:
-    from opendit.parallel.engine import build_engine
+    from opendit.parallel.engines import build_engine
 
     torch.manual_seed(0)
     model = randomised(build_model(config))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import train
 from opendit.models import DiT, DiTConfig, build_model
-from opendit.parallel.engine import build_engine
+from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from tests.models.test_dit import randomised
 from tests.numbers import off_by

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opendit.state.ema import EMA
-from tests.parallel.test_engine import CONFIG, build_model, loss_of
+from tests.parallel.engines.test_engines import CONFIG, build_model, loss_of
 from tests.ranks import run_ranks
 
 STEPS, DECAYS = 4, (0.9, 0.5)
@@ -12,7 +12,7 @@ STEPS, DECAYS = 4, (0.9, 0.5)
 
 def averaged(mesh, plugin: str, precision: str, warmup: bool):
     """Full averages after STEPS steps; the masters of every step; elements on this rank; the swap's effects."""
-    from opendit.parallel.engine import build_engine
+    from opendit.parallel.engines import build_engine
 
     engine = build_engine(build_model(), mesh, plugin=plugin, precision=precision, lr=1e-2)
 

@@ -27,7 +27,7 @@ CAPTIONS = DiTConfig((16, 16), 2, 2, 96, 4, 3, text=TextConfig("t5", 8, 16, cros
 
 def own_bytes(mesh, plugin: str, precision: str, rank: int | None = None) -> tuple[dict[str, int], int]:
     """What a rank really holds of each state, and the gradients after a backward pass; ``rank``: of LoRA."""
-    from opendit.parallel.engine import build_engine
+    from opendit.parallel.engines import build_engine
     from opendit.state.ema import EMA
 
     model = randomised(DiT(LABELS))
@@ -217,7 +217,7 @@ def test_recompute_falls_back_with_a_note(argv, tmp_path):
 
 def curve(mesh, plugin: str, precision: str, how: str) -> list[float]:
     """Losses of four steps of two micro-batches; ``how``: eager, compile or a level of recomputing."""
-    from opendit.parallel.engine import build_engine
+    from opendit.parallel.engines import build_engine
 
     torch._dynamo.reset()
     torch.manual_seed(0)

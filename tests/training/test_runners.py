@@ -7,7 +7,7 @@ from opendit.diffusion import DDPMObjective
 from opendit.diffusion.random import Stream, normal
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig
-from opendit.parallel.engine import PRECISIONS, build_engine
+from opendit.parallel.engines import PRECISIONS, build_engine
 from opendit.training import runners as forward_backward
 from opendit.training.runners import EAGER, ForwardBackward
 from tests.models.test_dit import randomised

@@ -64,7 +64,7 @@ def plain_run() -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
 
 
 def engine_run(mesh, plugin: str, precision: str, accumulation: int, checkpointed: bool = False, steps=STEPS):
-    from opendit.parallel.engine import build_engine
+    from opendit.parallel.engines import build_engine
 
     engine = build_engine(
         build_model(checkpointed),
@@ -142,7 +142,7 @@ def test_every_plugin_gives_the_single_process_curve(world):
 
 
 def masters_before_training(mesh, plugin: str, precision: str):
-    from opendit.parallel.engine import build_engine
+    from opendit.parallel.engines import build_engine
 
     engine = build_engine(build_model(), mesh, plugin=plugin, precision=precision)
     return (
@@ -162,7 +162,7 @@ def test_masters_are_the_fp32_initialisation(plugin):
 
 def poisoned_steps(mesh, plugin: str, precision: str, accumulation: int):
     """Step 0 is good, step 1 has a NaN on the last rank only, step 2 is good."""
-    from opendit.parallel.engine import build_engine
+    from opendit.parallel.engines import build_engine
 
     engine = build_engine(
         build_model(), mesh, plugin=plugin, precision=precision, lr=LR, grad_accumulation=accumulation
@@ -197,7 +197,7 @@ def test_non_finite_gradients_never_enter_the_weights(plugin, precision):
 
 
 def test_gemini_refuses_fp32():
-    from opendit.parallel.engine import build_engine
+    from opendit.parallel.engines import build_engine
     from opendit.parallel.mesh import Mesh
 
     mesh = Mesh(0, 1, 0, torch.device("cpu"))

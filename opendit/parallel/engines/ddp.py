@@ -1,0 +1,76 @@
+"""Data parallel training with whole weights on every rank, by torch's DistributedDataParallel."""
+
+import contextlib
+import math
+
+import torch
+
+from opendit.parallel.engines.base import MOMENTS, Engine, StepResult, even_spans
+
+
+class DDPEngine(Engine):
+    """Whole fp32 weights on every rank, autocast in the forward pass; state is *viewed* as even pieces."""
+
+    no_graph = "torch's DDP steers its reductions from the host (--plugin ddp)"
+
+    def _locate(self):
+        self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self.spans = {n: even_spans(p.numel(), self.mesh.world_size) for n, p in self._params.items()}
+        self._holders = dict(self._params)
+        self._torch_scaler = torch.amp.GradScaler(
+            self.mesh.device.type, init_scale=2.0**16, enabled=self.precision == "fp16"
+        )
+
+    def autocast(self):
+        return torch.autocast(self.mesh.device.type, self.dtype, enabled=self.precision != "fp32")
+
+    def forward(self, *args, **kwargs):
+        with self.autocast():
+            return self.model(*args, **kwargs)
+
+    def micro_batch(self, last):
+        return contextlib.nullcontext() if last else self.model.module.no_sync()
+
+    def backward(self, loss):
+        self._torch_scaler.scale(loss).backward()
+
+    def gradient_shards(self):
+        return {name: param.grad for name, param in self._params.items()}
+
+    def _step(self) -> StepResult:
+        scale = self._torch_scaler.get_scale()
+        self._torch_scaler.unscale_(self.adam)
+        params = list(self._params.values())
+        bound = self.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(params, bound).item()
+        if math.isfinite(norm):
+            self.adam.step()
+        if self._torch_scaler.is_enabled():
+            self._torch_scaler.update()
+        self.adam.zero_grad(set_to_none=True)
+        return self._on_host(norm, scale)
+
+    def master(self, name):
+        return self._params[name].detach().view(-1)[slice(*self.span(name))]
+
+    @torch.no_grad()
+    def load_master(self, name, full):
+        self._params[name].copy_(full)
+
+    def moments(self, name):
+        state = self.adam.init_state(self._params[name])
+        return {key: state[key].view(-1)[slice(*self.span(name))] for key in MOMENTS}
+
+    def load_moments(self, name, full, step):
+        super().load_moments(name, full, step)
+        for key in MOMENTS:  # whole on every rank
+            self.adam.state[self._params[name]][key].copy_(full[key].view(self.shapes[name]))
+
+    def scaler_state(self):
+        state = self._torch_scaler.state_dict()
+        return dict(scale=state["scale"], growth=state["_growth_tracker"]) if state else {}
+
+    def load_scaler_state(self, state):
+        if state and self._torch_scaler.is_enabled():
+            now = self._torch_scaler.state_dict()
+            self._torch_scaler.load_state_dict({**now, "scale": state["scale"], "_growth_tracker": state["growth"]})

@@ -1,0 +1,53 @@
+"""ZeRO stage 2, by Colossal-AI's plugin and the optimizer of opendit/parallel/colossal/zero.py."""
+
+import torch
+from torch import Tensor
+
+from opendit.parallel.engines.base import Engine, StepResult, even_spans
+
+
+class Zero2Engine(Engine):
+    """ZeRO stage 2: gradients, masters and moments sharded flat and even, working weights whole."""
+
+    no_graph = ""
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """What this rank has of the gradients since the last step; a replayed graph's are put back by hand."""
+        return self.optimizer.gradients
+
+    @gradients.setter
+    def gradients(self, gradients: list[Tensor | None]) -> None:
+        self.optimizer.gradients = gradients
+
+    def gradient_shards(self):
+        return dict(zip(self.shapes, self.gradients, strict=True))
+
+    def _step(self) -> StepResult:
+        scaler = self._scaler()
+        scale = 1.0 if scaler is None else scaler.scale.clone()
+        self.optimizer.step()
+        return StepResult(self.optimizer.grad_norm, self.optimizer.finite, scale)
+
+    def attach_averages(self, averages, decays, updates):
+        self.optimizer.attach_averages([[pieces[name] for name in self.shapes] for pieces in averages], decays, updates)
+        return True
+
+    def _locate(self):
+        named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        self.spans = {n: even_spans(p.numel(), self.mesh.world_size) for n, p in named.items()}
+        self._holders = {n: self.optimizer.working_to_master_param[id(p)] for n, p in named.items()}
+
+    def master(self, name):
+        start, stop = self.span(name)
+        return self._holders[name][: stop - start]  # without the padding of the last shards
+
+    @torch.no_grad()
+    def load_master(self, name, full):
+        self.master(name).copy_(full.reshape(-1)[slice(*self.span(name))])
+
+    def finish_loading(self):
+        self.optimizer.gather_working_params()
+
+    def _scaler(self):
+        return getattr(self.optimizer.mixed_precision_mixin, "grad_scaler", None)
