@@ -30,7 +30,7 @@ from benchmarks.fused_dit import fused_dit
 from benchmarks.plain_dit import PlainDiT, PlainVDiT
 from benchmarks.results import append
 from opendit.cli.shared_flags import SpeedFlags
-from opendit.diffusion import DDPM, ddpm_loss
+from opendit.diffusion import DDPMObjective
 from opendit.diffusion.random import Stream, integers, normal
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
@@ -52,7 +52,7 @@ class Latents:
     """The loss of a step on random latents with the randomness of train.py."""
 
     def __init__(self, config, batch_size: int, mesh: Mesh):
-        self.config, self.diffusion = config, DDPM.linear()
+        self.config, self.objective = config, DDPMObjective()
         self.index = torch.arange(batch_size, device=mesh.device) + mesh.rank * batch_size
         generator = torch.Generator(mesh.device).manual_seed(mesh.rank)
         shape = (batch_size, config.in_channels, *config.input_size)
@@ -64,7 +64,9 @@ class Latents:
         return self.x, t, normal(SEED, step, self.index, Stream.NOISE, tuple(self.x.shape[1:])), self.y
 
     def loss(self, forward, x, t, noise, y):
-        return ddpm_loss(self.diffusion, forward, x, t, noise, y=y).loss.mean()
+        prepared = self.objective.prepare(x, t, noise)
+        output = forward(prepared.x_t, prepared.timestep, y=y)
+        return self.objective.loss(output, prepared).mean()
 
 
 def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = False):

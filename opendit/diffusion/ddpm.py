@@ -14,7 +14,6 @@ runs in float32 at least: bf16 and fp16 arguments are promoted by the float32 co
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion.names import PREDICTIONS
+from opendit.diffusion.prepared import Prepared
 
 
 def linear_betas(T: int = 1000) -> Tensor:
@@ -270,21 +270,18 @@ def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> 
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
 
 
-def ddpm_loss(
-    schedule: DDPM,
-    model: Callable[..., Tensor],
-    x0: Tensor,
-    t: Tensor,
-    noise: Tensor,
-    *,
-    prediction: str = "eps",
-    min_snr: float | None = None,
-    **model_kwargs,
-) -> DiffusionLoss:
-    """``training_loss`` of ``model(xt, timesteps, **model_kwargs)``; xt is float32, timesteps (B,) int64."""
-    xt = schedule.q_sample(x0, t, noise)
-    output = model(xt, schedule.model_timesteps(t), **model_kwargs)
-    return training_loss(schedule, output, x0, xt, t, noise, prediction=prediction, min_snr=min_snr)
+class DDPMContext(NamedTuple):
+    """What the loss of a prepared micro-batch needs besides x_t: x_0 and the noise (B, C, ...), and the schedule's own
+    timesteps (B,) int64 (the network gets those of the schedule that was not shortened)."""
+
+    x0: Tensor
+    t: Tensor
+    noise: Tensor
+
+
+def prepare(schedule: DDPM, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
+    """x_t = ``q_sample(x0, t, noise)`` (float32 at least), ``model_timesteps(t)``, and what ``training_loss`` needs."""
+    return Prepared(schedule.q_sample(x0, t, noise), schedule.model_timesteps(t), DDPMContext(x0, t, noise))
 
 
 def at_least_float32(x: Tensor) -> Tensor:

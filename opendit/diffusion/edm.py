@@ -8,11 +8,13 @@ spans of 1000 (their fastest sinusoid turns by 1 radian a unit); the network get
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32
+from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.solvers import Slope, for_step, integrate, multistep
 
 NOISE_SCALE = 250.0  # the network's timestep for each unit of ln(sigma)
@@ -53,15 +55,18 @@ def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: 
     return _rows(skip, x) * x + _rows(out, x) * _checked(output, x).to(x.dtype)
 
 
-def edm_loss(
-    model: Callable[..., Tensor], x0: Tensor, sigma: Tensor, noise: Tensor, *, sigma_data: float, **model_kwargs
-) -> Tensor:
-    """[K] eq. 2 with the weight of table 1, lambda(sigma) |D(x; sigma) - x_0|^2, averaged: (B,), float32 at least.
+class EDMContext(NamedTuple):
+    """What the loss of a prepared micro-batch needs: what F is to predict, (B, C, ...) float32 at least."""
 
-    As lambda = 1 / c_out^2, it is F's squared error, [K] eq. 8; F's target (x_0 - c_skip x) / c_out is written out for
-    x = x_0 + sigma noise, so that nothing cancels at small sigma.
-    model: as of ``denoise``, called with ``model_kwargs`` too, its times float32. x0, noise: (B, C, ...). sigma: (B,).
-    Raises ValueError for shapes that don't fit each other.
+    target: Tensor
+
+
+def prepare(x0: Tensor, sigma: Tensor, noise: Tensor, *, sigma_data: float) -> Prepared:
+    """c_in x for x = x_0 + sigma noise, 1000 c_noise in float32, and F's target ([K] eq. 8).
+
+    The target (x_0 - c_skip x) / c_out is written out, (sigma x_0 / sigma_data - sigma_data noise) c_in, so that
+    nothing cancels at small sigma. x0, noise: (B, C, ...). sigma: (B,). Raises ValueError for shapes that don't fit
+    each other.
     """
     if x0.shape != noise.shape or sigma.shape != x0.shape[:1]:
         raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and sigma {tuple(sigma.shape)} don't fit")
@@ -69,8 +74,17 @@ def edm_loss(
     scale = torch.rsqrt(sigma**2 + sigma_data**2)
     x = _rows(scale, x0) * (x0 + _rows(sigma, x0) * noise)
     target = _rows(scale * sigma / sigma_data, x0) * x0 - _rows(scale * sigma_data, x0) * noise
-    output = _checked(model(x, network_times(sigma).float(), **model_kwargs), x0)
-    return (at_least_float32(output) - target).square().flatten(1).mean(1)
+    return Prepared(x, network_times(sigma).float(), EDMContext(target))
+
+
+def loss(output: Tensor, prepared: Prepared) -> Tensor:
+    """[K] eq. 2 with the weight of table 1, lambda(sigma) |D(x; sigma) - x_0|^2, averaged: (B,), float32 at least.
+
+    As lambda = 1 / c_out^2, it is the squared error of F's ``output`` (B, C, ...), [K] eq. 8. Raises ValueError for an
+    output of another shape than its input's.
+    """
+    (target,) = prepared.context
+    return (at_least_float32(_checked(output, target)) - target).square().flatten(1).mean(1)
 
 
 def _rows(coefficients: Tensor, x: Tensor) -> Tensor:

@@ -12,11 +12,13 @@ many times sooner: docs/log.md has the measurement.
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32
+from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.solvers import Slope, for_step, integrate
 
 TIME_SCALE = 1000.0  # the network's timestep at t = 1
@@ -53,18 +55,33 @@ def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     return (1 - t) * x0 + t * noise
 
 
-def flow_loss(model: Callable[..., Tensor], x0: Tensor, t: Tensor, noise: Tensor, **model_kwargs) -> Tensor:
-    """Mean squared error of the velocity, (B,) in float32 at least.
+class FlowContext(NamedTuple):
+    """What the loss of a prepared micro-batch needs: the velocity noise - x_0, (B, C, ...) float32 at least."""
 
-    model: called with x_t (B, C, ...), 1000 t (B,) float32 and ``model_kwargs``; returns (B, C, ...).
-    t: (B,) in [0, 1]. noise: of x0's shape. Raises ValueError for shapes that don't fit each other.
+    velocity: Tensor
+
+
+def prepare(x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
+    """x_t, 1000 t in float32, and the velocity to predict.
+
+    x0, noise: (B, C, ...). t: (B,) in [0, 1]. Raises ValueError for shapes that don't fit each other.
     """
     if x0.shape != noise.shape or t.shape != x0.shape[:1]:
         raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
-    output = model(interpolate(x0, noise, t), network_times(t), **model_kwargs)
-    if output.shape != x0.shape:
-        raise ValueError(f"a velocity has the shape of x0 {tuple(x0.shape)}, the model returned {tuple(output.shape)}")
-    error = at_least_float32(output) - (at_least_float32(noise) - at_least_float32(x0))
+    velocity = at_least_float32(noise) - at_least_float32(x0)
+    return Prepared(interpolate(x0, noise, t), network_times(t), FlowContext(velocity))
+
+
+def loss(output: Tensor, prepared: Prepared) -> Tensor:
+    """Mean squared error of the velocity ``output`` (B, C, ...): (B,), float32 at least.
+
+    Raises ValueError for an output that has not the shape of x_0.
+    """
+    (velocity,) = prepared.context
+    if output.shape != velocity.shape:
+        shapes = f"{tuple(velocity.shape)}, the model returned {tuple(output.shape)}"
+        raise ValueError(f"a velocity has the shape of x0 {shapes}")
+    error = at_least_float32(output) - velocity
     return error.square().flatten(1).mean(1)
 
 

@@ -6,16 +6,16 @@ It is made from flags for training, and from what a checkpoint says of itself (`
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
 from torch import Tensor
 
-from opendit.diffusion import edm
-from opendit.diffusion.ddpm import DDPM, ddpm_loss
-from opendit.diffusion.flow import FLOW_SAMPLERS, TIME_SAMPLING, TIME_SCALE, flow_loss, sampling_times, shift_times
+from opendit.diffusion import ddpm, edm, flow
+from opendit.diffusion.ddpm import DDPM
+from opendit.diffusion.flow import FLOW_SAMPLERS, TIME_SAMPLING, TIME_SCALE, sampling_times, shift_times
 from opendit.diffusion.names import FLOW_TIMES, PREDICTIONS, SAMPLERS_OF
+from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, integers, uniform
 from opendit.diffusion.samplers import SAMPLERS, eps_model, initial_noise, keyed_noise
 
@@ -35,8 +35,14 @@ class Objective(ABC):
         """The times (B,) of a training step's samples; ``index``: (B,) positions in the global batch."""
 
     @abstractmethod
-    def loss(self, model: Callable[..., Tensor], x0: Tensor, t: Tensor, noise: Tensor, **model_kwargs) -> Tensor:
-        """The loss of each sample, (B,); t from ``times``."""
+    def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
+        """What the network gets of data x0 (B, C, ...) with standard normal noise of its shape at times t (B,) from
+        ``times``, and what ``loss`` will need. Raises ValueError for shapes that don't fit each other."""
+
+    @abstractmethod
+    def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
+        """The loss of each sample, (B,) in float32 at least, from what the network made of ``prepared.x_t`` and
+        ``prepared.timestep``. Raises ValueError for an output of another shape than the objective's."""
 
     @abstractmethod
     def sample(
@@ -102,9 +108,13 @@ class DDPMObjective(Objective):
     def times(self, seed, step, index):
         return integers(seed, step, index, Stream.TIMESTEP, self.schedule.num_steps)
 
-    def loss(self, model, x0, t, noise, **model_kwargs):
+    def prepare(self, x0, t, noise):
+        return ddpm.prepare(self.schedule, x0, t, noise)
+
+    def loss(self, output, prepared):
+        x0, t, noise = prepared.context
         how = {"prediction": self.prediction, "min_snr": self.min_snr}
-        return ddpm_loss(self.schedule, model, x0, t, noise, **how, **model_kwargs).loss
+        return ddpm.training_loss(self.schedule, output, x0, prepared.x_t, t, noise, **how).loss
 
     def sample(self, model, index, shape, *, seed, steps, sampler=None, progress=None):
         name, full = self.choose(sampler), self.schedule
@@ -149,8 +159,11 @@ class FlowObjective(Objective):
         u = uniform(seed, step, index, Stream.TIMESTEP)
         return shift_times(TIME_SAMPLING[self.times_are](u), self.shift)
 
-    def loss(self, model, x0, t, noise, **model_kwargs):
-        return flow_loss(model, x0, t, noise, **model_kwargs)
+    def prepare(self, x0, t, noise):
+        return flow.prepare(x0, t, noise)
+
+    def loss(self, output, prepared):
+        return flow.loss(output, prepared)
 
     def sample(self, model, index, shape, *, seed, steps, sampler=None, progress=None):
         draw = FLOW_SAMPLERS[self.choose(sampler)]
@@ -181,8 +194,11 @@ class EDMObjective(Objective):
     def times(self, seed, step, index):
         return edm.log_normal_sigmas(uniform(seed, step, index, Stream.TIMESTEP), self.mean, self.std)
 
-    def loss(self, model, x0, t, noise, **model_kwargs):
-        return edm.edm_loss(model, x0, t, noise, sigma_data=self.sigma_data, **model_kwargs)
+    def prepare(self, x0, t, noise):
+        return edm.prepare(x0, t, noise, sigma_data=self.sigma_data)
+
+    def loss(self, output, prepared):
+        return edm.loss(output, prepared)
 
     def sample(self, model, index, shape, *, seed, steps, sampler=None, progress=None):
         draw, sigmas = edm.EDM_SAMPLERS[self.choose(sampler)], edm.karras_sigmas(steps)

@@ -88,7 +88,9 @@ class Diagnosis:
                 batch, "the noise was not finite", noise
             )
             with torch.no_grad(), _watched(self.engine.module, len(x)) as outputs, _eagerly():
-                loss = self.job.objective.loss(self.engine.forward, x, t, noise, y=y)
+                prepared = self.job.objective.prepare(x, t, noise)
+                output = self.engine.forward(prepared.x_t, prepared.timestep, y=y)
+                loss = self.job.objective.loss(output, prepared)
             if here is None and outputs:
                 name, bad = outputs[0]
                 here = f"the output of {name} was not finite{self._samples(batch, bad)}"

@@ -239,7 +239,9 @@ def inputs(job: Job, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Condition]:
 
 def build_forward_backward(job: Job, engine: Engine, pace: Pace) -> ForwardBackward:
     def loss(x: Tensor, t: Tensor, noise: Tensor, y: Condition) -> Tensor:
-        loss = job.objective.loss(engine.forward, x, t, noise, y=y).mean() / job.flags.grad_accumulation
+        prepared = job.objective.prepare(x, t, noise)
+        output = engine.forward(prepared.x_t, prepared.timestep, y=y)
+        loss = job.objective.loss(output, prepared).mean() / job.flags.grad_accumulation
         pace.end()
         return loss
 

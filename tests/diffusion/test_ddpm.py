@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from opendit.diffusion import DDPM, ddpm_loss, linear_betas, space_timesteps, training_loss
-from opendit.diffusion.ddpm import _discretized_nll
+from opendit.diffusion import DDPM, linear_betas, space_timesteps, training_loss
+from opendit.diffusion.ddpm import _discretized_nll, prepare
 
 SCHEDULE = DDPM.linear()
 
@@ -386,21 +386,13 @@ def test_a_wild_model_gives_finite_gradients():
     assert bool(torch.isfinite(got.loss).all()) and bool(torch.isfinite(output.grad).all())
 
 
-def test_ddpm_loss_evaluates_the_model_at_xt_and_the_original_timesteps():
+def test_the_network_gets_xt_and_the_original_timesteps():
     schedule = SCHEDULE.respaced(10)
-    x0, noise, t, y = randn(3, 2, 4, 4), randn(3, 2, 4, 4, seed=1), torch.tensor([0, 5, 9]), torch.tensor([7, 8, 9])
-    seen = {}
-
-    def model(x, timesteps, y, flag):
-        seen.update(x=x, timesteps=timesteps, y=y, flag=flag)
-        return torch.cat((x, x.tanh()), 1)
-
-    got = ddpm_loss(schedule, model, x0, t, noise, y=y, flag=True)
-    xt = schedule.q_sample(x0, t, noise)
-    assert torch.equal(seen["x"], xt) and seen["timesteps"].tolist() == [0, 555, 999]
-    assert seen["y"] is y and seen["flag"] is True
-    expected = training_loss(schedule, torch.cat((xt, xt.tanh()), 1), x0, xt, t, noise)
-    assert torch.equal(got.loss, expected.loss)
+    x0, noise, t = randn(3, 2, 4, 4), randn(3, 2, 4, 4, seed=1), torch.tensor([0, 5, 9])
+    prepared = prepare(schedule, x0, t, noise)
+    assert torch.equal(prepared.x_t, schedule.q_sample(x0, t, noise))
+    assert prepared.timestep.tolist() == [0, 555, 999] and prepared.timestep.dtype == torch.int64
+    assert [kept is given for kept, given in zip(prepared.context, (x0, t, noise), strict=True)] == [True] * 3
 
 
 def test_wrong_shapes_are_refused():

@@ -11,6 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from opendit.diffusion import EDMObjective, edm
+from tests.objectives import losses_of
 
 MU, S = 0.3, 0.6  # of the Gaussian data; S is not sigma_data, so that the network has something to do
 
@@ -182,7 +183,7 @@ def test_the_loss_is_the_weighted_error_of_the_denoiser_and_so_is_its_gradient()
         # times are float32 in training
         return lambda x, timestep: weight * network(x, timestep.double())
 
-    got = edm.edm_loss(model(weights[0]), x0, sigma, noise, sigma_data=0.8)
+    got = losses_of(EDMObjective(sigma_data=0.8), model(weights[0]), x0, sigma, noise)
     denoised = edm.denoise(model(weights[1]), x0 + rows(sigma, x0) * noise, sigma, 0.8)
     expected = paper(sigma, 0.8)[3] * (denoised - x0).square().flatten(1).mean(1)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
@@ -202,7 +203,8 @@ def test_inputs_and_targets_have_unit_variance_at_every_level():
         inputs.append(x)
         return torch.zeros_like(x)
 
-    loss = edm.edm_loss(zero, 0.3 * x0, sigma, noise, sigma_data=0.3)  # of a zero output: the target's variance
+    # of a zero output: the target's variance
+    loss = losses_of(EDMObjective(sigma_data=0.3), zero, 0.3 * x0, sigma, noise)
     torch.testing.assert_close(loss, torch.ones(5, dtype=torch.float64), rtol=0.03, atol=0)
     torch.testing.assert_close(inputs[0].flatten(1).var(1), torch.ones(5, dtype=torch.float64), rtol=0.03, atol=0)
 
@@ -213,7 +215,7 @@ def test_the_loss_of_the_true_denoiser_is_that_of_chance():
     x0 = MU + S * torch.randn(noise.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     sigma = torch.full((50_000,), 0.4, dtype=torch.float64)
     true = gaussian_network(0.5)
-    loss = edm.edm_loss(lambda x, t: true(x, t.double()), x0, sigma, noise, sigma_data=0.5)
+    loss = losses_of(EDMObjective(sigma_data=0.5), lambda x, t: true(x, t.double()), x0, sigma, noise)
     expected = paper(0.4, 0.5)[3] * S**2 * 0.4**2 / (S**2 + 0.4**2)
     assert abs(loss.mean().item() / expected - 1) < 0.01
 
@@ -225,7 +227,7 @@ def test_the_loss_is_float32_for_half_precision_networks():
         assert x.dtype == timestep.dtype == torch.float32
         return x.bfloat16()
 
-    assert edm.edm_loss(model, x0, sigma, x0, sigma_data=0.5).dtype == torch.float32
+    assert losses_of(EDMObjective(), model, x0, sigma, x0).dtype == torch.float32
 
 
 def test_sigmas_are_log_normal_and_depend_on_the_sample_alone():
@@ -250,8 +252,8 @@ def test_samples_depend_on_seed_and_index_alone_and_follow_the_data(sampler):
 def test_shapes_that_do_not_fit_are_refused():
     x, sigma = torch.zeros(3, 2, 4, 4), torch.ones(3)
     with pytest.raises(ValueError, match="shape of its input"):
-        edm.edm_loss(lambda x, t: torch.cat((x, x), 1), x, sigma, x, sigma_data=0.5)
+        losses_of(EDMObjective(), lambda x, t: torch.cat((x, x), 1), x, sigma, x)
     with pytest.raises(ValueError, match="shape of its input"):
         edm.denoise(lambda x, t: x[:, :1], x, sigma, 0.5)
     with pytest.raises(ValueError, match="don't fit"):
-        edm.edm_loss(lambda x, t: x, x, sigma[:2], x, sigma_data=0.5)
+        EDMObjective().prepare(x, sigma[:2], x)

@@ -13,6 +13,7 @@ from torch import Tensor
 from opendit.diffusion import flow
 from opendit.diffusion.names import ALL_SAMPLERS
 from opendit.diffusion.objectives import DDPMObjective, FlowObjective, objective_from_dict
+from tests.objectives import losses_of
 
 MU, S = 0.7, 0.3
 
@@ -87,23 +88,23 @@ def test_the_loss_of_the_true_velocity_is_that_of_chance():
     torch.manual_seed(0)
     noise, t = torch.randn(50_000, 1, 2, 2, dtype=torch.float64), torch.full((50_000,), 0.4, dtype=torch.float64)
     x0 = MU + S * torch.randn_like(noise)
-    loss = flow.flow_loss(gaussian_velocity, x0, t, noise)
+    loss = losses_of(FlowObjective(), gaussian_velocity, x0, t, noise)
     expected = S**2 / (0.6**2 * S**2 + 0.4**2)
     assert loss.shape == (50_000,) and abs(loss.mean() / expected - 1) < 0.01
 
     def to_the_point(x, timestep):
         return (x - MU) / (timestep.double() / 1000).view(-1, 1, 1, 1)
 
-    point = flow.flow_loss(to_the_point, torch.full_like(noise, MU), t, noise)
+    point = losses_of(FlowObjective(), to_the_point, torch.full_like(noise, MU), t, noise)
     assert point.max() < 1e-9
 
 
 def test_the_loss_refuses_what_does_not_fit():
     x, t = torch.zeros(3, 2, 4, 4), torch.full((3,), 0.5)
     with pytest.raises(ValueError, match="velocity has the shape"):
-        flow.flow_loss(lambda x, t: torch.cat((x, x), 1), x, t, x)
+        losses_of(FlowObjective(), lambda x, t: torch.cat((x, x), 1), x, t, x)
     with pytest.raises(ValueError, match="don't fit"):
-        flow.flow_loss(lambda x, t: x, x, t[:2], x)
+        FlowObjective().prepare(x, t[:2], x)
 
 
 @pytest.mark.parametrize(

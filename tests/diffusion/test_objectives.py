@@ -21,9 +21,9 @@ from opendit.diffusion import (
     DDPMObjective,
     EDMObjective,
     FlowObjective,
-    ddpm_loss,
     edm,
     objective_from_dict,
+    training_loss,
 )
 from opendit.diffusion.random import Stream, integers, normal, uniform
 from opendit.models import DiT, model_config
@@ -114,7 +114,8 @@ def plain_losses(argv: list[str], steps: int) -> list[float]:
             loss = ((s**2 + data**2) / (s * data) ** 2 * (denoised - item.x) ** 2).mean()
         else:
             t = integers(*key, Stream.TIMESTEP, 1000)
-            seen = ddpm_loss(schedule, model, item.x, t, noise, prediction=flags.prediction, y=y)
+            xt = schedule.q_sample(item.x, t, noise)
+            seen = training_loss(schedule, model(xt, t, y), item.x, xt, t, noise, prediction=flags.prediction)
             snr = (ac / (1 - ac))[t].float()
             loss = (snr.clamp(max=flags.min_snr) / (snr + 1) * seen.mse + seen.vb).mean()
         loss.backward()

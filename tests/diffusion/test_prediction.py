@@ -5,10 +5,11 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
-from opendit.diffusion import DDPM, SAMPLERS, DDPMObjective, ddpm_loss, training_loss
+from opendit.diffusion import DDPM, SAMPLERS, DDPMObjective, training_loss
 from opendit.diffusion.ddpm import min_snr_weight
 from opendit.diffusion.samplers import eps_model
 from tests.diffusion.test_samplers import SCHEDULE, gaussian_model, in_float64, randn
+from tests.objectives import losses_of
 
 TIMES = torch.tensor([0, 1, 250, 700, 999])
 ALPHA = SCHEDULE.alphas_cumprod[TIMES].sqrt().view(-1, 1, 1, 1)
@@ -104,7 +105,7 @@ def test_a_shifted_objective_draws_from_the_noise_it_trains_on(name):
     drawn = objective.sample(model, torch.arange(3), (2, 3), seed=1, steps=50, sampler=name, progress=None)
     torch.testing.assert_close(drawn.double(), picture.expand(3, -1, -1), rtol=0, atol=1e-3 if name != "ddpm" else 0.1)
     how = lambda x, t: model(x.double(), t), picture, torch.tensor([200]), randn(1, 2, 3, seed=5)
-    assert objective.loss(*how).item() < 1e-3 < 0.1 < DDPMObjective("v").loss(*how).item()
+    assert losses_of(objective, *how).item() < 1e-3 < 0.1 < losses_of(DDPMObjective("v"), *how).item()
     assert max(int(t.max()) for t in asked) == 999
 
 
@@ -185,7 +186,9 @@ def test_the_default_is_noise_prediction_with_weights_of_one():
         return torch.cat((x, 0.1 * x), 1)
 
     objective = DDPMObjective()
-    assert torch.equal(objective.loss(model, x0, TIMES, noise), ddpm_loss(SCHEDULE, model, x0, TIMES, noise).loss)
+    xt = SCHEDULE.q_sample(x0, TIMES, noise)
+    expected = training_loss(SCHEDULE, model(xt, TIMES), x0, xt, TIMES, noise).loss
+    assert torch.equal(losses_of(objective, model, x0, TIMES, noise), expected)
     changed = [DDPMObjective("v"), DDPMObjective(min_snr=5.0), DDPMObjective("v", 5.0)]
-    all_losses = [o.loss(model, x0, TIMES, noise).sum().item() for o in [objective, *changed]]
+    all_losses = [losses_of(o, model, x0, TIMES, noise).sum().item() for o in [objective, *changed]]
     assert len(set(all_losses)) == 4

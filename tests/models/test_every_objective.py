@@ -9,6 +9,7 @@ from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
 from opendit.inference.sampling import sample_latents
 from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextCondition, VDiTConfig
 from tests.models.test_zoo import CLIP, EXPERTS, OPTIONS, PICTURE, TEXT, inputs, model_of
+from tests.objectives import losses_of
 
 OBJECTIVES = {
     "ddpm": DDPMObjective(),
@@ -51,7 +52,7 @@ def crossed(request):
 
 def test_every_parameter_learns(crossed):
     objective, model, x0, y, _ = crossed
-    loss = objective.loss(model, x0, objective.times(0, 1, INDEX), torch.randn_like(x0), y=y)
+    loss = losses_of(objective, model, x0, objective.times(0, 1, INDEX), torch.randn_like(x0), y=y)
     assert loss.shape == (3,) and loss.isfinite().all() and loss.min() > 0
     loss.mean().backward()
     for name, parameter in model.named_parameters():

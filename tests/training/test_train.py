@@ -13,7 +13,7 @@ import train
 from opendit.cli.command_line import parse
 from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
-from opendit.diffusion import DDPM, ddpm_loss
+from opendit.diffusion import DDPM, training_loss
 from opendit.diffusion.random import Stream, integers, normal, uniform
 from opendit.models import DiT, model_config
 from opendit.training.loop import learning_rate
@@ -46,7 +46,8 @@ def plain_losses(steps: int, batch: int) -> list[float]:
         key = (flags.global_seed, item.step, item.index)
         t, noise = integers(*key, Stream.TIMESTEP, 1000), normal(*key, Stream.NOISE, (1, 8, 8))
         y = torch.where(uniform(*key, Stream.CONDITION_DROP) < 0.1, 10, item.y)
-        loss = ddpm_loss(diffusion, model, item.x, t, noise, y=y).loss.mean()
+        xt = diffusion.q_sample(item.x, t, noise)
+        loss = training_loss(diffusion, model(xt, t, y), item.x, xt, t, noise).loss.mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         adam.step()
