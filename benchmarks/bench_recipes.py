@@ -34,7 +34,7 @@ from opendit.cli.dry_run import CARDS, memory_setup
 from opendit.cli.train_flags import TrainConfig
 from opendit.models import config_from_dict
 from opendit.state.run_folders import run_folders
-from opendit.training.from_flags import open_data, plan_model
+from opendit.training.from_flags import open_data, plan_model, settle_captions
 from opendit.training.memory import GIB, USABLE, estimate, largest_batch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,8 +92,9 @@ class Figures:
 def planned(argv: list[str], gpus: int, capacity: float) -> tuple[int, float]:
     """(the batch a GPU, GiB by the estimate) of a run; batch 0: not even one sample fits into ``capacity`` bytes."""
     flags = parse(TrainConfig, [*argv, "--dry_run", str(gpus)])
-    flags.check(gpus, has_gpu=True)
-    config, _, _ = plan_model(flags, open_data(flags), [])
+    flags, _ = flags.settled(gpus, has_gpu=True)
+    dataset = open_data(flags)
+    config, _, _ = plan_model(settle_captions(flags, dataset)[0], dataset)
     setup = memory_setup(flags, config, gpus)
     enough = max(1, int(LARGEST_STEP * flags.sequence_parallel_size // (3 * config.forward_flops())))
     batch = min(enough, largest_batch(config, setup, capacity))

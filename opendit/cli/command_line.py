@@ -12,8 +12,8 @@ import sys
 import types
 import typing
 from collections.abc import Collection, Sequence
-from dataclasses import field
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from opendit.cli.recipes import find_recipe, listing
 from opendit.cli.values import Value, one_line, show
@@ -22,18 +22,31 @@ from opendit.models.names import nearest
 T = TypeVar("T")
 # Of a start, not of what is trained: no changes of a recipe.
 NO_CHANGE = {"recipe", "dry_run", "outputs", "load"}
-GROUPS = ("Model", "Data", "Training", "Sampling", "Speed", "Run", "Output")  # their order in --help
 
 
 class OnThisMachine(ValueError):
     """A mistake that not every machine of a run need see: a folder that isn't there or can't be written."""
 
 
+@dataclass(frozen=True)
+class Flags:
+    """A component of a configuration: flags that belong together. A configuration inherits from all of its components,
+    in the order in which --help shows them.
+
+    Attributes:
+        group: the heading of the component's flags in --help.
+        given: the flags that stood on the command line, of the whole configuration.
+    """
+
+    group: ClassVar[str]
+
+    given: frozenset[str] = field(default=frozenset(), kw_only=True)
+
+
 def flag(
     default: Any,
     help: str,
     *,
-    group: str,
     several: bool = False,
     alone: Any = None,
     alias: str | None = None,
@@ -44,15 +57,31 @@ def flag(
     several: it may also be given a list of values. alone: its value where it is given none. alias: another name of it.
     bounds: what it takes, as fields of :class:`opendit.cli.values.Value`; every number needs them.
     """
-    metadata = dict(help=help, group=group, several=several, alone=alone, alias=alias, bounds=bounds)
+    metadata = dict(help=help, several=several, alone=alone, alias=alias, bounds=bounds)
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def flags_of(cls: type) -> list[dataclasses.Field]:
-    """The fields of a configuration that are flags."""
-    return [item for item in dataclasses.fields(cls) if "group" in item.metadata]
+    """The fields of a configuration that are flags, in the order of its components."""
+    of = _components(cls)
+    order = list(dict.fromkeys(of.values()))
+    flags = [item for item in dataclasses.fields(cls) if "help" in item.metadata]
+    return sorted(flags, key=lambda item: order.index(of[item.name]))
+
+
+def groups_of(cls: type) -> dict[str, list[dataclasses.Field]]:
+    """The flags of a configuration by their heading in --help."""
+    of, groups = _components(cls), {}
+    for item in flags_of(cls):
+        groups.setdefault(of[item.name].group, []).append(item)
+    return groups
+
+
+def _components(cls: type) -> dict[str, type]:
+    """The class that each field of a configuration stands in."""
+    return {name: owner for owner in cls.__mro__ for name in owner.__dict__.get("__annotations__", ())}
 
 
 def value_of(item: dataclasses.Field) -> Value | None:
@@ -101,12 +130,11 @@ def speaks(error: Exception | str) -> bool:
 
 
 def read_flags(cls: type[T], argv: Sequence[str]) -> T:
-    """:func:`parse`, and every check that needs neither torch nor a GPU: those across flags, on a copy. A mistake ends
-    the program with exit code 2 and one line."""
+    """:func:`parse`, and every check that needs neither torch nor a GPU: those across flags. A mistake ends the
+    program with exit code 2 and one line."""
     flags = parse(cls, argv)
     try:
-        trial = dataclasses.replace(flags)
-        trial.check(trial.world_size(), has_gpu=True)
+        flags.settled(flags.world_size(), has_gpu=True)
     except ValueError as error:
         build_parser(cls).fail(error)
     return flags
@@ -142,7 +170,7 @@ def overridden(config) -> dict[str, tuple[Any, Any]]:
 
 def to_dict(config) -> dict:
     """What config.json holds."""
-    return {k: v for k, v in dataclasses.asdict(config).items() if k != "given"}
+    return {item.name: getattr(config, item.name) for item in flags_of(type(config))}
 
 
 def build_parser(cls: type) -> "CommandLine":
@@ -153,16 +181,14 @@ def build_parser(cls: type) -> "CommandLine":
         description=cls.__doc__.split("\n\n")[0],
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    flags = flags_of(cls)
-    names = sorted({item.metadata["group"] for item in flags}, key=GROUPS.index)
-    groups = {name: parser.add_argument_group(name) for name in names}
-    for item in flags:
-        group, alias, alone = (item.metadata[key] for key in ("group", "alias", "alone"))
+    titled = [(parser.add_argument_group(title), items) for title, items in groups_of(cls).items()]
+    for group, item in ((group, item) for group, items in titled for item in items):
+        alias, alone = item.metadata["alias"], item.metadata["alone"]
         default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
         shown = "" if default is None or default == [] else f" [{default}]"
         options = dict(help=item.metadata["help"].replace("%", "%%") + shown, default=argparse.SUPPRESS, dest=item.name)
         spellings = [f"--{item.name}"] + ([f"--{alias}"] if alias else [])
-        takes, add = value_of(item), groups[group].add_argument
+        takes, add = value_of(item), group.add_argument
         if takes is None:
             add(*spellings, action="store_const", const=True, **options)
             add(f"--no_{item.name}", action="store_const", const=False, **{**options, "help": argparse.SUPPRESS})
@@ -176,7 +202,7 @@ def build_parser(cls: type) -> "CommandLine":
             add(*spellings, nargs="?", const=alone, **options)
         else:
             add(*spellings, **options)
-    if any(item.name == "recipe" for item in flags):
+    if any(item.name == "recipe" for item in flags_of(cls)):
         # nemo_run asks before it starts; its users' command lines say that it need not.
         parser.add_argument("--yes", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser

@@ -18,6 +18,7 @@ from opendit.training.from_flags import (
     plan_model,
     saved_by_adaln_lora,
     sequence_shape,
+    settle_captions,
 )
 from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch
 from opendit.training.monitor import print_block
@@ -35,9 +36,12 @@ def dry_run(flags: TrainConfig) -> None:
         ValueError, OSError, DataError: as the run itself would, for flags that do not go together.
     """
     world = flags.world_size()
-    notes = flags.check(world, has_gpu=True) + recipe_notes(flags)
+    flags, notes = flags.settled(world, has_gpu=True)
+    notes += recipe_notes(flags)
     dataset = _data(flags, notes)
-    config, objective, vae = plan_model(flags, dataset, notes)
+    flags, captions = settle_captions(flags, dataset)
+    notes += captions
+    config, objective, vae = plan_model(flags, dataset)
     if flags.pretrained and Path(flags.pretrained).exists():
         _, config = check_pretrained(flags, config, notes)
     elif flags.pretrained:

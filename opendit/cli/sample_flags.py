@@ -1,6 +1,6 @@
-"""Every flag of sample.py once: name, type, default, one-line help; and the checks across flags."""
+"""Every flag of sample.py by component, and the checks across them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,8 +13,8 @@ from opendit.cli.checks import (
     check_writable,
     settle_precision,
 )
-from opendit.cli.command_line import check_values, flag, settle_idle
-from opendit.cli.shared_flags import ParallelFlags
+from opendit.cli.command_line import Flags, check_values, flag, settle_idle
+from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.cli.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SEED, SIDE
 from opendit.diffusion.names import ALL_SAMPLERS
 from opendit.models.names import canonical_name
@@ -22,67 +22,93 @@ from opendit.parallel.names import PRECISIONS
 from opendit.parallel.sizes import check_cfg_parallel
 
 
-@dataclass
-class SampleConfig(ParallelFlags):
+@dataclass(frozen=True)
+class ModelFlags(Flags):
+    """What is sampled from."""
+
+    group: ClassVar[str] = "Model"
+
+    ckpt: str = flag("latest", "checkpoint file or folder, run folder, or latest")
+    weights: str = flag("ema", "which weights of a run's checkpoint", choices=("ema", "model"))
+    lora: str | None = flag(None, "a run of train.py --lora, merged into --ckpt's weights")
+    model: str | None = flag(None, "needed only when the checkpoint does not say (Meta's .pt)")
+    num_classes: int | None = flag(
+        None, "of a checkpoint that does not say (Meta's .pt)", at_least=1, at_most=1_000_000
+    )
+    vae: str | None = flag(None, "ema, mse, PATH or none; from the checkpoint when left out")
+    text_encoder: str | None = flag(None, "clip, t5 or a folder; from the checkpoint when left out")
+
+
+@dataclass(frozen=True)
+class DrawFlags(Flags):
+    """What is drawn, and how."""
+
+    group: ClassVar[str] = "Sampling"
+
+    class_labels: list[int] = flag([], "labels to draw, repeated up to --num_samples", at_least=0, at_most=999_999)
+    prompt: list[str] = flag([], "captions to draw, or one file with a caption a line", free=True)
+    num_samples: int | None = flag(None, "pictures (default: one a label, or up to 16)", at_least=1, at_most=10_000_000)
+    image_size: int | None = flag(None, "pixels; from the checkpoint when left out", **SIDE)
+    use_video: bool = flag(False, "draw clips (a vDiT's checkpoint does anyway)")
+    num_frames: int | None = flag(None, "frames of a clip; from the checkpoint when left out", **FRAMES)
+    num_sampling_steps: int = flag(250, "denoising steps", **SAMPLING_STEPS)
+    sampler: str | None = flag(
+        None, "of the model's objective (default: ddpm; flow: euler; edm: heun)", choices=ALL_SAMPLERS
+    )
+    cfg_scale: float = flag(4.0, "classifier-free guidance; 1: off", **GUIDANCE)
+    cfg_interval: list[float] = flag(
+        [], "LOW HIGH: guide at noise levels sigma between only", at_least=0, infinite=True
+    )
+    cfg_channels: int | None = flag(None, "guide only the first channels (Meta's figures: 3)", at_least=1, at_most=1024)
+    seed: int = flag(0, "seed of the noise", **SEED)
+    batch_size: int = flag(32, "pictures at a time per process, or per group that shares them", **BATCH)
+
+
+@dataclass(frozen=True)
+class SampleSpeedFlags(Flags):
+    """The precision."""
+
+    group: ClassVar[str] = "Speed"
+
+    mixed_precision: str = flag("bf16", "precision of the model", choices=PRECISIONS)
+
+
+@dataclass(frozen=True)
+class GuidanceFlags(Flags):
+    """How processes share guidance."""
+
+    group: ClassVar[str] = "Parallelism"
+
+    cfg_parallel: bool = flag(False, "the two halves of guidance on different processes")
+
+
+@dataclass(frozen=True)
+class OutputFlags(Flags):
+    """Where runs are found and pictures go."""
+
+    group: ClassVar[str] = "Output"
+
+    outputs: str = flag("./outputs", "where --ckpt latest looks for runs")
+    output: str = flag("./samples", "folder for the grid and the single pictures")
+    save_png: bool = flag(True, "write single pictures too")
+    npz: str | None = flag(None, "also write arr_0 (uint8 N,H,W,3) and arr_1 (labels) for FID tools")
+    frame_interval: int | None = flag(None, "of the training clips: sets the clip's frame rate", **FRAMES)
+
+
+@dataclass(frozen=True)
+class SampleConfig(ModelFlags, DrawFlags, SampleSpeedFlags, SpeedFlags, GuidanceFlags, ParallelFlags, OutputFlags):
     """Draws pictures from a checkpoint. Several processes (torchrun) share the work."""
 
     program: ClassVar[str] = "sample.py"
 
-    ckpt: str = flag("latest", "checkpoint file or folder, run folder, or latest", group="Model")
-    lora: str | None = flag(None, "a run of train.py --lora, merged into --ckpt's weights", group="Model")
-    model: str | None = flag(None, "needed only when the checkpoint does not say (Meta's .pt)", group="Model")
-    num_classes: int | None = flag(
-        None, "of a checkpoint that does not say (Meta's .pt)", group="Model", at_least=1, at_most=1_000_000
-    )
-    image_size: int | None = flag(None, "pixels; from the checkpoint when left out", group="Model", **SIDE)
-    vae: str | None = flag(None, "ema, mse, PATH or none; from the checkpoint when left out", group="Model")
-    text_encoder: str | None = flag(None, "clip, t5 or a folder; from the checkpoint when left out", group="Model")
-    use_video: bool = flag(False, "draw clips (a vDiT's checkpoint does anyway)", group="Model")
-    num_frames: int | None = flag(None, "frames of a clip; from the checkpoint when left out", group="Model", **FRAMES)
-    frame_interval: int | None = flag(
-        None, "of the training clips: sets the clip's frame rate", group="Output", **FRAMES
-    )
-    weights: str = flag("ema", "which weights of a run's checkpoint", group="Model", choices=("ema", "model"))
-
-    class_labels: list[int] = flag(
-        [], "labels to draw, repeated up to --num_samples", group="Sampling", at_least=0, at_most=999_999
-    )
-    prompt: list[str] = flag([], "captions to draw, or one file with a caption a line", group="Sampling", free=True)
-    num_samples: int | None = flag(
-        None, "pictures (default: one a label, or up to 16)", group="Sampling", at_least=1, at_most=10_000_000
-    )
-    num_sampling_steps: int = flag(250, "denoising steps", group="Sampling", **SAMPLING_STEPS)
-    sampler: str | None = flag(
-        None, "of the model's objective (default: ddpm; flow: euler; edm: heun)", group="Sampling", choices=ALL_SAMPLERS
-    )
-    cfg_scale: float = flag(4.0, "classifier-free guidance; 1: off", group="Sampling", **GUIDANCE)
-    cfg_interval: list[float] = flag(
-        [], "LOW HIGH: guide at noise levels sigma between only", group="Sampling", at_least=0, infinite=True
-    )
-    cfg_channels: int | None = flag(
-        None, "guide only the first channels (Meta's figures: 3)", group="Sampling", at_least=1, at_most=1024
-    )
-    seed: int = flag(0, "seed of the noise", group="Sampling", **SEED)
-    batch_size: int = flag(
-        32, "pictures at a time per process, or per group that shares them", group="Sampling", **BATCH
-    )
-    mixed_precision: str = flag("bf16", "precision of the model", group="Speed", choices=PRECISIONS)
-    cfg_parallel: bool = flag(False, "the two halves of guidance on different processes", group="Speed")
-
-    outputs: str = flag("./outputs", "where --ckpt latest looks for runs", group="Output")
-    output: str = flag("./samples", "folder for the grid and the single pictures", group="Output")
-    save_png: bool = flag(True, "write single pictures too", group="Output")
-    npz: str | None = flag(None, "also write arr_0 (uint8 N,H,W,3) and arr_1 (labels) for FID tools", group="Output")
-
-    def check(self, world_size: int, has_gpu: bool) -> list[str]:
-        """As :meth:`TrainConfig.check`."""
+    def settled(self, world_size: int, has_gpu: bool) -> tuple["SampleConfig", list[str]]:
+        """As :meth:`TrainConfig.settled`."""
         if self.cfg_interval:
             check_interval(self.cfg_interval)
         check_values(self)
-        self.mixed_precision, notes = settle_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
+        precision, notes = settle_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
         notes += settle_idle(self, self._idle())
-        if self.model is not None:
-            self.model = canonical_name(self.model)
+        model = None if self.model is None else canonical_name(self.model)
         self.check_parallel(world_size)
         if self.cfg_parallel:
             if self.cfg_scale == 1:
@@ -94,11 +120,12 @@ class SampleConfig(ParallelFlags):
         check_writable(self.output, "--output")
         if self.vae is not None:
             check_vae(self.vae)
-        if self.npz is not None:
-            check_no_folder(self.npz, "--npz")
-            self.npz += "" if self.npz.endswith(".npz") else ".npz"  # as numpy does
-            check_output_file(self.npz, "--npz")
-        return notes
+        npz = self.npz
+        if npz is not None:
+            check_no_folder(npz, "--npz")
+            npz += "" if npz.endswith(".npz") else ".npz"  # as numpy does
+            check_output_file(npz, "--npz")
+        return replace(self, model=model, mixed_precision=precision, npz=npz), notes
 
     def _idle(self) -> dict[str, str]:
         """The flags that would change nothing with the others as they are, and why."""

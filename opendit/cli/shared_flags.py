@@ -2,44 +2,39 @@
 :func:`opendit.cli.command_line.parse` makes of a command line."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from opendit.cli.command_line import flag, settle_idle
+from opendit.cli.command_line import Flags, flag, settle_idle
 from opendit.kernels.names import ATTENTION
 from opendit.parallel.names import OWN_ATTENTION, SEQUENCE_TYPES
 from opendit.parallel.sizes import check_sequence_parallel, environment_world_size
 
 
-@dataclass
-class SpeedFlags:
+@dataclass(frozen=True)
+class SpeedFlags(Flags):
     """The speed-ups that training and sampling share."""
 
-    enable_modulate_kernel: bool = flag(
-        False, "fused Triton kernels for adaLN's modulation and gated residuals", group="Speed"
-    )
-    enable_layernorm_kernel: bool = flag(
-        False, "fused LayerNorm; with --enable_modulate_kernel one kernel does both", group="Speed"
-    )
+    group: ClassVar[str] = "Speed"
+
+    enable_modulate_kernel: bool = flag(False, "fused Triton kernels for adaLN's modulation and gated residuals")
+    enable_layernorm_kernel: bool = flag(False, "fused LayerNorm; with --enable_modulate_kernel one kernel does both")
     enable_flashattn: bool = flag(
-        False, "never materialise the N x N attention matrix; the fastest kernel for the card", group="Speed"
+        False, "never materialise the N x N attention matrix; the fastest kernel for the card"
     )
-    fp8: bool = flag(False, "block linears in FP8, with all fused kernels (Hopper and newer)", group="Speed")
-    attention: str = flag(
-        "auto", "force an attention kernel; flash_attn: the package, if installed", group="Speed", choices=ATTENTION
-    )
+    fp8: bool = flag(False, "block linears in FP8, with all fused kernels (Hopper and newer)")
+    attention: str = flag("auto", "force an attention kernel; flash_attn: the package, if installed", choices=ATTENTION)
 
 
-@dataclass
-class ParallelFlags(SpeedFlags):
-    """How processes share a sample, in training and sampling."""
+@dataclass(frozen=True)
+class ParallelFlags(Flags):
+    """How processes share a sample, in training and sampling. Of a configuration that has :class:`SpeedFlags` too."""
 
-    sequence_parallel_size: int = flag(
-        1, "processes that share one sample's sequence", group="Speed", at_least=1, at_most=4096
-    )
+    group: ClassVar[str] = "Parallelism"
+
+    sequence_parallel_size: int = flag(1, "processes that share one sample's sequence", at_least=1, at_most=4096)
     sequence_parallel_type: str = flag(
-        "auto", "how they do; auto: what suits ranks, tokens and heads", group="Speed", choices=SEQUENCE_TYPES
+        "auto", "how they do; auto: what suits ranks, tokens and heads", choices=SEQUENCE_TYPES
     )
-
-    given: frozenset[str] = frozenset()  # the flags that stood on the command line
 
     def world_size(self) -> int:
         """The processes that there are."""

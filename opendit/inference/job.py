@@ -60,7 +60,7 @@ class Job:
 
 def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
     """Loads the model and its VAE. Raises ValueError or OSError with a message for the user."""
-    notes = flags.check(mesh.world_size, mesh.device.type == "cuda")
+    flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
     lock, more = lock_folder(Path(flags.output), mesh, "--output", "wait for its end, or give another --output")
     try:
         return _load(flags, mesh, lock, notes + more)

@@ -47,15 +47,39 @@ def open_data(flags: TrainConfig, data_path: str | None = None) -> MediaDataset:
     )
 
 
-def plan_model(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> tuple[DiTConfig, Objective, str]:
+def settle_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainConfig, list[str]]:
+    """The flags with a text encoder where the data set has captions and none where it has classes, and notes.
+
+    Raises ValueError for flags of captions that the data set does not go with."""
+    if dataset.conditioning == "text":
+        if flags.num_classes is not None:
+            raise ValueError(f"--num_classes: --data_path {flags.data_path} has captions, not classes; leave it out")
+        cached = getattr(dataset, "text_encoder", None)
+        given = flags.text_encoder
+        if cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached:
+            raise ValueError(f"--text_encoder {flags.text_encoder}: {flags.data_path} was made with {cached}")
+        return replace(flags, text_encoder=given or cached or "bytes"), []
+    notes, unused = [], {}
+    for name in ("text_encoder", "cross_attention", "max_text_tokens"):
+        if name in flags.given:
+            raise ValueError(f"--{name}: --data_path {flags.data_path} has no captions; give a CSV of path,text")
+        if getattr(flags, name):  # a recipe's
+            notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {flags.data_path} has classes")
+            unused[name] = type(flags).__dataclass_fields__[name].default
+    return replace(flags, **unused), notes
+
+
+def plan_model(flags: TrainConfig, dataset: MediaDataset) -> tuple[DiTConfig, Objective, str]:
     """The model's configuration, its objective, and the VAE's name. The configuration is of the newest revision;
     weights that the run starts from may be of an earlier one (:func:`check_pretrained`).
+
+    flags: of :func:`settle_captions`.
 
     Raises ValueError or OSError, naming the flag and the fix, for sizes and conditions that do not go together.
     """
     vae, channels, size, frames = _latent_geometry(flags, dataset)
     objective = _objective(flags)
-    condition = _condition(flags, dataset, notes)
+    condition = _condition(flags, dataset)
     config = model_config(
         flags.model,
         input_size=size,
@@ -134,26 +158,14 @@ def _objective(flags: TrainConfig) -> Objective:
     return objective_from_dict({"name": flags.objective, **settings[flags.objective]})
 
 
-def _condition(flags: TrainConfig, dataset: MediaDataset, notes: list[str]) -> dict:
+def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict:
     """What the model is conditioned on, as arguments of model_config: num_classes or text."""
     if dataset.conditioning == "text":
-        if flags.num_classes is not None:
-            raise ValueError(f"--num_classes: --data_path {flags.data_path} has captions, not classes; leave it out")
-        cached = getattr(dataset, "text_encoder", None)
-        given = flags.text_encoder
-        if cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached:
-            raise ValueError(f"--text_encoder {flags.text_encoder}: {flags.data_path} was made with {cached}")
-        name = flags.text_encoder = flags.text_encoder or cached or "bytes"
+        name, cached = flags.text_encoder, getattr(dataset, "text_encoder", None)
         kind, width, longest = text_geometry(name)
         tokens = flags.max_text_tokens or (dataset.max_tokens if cached and name != "bytes" else longest)
         check_tokens(name, kind, longest, tokens)
         return {"text": TextConfig(kind, width, tokens, flags.cross_attention)}
-    for name in ("text_encoder", "cross_attention", "max_text_tokens"):
-        if name in flags.given:
-            raise ValueError(f"--{name}: --data_path {flags.data_path} has no captions; give a CSV of path,text")
-        if getattr(flags, name):  # a recipe's
-            notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {flags.data_path} has classes")
-            setattr(flags, name, type(flags).__dataclass_fields__[name].default)
     if (flags.num_classes or dataset.num_classes) < dataset.num_classes:
         raise ValueError(
             f"--num_classes {flags.num_classes}: --data_path {flags.data_path} has {dataset.num_classes} classes, "

@@ -43,6 +43,7 @@ from opendit.training.from_flags import (
     plan_model,
     saved_by_adaln_lora,
     sequence_shape,
+    settle_captions,
 )
 from opendit.training.memory import Setup, check_host
 from opendit.training.resume import check_resume
@@ -134,13 +135,16 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
     Raises:
         ValueError, OSError, DataError: with a message that names the flag and the fix.
     """
-    notes = flags.check(mesh.world_size, mesh.device.type == "cuda") + recipe_notes(flags)
+    flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
+    notes += recipe_notes(flags)
     if flags.deterministic:
         make_deterministic()
     dataset = open_data(flags)
+    flags, captions = settle_captions(flags, dataset)
+    notes += captions
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
     schedule = build_schedule(dataset, global_batch, flags.grad_accumulation, flags.global_seed)
-    config, objective, vae = plan_model(flags, dataset, notes)
+    config, objective, vae = plan_model(flags, dataset)
     if mesh.device.type == "cpu":
         setup, ranks = memory_setup(flags, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         check_host(config, setup, flags.batch_size, ranks)

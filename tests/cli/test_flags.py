@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.cli.command_line import parse, to_dict
+from opendit.cli.command_line import flags_of, groups_of, parse, to_dict
 from opendit.cli.sample_flags import SampleConfig
 from opendit.cli.train_flags import TrainConfig
 
@@ -94,21 +94,32 @@ def test_unknown_flags_are_refused(capsys):
 )
 def test_mistakes_name_the_flag(argv, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).check(world_size=4, has_gpu=False)
+        parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).settled(world_size=4, has_gpu=False)
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--outputs .*name another folder"):
-        parse(TrainConfig, ["--outputs", str(tmp_path / "file" / "below")]).check(1, False)
+        parse(TrainConfig, ["--outputs", str(tmp_path / "file" / "below")]).settled(1, False)
 
 
 def test_default_precision_falls_back_with_a_note(tmp_path):
     flags = parse(TrainConfig, ["--outputs", str(tmp_path)])
-    notes = flags.check(world_size=1, has_gpu=False)
-    assert flags.mixed_precision == "fp32" and "no GPU" in notes[0]
-    flags = parse(TrainConfig, ["--outputs", str(tmp_path)])
-    assert flags.check(world_size=1, has_gpu=True) == [] and flags.mixed_precision == "fp16"
+    settled, notes = flags.settled(world_size=1, has_gpu=False)
+    assert settled.mixed_precision == "fp32" and "no GPU" in notes[0]
+    settled, notes = flags.settled(world_size=1, has_gpu=True)
+    assert notes == [] and settled == flags and flags.mixed_precision == "fp16"
+
+
+@pytest.mark.parametrize("kind", (TrainConfig, SampleConfig))
+def test_nobody_changes_flags(kind):
+    flags = parse(kind, [])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        flags.batch_size = 1
+    groups = groups_of(kind)
+    names = [item.name for items in groups.values() for item in items]
+    assert names == [item.name for item in flags_of(kind)] == list(to_dict(flags)) and len(set(names)) == len(names)
+    assert all(groups) and max(map(len, groups.values())) <= 15  # a heading says what is below it
 
 
 @pytest.mark.parametrize(
@@ -116,4 +127,4 @@ def test_default_precision_falls_back_with_a_note(tmp_path):
 )
 def test_mistakes_in_sampling_name_the_flag(words, tmp_path):
     with pytest.raises(ValueError, match=f"--{words}"):
-        parse(SampleConfig, [*f"--{words}".split(), "--output", str(tmp_path)]).check(world_size=1, has_gpu=False)
+        parse(SampleConfig, [*f"--{words}".split(), "--output", str(tmp_path)]).settled(world_size=1, has_gpu=False)

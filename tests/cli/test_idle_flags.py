@@ -55,17 +55,17 @@ def test_a_recipe_s_are_noted(tmp_path):
     argv = "--recipe st_dit_xl --no_use_video --model DiT-XL/2 --objective ddpm --no_cross_attention --data_path digits"
     flags = parse(TrainConfig, [*argv.split(), "--outputs", str(tmp_path)])
     assert "objective" in overridden(flags)
-    notes = flags.check(1, has_gpu=True)
+    _, notes = flags.settled(1, has_gpu=True)
     assert "--num_frames of --recipe st_dit_xl does nothing without --use_video" in notes
     assert "--flow_times of --recipe st_dit_xl belongs to --objective flow" in notes
     flags = parse(TrainConfig, ["--recipe", "digits", "--max_steps", "20", "--outputs", str(tmp_path)])
-    assert any("--warmup_steps 100: the run ends before" in note for note in flags.check(1, has_gpu=True))
+    assert any("--warmup_steps 100: the run ends before" in note for note in flags.settled(1, has_gpu=True)[1])
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_recipe_sets_what_it_does_not_use(name):
     flags = parse(TrainConfig, ["--recipe", name, "--dry_run", "64"])
-    assert not [note for note in flags.check(64, has_gpu=True) if "--" in note and "recipe" in note]
+    assert not [note for note in flags.settled(64, has_gpu=True)[1] if "--" in note and "recipe" in note]
 
 
 PICTURES = {"name": "DiT-Ti/2", "num_classes": 10}
@@ -106,5 +106,5 @@ def test_an_npz_is_given_its_suffix(tmp_path):
     """As numpy does, so that what is checked and told is what is written."""
     for name in ("figures", "figures.npz"):
         flags = parse(SampleConfig, ["--output", str(tmp_path), "--npz", str(tmp_path / name)])
-        flags.check(1, has_gpu=False)
+        flags, _ = flags.settled(1, has_gpu=False)
         assert flags.npz == str(tmp_path / "figures.npz")

@@ -117,13 +117,13 @@ def test_the_list(capsys):
     ],
 )
 def test_a_global_batch_is_cut_for_the_ranks(world, asked, most, given, expected, tmp_path):
-    flags = TrainConfig(global_batch_size=asked, batch_size=most, outputs=str(tmp_path))
-    flags.given = frozenset({"global_batch_size"} if given else ())
+    given = frozenset({"global_batch_size"} if given else ())
+    flags = TrainConfig(global_batch_size=asked, batch_size=most, outputs=str(tmp_path), given=given)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            flags.check(world, True)
+            flags.settled(world, True)
         return
-    notes = flags.check(world, True)
+    flags, notes = flags.settled(world, True)
     assert (flags.batch_size, flags.grad_accumulation, flags.global_batch_size) == expected
     assert len(notes) == (expected[-1] != asked)
 

@@ -182,14 +182,14 @@ def test_training_follows_the_plain_loop_and_the_checkpoint_draws(argv, stored, 
 )
 def test_flags_that_do_not_fit(argv, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).check(1, False)
+        parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).settled(1, False)
 
 
 @pytest.mark.parametrize("levels", [["1"], ["1", "2", "3"], ["2", "1"], ["nan", "1"]])
 def test_an_interval_is_two_levels(levels, tmp_path):
     flags = parse(SampleConfig, ["--cfg_interval", *levels, "--output", str(tmp_path)])
     with pytest.raises(ValueError, match=f"--cfg_interval {' '.join(levels)}: takes two noise levels, LOW HIGH"):
-        flags.check(1, False)
+        flags.settled(1, False)
 
 
 @pytest.mark.parametrize(

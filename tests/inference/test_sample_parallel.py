@@ -280,7 +280,7 @@ def test_sample_py_writes_the_pictures_of_one_process(world, tmp_path, weights, 
 )
 def test_numbers_of_processes_that_do_not_fit(world, argv, message, tmp_path):
     with pytest.raises(ValueError) as error:
-        parse(SampleConfig, [*argv.split(), "--output", str(tmp_path)]).check(world, has_gpu=False)
+        parse(SampleConfig, [*argv.split(), "--output", str(tmp_path)]).settled(world, has_gpu=False)
     assert message in str(error.value)
 
 

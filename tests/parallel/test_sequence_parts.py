@@ -1,5 +1,6 @@
 """Sequence parallelism's parts without other processes: attention to a part of the keys, the choice, bad input."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -191,18 +192,18 @@ def test_train_answers_before_anything_is_made(tmp_path, no_ranks, capsys, monke
 def test_flags_of_a_run_that_fits(tmp_path):
     words = "--sequence_parallel_size 2 --sequence_parallel_type fastseq --keep_gathered".split()
     flags = parse(TrainConfig, [*words, "--outputs", str(tmp_path)])
-    flags.check(world_size=4, has_gpu=False)
+    flags, _ = flags.settled(world_size=4, has_gpu=False)
     assert (flags.sequence_parallel_size, flags.sequence_parallel_type, flags.keep_gathered) == (2, "fastseq", True)
-    flags.sequence_parallel_type = "ring"
+    flags = dataclasses.replace(flags, sequence_parallel_type="ring")
     with pytest.raises(ValueError, match="--keep_gathered: .*ring gathers nothing"):
-        flags.check(world_size=4, has_gpu=False)
+        flags.settled(world_size=4, has_gpu=False)
 
 
 def test_an_attention_that_is_asked_for_is_the_one_that_runs():
     words = "--sequence_parallel_size 2 --batch_size 1 --attention math --sequence_parallel_type".split()
     for kind in ("ring", "usp"):
         with pytest.raises(ValueError, match=f"--attention math: .*{kind} has a kernel of its own"):
-            parse(TrainConfig, [*words, kind]).check(world_size=4, has_gpu=False)
+            parse(TrainConfig, [*words, kind]).settled(world_size=4, has_gpu=False)
     config = model_config("vDiT-Ti/122", input_size=(32, 32), in_channels=4, frames=4, num_classes=3)
     for options, kind in ((words[:4], "ring"), ([*words, "auto"], "ulysses")):  # ring costs least here
         assert make_plan("auto", 2, sequence_shape(parse(TrainConfig, options), config, 1)).kind == kind

@@ -202,13 +202,13 @@ def test_the_line_of_the_opening_block():
 def test_recompute_is_not_for_checkpointed_or_compiled_blocks(other, tmp_path):
     flags = parse(TrainConfig, ["--recompute", "cheap", f"--{other}", "--outputs", str(tmp_path)])
     with pytest.raises(ValueError, match=f"--recompute cheap: --{other} .* choose one"):
-        flags.check(1, False)
+        flags.settled(1, False)
 
 
 @pytest.mark.parametrize("argv", (["--plugin", "gemini", "--mixed_precision", "bf16"], ["--fp8"]))
 def test_recompute_falls_back_with_a_note(argv, tmp_path):
-    flags = parse(TrainConfig, ["--recompute", "mlp", *argv, "--outputs", str(tmp_path)])
-    notes = [note for note in flags.check(1, True) if note.startswith("recompute")]
+    flags, notes = parse(TrainConfig, ["--recompute", "mlp", *argv, "--outputs", str(tmp_path)]).settled(1, True)
+    notes = [note for note in notes if note.startswith("recompute")]
     assert flags.recompute == "none" and len(notes) == 1 and argv[0] in notes[0]
 
 

@@ -1,0 +1,271 @@
+"""The flags of train.py by component, one frozen dataclass each: name, type, default, one-line help."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from opendit.cli.command_line import Flags, flag
+from opendit.cli.values import (
+    ABOVE_0,
+    BATCH,
+    COUNT,
+    FRAMES,
+    FROM_0,
+    GUIDANCE,
+    SAMPLING_STEPS,
+    SEED,
+    SHARE,
+    SIDE,
+    WORKERS,
+)
+from opendit.diffusion.names import FLOW_TIMES, PREDICTIONS, SAMPLERS_OF
+from opendit.kernels.names import RECOMPUTE
+from opendit.models.names import POSITIONS
+from opendit.parallel.names import PLUGINS, PRECISIONS
+
+
+@dataclass(frozen=True)
+class ModelFlags(Flags):
+    """The network: its kind, size and options."""
+
+    group: ClassVar[str] = "Model"
+
+    model: str = flag("DiT-XL/2", "KIND-SIZE/PATCH: python -m opendit.models lists them")
+    num_classes: int | None = flag(
+        None, "classes of the model (from the data when left out)", at_least=1, at_most=1_000_000
+    )
+    qk_norm: bool = flag(False, "RMSNorm of queries and keys: stable at large sizes and learning rates")
+    adaln_lora: int | None = flag(
+        None, "rank of what a block adds to a modulation that all share", at_least=1, at_most=16_384
+    )
+    bias: bool | None = flag(None, "biases in the blocks' linear layers (default: all but MovieGen's)")
+    positions: str | None = flag(
+        None, "how tokens know their places (default: sincos; MovieGen: learned)", choices=POSITIONS
+    )
+    full_attention: bool | None = flag(None, "of ST-DiT: attend to all tokens of a clip too")
+    expert_capacity: float | None = flag(None, "of EC-DiT: experts of a token, on average (2)", above=0, at_most=1024)
+
+    @property
+    def architecture(self) -> dict:
+        """The flags that say how a model of this kind and size is made; None: as its kind is."""
+        names = ("qk_norm", "adaln_lora", "bias", "positions", "full_attention", "expert_capacity")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class CaptionFlags(Flags):
+    """How captions become conditions."""
+
+    group: ClassVar[str] = "Captions"
+
+    text_encoder: str | None = flag(None, "of captions: bytes (trained, default), clip, t5 or a folder")
+    max_text_tokens: int | None = flag(None, "captions are cut to this (bytes: 64)", at_least=1, at_most=16_384)
+    cross_attention: bool = flag(False, "attend to all caption tokens, not to the pooled one only")
+
+
+@dataclass(frozen=True)
+class StartFlags(Flags):
+    """The weights that a run starts from, and LoRA."""
+
+    group: ClassVar[str] = "Start from weights"
+
+    pretrained: str | None = flag(None, "start from these weights (our .safetensors or Meta's .pt)")
+    lora: int | None = flag(
+        None,
+        "train low-rank additions of this rank to --pretrained's blocks",
+        at_least=1,
+        at_most=16_384,
+    )
+    lora_alpha: float | None = flag(None, "they are scaled by this / rank (default: the rank)", above=0, at_most=1e6)
+
+
+@dataclass(frozen=True)
+class DataFlags(Flags):
+    """The samples, and what they are turned into."""
+
+    group: ClassVar[str] = "Data"
+
+    data_path: str = flag("digits", "digits, a FOLDER of pictures, a CSV, LATENTS, or mock: random ones")
+    image_size: int = flag(256, "side of the training pictures in pixels", **SIDE)
+    use_video: bool = flag(False, "train a vDiT on clips")
+    num_frames: int = flag(16, "frames of a clip", **FRAMES)
+    frame_interval: int = flag(1, "every so many frames of the file", **FRAMES)
+    short_clips: str = flag(
+        "skip", "interval: read clips that are too short at a smaller one", choices=("skip", "interval")
+    )
+    vae: str = flag("ema", "ema, mse, a folder with a VAE, or none to train on pixels")
+    random_flip: bool | None = flag(None, "mirror pictures at random (default: as suits the data set)")
+    label_drop: float = flag(0.1, "share of labels replaced by the null class, for guidance", **SHARE)
+
+
+@dataclass(frozen=True)
+class LoaderFlags(Flags):
+    """How samples are read."""
+
+    group: ClassVar[str] = "Loader"
+
+    num_workers: int = flag(4, "loader processes per rank; 0 loads in the training process", **WORKERS)
+    data_timeout: float = flag(
+        300.0,
+        "seconds for one file, after which the run ends and names it; 0: any",
+        at_least=0,
+        at_most=10_000_000,
+    )
+    max_bad: float = flag(0.05, "share of unreadable files at which the run stops", **SHARE)
+
+
+@dataclass(frozen=True)
+class ObjectiveFlags(Flags):
+    """What the model learns to predict."""
+
+    group: ClassVar[str] = "Objective"
+
+    objective: str = flag(
+        "ddpm",
+        "ddpm: noise and variance (the DiT paper); flow: velocity; edm: a preconditioned denoiser",
+        choices=tuple(SAMPLERS_OF),
+    )
+    prediction: str = flag("eps", "of ddpm: the noise, or v, the velocity", choices=PREDICTIONS)
+    min_snr: float | None = flag(None, "of ddpm: gamma of min-SNR loss weights, usually 5", at_least=0.001, at_most=1e6)
+    ddpm_shift: float = flag(1.0, "of ddpm's noise at every timestep, as --flow_shift", at_least=0.01, at_most=100)
+    flow_shift: float = flag(
+        1.0,
+        "of flow's times, above 1 to more noise: large pictures, clips",
+        at_least=0.01,
+        at_most=100,
+    )
+    flow_times: str = flag("uniform", "of flow's training samples", choices=FLOW_TIMES)
+    edm_mean: float = flag(-1.2, "of the log of edm's noise levels in training (P_mean)", at_least=-10, at_most=10)
+    edm_std: float = flag(1.2, "their standard deviation (P_std)", at_least=0.001, at_most=5)
+    edm_sigma_data: float = flag(
+        0.5, "of edm: the standard deviation of what the model learns", at_least=0.001, at_most=1000
+    )
+
+
+@dataclass(frozen=True)
+class BatchFlags(Flags):
+    """How many samples make a step, and how many steps a run."""
+
+    group: ClassVar[str] = "Batch and length"
+
+    batch_size: int = flag(32, "samples per data-parallel rank and micro-batch", **BATCH)
+    grad_accumulation: int = flag(1, "micro-batches per step", at_least=1, at_most=65_536)
+    global_batch_size: int | None = flag(
+        None,
+        "samples per step on all GPUs, in micro-batches of --batch_size at most",
+        at_least=1,
+        at_most=2**30,
+    )
+    epochs: int = flag(1400, "passes over the data", **COUNT)
+    max_steps: int | None = flag(None, "stop after this many steps, whatever --epochs says", **COUNT)
+
+
+@dataclass(frozen=True)
+class OptimizerFlags(Flags):
+    """AdamW, its learning rate, and the average of the weights."""
+
+    group: ClassVar[str] = "Optimizer"
+
+    lr: float = flag(1e-4, "peak learning rate", **ABOVE_0)
+    lr_schedule: str = flag("constant", "after the warm-up", choices=("constant", "cosine"))
+    warmup_steps: int = flag(0, "steps of linear warm-up", **FROM_0)
+    weight_decay: float = flag(0.0, "AdamW's decoupled weight decay", at_least=0, at_most=1000)
+    adam_beta1: float = flag(0.9, "decay of AdamW's mean of the gradients", **SHARE)
+    adam_beta2: float = flag(0.999, "of its mean of their squares; less (0.95) forgets outliers sooner", **SHARE)
+    grad_clip: float = flag(1.0, "bound of the global gradient norm; 0: none", at_least=0, at_most=1e38)
+    max_bad_steps: int = flag(100, "stop after this many skipped (non-finite) steps in a row", **COUNT)
+    ema_decay: float | list[float] = flag(
+        0.9999,
+        "decay of the weights' moving average; several: one average each, the first is sampled from",
+        several=True,
+        **SHARE,
+    )
+    ema_warmup: bool = flag(False, "smaller decays at first: (1 + n) / (10 + n) after n updates")
+
+    @property
+    def ema_decays(self) -> list[float]:
+        return self.ema_decay if isinstance(self.ema_decay, list) else [self.ema_decay]
+
+
+@dataclass(frozen=True)
+class TrainSpeedFlags(Flags):
+    """Precision, recording and compilation."""
+
+    group: ClassVar[str] = "Speed"
+
+    mixed_precision: str = flag("fp16", "precision of weights at work", choices=PRECISIONS)
+    enable_cuda_graph: bool = flag(
+        False, "replay forward and backward as one CUDA graph: no time lost between kernels (zero2)"
+    )
+    compile: bool = flag(False, "torch.compile for blocks and final layer (zero2, ddp)")
+
+
+@dataclass(frozen=True)
+class MemoryFlags(Flags):
+    """What is recomputed and what is kept."""
+
+    group: ClassVar[str] = "Memory"
+
+    grad_checkpoint: bool = flag(False, "recompute blocks in the backward pass: less memory, slower")
+    recompute: str = flag(
+        "none",
+        "recomputed in backward: LayerNorms (norms), GELU too (cheap), fc1 too (mlp, half of them: half)",
+        choices=RECOMPUTE,
+    )
+    keep_gathered: bool = flag(
+        False, "fastseq: keep the gathered input for the backward pass: more memory, less traffic"
+    )
+
+
+@dataclass(frozen=True)
+class PluginFlags(Flags):
+    """The engine that shards the state."""
+
+    group: ClassVar[str] = "Parallelism"
+
+    plugin: str = flag("zero2", "Colossal-AI plugin", choices=PLUGINS)
+
+
+@dataclass(frozen=True)
+class GridFlags(Flags):
+    """The pictures that a run draws of itself."""
+
+    group: ClassVar[str] = "Sample grids"
+
+    sample_every: int | None = flag(None, "steps between sample grids (default: as --ckpt_every); 0: none", **FROM_0)
+    sample_steps: int = flag(50, "sampling steps of those grids", **SAMPLING_STEPS)
+    sample_cfg_scale: float = flag(4.0, "guidance of those grids", **GUIDANCE)
+
+
+@dataclass(frozen=True)
+class SaveFlags(Flags):
+    """What a run saves and goes on from."""
+
+    group: ClassVar[str] = "Checkpoints"
+
+    outputs: str = flag("./outputs", "folder of the run folders")
+    load: str | None = flag(None, "resume: latest, a run folder or a checkpoint folder")
+    save: bool = flag(True, "write checkpoints; --no_save: none, to time steps")
+    ckpt_every: int = flag(1000, "steps between checkpoints; 0: only the one at the end", **FROM_0)
+    ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", **FROM_0)
+
+
+@dataclass(frozen=True)
+class RunFlags(Flags):
+    """The run as a whole."""
+
+    group: ClassVar[str] = "Run"
+
+    recipe: str | None = flag(
+        None, "a named set of flags, which this command line overrides; list: shows them", alias="factory"
+    )
+    dry_run: int | None = flag(
+        None,
+        "say what the run needs, on so many GPUs, and stop; nothing is built",
+        alone=0,
+        at_least=0,
+        at_most=2**20,
+    )
+    global_seed: int = flag(42, "seed of everything random", **SEED)
+    log_every: int = flag(10, "steps between log lines", **COUNT)
+    deterministic: bool = flag(False, "the same bits in every run on the same GPUs; slower")
+    profile: bool = flag(False, "record a few early steps: a trace and a table of where the time goes")
