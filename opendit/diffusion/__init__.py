@@ -7,11 +7,15 @@ __getattr__, __all__ = import_when_used(
     __name__,
     {
         "opendit.diffusion.ddpm": "DDPM DiffusionLoss linear_betas space_timesteps training_loss",
+        "opendit.diffusion.ddpm_trajectory": "DDPMTrajectory eps_model",
+        "opendit.diffusion.edm": "EDMTrajectory",
+        "opendit.diffusion.flow": "FlowTrajectory",
+        "opendit.diffusion.guidance": "cfg_model guided_within",
         "opendit.diffusion.names": "ALL_SAMPLERS PREDICTIONS",
         "opendit.diffusion.objectives": "OBJECTIVES DDPMObjective EDMObjective FlowObjective Objective "
         "objective_from_dict",
         "opendit.diffusion.prepared": "Prepared",
-        "opendit.diffusion.samplers": "SAMPLERS cfg_model guided_within initial_noise keyed_noise sample_ddim "
-        "sample_ddpm sample_dpmpp",
+        "opendit.diffusion.random": "initial_noise keyed_noise",
+        "opendit.diffusion.samplers": "SAMPLERS sample",
     },
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.prepared import Prepared
-from opendit.diffusion.solvers import Slope, for_step, integrate, multistep
+from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
 
 NOISE_SCALE = 250.0  # the network's timestep for each unit of ln(sigma)
 SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0  # of sampling, [K] table 1
@@ -98,55 +98,27 @@ def _checked(output: Tensor, x: Tensor) -> Tensor:
     return output
 
 
-@torch.no_grad()
-def sample_euler(model, x: Tensor, sigmas: Tensor, *, sigma_data: float, progress=None, callback=None) -> Tensor:
-    """Euler's method for dx/dsigma = (x - D(x; sigma)) / sigma ([K] eq. 1 and 3 for sigma = t), one evaluation a step.
+class EDMTrajectory(Trajectory):
+    """``sigmas``: (n + 1,), falling, see ``karras_sigmas``. The model is F, as of ``denoise``; a ``point`` is sigma for
+    every sample, of x's dtype."""
 
-    model: F, as of ``denoise``. x: (B, C, ...), standard normal times sigmas[0]. sigmas: (n + 1,), falling, see
-    ``karras_sigmas``. progress and callback: as of opendit.diffusion.samplers, with ``timestep`` the sigma. Returns x
-    at sigmas[-1], float32 at least.
-    """
-    slope_from, x = _slope_from(model, sigma_data), at_least_float32(x)
-    return integrate(
-        slope_from, x, sigmas.tolist(), corrected=lambda after: False, progress=progress, callback=callback
-    )
+    def __init__(self, sigmas: Tensor, sigma_data: float):
+        self.sigma_data = sigma_data
+        self.times = self.levels = sigmas.tolist()
+        self.alphas = [1.0] * len(self.levels)
 
+    def start(self, noise: Tensor) -> Tensor:
+        return noise * self.levels[0]
 
-@torch.no_grad()
-def sample_heun(model, x: Tensor, sigmas: Tensor, *, sigma_data: float, progress=None, callback=None) -> Tensor:
-    """[K] Algorithm 1: Heun's method, two evaluations a step; one in the step to 0, where the slope is not defined.
-    Arguments as of ``sample_euler``."""
-    slope_from, x = _slope_from(model, sigma_data), at_least_float32(x)
-    return integrate(
-        slope_from, x, sigmas.tolist(), corrected=lambda after: after > 0, progress=progress, callback=callback
-    )
+    def points(self, x: Tensor) -> Tensor:
+        return for_each_sample(self.levels, x, x.dtype)
 
+    def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
+        return denoise(model, x, point, self.sigma_data)
 
-@torch.no_grad()
-def sample_dpmpp(model, x: Tensor, sigmas: Tensor, *, sigma_data: float, progress=None, callback=None) -> Tensor:
-    """DPM-Solver++(2M), see ``opendit.diffusion.solvers.multistep``: second order with one evaluation a step.
-    Arguments as of ``sample_euler``."""
-    levels = sigmas.tolist()
+    def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
+        """dx/dsigma = (x - D(x; sigma)) / sigma, [K] eq. 1 and 3 for sigma = t."""
+        return (x - self.denoise(model, x, point)) / _rows(point, x)
 
-    def denoised_at(x: Tensor, k: int) -> Tensor:
-        denoised = denoise(for_step(model, levels[k]), x, _level(levels[k], x), sigma_data)
-        if callback is not None:
-            callback({"step": k, "timestep": levels[k], "x": x, "denoised": denoised})
-        return denoised
-
-    return multistep(denoised_at, at_least_float32(x), levels, progress=progress)
-
-
-def _slope_from(model, sigma_data: float) -> Callable[[float], Slope]:
-    def slope_from(start: float) -> Slope:
-        network = for_step(model, start)
-        return lambda x, sigma: (x - denoise(network, x, _level(sigma, x), sigma_data)) / sigma
-
-    return slope_from
-
-
-def _level(sigma: float, x: Tensor) -> Tensor:
-    return torch.full((len(x),), sigma, dtype=x.dtype, device=x.device)
-
-
-EDM_SAMPLERS = {"heun": sample_heun, "euler": sample_euler, "dpmpp": sample_dpmpp}
+    def has_slope(self, k: int) -> bool:
+        return self.levels[k] > 0

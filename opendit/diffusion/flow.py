@@ -11,7 +11,6 @@ many times sooner: docs/log.md has the measurement.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.prepared import Prepared
-from opendit.diffusion.solvers import Slope, for_step, integrate
+from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
 
 TIME_SCALE = 1000.0  # the network's timestep at t = 1
 
@@ -95,40 +94,24 @@ def sampling_times(steps: int, shift: float = 1.0) -> Tensor:
     return shift_times(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
 
 
-@torch.no_grad()
-def sample_euler(
-    model: Callable[[Tensor, Tensor], Tensor], x: Tensor, times: Tensor, *, progress=None, callback=None
-) -> Tensor:
-    """Euler's method for dx/dt = model(x, 1000 t) along ``times``, one evaluation a step: first order.
-
-    x: (B, C, ...) standard normal at times[0] = 1. times: (n + 1,), falling; see ``sampling_times``. progress and
-    callback: as of opendit.diffusion.samplers, with ``timestep`` the time. Returns x at times[-1], float32 at least.
-    """
-    slope_from, x = _slope_from(model), at_least_float32(x)
-    return integrate(slope_from, x, times.tolist(), corrected=lambda after: False, progress=progress, callback=callback)
-
-
-@torch.no_grad()
-def sample_heun(
-    model: Callable[[Tensor, Tensor], Tensor], x: Tensor, times: Tensor, *, progress=None, callback=None
-) -> Tensor:
-    """Heun's method: the mean of the velocities before and after an Euler step, the second one evaluated at the
-    point the step leads to. Second order, two evaluations a step; arguments as of ``sample_euler``."""
-    slope_from, x = _slope_from(model), at_least_float32(x)
-    return integrate(slope_from, x, times.tolist(), corrected=lambda after: True, progress=progress, callback=callback)
-
-
 def noise_level(t: float) -> float:
     """Sigma, noise over signal, of x_t; infinite at 1, where no signal is left."""
     return t / (1 - t) if t < 1 else math.inf
 
 
-def _slope_from(model) -> Callable[[float], Slope]:
-    def slope_from(start: float) -> Slope:
-        velocity = for_step(model, noise_level(start))
-        return lambda x, t: velocity(x, torch.full((len(x),), t * TIME_SCALE, device=x.device)).to(x.dtype)
+class FlowTrajectory(Trajectory):
+    """``times``: (n + 1,), falling, see ``sampling_times``; x at time 1 is standard normal noise.
 
-    return slope_from
+    The model gets 1000 t, (B,) float32, which is a ``point``, and returns the velocity dx/dt, (B, C, ...).
+    """
 
+    def __init__(self, times: Tensor):
+        self.times = times.tolist()
+        self.levels = [noise_level(t) for t in self.times]
+        self.alphas = [1 - t for t in self.times]
 
-FLOW_SAMPLERS = {"euler": sample_euler, "heun": sample_heun}
+    def points(self, x: Tensor) -> Tensor:
+        return for_each_sample([t * TIME_SCALE for t in self.times], x, torch.float32)
+
+    def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
+        return model(x, point).to(x.dtype)

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from opendit.diffusion import ddpm, edm, flow
 from opendit.diffusion.ddpm import DDPM
-from opendit.diffusion.flow import FLOW_SAMPLERS, TIME_SAMPLING, TIME_SCALE, sampling_times, shift_times
+from opendit.diffusion.ddpm_trajectory import DDPMTrajectory, eps_model
+from opendit.diffusion.flow import TIME_SAMPLING, TIME_SCALE, FlowTrajectory, sampling_times, shift_times
 from opendit.diffusion.names import FLOW_TIMES, PREDICTIONS, SAMPLERS_OF
 from opendit.diffusion.prepared import Prepared
-from opendit.diffusion.random import Stream, integers, uniform
-from opendit.diffusion.samplers import SAMPLERS, eps_model, initial_noise, keyed_noise
+from opendit.diffusion.random import Stream, initial_noise, integers, keyed_noise, uniform
+from opendit.diffusion.samplers import SAMPLERS, sample
+from opendit.diffusion.trajectory import Model, Trajectory
 
 
 class Objective(ABC):
@@ -45,16 +47,37 @@ class Objective(ABC):
         ``prepared.timestep``. Raises ValueError for an output of another shape than the objective's."""
 
     @abstractmethod
-    def sample(
-        self, model, index: Tensor, shape: tuple[int, ...], *, seed: int, steps: int, sampler: str | None, progress
-    ) -> Tensor:
-        """Samples (B, *shape) of ``model(x, t)``; all noise is keyed by ``seed`` and ``index`` (B,). sampler: one of
-        ``samplers``, None for the first."""
+    def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
+        """Where sampling in so many steps goes. even_in_noise: with points even in log(sigma / alpha), where the
+        objective has a choice."""
+
+    def network(self, model: Model) -> Model:
+        """``model(x, t)`` as the trajectory reads it."""
+        return model
 
     @abstractmethod
     def noise_level(self, timestep: Tensor) -> Tensor:
         """Sigma, the standard deviation of the noise over the scale of the signal, for what the network gets as t.
         Both (B,); the one unit in which noise is comparable across objectives, steps and samplers."""
+
+    def sample(
+        self,
+        model: Model,
+        index: Tensor,
+        shape: tuple[int, ...],
+        *,
+        seed: int,
+        steps: int,
+        sampler: str | None = None,
+        progress=None,
+    ) -> Tensor:
+        """Samples (B, *shape) of ``model(x, t)``; all noise is keyed by ``seed`` and ``index`` (B,). sampler: one of
+        ``samplers``, None for the first. progress: as of ``opendit.diffusion.samplers.sample``."""
+        name = self.choose(sampler)
+        trajectory = self.trajectory(steps, SAMPLERS[name].even_in_noise)
+        x = trajectory.start(initial_noise(seed, index, shape))
+        noise_fn = keyed_noise(seed, index, shape)
+        return sample(name, self.network(model), x, trajectory, noise_fn=noise_fn, progress=progress)
 
     def choose(self, sampler: str | None) -> str:
         """The sampler to use. Raises ValueError for one that can't draw from models of this objective."""
@@ -116,14 +139,12 @@ class DDPMObjective(Objective):
         how = {"prediction": self.prediction, "min_snr": self.min_snr}
         return ddpm.training_loss(self.schedule, output, x0, prepared.x_t, t, noise, **how).loss
 
-    def sample(self, model, index, shape, *, seed, steps, sampler=None, progress=None):
-        name, full = self.choose(sampler), self.schedule
-        schedule = full.respaced_by_noise(steps) if name == "dpmpp" else full.respaced(steps)
-        noise_fn = keyed_noise(seed, index, shape)
-        noise = initial_noise(seed, index, shape)
-        if self.prediction == "v":
-            model = eps_model(model, full)
-        return SAMPLERS[name](model, noise, schedule, noise_fn=noise_fn, progress=progress)
+    def trajectory(self, steps, even_in_noise=False):
+        full = self.schedule
+        return DDPMTrajectory(full.respaced_by_noise(steps) if even_in_noise else full.respaced(steps))
+
+    def network(self, model):
+        return eps_model(model, self.schedule) if self.prediction == "v" else model
 
     def noise_level(self, timestep):
         return self.schedule.noise_level(timestep)
@@ -165,9 +186,8 @@ class FlowObjective(Objective):
     def loss(self, output, prepared):
         return flow.loss(output, prepared)
 
-    def sample(self, model, index, shape, *, seed, steps, sampler=None, progress=None):
-        draw = FLOW_SAMPLERS[self.choose(sampler)]
-        return draw(model, initial_noise(seed, index, shape), sampling_times(steps, self.shift), progress=progress)
+    def trajectory(self, steps, even_in_noise=False):
+        return FlowTrajectory(sampling_times(steps, self.shift))
 
     def noise_level(self, timestep):
         t = timestep / TIME_SCALE
@@ -200,10 +220,8 @@ class EDMObjective(Objective):
     def loss(self, output, prepared):
         return edm.loss(output, prepared)
 
-    def sample(self, model, index, shape, *, seed, steps, sampler=None, progress=None):
-        draw, sigmas = edm.EDM_SAMPLERS[self.choose(sampler)], edm.karras_sigmas(steps)
-        x = initial_noise(seed, index, shape) * sigmas[0].item()
-        return draw(model, x, sigmas, sigma_data=self.sigma_data, progress=progress)
+    def trajectory(self, steps, even_in_noise=False):
+        return edm.EDMTrajectory(edm.karras_sigmas(steps), self.sigma_data)
 
     def noise_level(self, timestep):
         return edm.sigmas_of(timestep)

@@ -10,6 +10,7 @@ written in torch's int64 arithmetic, and as one kernel where kernels run, with t
 """
 
 import math
+from collections.abc import Callable
 from enum import IntEnum
 
 import torch
@@ -93,3 +94,17 @@ def normal(seed: int, step: int, index: Tensor, stream: Stream, shape: tuple[int
     radius, angle = torch.sqrt(-2.0 * torch.log(u[:, 0::2])), 2.0 * math.pi * u[:, 1::2]
     pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)
     return pairs.flatten(1)[:, :count].float().reshape(len(index), *shape)
+
+
+def initial_noise(seed: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """What sampling starts from: (B, *shape) float32 standard normal on ``index``'s device.
+
+    ``index``: (B,) int64, which samples of the whole job these are. A sample's noise depends on ``seed`` and its own
+    index only, so a batch can be split in any way.
+    """
+    return normal(seed, 0, index, Stream.SAMPLE_INIT, shape)
+
+
+def keyed_noise(seed: int, index: Tensor, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
+    """A ``noise_fn`` with the same properties: step k's noise of a sample depends on ``seed``, k and its index only."""
+    return lambda k: normal(seed, k, index, Stream.SAMPLE_STEP, shape)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from opendit.diffusion import EDMObjective, edm
+from opendit.diffusion import EDMObjective, EDMTrajectory, edm, sample
+from opendit.diffusion.names import SAMPLERS_OF
 from tests.objectives import losses_of
 
 MU, S = 0.3, 0.6  # of the Gaussian data; S is not sigma_data, so that the network has something to do
@@ -60,12 +61,12 @@ def exact_end(x: Tensor, sigma: float) -> Tensor:
 @pytest.mark.parametrize(("name", "order"), [("euler", 1), ("heun", 2), ("dpmpp", 2)])
 def test_samplers_converge_at_their_order(name, order):
     x = torch.linspace(-2.5, 2.5, 101, dtype=torch.float64).view(1, 1, 101) * 80
-    sample, errors = edm.EDM_SAMPLERS[name], []
+    errors = []
     for steps in (40, 80, 160):
         sigmas = edm.karras_sigmas(steps)[
             :-1
         ]  # to SIGMA_MIN, so that the first-order step to 0 does not hide the order
-        got = sample(gaussian_network(0.5), x, sigmas, sigma_data=0.5)
+        got = sample(name, gaussian_network(0.5), x, EDMTrajectory(sigmas, 0.5))
         expected = MU + (x - MU) * math.sqrt((S**2 + 0.002**2) / (S**2 + 80**2))
         errors.append((got - expected).abs().max().item())
     observed = [math.log2(a / b) for a, b in zip(errors, errors[1:], strict=False)]
@@ -76,9 +77,9 @@ def test_samplers_converge_at_their_order(name, order):
 def test_heun_of_18_steps_is_closer_than_euler_of_35(sigma_data):
     """The paper's setting, both with 35 evaluations of the network, the step to 0 included."""
     x = torch.linspace(-2, 2, 11, dtype=torch.float64).view(1, 1, 11) * 80
-    errors, settings = {}, {"sigma_data": sigma_data}
+    errors = {}
     for name, steps in (("heun", 18), ("euler", 35)):
-        got = edm.EDM_SAMPLERS[name](gaussian_network(sigma_data), x, edm.karras_sigmas(steps), **settings)
+        got = sample(name, gaussian_network(sigma_data), x, EDMTrajectory(edm.karras_sigmas(steps), sigma_data))
         errors[name] = (got - exact_end(x, 80)).abs().max().item()
     assert errors["heun"] < 0.7 * errors["euler"]
 
@@ -97,7 +98,7 @@ def test_heun_evaluates_at_the_new_point_and_not_at_0():
         return (x - skip * x - out * 0.7) / sigma
 
     start = torch.full((1, 1, 1), 3.0, dtype=torch.float64)
-    got = edm.sample_heun(model, start, torch.tensor([4.0, 1.0, 0.0]), sigma_data=0.5)
+    got = sample("heun", model, start, EDMTrajectory(torch.tensor([4.0, 1.0, 0.0]), 0.5))
     predicted = 3 - 3 * slope(3.0, 4.0)
     middle = 3 - 3 * (slope(3.0, 4.0) + slope(predicted, 1.0)) / 2
     assert [sigma for sigma, _ in seen] == [4.0, 1.0, 1.0]
@@ -109,7 +110,7 @@ def states_of(name: str, steps: int, shape=(2, 3, 5, 4)):
     """The states x at each step of a float32 run from noise, the final one included, and its sigmas."""
     sigmas, states = edm.karras_sigmas(steps), []
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 80
-    got = edm.EDM_SAMPLERS[name](network, x, sigmas, sigma_data=0.5, callback=lambda s: states.append(s["x"]))
+    got = sample(name, network, x, EDMTrajectory(sigmas, 0.5), callback=lambda s: states.append(s["x"]))
     return [*states, got], sigmas
 
 
@@ -139,7 +140,7 @@ def test_the_schedule_falls_from_80_to_0(steps):
     assert steps == 1 or sigmas[-2].item() == pytest.approx(0.002)
 
 
-@pytest.mark.parametrize("name", edm.EDM_SAMPLERS)
+@pytest.mark.parametrize("name", SAMPLERS_OF["edm"])
 def test_progress_callback_dtypes_and_no_grad(name):
     weight, reports, lengths = torch.ones((), requires_grad=True), [], []
 
@@ -153,7 +154,7 @@ def test_progress_callback_dtypes_and_no_grad(name):
 
     sigmas = torch.tensor([9.0, 3.0, 0.5, 0.0])
     x = 9 * torch.randn(2, 1, 3, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
-    got = edm.EDM_SAMPLERS[name](model, x, sigmas, sigma_data=0.5, progress=progress, callback=reports.append)
+    got = sample(name, model, x, EDMTrajectory(sigmas, 0.5), progress=progress, callback=reports.append)
     assert got.dtype == torch.float32 and not got.requires_grad and lengths == [3]
     assert [(r["step"], r["timestep"]) for r in reports] == [(0, 9.0), (1, 3.0), (2, 0.5)]
     torch.testing.assert_close(got, reports[-1]["denoised"], rtol=1e-5, atol=1e-5)  # the last step goes to x_0

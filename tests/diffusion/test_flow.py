@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from scipy import stats
 from torch import Tensor
 
-from opendit.diffusion import flow
+from opendit.diffusion import FlowTrajectory, flow, sample
 from opendit.diffusion.names import ALL_SAMPLERS
 from opendit.diffusion.objectives import DDPMObjective, FlowObjective, objective_from_dict
 from tests.objectives import losses_of
@@ -34,8 +34,8 @@ def exact_end(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("name", "order"), [("euler", 1), ("heun", 2)])
 def test_samplers_converge_at_their_order(name, order):
     x = torch.linspace(-2.5, 2.5, 101, dtype=torch.float64).view(1, 1, 101)
-    sample = flow.FLOW_SAMPLERS[name]
-    errors = [(sample(gaussian_velocity, x, flow.sampling_times(n)) - exact_end(x)).abs().max() for n in (40, 80, 160)]
+    paths = [FlowTrajectory(flow.sampling_times(n)) for n in (40, 80, 160)]
+    errors = [(sample(name, gaussian_velocity, x, path) - exact_end(x)).abs().max() for path in paths]
     observed = [math.log2(a / b) for a, b in zip(errors, errors[1:], strict=False)]
     assert all(abs(seen - order) < 0.2 for seen in observed), (errors, observed)
 
@@ -45,7 +45,8 @@ def test_shifted_times_lead_to_the_same_place(shift):
     x = torch.linspace(-2, 2, 11, dtype=torch.float64).view(1, 1, 11)
     times = flow.sampling_times(400, shift)
     assert times[0] == 1 and times[-1] == 0 and (times.diff() < 0).all()
-    torch.testing.assert_close(flow.sample_heun(gaussian_velocity, x, times), exact_end(x), atol=2e-4, rtol=0)
+    got = sample("heun", gaussian_velocity, x, FlowTrajectory(times))
+    torch.testing.assert_close(got, exact_end(x), atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
@@ -61,7 +62,7 @@ def test_euler_matches_diffusers(shift):
         return torch.sin(2 * x + timestep.view(-1, 1, 1, 1) / 200) - x
 
     x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    got = flow.sample_euler(model, x, times, callback=lambda s: states.append(s["x"]))
+    got = sample("euler", model, x, FlowTrajectory(times), callback=lambda s: states.append(s["x"]))
     torch.testing.assert_close(torch.stack(told), reference.timesteps, atol=1e-2, rtol=0)  # 1e-5 of the thousand
     assert torch.equal(states[0], x) and len(states) == 25
     for k, t in enumerate(reference.timesteps):
@@ -77,7 +78,7 @@ def test_heun_evaluates_the_second_time_where_the_step_leads():
         seen.append((x.clone(), t[0].item()))
         return torch.full_like(x, 2.0)
 
-    flow.sample_heun(model, torch.ones(1, 1, 1), torch.tensor([1.0, 0.5, 0.0]))
+    sample("heun", model, torch.ones(1, 1, 1), FlowTrajectory(torch.tensor([1.0, 0.5, 0.0])))
     assert [round(t) for _, t in seen] == [1000, 500, 500, 0]
     assert [x.item() for x, _ in seen] == [1.0, 0.0, 0.0, -1.0]
 

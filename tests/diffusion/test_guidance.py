@@ -8,15 +8,17 @@ import torch
 
 from opendit.diffusion import (
     DDPM,
-    SAMPLERS,
     DDPMObjective,
+    DDPMTrajectory,
     EDMObjective,
     FlowObjective,
     cfg_model,
     guided_within,
     initial_noise,
     keyed_noise,
+    sample,
 )
+from opendit.diffusion.names import SAMPLERS_OF
 
 
 def randn(*shape, seed=0):
@@ -112,7 +114,7 @@ def test_guidance_refuses():
         cfg_model(lambda x, t, y: x[:, :3], Y, NULL, 2.0)(X, T)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", SAMPLERS_OF["ddpm"])
 def test_guided_sampling_of_gaussians_lands_where_it_must(name):
     """Data N(y, 0.3^2) under condition y: eps is affine in y, so guidance is the exact eps of the extrapolated mean."""
     schedule = DDPM.linear()
@@ -123,19 +125,11 @@ def test_guided_sampling_of_gaussians_lands_where_it_must(name):
 
     y, null, index = torch.tensor([1.0, -0.5, 0.0]), torch.tensor(0.2), torch.arange(3)
     mean = schedule.alphas_cumprod[-1].sqrt() * (null + 4 * (y - null))  # of x_T
-    got = SAMPLERS[name](
-        cfg_model(model, y, null, 4.0),
-        mean[:, None].expand(3, 2),
-        schedule.respaced(50),
-        noise_fn=lambda k: torch.zeros(3, 2),
-    )
+    guided, path = cfg_model(model, y, null, 4.0), DDPMTrajectory(schedule.respaced(50))
+    got = sample(name, guided, mean[:, None].expand(3, 2), path, noise_fn=lambda k: torch.zeros(3, 2))
     torch.testing.assert_close(got, (null + 4 * (y - null))[:, None].expand(3, 2), rtol=1e-4, atol=1e-4)
-    drawn = SAMPLERS[name](
-        cfg_model(model, y, null, 4.0),
-        initial_noise(0, index, (2000,)),
-        schedule.respaced(50),
-        noise_fn=keyed_noise(0, index, (2000,)),
-    )
+    noise, noise_fn = initial_noise(0, index, (2000,)), keyed_noise(0, index, (2000,))
+    drawn = sample(name, guided, noise, path, noise_fn=noise_fn)
     torch.testing.assert_close(drawn.mean(1), null + 4 * (y - null), rtol=0.01, atol=4 * 0.3 / 2000**0.5)
 
 

@@ -5,10 +5,9 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
-from opendit.diffusion import DDPM, SAMPLERS, DDPMObjective, training_loss
+from opendit.diffusion import DDPM, DDPMObjective, eps_model, training_loss
 from opendit.diffusion.ddpm import min_snr_weight
-from opendit.diffusion.samplers import eps_model
-from tests.diffusion.test_samplers import SCHEDULE, gaussian_model, in_float64, randn
+from tests.diffusion.test_samplers import NAMES, SCHEDULE, along, gaussian_model, in_float64, randn
 from tests.objectives import losses_of
 
 TIMES = torch.tensor([0, 1, 250, 700, 999])
@@ -41,13 +40,8 @@ def test_velocity_matches_diffusers_and_turns_into_noise():
 
 def one_step(name: str, schedule: DDPM, model, x: Tensor, noises) -> list[Tensor]:
     states = []
-    got = SAMPLERS[name](
-        eps_model(model, SCHEDULE),
-        x,
-        schedule,
-        noise_fn=lambda k: noises[k],
-        callback=lambda s: states.append(s["x"]),
-    )
+    how = dict(noise_fn=lambda k: noises[k], callback=lambda s: states.append(s["x"]))
+    got = along(schedule, name, eps_model(model, SCHEDULE), x, **how)
     return [*states, got]
 
 
@@ -82,16 +76,16 @@ def test_each_step_of_a_velocity_model_matches_diffusers(name, scheduler, option
 
 
 @pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_velocity_model_draws_what_the_noise_model_draws(name, learned):
     schedule, x = SCHEDULE.respaced(20), randn(6, 1)
-    how = {"schedule": schedule, "noise_fn": lambda k: randn(6, 1, seed=k)}
-    by_noise = SAMPLERS[name](gaussian_model(schedule, learned), x, **how)
-    by_velocity = SAMPLERS[name](eps_model(velocity_model(schedule, learned), SCHEDULE), x, **how)
+    how = {"noise_fn": lambda k: randn(6, 1, seed=k)}
+    by_noise = along(schedule, name, gaussian_model(schedule, learned), x, **how)
+    by_velocity = along(schedule, name, eps_model(velocity_model(schedule, learned), SCHEDULE), x, **how)
     torch.testing.assert_close(by_velocity, by_noise, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_shifted_objective_draws_from_the_noise_it_trains_on(name):
     """The one picture that a model knows, by the angle arctan(sigma / alpha), its tangent 4 times the usual one."""
     objective, picture, asked = DDPMObjective("v", shift=4.0), randn(1, 2, 3), []

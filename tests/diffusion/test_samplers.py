@@ -9,11 +9,17 @@ from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.diffusion import DDPM, SAMPLERS, initial_noise, keyed_noise, sample_ddim, sample_ddpm, sample_dpmpp
+from opendit.diffusion import DDPM, DDPMTrajectory, EDMTrajectory, initial_noise, keyed_noise, sample
+from opendit.diffusion.names import SAMPLERS_OF
 from opendit.diffusion.random import Stream, normal
-from opendit.diffusion.solvers import multistep
 
 SCHEDULE = DDPM.linear()
+NAMES = SAMPLERS_OF["ddpm"]
+
+
+def along(schedule: DDPM, name: str, model, x, *, clip_denoised: bool = False, **how):
+    """A sampler along a DDPM schedule."""
+    return sample(name, model, x, DDPMTrajectory(schedule, clip_denoised), **how)
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
@@ -58,9 +64,8 @@ def test_ddpm_matches_diffusers(variance_type, num_steps, clip):
     model, x = smooth_model(variance_type == "learned_range"), randn(2, 3, 4, 4)
     generator, noise_fn = recorded_noise(x.shape)
     states = []
-    got = sample_ddpm(
-        model, x, schedule, noise_fn=noise_fn, clip_denoised=clip, callback=lambda s: states.append(s["x"])
-    )
+    how = dict(noise_fn=noise_fn, clip_denoised=clip, callback=lambda s: states.append(s["x"]))
+    got = along(schedule, "ddpm", model, x, **how)
     for k, t in enumerate(reference.timesteps):
         # step by step from the same state, so that errors can't add up
         expected = reference.step(model(states[k], t.expand(2)), t, states[k], generator).prev_sample
@@ -82,10 +87,11 @@ def test_ddim_matches_diffusers(num_steps, stride, eta, clip):
     model, x = smooth_model(False), randn(2, 3, 4, 4)
     noises = [randn(2, 3, 4, 4, seed=k) for k in range(num_steps)]
     states = []
-    got = sample_ddim(
+    got = along(
+        schedule,
+        "ddim",
         smooth_model(True),  # the v channels change nothing
         x,
-        schedule,
         eta=eta,
         noise_fn=noises.__getitem__,
         clip_denoised=clip,
@@ -112,7 +118,7 @@ def test_dpmpp_matches_diffusers(num_steps, learned):
     reference.set_timesteps(timesteps=schedule.timestep_map.flip(0).tolist())
     model, x = smooth_model(False), randn(2, 3, 4, 4).float()
     states = []
-    got = sample_dpmpp(smooth_model(learned), x, schedule, callback=lambda s: states.append(s["x"]))
+    got = along(schedule, "dpmpp", smooth_model(learned), x, callback=lambda s: states.append(s["x"]))
     for k, t in enumerate(reference.timesteps):
         expected = reference.step(model(states[k], t.expand(2)), t, states[k]).prev_sample
         after = states[k + 1] if k + 1 < num_steps else got
@@ -160,14 +166,14 @@ def result_moments(sampler, schedule, learned, **options):
         noise[2 + k] = 1
         return noise
 
-    out = sampler(gaussian_model(schedule, learned), x, schedule, noise_fn=noise_fn, **options)[:, 0]
+    out = along(schedule, sampler, gaussian_model(schedule, learned), x, noise_fn=noise_fn, **options)[:, 0]
     return float(out[0]), float((out[1:] - out[0]).square().sum().sqrt())
 
 
 @pytest.mark.parametrize("num_steps", [2, 10, 100, 1000])
 def test_ddpm_with_the_exact_variance_is_exact_in_any_number_of_steps(num_steps):
     schedule = SCHEDULE.respaced(num_steps)
-    mean, std = result_moments(sample_ddpm, schedule, learned=True)
+    mean, std = result_moments("ddpm", schedule, learned=True)
     # The last step returns the mean of x_0 given x at t = 0: it loses that one conditional variance, 1e-4.
     ac = 1 - 1e-4
     lost = STD**2 * (1 - ac) / (ac * STD**2 + 1 - ac)
@@ -178,7 +184,7 @@ def test_ddpm_with_the_exact_variance_is_exact_in_any_number_of_steps(num_steps)
 def test_ddpm_with_the_fixed_variance_converges():
     errors = []
     for num_steps in (10, 100, 1000):
-        mean, std = result_moments(sample_ddpm, SCHEDULE.respaced(num_steps), learned=False)
+        mean, std = result_moments("ddpm", SCHEDULE.respaced(num_steps), learned=False)
         assert mean == pytest.approx(MU, rel=1e-4)  # eps being exact, so is the mean
         errors.append(abs(std / STD - 1))
     assert errors[0] > errors[1] > errors[2] and errors[2] < 0.01
@@ -188,7 +194,7 @@ def test_ddpm_with_the_fixed_variance_converges():
 def test_ddim_converges(eta):
     errors = []
     for num_steps in (10, 100, 1000):
-        mean, std = result_moments(sample_ddim, SCHEDULE.respaced(num_steps), learned=False, eta=eta)
+        mean, std = result_moments("ddim", SCHEDULE.respaced(num_steps), learned=False, eta=eta)
         assert mean == pytest.approx(MU, rel=1e-4)
         errors.append(abs(std / STD - 1))
     assert errors[0] > errors[1] > errors[2] and errors[2] < 0.01
@@ -216,20 +222,23 @@ def test_steps_even_in_noise_need_to_exist():
 
 def test_dpmpp_is_of_second_order():
     """On steps of equal length in log sigma: the evenly spaced ones of ``respaced`` are rounded to whole timesteps."""
-    mean, errors = MU, []
-    x = torch.linspace(-2, 2, 9, dtype=torch.float64).view(9, 1)
+
+    def model(scaled, timestep):  # of EDM: the F whose denoiser is exact
+        sigma = torch.exp(timestep / 250).view(-1, 1)
+        x, total = scaled * (sigma**2 + STD**2).sqrt(), sigma**2 + STD**2
+        return (MU + STD**2 / total * (x - MU) - STD**2 / total * x) * total.sqrt() / (sigma * STD)
+
+    errors, x = [], torch.linspace(-2, 2, 9, dtype=torch.float64).view(9, 1)
     for num_steps in (20, 40, 80):
-        sigmas = torch.logspace(2, -2, num_steps + 1, dtype=torch.float64).tolist()
-        got = multistep(
-            lambda x, k, s=sigmas: mean + STD**2 / (STD**2 + s[k] ** 2) * (x - mean), mean + x * sigmas[0], sigmas
-        )
-        exact = mean + x * sigmas[0] * math.sqrt((STD**2 + sigmas[-1] ** 2) / (STD**2 + sigmas[0] ** 2))
+        sigmas = torch.logspace(2, -2, num_steps + 1, dtype=torch.float64)
+        got = sample("dpmpp", model, MU + x * sigmas[0], EDMTrajectory(sigmas, STD))
+        exact = MU + x * sigmas[0] * ((STD**2 + sigmas[-1] ** 2) / (STD**2 + sigmas[0] ** 2)).sqrt()
         errors.append((got - exact).abs().max().item())
     assert all(1.8 < math.log2(a / b) < 2.3 for a, b in zip(errors, errors[1:], strict=False)), errors
 
 
 def test_dpmpp_of_20_steps_is_closer_than_ddim_of_20():
-    schedules = {sample_ddim: SCHEDULE.respaced(20), sample_dpmpp: SCHEDULE.respaced_by_noise(20)}
+    schedules = {"ddim": SCHEDULE.respaced(20), "dpmpp": SCHEDULE.respaced_by_noise(20)}
     errors = [abs(result_moments(s, schedule, learned=False)[1] / STD - 1) for s, schedule in schedules.items()]
     assert errors[1] < errors[0] / 5 and errors[1] < 0.02, errors
 
@@ -237,13 +246,9 @@ def test_dpmpp_of_20_steps_is_closer_than_ddim_of_20():
 def test_from_standard_normal_noise_the_data_come_out():
     """The whole path with real noise: 4,096 samples' mean and deviation, within 4 standard errors and 1 %."""
     schedule, index = SCHEDULE.respaced(100), torch.arange(4096)
-    for name, sampler in SAMPLERS.items():
-        x = sampler(
-            gaussian_model(schedule, learned=True),
-            initial_noise(3, index, (1,)),
-            schedule,
-            noise_fn=keyed_noise(3, index, (1,)),
-        )
+    model, start, noise_fn = gaussian_model(schedule, True), initial_noise(3, index, (1,)), keyed_noise(3, index, (1,))
+    for name in NAMES:
+        x = along(schedule, name, model, start, noise_fn=noise_fn)
         assert x.mean().item() == pytest.approx(MU, abs=4 * STD / 64 + 0.01 * MU), name
         assert x.std().item() == pytest.approx(STD, rel=4 / math.sqrt(2 * 4096) + 0.01), name
 
@@ -252,7 +257,7 @@ def test_from_standard_normal_noise_the_data_come_out():
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 8), (4, 3, 8, 8)], ids=["image", "video"])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_shapes_dtypes_and_timesteps(name, shape):
     index, seen = torch.arange(2), []
 
@@ -262,15 +267,15 @@ def test_shapes_dtypes_and_timesteps(name, shape):
         return smooth_model(True)(x, t).bfloat16()
 
     x = initial_noise(0, index, shape)
-    got = SAMPLERS[name](model, x, SCHEDULE.respaced(5), noise_fn=keyed_noise(0, index, shape))
+    got = along(SCHEDULE.respaced(5), name, model, x, noise_fn=keyed_noise(0, index, shape))
     assert got.shape == (2, *shape) and got.dtype == torch.float32
     assert seen == [[t, t] for t in (999, 749, 500, 250, 0)]
     # Arithmetic is float32 however the model computes, and whatever x came in.
-    lower = SAMPLERS[name](model, x.bfloat16(), SCHEDULE.respaced(5), noise_fn=keyed_noise(0, index, shape))
+    lower = along(SCHEDULE.respaced(5), name, model, x.bfloat16(), noise_fn=keyed_noise(0, index, shape))
     assert lower.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_progress_callback_and_no_grad(name):
     index, schedule, reports, lengths = torch.arange(2), SCHEDULE.respaced(4), [], []
     weight = torch.ones((), requires_grad=True)
@@ -279,10 +284,11 @@ def test_progress_callback_and_no_grad(name):
         lengths.append(len(steps))
         return iter(steps)
 
-    got = SAMPLERS[name](
+    got = along(
+        schedule,
+        name,
         lambda x, t: weight * x,
         initial_noise(0, index, (1, 2, 2)),
-        schedule,
         noise_fn=keyed_noise(0, index, (1, 2, 2)),
         progress=progress,
         callback=reports.append,
@@ -301,11 +307,11 @@ def test_noise_is_asked_for_at_every_step_but_the_last():
         return torch.zeros(1, 1)
 
     x, schedule, model = torch.ones(1, 1), SCHEDULE.respaced(4), smooth_model(False)
-    sample_ddpm(model, x, schedule, noise_fn=noise_fn)
+    along(schedule, "ddpm", model, x, noise_fn=noise_fn)
     assert asked == [0, 1, 2]
-    sample_ddim(model, x, schedule, eta=0.5, noise_fn=noise_fn)
+    along(schedule, "ddim", model, x, eta=0.5, noise_fn=noise_fn)
     assert asked == [0, 1, 2] * 2
-    sample_ddim(model, x, schedule, noise_fn=noise_fn)
+    along(schedule, "ddim", model, x, noise_fn=noise_fn)
     assert asked == [0, 1, 2] * 2
 
 
@@ -313,12 +319,14 @@ def test_mistakes_are_refused():
     x, schedule, model = torch.ones(1, 2, 3, 3), SCHEDULE.respaced(2), smooth_model(False)
     for eta in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="eta"):
-            sample_ddim(model, x, schedule, eta=eta, noise_fn=lambda k: x)
+            along(schedule, "ddim", model, x, eta=eta, noise_fn=lambda k: x)
     with pytest.raises(ValueError, match="noise_fn"):
-        sample_ddim(model, x, schedule, eta=0.5)
-    for sampler in SAMPLERS.values():
+        along(schedule, "ddim", model, x, eta=0.5)
+    with pytest.raises(ValueError, match="ancestral sampling needs noise_fn"):
+        along(schedule, "ddpm", model, x)
+    for name in NAMES:
         with pytest.raises(ValueError, match="2 or 4 channels"):
-            sampler(lambda x, t: x[:, :1], x, schedule, noise_fn=lambda k: x)
+            along(schedule, name, lambda x, t: x[:, :1], x, noise_fn=lambda k: x)
 
 
 @pytest.mark.parametrize("name, options", [("ddpm", {}), ("ddim", {}), ("ddim", {"eta": 1.0})])
@@ -326,13 +334,8 @@ def test_a_sample_comes_out_the_same_in_any_batch(name, options):
     schedule, shape, whole = SCHEDULE.respaced(6), (2, 3, 5), torch.arange(20, 27)
 
     def draw(index):
-        return SAMPLERS[name](
-            smooth_model(True),
-            initial_noise(9, index, shape),
-            schedule,
-            noise_fn=keyed_noise(9, index, shape),
-            **options,
-        )
+        noise_fn = keyed_noise(9, index, shape)
+        return along(schedule, name, smooth_model(True), initial_noise(9, index, shape), noise_fn=noise_fn, **options)
 
     expected = draw(whole)
     torch.testing.assert_close(torch.cat((draw(whole[:2]), draw(whole[2:]))), expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,105 @@
+"""Classifier-free guidance, and where in noise it is at work.
+
+[G] Ho, Salimans, "Classifier-Free Diffusion Guidance", 2022
+[I] Kynkaanniemi et al., "Applying Guidance in a Limited Interval Improves Sample and Distribution Quality", 2024
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion.ddpm import at_least_float32, split_output
+from opendit.diffusion.trajectory import Model
+
+
+def for_step(model: Model, level: float) -> Model:
+    """``model`` for all evaluations of a step that starts at noise level sigma ``level``; one that has ``at_level``
+    (see :class:`GuidedWithin`) chooses by it, and any other is the same at all levels."""
+    choose = getattr(model, "at_level", None)
+    return model if choose is None else choose(level)
+
+
+def cfg_model(
+    model: Callable[[Tensor, Tensor, Tensor], Tensor],
+    y: Tensor,
+    null_y: Tensor,
+    scale: float,
+    guided_channels: int | None = None,
+) -> Model:
+    """Classifier-free guidance, [G] eq. 6 in the form uncond + scale * (cond - uncond), as a model of (x, t).
+
+    ``model(x, t, y)`` is called once a step, on the conditional batch and then the unconditional one in one batch of
+    2B; with ``scale`` 1.0, which is the conditional model itself, on B alone.
+    ``y``: (B, ...) any condition, a tensor or an object with ``cat``, ``expand_as``, ``len`` and ``shape``;
+    ``null_y``: what stands for "no condition", of y's shape or expandable to it.
+    ``guided_channels``: the first so many channels of eps are guided, default all. Meta's DiT samples with 3 of its
+    4. Other channels, and v, are the conditional ones. The result is float32 at least.
+    Raises ValueError if null_y doesn't expand to y, or, once called, if y and x differ in batch size, if the output
+    doesn't fit x or if guided_channels is not between 1 and C.
+    """
+    if scale == 1.0:
+        return lambda x, t: at_least_float32(model(x, t, y))
+    try:
+        y_both = getattr(y, "cat", torch.cat)((y, null_y.expand_as(y)))
+    except RuntimeError as e:
+        raise ValueError(f"null_y {tuple(null_y.shape)} does not expand to y {tuple(y.shape)}") from e
+
+    def guided(x: Tensor, t: Tensor) -> Tensor:
+        channels = x.shape[1] if guided_channels is None else guided_channels
+        if not 1 <= channels <= x.shape[1]:
+            raise ValueError(f"guided_channels must be between 1 and {x.shape[1]}, got {channels}")
+        if len(y) != len(x):
+            raise ValueError(f"{len(y)} conditions for {len(x)} samples")
+        cond, uncond = at_least_float32(model(torch.cat((x, x)), torch.cat((t, t)), y_both)).chunk(2)
+        split_output(cond, x)  # a wrong shape is reported as for any model
+        uncond = uncond[:, :channels]
+        return torch.cat((uncond + scale * (cond[:, :channels] - uncond), cond[:, channels:]), dim=1)
+
+    return guided
+
+
+# People write levels with three digits: 157 for the 157.4 that the noisiest timestep of DDPM has. Levels that differ by
+# less than this are one; of 1,000 timesteps or steps, neighbours differ by 0.5 % at least.
+SAME_LEVEL = 0.003
+
+
+@dataclass(frozen=True)
+class GuidedWithin:
+    """Guidance in a limited interval of noise levels, see :func:`guided_within`."""
+
+    low: float
+    high: float
+    noise_level: Callable[[Tensor], Tensor]
+    guided: Model
+    conditional: Model
+
+    def at_level(self, level: float) -> Model:
+        """The model for a step that starts at noise level sigma ``level``, all of its evaluations."""
+        inside = self.low * (1 - SAME_LEVEL) <= level <= self.high * (1 + SAME_LEVEL)
+        return self.guided if inside else self.conditional
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.at_level(float(self.noise_level(t[:1])))(x, t)
+
+
+def guided_within(
+    interval: tuple[float, float], noise_level: Callable[[Tensor], Tensor], guided: Model, conditional: Model
+) -> GuidedWithin:
+    """Guidance in a limited interval of noise levels, [I], as a model of (x, t).
+
+    ``guided`` is called where low <= sigma <= high for ``interval`` = (low, high), and ``conditional`` elsewhere, which
+    saves the second half of the batch there. ([I] leaves low itself out; here 0 means all levels below high, the end of
+    the trajectory included. A level that agrees with a bound to 0.3 % is the bound.)
+
+    Samplers decide once a step, by the level that it starts from, as [I]'s code does: Heun's second evaluation, at the
+    lower level where the step ends, is guided if the first one is. Called by itself, it decides by ``noise_level``: the
+    standard deviation of the noise over the scale of the signal, (B,), for the t that the network gets;
+    opendit.diffusion.objectives has each objective's. A batch has one noise level, as in every sampler.
+    Raises ValueError unless 0 <= low < high.
+    """
+    low, high = interval
+    if not 0 <= low < high:
+        raise ValueError(f"a guidance interval is 0 <= LOW < HIGH, got {low:g} {high:g}")
+    return GuidedWithin(low, high, noise_level, guided, conditional)

@@ -1,0 +1,59 @@
+"""Samplers: from noise to data along an objective's trajectory. One file each, all with one signature.
+
+To add one, write ``NAME.py`` here with a subclass of ``Sampler`` named by ``SAMPLER``, and put NAME into the rows of
+``opendit.diffusion.names.SAMPLERS_OF`` of the objectives whose trajectories have what it asks for.
+"""
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion.ddpm import at_least_float32
+from opendit.diffusion.names import ALL_SAMPLERS
+from opendit.diffusion.samplers.base import NoiseFn, Sampler, State
+from opendit.diffusion.trajectory import Model, Trajectory
+
+SAMPLERS: dict[str, type[Sampler]] = {name: import_module(f"{__name__}.{name}").SAMPLER for name in ALL_SAMPLERS}
+__all__ = ["SAMPLERS", "Sampler", "State", "sample"]
+
+
+@torch.no_grad()
+def sample(
+    name: str,
+    model: Model,
+    x: Tensor,
+    trajectory: Trajectory,
+    *,
+    noise_fn: NoiseFn | None = None,
+    progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
+    callback: Callable[[dict], None] | None = None,
+    **options,
+) -> Tensor:
+    """The data that sampler ``name`` makes of x: its ``init``, and its ``step`` for every step of the trajectory.
+
+    Args:
+        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the (B,) that the objective's network gets as
+            time; it returns what the trajectory's objective trains it to, in any dtype.
+        x: (B, C, ...), x at the noisiest point, see ``Trajectory.start``. The result has its shape, in float32
+            (float64 if x is).
+        noise_fn: ``noise_fn(k)`` gives the noise of step k = 0, 1, ... (0 is the first one taken), (B, C, ...).
+        progress: wraps the sequence of steps, as ``tqdm.tqdm`` does.
+        callback: gets, at each step, a dict: ``step`` k, ``timestep``, the trajectory's time there, the state ``x``
+            there, and ``denoised``, the x_0 predicted from it.
+        options: the sampler's own, as DDIM's ``eta``.
+
+    Raises:
+        ValueError: if the model's output doesn't fit x, and for options that the sampler refuses.
+    """
+    x = at_least_float32(x)
+    sampler = SAMPLERS[name](model, trajectory, x, noise_fn, **options)
+    state, steps = sampler.init(x), range(sampler.steps)
+    for i in steps if progress is None else progress(steps):
+        state = sampler.step(state, i, callback and _reporting(callback, i, trajectory.times[i]))
+    return state.x
+
+
+def _reporting(callback: Callable[[dict], None], step: int, timestep: float) -> Callable[[Tensor, Tensor], None]:
+    return lambda x, denoised: callback({"step": step, "timestep": timestep, "x": x, "denoised": denoised})

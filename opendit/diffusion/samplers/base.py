@@ -1,0 +1,75 @@
+"""What a sampler is: ``init`` and ``step``, pure functions of tensors, and tables of all that differs between steps."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion.guidance import for_step
+from opendit.diffusion.trajectory import Model, Trajectory
+
+NoiseFn = Callable[[int], Tensor]
+Observer = Callable[[Tensor, Tensor], None]
+
+
+class State(NamedTuple):
+    """What most samplers carry from step to step. Any sampler's state is a NamedTuple of tensors, one of them ``x``."""
+
+    x: Tensor  # (B, C, ...), float32 or float64
+
+
+class Sampler(ABC):
+    """One sampler over one trajectory, for batches like one.
+
+        state = sampler.init(x)
+        for i in range(sampler.steps):
+            state = sampler.step(state, i)
+        return state.x
+
+    ``step`` is ``advance(model, state, inputs)``: all that differs from step to step is which model is called (guidance
+    in an interval of noise levels chooses it, by ``model_at``) and the tensors of ``inputs``, which are rows of tables
+    made once, and noise. ``advance`` reads nothing on the host, so one recording of it as a CUDA graph serves all steps
+    that call the same model and have the same inputs (None or not), with the inputs copied to where it was recorded.
+    Gradients are the caller's to switch off.
+
+    Args:
+        model: ``model(x, t)``, as the trajectory calls it.
+        trajectory: where to go; it says what the model's output means.
+        like: (B, C, ...), the batch size, dtype (float32 or float64) and device of the x that ``init`` will get.
+        noise_fn: ``noise_fn(k)`` is the noise (B, C, ...) of step k; see ``opendit.diffusion.random.keyed_noise``.
+    """
+
+    even_in_noise: ClassVar[bool] = False  # whether it wants its points even in log(sigma / alpha)
+
+    def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
+        self.model, self.trajectory, self.noise_fn = model, trajectory, noise_fn
+        self.steps = trajectory.steps
+        self.points = trajectory.points(like)
+        self._dtype, self._device = like.dtype, like.device
+
+    def table(self, values: Sequence[float]) -> Tensor:
+        """(len(values),) of x's dtype and on its device; ``table[i]`` is a scalar tensor, and takes no copy."""
+        return torch.tensor(values, dtype=torch.float64).to(self._device, self._dtype)
+
+    def init(self, x: Tensor) -> NamedTuple:
+        """The state at the noisiest point, from x (B, C, ...) there."""
+        return State(x)
+
+    def model_at(self, i: int) -> Model:
+        """The model that step i calls, in all its evaluations."""
+        return for_step(self.model, self.trajectory.levels[i])
+
+    @abstractmethod
+    def inputs(self, i: int) -> NamedTuple:
+        """What step i = 0, 1, ... takes besides the state: tensors, or None for what the step doesn't have."""
+
+    @abstractmethod
+    def advance(self, model: Model, state, inputs, observe: Observer | None = None) -> NamedTuple:
+        """The next state. ``observe(x, denoised)``, if given, is called with x at the point where the step starts and
+        the x_0 predicted there. Raises ValueError if the model's output doesn't fit x."""
+
+    def step(self, state, i: int, observe: Observer | None = None) -> NamedTuple:
+        """The state after step i from the one before it; see ``advance``."""
+        return self.advance(self.model_at(i), state, self.inputs(i), observe)

@@ -1,0 +1,57 @@
+"""DDIM.
+
+[S] Song, Meng, Ermon, "Denoising Diffusion Implicit Models", 2021
+"""
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from opendit.diffusion.samplers.base import Sampler, State
+
+
+class Inputs(NamedTuple):
+    t: Tensor  # (B,) int64, indices of the schedule
+    keep: Tensor  # (): the weight of the predicted x_0
+    renoise: Tensor  # (): that of the predicted noise
+    sigma: Tensor  # (): that of new noise
+    noise: Tensor | None  # (B, C, ...); None where sigma is 0
+
+
+class DDIMSampler(Sampler):
+    """DDIM along a ``DDPMTrajectory``: [S] eq. 12 with the sigma of eq. 16. A model's own variance is not used.
+
+    ``eta`` = 0 is deterministic and never calls ``noise_fn``; 1 has the variance beta-tilde of DDPM. Raises ValueError
+    for an ``eta`` outside [0, 1], and for one above 0 without ``noise_fn``.
+    """
+
+    def __init__(self, model, trajectory, like, noise_fn=None, *, eta: float = 0.0):
+        super().__init__(model, trajectory, like, noise_fn)
+        if not 0 <= eta <= 1:
+            raise ValueError(f"eta must be between 0 and 1, got {eta}")
+        if eta > 0 and noise_fn is None:
+            raise ValueError("an eta above 0 needs noise_fn")
+        keep, renoise, self._sigmas = [], [], []
+        kept = trajectory.alphas_cumprod
+        for ac, after in zip(kept[:-1], kept[1:], strict=True):
+            sigma = eta * math.sqrt((1 - after) / (1 - ac) * (1 - ac / after))
+            keep.append(math.sqrt(after))
+            # max: where alphas_cumprod is next to 0, rounding could leave a negative number under the root.
+            renoise.append(math.sqrt(max(1 - after - sigma**2, 0.0)))
+            self._sigmas.append(sigma)
+        self._tables = [self.table(values) for values in (keep, renoise, self._sigmas)]
+
+    def inputs(self, i: int) -> Inputs:
+        noise = self.noise_fn(i) if self._sigmas[i] > 0 else None
+        return Inputs(self.points[i], *(table[i] for table in self._tables), noise)
+
+    def advance(self, model, state: State, inputs: Inputs, observe=None) -> State:
+        denoised, eps, _ = self.trajectory.predict(model, state.x, inputs.t)
+        if observe is not None:
+            observe(state.x, denoised)
+        x = inputs.keep * denoised + inputs.renoise * eps
+        return State(x if inputs.noise is None else x + inputs.sigma * inputs.noise)
+
+
+SAMPLER = DDIMSampler

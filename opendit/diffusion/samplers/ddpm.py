@@ -1,0 +1,48 @@
+"""Ancestral sampling.
+
+[H] Ho, Jain, Abbeel, "Denoising Diffusion Probabilistic Models", 2020
+[N] Nichol, Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion.samplers.base import Sampler, State
+
+
+class Inputs(NamedTuple):
+    t: Tensor  # (B,) int64, indices of the schedule
+    noise: Tensor | None  # (B, C, ...); the last step adds none
+
+
+class DDPMSampler(Sampler):
+    """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, its mean in the form of eq. 7.
+
+    The variance is the model's if it has one ([N] eq. 15), else that of the posterior, beta-tilde.
+    Raises ValueError without ``noise_fn``.
+    """
+
+    def __init__(self, model, trajectory, like, noise_fn=None):
+        super().__init__(model, trajectory, like, noise_fn)
+        if noise_fn is None:
+            raise ValueError("ancestral sampling needs noise_fn")
+
+    def inputs(self, i: int) -> Inputs:
+        return Inputs(self.points[i], self.noise_fn(i) if i + 1 < self.steps else None)
+
+    def advance(self, model, state: State, inputs: Inputs, observe=None) -> State:
+        schedule = self.trajectory.schedule
+        denoised, _, v = self.trajectory.predict(model, state.x, inputs.t)
+        if observe is not None:
+            observe(state.x, denoised)
+        x, log_variance = schedule.posterior(denoised, state.x, inputs.t)
+        if v is not None:
+            log_variance = schedule.learned_log_variance(v, inputs.t)
+        if inputs.noise is not None:
+            x = x + torch.exp(0.5 * log_variance) * inputs.noise
+        return State(x)
+
+
+SAMPLER = DDPMSampler

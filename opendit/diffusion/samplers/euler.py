@@ -1,0 +1,45 @@
+"""Euler's method for the probability-flow ODE.
+
+[K] Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (EDM), 2022
+[L] Liu, Gong, Liu, "Flow Straight and Fast", 2023
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from opendit.diffusion.samplers.base import Sampler, State
+
+
+class Inputs(NamedTuple):
+    point: Tensor  # (B,)
+    time: Tensor  # ()
+    length: Tensor  # (): of the step, the time where it ends less the time where it starts
+    end: Tensor | None = None  # (B,): the point where it ends, if the slope is asked for there
+
+
+class EulerSampler(Sampler):
+    """Euler's method for dx/dtime = slope(x, time): [K] eq. 1 and 3 with sigma as the time, [L] eq. 1 for rectified
+    flow. First order, one evaluation a step, deterministic. ``denoised`` is where the slope leads to at time 0."""
+
+    def __init__(self, model, trajectory, like, noise_fn=None):
+        super().__init__(model, trajectory, like, noise_fn)
+        times = trajectory.times
+        self._times = self.table(times)
+        self._lengths = self.table([after - time for time, after in zip(times[:-1], times[1:], strict=True)])
+
+    def inputs(self, i: int) -> Inputs:
+        return Inputs(self.points[i], self._times[i], self._lengths[i])
+
+    def advance(self, model, state: State, inputs: Inputs, observe=None) -> State:
+        slope = self.trajectory.slope(model, state.x, inputs.point)
+        if observe is not None:
+            observe(state.x, state.x - inputs.time * slope)
+        return State(state.x + inputs.length * self.mean_slope(model, state, inputs, slope))
+
+    def mean_slope(self, model, state: State, inputs: Inputs, slope: Tensor) -> Tensor:
+        """The slope to follow over the whole step, given the one where it starts; all (B, C, ...)."""
+        return slope
+
+
+SAMPLER = EulerSampler

@@ -1,0 +1,230 @@
+"""Every sampler along random schedules against its paper's own formulas, written out in numpy's float64.
+
+[H] Ho et al. 2020, [N] Nichol & Dhariwal 2021, [S] Song et al. 2021, [D] Lu et al. 2022 (DPM-Solver++), [K] Karras et
+al. 2022: nothing of the code under test is used on the reference's side.
+"""
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opendit.diffusion import DDPM, DDPMTrajectory, EDMTrajectory, FlowTrajectory, eps_model, sample
+
+SHAPES = st.sampled_from([(1, 1, 1), (2, 3, 5, 7), (3, 2, 2, 3, 5), (5, 1, 11)])
+MANY = settings(deadline=None, max_examples=60)
+
+
+def network(x: np.ndarray, t: float) -> np.ndarray:
+    """A smooth stand-in for a network, of numpy arrays."""
+    return 0.4 * np.tanh(x) + 0.5 * np.sin(2 * x + t / 100) + 0.1
+
+
+def variance(x: np.ndarray, t: float) -> np.ndarray:
+    return np.cos(3 * x + t / 50)
+
+
+def of_numpy(function):
+    """A function of arrays and one time as a model; every sample of a batch must be told the same time."""
+
+    def model(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        assert t.shape == x.shape[:1] and (t == t[0]).all()
+        return torch.from_numpy(function(x.double().numpy(), float(t[0]))).to(x.dtype)
+
+    return model
+
+
+def with_variance(x: np.ndarray, t: float) -> np.ndarray:
+    return np.concatenate((network(x, t), variance(x, t)), 1)
+
+
+def randn(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+@st.composite
+def schedules(draw, largest: int = 9) -> tuple[np.ndarray, np.ndarray]:
+    """Betas that leave some signal, and the timesteps that the network is told, both ascending in time."""
+    n = draw(st.integers(1, largest))
+    betas = np.array(draw(st.lists(st.floats(0.01, 0.4), min_size=n, max_size=n)))
+    jumps = draw(st.lists(st.integers(1, 90), min_size=n, max_size=n))
+    return betas, np.cumsum(jumps)
+
+
+@st.composite
+def falling(draw, lowest: float, highest: float, to_zero: bool) -> np.ndarray:
+    """2 to 9 numbers, falling, neighbours at least 5 % apart; the last one 0 if asked for."""
+    ratios = draw(st.lists(st.floats(1.05, 6), min_size=1, max_size=8))
+    values = highest / np.cumprod([1.0, *ratios])
+    values = values[values >= lowest]
+    return np.append(values, 0.0) if to_zero or len(values) < 2 else values
+
+
+def trajectory_of(betas, timesteps, clip: bool = False) -> DDPMTrajectory:
+    return DDPMTrajectory(DDPM.from_betas(torch.from_numpy(betas), torch.from_numpy(timesteps)), clip)
+
+
+def compare(got: torch.Tensor, expected: np.ndarray) -> None:
+    """A DDPM schedule looks its coefficients up in float32."""
+    scale = max(1.0, np.abs(expected).max())
+    assert got.dtype == torch.float64 and got.shape == expected.shape
+    assert np.abs(got.numpy() - expected).max() < 1e-4 * scale
+
+
+def predicted(x, t, ac, clip: bool) -> tuple[np.ndarray, np.ndarray]:
+    """x_0 and eps."""
+    eps = network(x, t)
+    x0 = (x - math.sqrt(1 - ac) * eps) / math.sqrt(ac)
+    if clip:
+        x0 = np.clip(x0, -1, 1)
+        eps = (x - math.sqrt(ac) * x0) / math.sqrt(1 - ac)
+    return x0, eps
+
+
+@given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99), learned=st.booleans(), clip=st.booleans())
+@MANY
+def test_ddpm(schedule, shape, seed, learned, clip):
+    """[H] Algorithm 2 with eq. 6 and 7; [N] eq. 15."""
+    betas, timesteps = schedule
+    n, kept = len(betas), np.cumprod(1 - betas)
+    start, noises = randn(seed, *shape), randn(seed + 1000, n, *shape)
+    x = start
+    for k, i in enumerate(reversed(range(n))):
+        before = kept[i - 1] if i else 1.0
+        x0, _ = predicted(x, timesteps[i], kept[i], clip)
+        mean = math.sqrt(before) * betas[i] / (1 - kept[i]) * x0
+        mean = mean + math.sqrt(1 - betas[i]) * (1 - before) / (1 - kept[i]) * x
+        if i == 0:
+            x = mean
+            break
+        tilde = (1 - before) / (1 - kept[i]) * betas[i]
+        part = (variance(x, timesteps[i]) + 1) / 2 if learned else 0.0
+        x = mean + np.sqrt(betas[i] ** part * tilde ** (1 - part)) * noises[k]
+    model = of_numpy(with_variance if learned else network)
+    noise_fn = torch.from_numpy(noises).__getitem__
+    compare(sample("ddpm", model, torch.from_numpy(start), trajectory_of(*schedule, clip), noise_fn=noise_fn), x)
+
+
+@given(
+    schedule=schedules(),
+    shape=SHAPES,
+    seed=st.integers(0, 99),
+    eta=st.sampled_from([0.0, 0.31, 1.0]),
+    clip=st.booleans(),
+)
+@MANY
+def test_ddim(schedule, shape, seed, eta, clip):
+    """[S] eq. 12 and 16."""
+    betas, timesteps = schedule
+    n, kept = len(betas), np.cumprod(1 - betas)
+    start, noises = randn(seed, *shape), randn(seed + 1000, n, *shape)
+    x = start
+    for k, i in enumerate(reversed(range(n))):
+        after = kept[i - 1] if i else 1.0
+        x0, eps = predicted(x, timesteps[i], kept[i], clip)
+        sigma = eta * math.sqrt((1 - after) / (1 - kept[i])) * math.sqrt(max(1 - kept[i] / after, 0))
+        x = math.sqrt(after) * x0 + math.sqrt(max(1 - after - sigma**2, 0)) * eps + sigma * noises[k]
+    how = dict(noise_fn=torch.from_numpy(noises).__getitem__, eta=eta)
+    compare(sample("ddim", of_numpy(network), torch.from_numpy(start), trajectory_of(*schedule, clip), **how), x)
+
+
+@given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99), clip=st.booleans())
+@MANY
+def test_dpmpp_along_a_ddpm_schedule(schedule, shape, seed, clip):
+    """[D] Algorithm 2, in its own variables: lambda = log(alpha / sigma), and x not divided by alpha."""
+    betas, timesteps = schedule
+    kept = np.append(np.cumprod(1 - betas)[::-1], 1.0)  # from noise to data
+    alpha, sigma = np.sqrt(kept), np.sqrt(1 - kept)
+    x = start = randn(seed, *shape)
+    last = None
+    for k in range(len(betas)):
+        x0, _ = predicted(x, timesteps[::-1][k], kept[k], clip)
+        direction = x0
+        if sigma[k + 1] > 0:
+            h = np.log(alpha[k + 1] / sigma[k + 1]) - np.log(alpha[k] / sigma[k])
+            if last is not None:
+                r = (np.log(alpha[k] / sigma[k]) - np.log(alpha[k - 1] / sigma[k - 1])) / h
+                direction = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * last
+            x = sigma[k + 1] / sigma[k] * x - alpha[k + 1] * (np.exp(-h) - 1) * direction
+        else:
+            x = x0
+        last = x0
+    compare(sample("dpmpp", of_numpy(network), torch.from_numpy(start), trajectory_of(*schedule, clip)), x)
+
+
+@given(schedule=schedules(), shape=SHAPES, seed=st.integers(0, 99), name=st.sampled_from(["ddpm", "ddim", "dpmpp"]))
+@MANY
+def test_a_velocity_in_the_place_of_noise(schedule, shape, seed, name):
+    """Salimans & Ho 2022: v = alpha eps - sigma x_0; a model of it draws what the model of the same noise draws."""
+    betas, _ = schedule
+    schedule = DDPM.from_betas(torch.from_numpy(betas))
+    kept = np.cumprod(1 - betas)
+
+    def velocity(x, t):
+        ac = kept[int(t)]
+        x0, eps = predicted(x, t, ac, False)
+        return math.sqrt(ac) * eps - math.sqrt(1 - ac) * x0
+
+    x, noises = torch.from_numpy(randn(seed, *shape)), torch.from_numpy(randn(seed + 1000, len(betas), *shape))
+    path = DDPMTrajectory(schedule)
+    by_noise = sample(name, of_numpy(network), x, path, noise_fn=noises.__getitem__)
+    by_velocity = sample(name, eps_model(of_numpy(velocity), schedule), x, path, noise_fn=noises.__getitem__)
+    compare(by_velocity, by_noise.numpy())
+
+
+def denoised(x: np.ndarray, sigma: float, data: float) -> np.ndarray:
+    """[K] eq. 7 and table 1."""
+    total = sigma**2 + data**2
+    output = network(x / math.sqrt(total), 1000 * math.log(sigma) / 4)
+    return data**2 / total * x + sigma * data / math.sqrt(total) * output
+
+
+@given(
+    name=st.sampled_from(["euler", "heun", "dpmpp"]),
+    sigmas=st.booleans().flatmap(lambda to_zero: falling(1e-3, 80.0, to_zero)),
+    data=st.floats(0.2, 2),
+    shape=SHAPES,
+    seed=st.integers(0, 99),
+)
+@MANY
+def test_edm(name, sigmas, data, shape, seed):
+    """[K] Algorithm 1, its Euler step alone, and [D] Algorithm 2 with alpha = 1."""
+    x = start = sigmas[0] * randn(seed, *shape)
+    last = None
+    for k, (now, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
+        x0 = denoised(x, now, data)
+        if name == "dpmpp":
+            direction = x0
+            if last is not None and after > 0:
+                r = math.log(sigmas[k - 1] / now) / math.log(now / after)
+                direction = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * last
+            x, last = after / now * x - (after / now - 1) * direction, x0
+            continue
+        d = (x - x0) / now
+        moved = x + (after - now) * d
+        if name == "heun" and after != 0:
+            d = d / 2 + (moved - denoised(moved, after, data)) / after / 2
+        x = x + (after - now) * d
+    got = sample(name, of_numpy(network), torch.from_numpy(start), EDMTrajectory(torch.from_numpy(sigmas), data))
+    np.testing.assert_allclose(got.numpy(), x, rtol=1e-9, atol=1e-9)
+
+
+@given(
+    name=st.sampled_from(["euler", "heun"]),
+    times=st.booleans().flatmap(lambda to_zero: falling(1e-3, 1.0, to_zero)),
+    shape=SHAPES,
+    seed=st.integers(0, 99),
+)
+@MANY
+def test_flow(name, times, shape, seed):
+    """Euler's and Heun's methods for dx/dt = model(x, 1000 t), times that the network gets in float32."""
+    x = start = randn(seed, *shape)
+    for now, after in zip(times[:-1], times[1:], strict=True):
+        d = network(x, float(np.float32(1000 * now)))
+        if name == "heun":
+            d = (d + network(x + (after - now) * d, float(np.float32(1000 * after)))) / 2
+        x = x + (after - now) * d
+    got = sample(name, of_numpy(network), torch.from_numpy(start), FlowTrajectory(torch.from_numpy(times)))
+    np.testing.assert_allclose(got.numpy(), x, rtol=1e-9, atol=1e-9)
