@@ -145,7 +145,7 @@ def _memory(config: DiTConfig, flags: TrainConfig, setup: Setup) -> dict[str, st
     }
     for name, card in CARDS.items():
         largest = largest_batch(config, setup, USABLE * card)
-        way_out = advice(config, setup, flags.batch_size, USABLE * card)
-        rows[f"  on {name}"] = f"does not fit; the cheapest way out is {way_out}" if way_out else "fits"
+        mitigation = advice(config, setup, flags.batch_size, USABLE * card)
+        rows[f"  on {name}"] = f"does not fit; the cheapest mitigation is {mitigation}" if mitigation else "fits"
         rows[f"  on {name}"] += f" (up to --batch_size {largest})" if largest else ""
     return rows

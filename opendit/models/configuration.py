@@ -178,31 +178,11 @@ class DiTConfig:
             raise ValueError(f"--recompute {recompute} does not work with {why}; use --grad_checkpoint")
 
     def forward_flops(self) -> int:
-        """FLOPs of one sample's forward pass in its matrix products (2 a multiply-add); training is 3x."""
-        n, d, patch = self.tokens, self.hidden_size, math.prod(self.patch)
-        embed = 2 * n * patch * self.in_channels * d + 2 * TIME_FREQUENCIES * d + 2 * d * d
-        embed += 2 * self.modulation_width * d * self.shared_modulation
-        final = 2 * n * d * patch * self.out_channels + 2 * d * 2 * d
-        block = self.block_flops() + 2 * self._modulation_weights()
-        if self.text is not None:
-            m, width = self.text.max_tokens, self.text.width
-            embed += 2 * width * d + 2 * d * d
-            if self.text.cross_attention:
-                embed += 2 * m * width * d
-                block += 2 * n * d * d + 2 * m * d * (2 * d) + 4 * n * m * d + 2 * n * d * d
-            if self.text.inside:
-                embed += bytes_text.forward_flops(self.text)
-        return self.depth * block + embed + final
+        """FLOPs of one sample's forward pass in its matrix products (2 a multiply-add); training is 3x. The sum of the
+        architecture's FLOP terms."""
+        from opendit.models.zoo import plan_of  # which knows every architecture, this one among them
 
-    def block_flops(self) -> int:
-        """Of a block without its modulation and cross-attention."""
-        n, d = self.tokens, self.hidden_size
-        return self.attention_flops(n) + 4 * n * d * self.mlp_hidden
-
-    def attention_flops(self, keys: int) -> int:
-        """Of self-attention with its projections, every token seeing so many ``keys``."""
-        n, d = self.tokens, self.hidden_size
-        return 2 * n * d * (3 * d) + 4 * n * keys * d + 2 * n * d * d
+        return plan_of(self).forward_flops(self)
 
     def parameters(self) -> int:
         """Number of trainable weights, without building the model."""
@@ -240,13 +220,15 @@ class DiTConfig:
 
     def modulation_parameters(self) -> int:
         """Of a block; what all share is not among them."""
-        return self._modulation_weights() + self.modulation_width * (self.bias and not self.shared_modulation)
+        return self.modulation_weights + self.modulation_width * (self.bias and not self.shared_modulation)
 
     @property
     def modulation_width(self) -> int:
         return (self.modulations + self.cross_modulations * self.cross_attention) * self.hidden_size
 
-    def _modulation_weights(self) -> int:
+    @property
+    def modulation_weights(self) -> int:
+        """Of a block, without biases."""
         rank = self.adaln_lora
         full = self.modulation_width * self.hidden_size
         return full if rank is None else rank * (self.hidden_size + self.modulation_width)

@@ -41,11 +41,6 @@ class ECDiTConfig(DiTConfig):
         if not 0 < self.expert_capacity <= self.experts:
             raise ValueError(f"--expert_capacity {self.expert_capacity}: above 0, up to the {self.experts} experts")
 
-    def block_flops(self) -> int:
-        d = self.hidden_size
-        routed = 4 * self.experts * self.chosen * d * self.expert_hidden
-        return super().block_flops() + 2 * self.tokens * d * self.experts + routed
-
     def block_parameters(self) -> int:
         d = self.hidden_size
         return super().block_parameters() + self.experts * d + 2 * self.experts * d * self.expert_hidden

@@ -46,14 +46,6 @@ class MovieGenConfig(DiTConfig):
         if self.num_heads % (self.kv_heads or self.num_heads):
             raise ValueError(f"{self.num_heads} heads can't share {self.kv_heads} heads of keys and values evenly")
 
-    def attention_flops(self, keys: int) -> int:
-        n, d = self.tokens, self.hidden_size
-        return 2 * n * d * (d + 2 * self.key_value_width) + 4 * n * keys * d + 2 * n * d * d
-
-    def block_flops(self) -> int:
-        n, d = self.tokens, self.hidden_size
-        return self.attention_flops(n) + 6 * n * d * self.mlp_hidden
-
     def block_parameters(self) -> int:
         d, hidden, bias = self.hidden_size, self.mlp_hidden, self.bias
         shared = 2 * (d - self.key_value_width) * (d + bias)  # what grouped queries save

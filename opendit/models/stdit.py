@@ -28,11 +28,6 @@ class STDiTConfig(VDiTConfig):
     def modulations(self) -> int:
         return 12 if self.full_attention else 9
 
-    def block_flops(self) -> int:
-        frames, *sides = self.grid
-        keys = [self.tokens // frames, frames] + [self.tokens] * self.full_attention
-        return sum(map(self.attention_flops, keys)) + 4 * self.tokens * self.hidden_size * self.mlp_hidden
-
     def block_parameters(self) -> int:
         return (2 + self.full_attention) * self.attention_parameters() + self.mlp_parameters()
 

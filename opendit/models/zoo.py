@@ -7,24 +7,27 @@ from opendit.models.dit import DiT, DiTConfig
 from opendit.models.ecdit import ECDiT, ECDiTConfig
 from opendit.models.moviegen import MovieGen, MovieGenConfig
 from opendit.models.names import KINDS, parse_name
+from opendit.models.plans import dit, ecdit, moviegen, stdit
+from opendit.models.plans.terms import Plan
 from opendit.models.stdit import STDiT, STDiTConfig
 from opendit.models.vdit import VDiT, VDiTConfig
 
 
 @dataclass(frozen=True)
 class Classes:
-    """What makes the models of a kind."""
+    """What makes the models of a kind, and their plan: what may be parallelised in them, and what they cost."""
 
     config: type[DiTConfig]
     model: type[DiT]
+    plan: Plan
 
 
 CLASSES = {
-    "DiT": Classes(DiTConfig, DiT),
-    "EC-DiT": Classes(ECDiTConfig, ECDiT),
-    "vDiT": Classes(VDiTConfig, VDiT),
-    "ST-DiT": Classes(STDiTConfig, STDiT),
-    "MovieGen": Classes(MovieGenConfig, MovieGen),
+    "DiT": Classes(DiTConfig, DiT, dit.PLAN),
+    "EC-DiT": Classes(ECDiTConfig, ECDiT, ecdit.PLAN),
+    "vDiT": Classes(VDiTConfig, VDiT, dit.PLAN),
+    "ST-DiT": Classes(STDiTConfig, STDiT, stdit.PLAN),
+    "MovieGen": Classes(MovieGenConfig, MovieGen, moviegen.PLAN),
 }
 
 
@@ -117,6 +120,11 @@ def config_from_dict(values: dict) -> DiTConfig:
 def build_model(config: DiTConfig) -> DiT:
     """The network of a configuration, with fresh weights. Raises ValueError for what can't be built."""
     return _classes(config.kind).model(config)
+
+
+def plan_of(config: DiTConfig) -> Plan:
+    """The plan of the models of a configuration. Raises ValueError for a kind that is not in the zoo."""
+    return _classes(config.kind).plan
 
 
 def _classes(stored: str) -> Classes:

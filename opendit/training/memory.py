@@ -14,18 +14,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig
+from opendit.models import DiTConfig, plan_of
+from opendit.models.plans.terms import Execution
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 GIB = 2**30
 # Of a card's memory, for what the formulas leave out: a CUDA context, NCCL, fragmentation. A rule of thumb.
 USABLE = 0.94
 LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS and cuDNN and the like: what is left of measured peaks at batch 0
-
-# Units that the backward pass of a block takes at its worst beyond what was kept: in fc2's, dout, gate * dout and the
-# gradient of GELU's output, 1 + 1 + 4, less fc2's output, which is not needed any more. Recomputing adds what it has
-# made: GELU's output 4; fc1's output and its input, 4 + 1.
-BACKWARD = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}
 
 
 @dataclass(frozen=True)
@@ -54,6 +50,11 @@ class Setup:
     def autocast(self) -> bool:
         """Whether weights are fp32 and cast to half precision in the forward pass."""
         return self.plugin == "ddp" and self.precision != "fp32"
+
+    @property
+    def execution(self) -> Execution:
+        """What of it the terms of an architecture's plan depend on."""
+        return Execution(self.fused, self.autocast, self.fp8, self.recompute, self.sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -106,70 +107,18 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
 
 
 def block_units(config: DiTConfig, setup: Setup) -> float:
-    """Units that a block keeps for its backward pass; kernels/recompute.py lists a DiT's."""
-    units = _llama_units(config, setup) if isinstance(config, MovieGenConfig) else _adaln_units(config, setup)
-    if isinstance(config, ECDiTConfig):
-        # Of every expert of a token its input and output, its hidden layer before and after GELU; then their sum
-        units += config.expert_capacity * (2 + 2 * config.expert_hidden / config.hidden_size) + 1
-    if config.cross_attention:  # q, attention; k and v of the text
-        units += 2 + 2 * config.text.max_tokens / config.tokens
-    return units + _head_units(config)
-
-
-def _adaln_units(config: DiTConfig, setup: Setup) -> float:
-    """Of LayerNorms, attentions and an MLP with GELU; of cross-attention what is outside of its heads."""
-    wide, cross, temporal = config.mlp_ratio, config.cross_attention, isinstance(config, STDiTConfig)
-    attentions = 2 + config.full_attention if temporal else 1
-    norms = 1 + attentions + (cross and temporal)
-    # x, fc2's output; qkv, attention, its projection, h; and fc1's output
-    units = 2 + 6 * attentions + {"half": wide / 2, "mlp": 0}.get(setup.recompute, wide)
-    units += temporal  # attention along time writes its result in another order than the projection reads
-    if setup.recompute == "none":
-        units += norms + wide  # the LayerNorms' outputs and GELU's
-        if setup.fp8:
-            units += attentions / 2 - (norms + wide) / 2  # one byte each; an attention's output is there in both forms
-        elif not setup.fused:
-            # What lies between LayerNorm and modulation. Under autocast LayerNorm works on fp32 copies.
-            units += norms * (3 if setup.autocast else 1)
-    elif setup.recompute == "norms":
-        units += wide  # GELU's output
-    if cross:  # h before it, and its LayerNorm or its projection
-        units += 2 + (setup.autocast and not temporal)
-    return units
-
-
-def _llama_units(config: MovieGenConfig, setup: Setup) -> float:
-    """Of RMSNorms, one attention and SwiGLU; of cross-attention what is outside of its heads."""
-    shared = config.key_value_width / config.hidden_size if setup.sequence_parallel == 1 else 1  # else there are copies
-    heads = 3 if shared == 1 else 1 + 2 * shared + 2  # grouped: keys and values for every head too
-    norm, mlp = (1, 3) if setup.fused else (3, 4)  # the modulation alone; without SiLU's output
-    # x, the RMSNorm's two products and its modulation; heads, attention, its projection, h; again the RMSNorm's three
-    units = 1 + norm + heads + 3 + norm + mlp * config.mlp_ratio + 1  # fc1's two halves, SiLU, their product; fc2's out
-    return units + 3 * config.cross_attention  # h, the RMSNorm's two products
-
-
-def _head_units(config: DiTConfig) -> float:
-    """Of queries and keys that are normalised (both products of an RMSNorm) or rotated."""
-    temporal, text = isinstance(config, STDiTConfig), config.text
-    attentions = 1 + config.full_attention if temporal else 1
-    keys = config.key_value_width / config.hidden_size if isinstance(config, MovieGenConfig) else 1
-    if config.qk_norm:  # of attention along time and of keys that heads share, what is attended to is a copy anyway
-        units = 2 * (1 + (keys if keys == 1 else keys / 2)) * attentions + 5 * temporal
-        return units + (2 + 2 * text.max_tokens / config.tokens if config.cross_attention else 0)
-    rotated = config.positions == "rope"
-    return rotated * (2 * attentions if keys == 1 else -2 * keys)
+    """Units that a block keeps for its backward pass."""
+    return plan_of(config).kept(config, setup.execution).units
 
 
 def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
-    size, width, wide = BYTES[setup.precision], config.hidden_size, config.mlp_ratio
+    """Bytes of what all blocks keep, by the terms of the architecture's plan, and of what one block's backward pass
+    takes beyond that."""
+    plan, size = plan_of(config), BYTES[setup.precision]
+    kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
     tokens = batch * -(-config.tokens // setup.sequence_parallel)
-    unit = tokens * width * size
-    # In fp32: mean and 1 / deviation of two LayerNorms, a log-sum-exp of every head. A sample: modulation, its input.
-    small = 4 * tokens * (4 + config.num_heads) + size * batch * (config.modulation_width + width)
-    block = block_units(config, setup) * unit + small
-    if setup.fp8:
-        block += (4 + 2 * wide) * width**2  # weights in e4m3
-    backward = BACKWARD[setup.recompute] + 5 / 4 * (wide - 4)
+    unit = tokens * config.hidden_size * size
+    block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers + kept.weights
     if setup.grad_checkpoint:  # every block's input, and all of one block
         return config.depth * unit + (block - unit) + backward * unit
     return config.depth * block + backward * unit

@@ -24,15 +24,17 @@ from opendit.training.records import RecordFile, WriteFailures
 
 
 def announce_memory(job: Job) -> None:
-    """What the step will need and, where the GPU has less, the cheapest way out: before building runs out of it."""
+    """What the step will need and, where the GPU has less, the cheapest mitigation: before building runs out of it."""
     if not job.mesh.is_main:
         return
     config, batch = job.model_config, job.flags.batch_size
     card = card_memory(job.mesh.device)
     setup = job.memory_setup(lora_parameters(config, job.lora.rank) if job.lora else config.parameters())
     print(f"memory: {describe(config, setup, batch, card)}", flush=True)
-    if card is not None and (way_out := advice(config, setup, batch, USABLE * card)):
-        print(f"note: memory: the estimate is above what the GPU has; the cheapest way out is {way_out}", flush=True)
+    if card is not None and (mitigation := advice(config, setup, batch, USABLE * card)):
+        print(
+            f"note: memory: the estimate is above what the GPU has; the cheapest mitigation is {mitigation}", flush=True
+        )
 
 
 def announce(job: Job, failures: WriteFailures, engine: Engine, ema: EMA, graph_note: str, compile_note: str) -> None:

@@ -45,10 +45,11 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     from opendit.kernels import attention
     from opendit.kernels import names as kernels
     from opendit.models.names import KINDS
+    from opendit.models.plans.dit import BACKWARD
     from opendit.models.zoo import CLASSES
     from opendit.parallel import engines
     from opendit.parallel import names as parallel
-    from opendit.training.memory import BACKWARD, BYTES
+    from opendit.training.memory import BYTES
 
     assert tuple(OBJECTIVES) == tuple(names.SAMPLERS_OF)
     for name, objective in OBJECTIVES.items():

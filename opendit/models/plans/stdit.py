@@ -1,0 +1,55 @@
+"""The plan of ST-DiT: several self-attentions in a block, one of them along time."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from opendit.models.plans import dit
+from opendit.models.plans.terms import Execution, FlopTerm, Kept, MemoryTerm, Rule
+
+if TYPE_CHECKING:
+    from opendit.models.stdit import STDiTConfig
+
+
+def rules(config: "STDiTConfig") -> dict[str, Rule]:
+    attentions = {}
+    for name in ("spatial_attn", "temporal_attn", "full_attn"):
+        attentions |= dit.self_attention(f"blocks.*.{name}", config.num_heads)
+    return {
+        **dit.around_blocks(config),
+        **dit.block_modulation(config),
+        **attentions,
+        **dit.cross_attention("blocks.*.cross_attn", config.num_heads),
+        **dit.mlp("blocks.*.mlp"),
+    }
+
+
+def _norms(config: "STDiTConfig") -> int:
+    """One before each attention and one before the MLP."""
+    return 3 + config.full_attention + config.cross_attention
+
+
+def _attention_along_time(config: "STDiTConfig", execution: Execution) -> Kept:
+    """As every self-attention, and its result in the order that the projection reads, which is another than it is
+    written in. Rotated queries and keys are copies in its own order; normalised ones are kept besides those."""
+    return Kept(units=dit.attention_units(execution) + 1 + 5 * config.qk_norm)
+
+
+def _attention_flops(config: "STDiTConfig") -> int:
+    frames = config.grid[0]
+    keys = [config.tokens // frames, frames] + [config.tokens] * config.full_attention
+    return sum(dit.attention_flops(config, count) for count in keys)
+
+
+PLAN = replace(
+    dit.PLAN,
+    rules=rules,
+    memory=(
+        MemoryTerm("input", dit.block_input),
+        dit.layer_norms(_norms),
+        dit.attentions(lambda config: 1 + config.full_attention),
+        MemoryTerm("attention along time", _attention_along_time),
+        dit.caption_attention(lambda execution: 2),  # h before it, its projection
+        MemoryTerm("MLP", dit.gelu_mlp),
+    ),
+    flops=(FlopTerm("attention", _attention_flops), FlopTerm("MLP", dit.mlp_flops), *dit.COMMON_FLOPS),
+)

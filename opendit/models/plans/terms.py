@@ -1,0 +1,182 @@
+"""The vocabulary of plans: rules of parameters, shard units, stage cuts, terms of memory and work. Data alone: slices
+and checks are made of it by opendit.parallel.rules, the estimate of the memory by opendit.training.memory.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opendit.models.configuration import DiTConfig
+
+# --------------------------------------------------------------------------------------------- rules of parameters
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Every rank has all of it.
+
+    ``partial_gradient``: ranks apply it to features of their own (to their heads, to their experts), so that its
+    gradient is the sum of theirs. Without it all ranks find the same gradient, of all features.
+    """
+
+    partial_gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """Ranks have different output features of a linear layer: dimension 0 of its weight and of its bias.
+
+    ``sections``: so many parts of equal width lie side by side (SwiGLU's two halves), and a rank has its share of each.
+    ``gathered``: the ranks' outputs are gathered, so that what comes next gets all features.
+    """
+
+    sections: int = 1
+    gathered: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ranks have different input features of a linear layer, dimension 1 of its weight; the output is the sum of their
+    products. (Its bias, which is added to that sum once, is :class:`Replicated`.)
+
+    ``heads``: the input is the output of so many attention heads, which stay whole.
+    """
+
+    heads: int | None = None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A :class:`Column` of whole heads, so many in each section: (H, K, K) of a fused qkv projection [q; k; v] whose H
+    heads of queries share K heads of keys and values; (H,) and (H, H) of cross-attention's q and [k; v].
+
+    A rank's heads of queries and the heads of keys and values that they share have the same rank.
+    """
+
+    heads: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Ranks have different experts: dimension 0 of a stack (E, ...)."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Ranks have different rows of an embedding's table; a row's vector is the sum of what all find, zero for rows of
+    others. Shares may be unequal, because a table has as many rows as there are classes."""
+
+
+Rule = Replicated | Column | Row | Heads | Expert | Vocabulary
+
+
+def linear(name: str, rule: Rule) -> dict[str, Rule]:
+    """The rules of a linear layer's weight and of its bias, if it has one."""
+    return {f"{name}.weight": rule, f"{name}.bias": Replicated() if isinstance(rule, Row) else rule}
+
+
+# ------------------------------------------------------------------------------------------------------- stage cuts
+
+
+@dataclass(frozen=True)
+class StageCuts:
+    """Where a pipeline may cut a model: between any two modules of ``stack``.
+
+    Names are those of the model's modules and buffers. ``first`` and ``last`` belong to those stages alone; ``every``
+    is on every stage, which makes the condition itself from t and y, and its gradients are summed over the stages.
+    ``crosses``: what goes from a stage to the next, named as the block's arguments: x (B, N, D).
+    """
+
+    stack: str
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    every: tuple[str, ...]
+    crosses: tuple[str, ...] = ("x",)
+
+
+# -------------------------------------------------------------------------------------------------- memory and work
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How blocks are run, as far as it changes what they keep for the backward pass.
+
+    fused: norm + modulate in one kernel. autocast: weights are fp32, and cast to half precision in the forward pass.
+    recompute: a level of --recompute. sequence_parallel: ranks that share a sample's tokens.
+    """
+
+    fused: bool = True
+    autocast: bool = False
+    fp8: bool = False
+    recompute: str = "none"
+    sequence_parallel: int = 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept for the backward pass, on different scales; amounts add up.
+
+    units: tensors of tokens x hidden size in the precision of the activations.
+    statistics: fp32 numbers a token. numbers: numbers a sample in the precision of the activations.
+    weights: bytes that do not grow with the batch.
+    """
+
+    units: float = 0
+    statistics: float = 0
+    numbers: float = 0
+    weights: float = 0
+
+    def __add__(self, other: "Kept") -> "Kept":
+        return Kept(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Kept)))
+
+
+@dataclass(frozen=True)
+class MemoryTerm:
+    """What a part of a block keeps for its backward pass."""
+
+    part: str
+    kept: Callable[["DiTConfig", Execution], Kept]
+
+
+@dataclass(frozen=True)
+class FlopTerm:
+    """FLOPs of a part's matrix products in one sample's forward pass (2 a multiply-add); ``per_block``: in each."""
+
+    part: str
+    flops: Callable[["DiTConfig"], int]
+    per_block: bool = True
+
+
+# ------------------------------------------------------------------------------------------------------------- plans
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What may be parallelised in the models of an architecture, and what they cost.
+
+    rules: of a configuration, patterns of parameters' names -> rule; ``*`` stands for one part of a name between dots,
+        ``**`` for one or more. Every parameter fits exactly one pattern; patterns may fit none (biases of a model
+        without them).
+    divisible: of a configuration, the numbers that a group's size has to divide: group ("tp", "ep") -> what is counted
+        -> number. A model without the key can't use the group.
+    memory: what a block keeps; backward: the units that its backward pass takes at its worst beyond that.
+    units: patterns of modules that are shard units, each gathered and freed as a whole; what is outside of all of
+        them is one more.
+    """
+
+    rules: Callable[["DiTConfig"], dict[str, Rule]]
+    divisible: Callable[["DiTConfig"], dict[str, dict[str, int]]]
+    memory: tuple[MemoryTerm, ...]
+    backward: Callable[["DiTConfig", Execution], float]
+    flops: tuple[FlopTerm, ...]
+    stages: StageCuts
+    units: tuple[str, ...] = ("blocks.*",)
+
+    def kept(self, config: "DiTConfig", execution: Execution) -> Kept:
+        """What a block keeps for its backward pass: the sum of the memory terms."""
+        return sum((term.kept(config, execution) for term in self.memory), Kept())
+
+    def forward_flops(self, config: "DiTConfig") -> int:
+        """FLOPs of one sample's forward pass: the sum of the FLOP terms."""
+        return sum(term.flops(config) * (config.depth if term.per_block else 1) for term in self.flops)

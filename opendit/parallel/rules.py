@@ -1,0 +1,170 @@
+"""What the rules of a plan (opendit.models.plans) mean: slices of canonical tensors, shard units, stages, and whether
+sizes divide. Pure functions of shapes, names and numbers: nothing here holds a tensor or a process group.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from opendit.models import DiTConfig, plan_of
+from opendit.models.plans.terms import Column, Expert, Heads, Plan, Replicated, Row, Rule, Vocabulary
+
+Slices = tuple[slice, ...]  # one for each dimension
+FLAGS = {"tp": "--tensor_parallel_size", "ep": "--expert_parallel_size"}
+
+# ------------------------------------------------------------------------------------------------- rules of parameters
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a name fits a pattern: ``*`` is one part between dots, ``**`` one or more."""
+    return _expression(pattern).fullmatch(name) is not None
+
+
+@functools.cache
+def _expression(pattern: str) -> re.Pattern:
+    words = {"*": r"[^.]+", "**": r".+"}
+    return re.compile(r"\.".join(words.get(word, re.escape(word)) for word in pattern.split(".")))
+
+
+def rule_of(rules: Mapping[str, Rule], name: str) -> Rule:
+    """The rule of a parameter. Raises ValueError unless exactly one pattern fits its name."""
+    found = [pattern for pattern in rules if fits(pattern, name)]
+    if len(found) != 1:
+        raise ValueError(f"parameter {name}: one pattern of the plan has to fit it, not {len(found)} {found}")
+    return rules[found[0]]
+
+
+def group_of(rule: Rule) -> str | None:
+    """The dimension of the mesh whose ranks have different parts: tp or ep; None: all have the same."""
+    return None if isinstance(rule, Replicated) else "ep" if isinstance(rule, Expert) else "tp"
+
+
+def divided_dimension(rule: Rule, shape: Sequence[int]) -> int | None:
+    """The dimension of a tensor that the rule divides; None: none."""
+    return None if isinstance(rule, Replicated) else 1 if isinstance(rule, Row) else 0
+
+
+def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tuple[Slices, ...]:
+    """Which parts of a canonical tensor of ``shape`` a rank of a group of ``size`` holds.
+
+    Returns:
+        Slices of the canonical tensor, in the order in which they lie, one behind the other along the rule's dimension,
+        in the local one: of [q; k; v] three, of what is not divided one. Those of all ranks tile the tensor exactly.
+
+    Raises:
+        ValueError: what the rule divides does not divide evenly, or the rank is not one of the group's.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of a group of {size}: ranks are 0 to {size - 1}")
+    dimension = divided_dimension(rule, shape)
+    if dimension is None:
+        return (tuple(slice(0, side) for side in shape),)
+    ranges = _ranges(shape[dimension], rule, rank, size)
+    return tuple(tuple(slice(0, side) if d != dimension else part for d, side in enumerate(shape)) for part in ranges)
+
+
+def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
+    """What a rank holds of a dimension of length ``side``: its share of every section, in whole heads where there are
+    heads."""
+    if isinstance(rule, Vocabulary):  # the first ranks have a row more
+        return [slice(*(r * (side // size) + min(r, side % size) for r in (rank, rank + 1)))]
+    if isinstance(rule, Heads):
+        sections, what = rule.heads, "heads"
+    elif isinstance(rule, Row) and rule.heads is not None:
+        sections, what = (rule.heads,), "heads"
+    elif isinstance(rule, Column):
+        sections, what = (_quotient(side, rule.sections, "sections"),) * rule.sections, "features"
+    else:
+        sections, what = (side,), "experts" if isinstance(rule, Expert) else "features"
+    width = _quotient(side, sum(sections), what)  # of a head; of a feature 1
+    starts = [sum(sections[:i]) for i in range(len(sections))]
+    shares = [_quotient(count, size, "ranks", what) for count in sections]
+    return [
+        slice((start + rank * share) * width, (start + (rank + 1) * share) * width)
+        for start, share in zip(starts, shares, strict=True)
+    ]
+
+
+def _quotient(number: int, divisor: int, parts: str, what: str = "features") -> int:
+    if number % divisor:
+        raise ValueError(f"{number} {what} can't be divided evenly into {divisor} {parts}")
+    return number // divisor
+
+
+def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
+    """A rank's part of a canonical tensor: a view where it is one slice, else a copy. Raises as local_slices."""
+    parts = [full[slices] for slices in local_slices(full.shape, rule, rank, size)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=divided_dimension(rule, full.shape))
+
+
+# --------------------------------------------------------------------------------------------- shard units and stages
+
+
+def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
+    """Module -> names of the parameters that are sharded, gathered and freed together. "" is the whole model: what is
+    outside of all other units."""
+    units = {}
+    for name in parameters:
+        parts = name.split(".")
+        modules = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+        unit = next((module for module in modules if any(fits(unit, module) for unit in plan.units)), "")
+        units.setdefault(unit, []).append(name)
+    return units
+
+
+def stage_blocks(depth: int, stages: int) -> list[range]:
+    """Which blocks each stage has: neighbours, as evenly as it goes, the later stages one more where it does not.
+
+    (The first stage embeds the patches, the last one has the final layer and the loss: whoever measures may cut
+    elsewhere, between any two blocks.)
+    """
+    cuts = [depth * stage // stages for stage in range(stages + 1)]
+    return [range(*pair) for pair in zip(cuts, cuts[1:], strict=False)]
+
+
+def stage_of(plan: Plan, name: str, depth: int, stages: int) -> range:
+    """The stages that have a parameter or buffer: one, or, of what all need for the condition, every one.
+
+    Raises ValueError for a name that the plan's stage cuts do not have.
+    """
+    cuts, (top, *rest) = plan.stages, name.split(".")
+    if top == cuts.stack:
+        stage = next(i for i, blocks in enumerate(stage_blocks(depth, stages)) if int(rest[0]) in blocks)
+        return range(stage, stage + 1)
+    places = {cuts.first: range(1), cuts.last: range(stages - 1, stages), cuts.every: range(stages)}
+    for names, place in places.items():
+        if top in names:
+            return place
+    raise ValueError(f"{name}: the plan does not say which stages of a pipeline have it")
+
+
+# ----------------------------------------------------------------------------------------------------- do sizes divide
+
+
+def check_divisible(config: DiTConfig, group: str, size: int) -> None:
+    """Raises ValueError unless a model's heads, widths or experts can be divided evenly by the ranks of a ``group``
+    (tp, ep); the message names the flag, the number that is in the way, and sizes that work."""
+    if size == 1:
+        return
+    flag, numbers = FLAGS[group], plan_of(config).divisible(config).get(group)
+    if numbers is None:
+        raise ValueError(f"{flag} {size}: {config.kind} models have nothing that it divides; leave it out")
+    obstacle = next((f"{what}, {number}," for what, number in numbers.items() if number % size), None)
+    if obstacle:
+        common = math.gcd(*numbers.values())
+        works = [str(n) for n in range(2, common + 1) if common % n == 0]
+        fix = f"use {', '.join(works)}" if works else "leave it out"
+        raise ValueError(f"{flag} {size}: the model's {obstacle} can't be divided by it; {fix}")
+
+
+def check_stages(config: DiTConfig, stages: int) -> None:
+    """Raises ValueError, which names the flag, unless every stage of a pipeline has a block."""
+    if stages > config.depth:
+        raise ValueError(
+            f"--pipeline_parallel_size {stages}: the model's {config.depth} blocks make at most {config.depth} stages; "
+            f"use {config.depth} or less"
+        )

@@ -1,0 +1,412 @@
+"""What plans' rules mean: they cover every parameter, their slices tile it, and what ranks make of their slices adds up
+to the whole, in float64 and one process: the reference of tensor parallelism."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from opendit.models import NAMES, VIDEO_NAMES, DiTConfig, build_model, plan_of
+from opendit.models.plans.terms import Column, Expert, Heads, Replicated, Row, Rule, Vocabulary
+from opendit.models.zoo import CLASSES
+from opendit.parallel.rules import (
+    FLAGS,
+    check_divisible,
+    check_stages,
+    divided_dimension,
+    fits,
+    group_of,
+    local_slices,
+    local_tensor,
+    rule_of,
+    shard_units,
+    stage_blocks,
+    stage_of,
+)
+from tests.models import test_zoo
+from tests.models.test_dit import randomised
+from tests.training import recorded_estimates
+
+RECORDED = recorded_estimates.configs()
+NAMED_MODELS = {name: RECORDED[name] for name in (*NAMES, *VIDEO_NAMES)}
+CONFIGS = dict(zip(test_zoo.NAMED, test_zoo.CONFIGS, strict=True))  # every architecture, condition and option
+CONFIGS |= {name: replace(c, depth=2) for name, c in RECORDED.items() if "bytes" in name}
+# Modulations of low rank with a bias of their own, and shared ones.
+LOW_RANK = {"adaln_lora": 3, "bias": True, "positions": "learned"}
+CONFIGS |= {
+    f"{config.kind} revision {revision}": replace(config, revision=revision, **LOW_RANK)
+    for config in test_zoo.CONFIGS
+    for revision in (1, 2)
+}
+
+
+def bare(config: DiTConfig) -> nn.Module:
+    """The model, its weights not there."""
+    with torch.device("meta"):
+        return build_model(config)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, nn.Module]:
+    return {name: bare(config) for name, config in CONFIGS.items()}
+
+
+# ------------------------------------------------------------------------------------------------- the whole zoo
+
+
+def test_every_parameter_has_one_rule_and_every_pattern_a_parameter(models):
+    used: dict[str, set[str]] = {}
+    patterns: dict[str, set[str]] = {}
+    for model in models.values():
+        config = model.config
+        rules = plan_of(config).rules(config)
+        patterns.setdefault(config.kind, set()).update(rules)
+        for parameter, _ in model.named_parameters():
+            (pattern,) = (p for p in rules if fits(p, parameter))
+            assert rule_of(rules, parameter) == rules[pattern]
+            used.setdefault(config.kind, set()).add(pattern)
+    assert set(patterns) == {made.config.kind for made in CLASSES.values()}
+    for kind, fitting in used.items():
+        assert patterns[kind] - fitting == set(), kind
+
+
+def test_a_rule_is_asked_for_by_a_name_that_one_pattern_fits():
+    rules = {"blocks.*.a": Row(), "blocks.**": Column(), "x.*.y": Expert()}
+    assert rule_of(rules, "blocks.3.b.c") == Column() and rule_of(rules, "x.3.y") == Expert()
+    for name, count in (("blocks.3.a", 2), ("x.y", 0), ("x.1.2.y", 0), ("z", 0), ("xx1xy", 0)):
+        with pytest.raises(ValueError, match=f"{name}: one pattern of the plan has to fit it, not {count}"):
+            rule_of(rules, name)
+
+
+def coverage(shape: tuple[int, ...], rule: Rule, size: int) -> Tensor:
+    """How often each number of a tensor is in a slice of a rank."""
+    count = torch.zeros(shape, dtype=torch.int64)
+    for rank in range(size):
+        parts = local_slices(shape, rule, rank, size)
+        for slices in parts:
+            count[slices] += 1
+        full = torch.arange(math.prod(shape)).view(shape)
+        dimension = divided_dimension(rule, shape)
+        expected = [full[slices] for slices in parts]
+        expected = expected[0] if dimension is None else torch.cat(expected, dim=dimension)
+        assert torch.equal(local_tensor(full, rule, rank, size), expected)
+    return count
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6])
+def test_slices_of_all_ranks_tile_the_tensor(size):
+    side = 30
+    divided = [
+        ((side, 7), Column()),
+        ((side,), Column()),
+        ((2 * side, 3), Column(sections=2)),
+        ((7, side), Row()),
+        ((5, side * 4), Row(heads=side)),
+        ((3 * side * 2, 3), Heads((side, side, side))),
+        (((2 * side + 2 * side) * 3,), Heads((2 * side, side, side))),
+        ((side, 2, 3), Expert()),
+        *(((rows, 4), Vocabulary()) for rows in (side, 31, 7, 11, 3)),
+    ]
+    for shape, rule in divided:
+        assert (coverage(shape, rule, size) == 1).all(), (shape, rule)
+        assert rule == Vocabulary() or local_tensor(torch.empty(shape), rule, 0, size).numel() * size == math.prod(
+            shape
+        )
+    assert (coverage((3, 4), Replicated(), size) == size).all()
+
+
+def test_slices_keep_sections_and_heads_together():
+    """[q; k; v] of 4 heads of queries that share 2, of size 3; two halves of 4; rows of 7 in 3 unequal shares."""
+    rows = [part[0] for part in local_slices((24, 5), Heads((4, 2, 2)), 1, 2)]
+    assert rows == [slice(6, 12), slice(15, 18), slice(21, 24)]
+    assert [part[0] for part in local_slices((8, 5), Column(2), 1, 2)] == [slice(2, 4), slice(6, 8)]
+    assert local_slices((5, 8), Row(), 1, 2) == ((slice(0, 5), slice(4, 8)),)
+    assert [local_slices((7, 1), Vocabulary(), rank, 3)[0][0] for rank in range(3)] == [
+        slice(0, 3), slice(3, 5), slice(5, 7),
+    ]  # fmt: skip
+    assert [len(range(7)[local_slices((7, 1), Vocabulary(), rank, 9)[0][0]]) for rank in range(9)] == [1] * 7 + [0] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "rule", "message"),
+    [
+        ((10, 4), Column(), "10 features can't be divided evenly into 4 ranks"),
+        ((12, 4), Column(2), "6 features can't be divided evenly into 4 ranks"),
+        ((9, 4), Column(2), "9 features can't be divided evenly into 2 sections"),
+        ((4, 10), Row(), "10 features can't be divided evenly into 4 ranks"),
+        ((4, 24), Row(heads=6), "6 heads can't be divided evenly into 4 ranks"),  # though 24 features can
+        ((32, 4), Heads((4, 2, 2)), "2 heads can't be divided evenly into 4 ranks"),
+        ((30, 4), Heads((4, 2, 2)), "30 features can't be divided evenly into 8 heads"),
+        ((6, 2, 2), Expert(), "6 experts can't be divided evenly into 4 ranks"),
+    ],
+)
+def test_what_does_not_divide_is_an_error(shape, rule, message):
+    with pytest.raises(ValueError, match=message):
+        local_slices(shape, rule, 0, 4)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_is_one_of_its_group(rank, size):
+    with pytest.raises(ValueError, match=f"rank {rank} of a group of {size}"):
+        local_slices((4, 4), Column(), rank, size)
+
+
+def test_sizes_are_refused_where_slices_do_not_divide():
+    """The check by numbers, for the flag, and the slices themselves, of every named model."""
+    outcomes = set()
+    for config in NAMED_MODELS.values():
+        rules = plan_of(config).rules(config)
+        shapes = {name: p.shape for name, p in bare(replace(config, depth=1)).named_parameters()}
+        of_parameters = {name: rule_of(rules, name) for name in shapes}
+        for (group, flag), size in itertools.product(FLAGS.items(), (2, 3, 4, 8, 16)):
+            mine = {name: rule for name, rule in of_parameters.items() if group_of(rule) == group}
+            divides = bool(mine) and all(_divides(shapes[name], rule, size) for name, rule in mine.items())
+            outcomes.add((group, divides))
+            if divides:
+                check_divisible(config, group, size)
+                continue
+            with pytest.raises(ValueError, match=f"^{flag} {size}: .*; (use|leave it out)[^\n]*$") as error:
+                check_divisible(config, group, size)
+            _, _, works = str(error.value).partition("; use ")
+            for other in works.split(", ") if works else ():
+                check_divisible(config, group, int(other))
+    assert outcomes == set(itertools.product(FLAGS, (True, False)))
+
+
+def _divides(shape: tuple[int, ...], rule: Rule, size: int) -> bool:
+    try:
+        local_slices(shape, rule, 0, size)
+    except ValueError:
+        return False
+    return True
+
+
+def test_messages_name_the_flag_and_what_works():
+    config = NAMED_MODELS["MovieGen-5B/122"]
+    check_divisible(config, "tp", 1)
+    for group, size, message in (
+        ("tp", 3, "--tensor_parallel_size 3: the model's MLP width, 8192, can't be divided by it; use 2, 4, 8"),
+        ("tp", 16, "--tensor_parallel_size 16: the model's number of heads, 24, can't be divided by it; use 2, 4, 8"),
+        ("ep", 2, "--expert_parallel_size 2: moviegen models have nothing that it divides; leave it out"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            check_divisible(config, group, size)
+    with pytest.raises(ValueError, match="number of experts, 64, can't be divided by it; use 2, 4, 8, 16, 32, 64$"):
+        check_divisible(NAMED_MODELS["EC-DiT-1B/2"], "ep", 5)
+    with pytest.raises(ValueError, match="number of heads of keys and values, 8, can't be divided by it; use 2, 4, 8$"):
+        check_divisible(NAMED_MODELS["MovieGen-30B/122"], "tp", 16)
+    check_stages(config, 32)
+    with pytest.raises(ValueError, match="^--pipeline_parallel_size 33: the model's 32 blocks make .* use 32 or less$"):
+        check_stages(config, 33)
+
+
+# ------------------------------------------------------------------------------------------- shard units and stages
+
+
+def test_shard_units_are_blocks_and_what_is_outside(models):
+    for model in models.values():
+        names = [name for name, _ in model.named_parameters()]
+        units = shard_units(plan_of(model.config), names)
+        assert sorted(itertools.chain(*units.values())) == sorted(names)
+        assert set(units) == {"", *(f"blocks.{i}" for i in range(model.config.depth))}
+        for unit, parameters in units.items():
+            assert all(parameter.startswith("blocks.") == bool(unit) for parameter in parameters)
+            assert all(parameter.startswith(unit) for parameter in parameters)
+
+
+@pytest.mark.parametrize(("depth", "stages"), [(28, 4), (7, 3), (5, 5), (4, 1)])
+def test_stages_have_neighbours_evenly(depth, stages):
+    blocks = stage_blocks(depth, stages)
+    assert list(itertools.chain(*blocks)) == list(range(depth)) and len(blocks) == stages
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+
+
+def test_every_parameter_and_buffer_has_its_stages(models):
+    for name, model in models.items():
+        config, plan = model.config, plan_of(model.config)
+        stages = {n: stage_of(plan, n, config.depth, 2) for n in model.state_dict()}
+        expected = {"x_embedder": {0}, "pos_embed": {0}, "temporal_embed": {0}, "final_layer": {1}}
+        expected |= {"learned_positions": {0, 1} if config.positions_in_blocks or config.kind == "moviegen" else {0}}
+        for parameter, found in stages.items():
+            top, *rest = parameter.split(".")
+            block = {int(int(rest[0]) >= config.depth // 2)} if top == "blocks" else {0, 1}
+            assert set(found) == expected.get(top, block), (name, parameter)
+        with pytest.raises(ValueError, match="head.weight: the plan does not say which stages"):
+            stage_of(plan, "head.weight", config.depth, 2)
+
+
+# ------------------------------------------------ what ranks make of their slices adds up (column, then row, and so on)
+
+HEADS, KV_HEADS = 12, 6
+SHAPE = {"in_channels": 3, "hidden_size": 48, "depth": 1, "num_heads": HEADS}
+PICTURE = SHAPE | {"input_size": (8, 6), "patch_size": 2}
+CLIP = SHAPE | {"input_size": (4, 8, 6), "patch_size": (2, 2, 3)}
+MODELS = {
+    "DiT": CLASSES["DiT"].config(**PICTURE, text=test_zoo.TEXT, qk_norm=True),
+    "ST-DiT": CLASSES["ST-DiT"].config(**CLIP, text=test_zoo.TEXT, bias=False, full_attention=True),
+    "EC-DiT": CLASSES["EC-DiT"].config(**PICTURE, num_classes=5, experts=6, expert_hidden=10, adaln_lora=5),
+    "MovieGen": CLASSES["MovieGen"].config(**CLIP, text=test_zoo.TEXT, kv_heads=KV_HEADS, bias=True, qk_norm=True),
+    "MovieGen, no bias": CLASSES["MovieGen"].config(**CLIP, num_classes=5, kv_heads=KV_HEADS, mlp_ratio=2.0),
+}
+Weights = dict[str, Tensor]
+
+
+def product(x: Tensor, w: Weights, name: str, bias: bool = True) -> Tensor:
+    return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias") if bias else None)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, w: Weights, mask: Tensor | None = None) -> Tensor:
+    """Heads (B, N, H, d) with shared keys and values (B, M, K, d), to (B, N, H d); scores written out."""
+    if "q_norm.weight" in w:
+        q, k = (x * (x.square().mean(-1, True) + 1e-6).rsqrt() * w[f"{n}_norm.weight"] for n, x in (("q", q), ("k", k)))
+    shared = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(shared, dim=2), v.repeat_interleave(shared, dim=2)
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None, :], -torch.inf)
+    return torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v).flatten(2)
+
+
+def attention_of_a_rank(x: Tensor, w: Weights, rank: int, size: int) -> Tensor:
+    d = SHAPE["hidden_size"] // HEADS
+    heads = HEADS // size
+    q, rest = product(x, w, "qkv").unflatten(-1, (-1, d)).split((heads, w["qkv.weight"].shape[0] // d - heads), dim=2)
+    k, v = rest.chunk(2, dim=2)
+    return product(attend(q, k, v, w), w, "proj", bias=False)
+
+
+def cross_attention_of_a_rank(x: Tensor, w: Weights, rank: int, size: int, tokens: Tensor, mask: Tensor) -> Tensor:
+    q = product(x, w, "q").unflatten(-1, (HEADS // size, -1))
+    k, v = product(tokens, w, "kv").unflatten(-1, (2, HEADS // size, -1)).unbind(2)
+    return product(attend(q, k, v, w, mask), w, "proj", bias=False)
+
+
+def mlp_of_a_rank(x: Tensor, w: Weights, rank: int, size: int) -> Tensor:
+    hidden = product(x, w, "fc1")
+    if hidden.shape[-1] == 2 * w["fc2.weight"].shape[1]:
+        a, b = hidden.chunk(2, dim=-1)
+        hidden = F.silu(a) * b
+    else:
+        hidden = F.gelu(hidden, approximate="tanh")
+    return product(hidden, w, "fc2", bias=False) + experts_of_a_rank(x, w, rank)
+
+
+def experts_of_a_rank(x: Tensor, w: Weights, rank: int) -> Tensor | float:
+    """One sample and one expert at a time; every rank chooses among all tokens for its own experts."""
+    if "router.weight" not in w:
+        return 0.0
+    affinity, here = product(x, w, "router").softmax(-1), len(w["expert_fc1"])
+    chosen = math.ceil(2.0 * x.shape[1] / affinity.shape[-1])
+    out = torch.zeros_like(x)
+    for sample in range(len(x)):
+        for i in range(here):
+            weight, token = affinity[sample, :, rank * here + i].topk(chosen)
+            y = F.gelu(x[sample, token] @ w["expert_fc1"][i], approximate="tanh") @ w["expert_fc2"][i]
+            out = out.index_put((torch.full_like(token, sample), token), weight[:, None] * y, accumulate=True)
+    return out
+
+
+def compare_with_ranks(
+    module: nn.Module, rules: dict[str, Rule], of_a_rank: Callable, inputs: list[Tensor], given: tuple, size: int
+) -> None:
+    """``module``'s output and gradients against those of ranks that have their slices and a copy of the inputs: what
+    ``of_a_rank`` returns is summed, and a rank adds what biases of row-parallel layers it has."""
+    full = dict(module.named_parameters())
+    generator = torch.Generator().manual_seed(3)
+    output = module(*inputs, *given)
+    upstream = torch.randn(output.shape, generator=generator, dtype=output.dtype)
+    named = [*full, *(f"input {i}" for i in range(len(inputs)))]
+    wanted = dict(zip(named, torch.autograd.grad((output * upstream).sum(), [*full.values(), *inputs]), strict=True))
+
+    def local(name: str, value: Tensor, rank: int) -> Tensor:
+        return local_tensor(value, rules[name], rank, size).detach().clone().requires_grad_()
+
+    ranks = [{name: local(name, value, rank) for name, value in full.items()} for rank in range(size)]
+    copies = [[x.detach().clone().requires_grad_() for x in inputs] for _ in range(size)]
+    parts = [of_a_rank(copies[r][0], ranks[r], r, size, *copies[r][1:], *given) for r in range(size)]
+    total = sum(parts)
+    biases = {name.replace("weight", "bias") for name, rule in rules.items() if isinstance(rule, Row)} & set(full)
+    sums = [total + sum(ranks[r][name] for name in biases) for r in range(size)]
+    for result in sums:
+        torch.testing.assert_close(result, output, rtol=1e-10, atol=1e-12)
+    for r in range(size):  # outside of the sum every rank has its own copy of everything
+        for name in biases:
+            (ranks[r][name].grad,) = torch.autograd.grad((sums[r] * upstream).sum(), ranks[r][name], retain_graph=True)
+    leaves = [value for rank in ranks for name, value in rank.items() if name not in biases]
+    (total * upstream).sum().backward(inputs=[*leaves, *itertools.chain(*copies)])
+    for name in full:
+        for r in range(size):
+            expected = local_tensor(wanted[name], rules[name], r, size)
+            found = ranks[r][name].grad
+            if isinstance(rules[name], Replicated) and rules[name].partial_gradient:
+                found = sum(rank[name].grad for rank in ranks)
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+            assert expected.abs().max() > 1e-6, name
+    for i in range(len(inputs)):
+        torch.testing.assert_close(sum(c[i].grad for c in copies), wanted[f"input {i}"], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_of_a_block_s_layers_add_up(name, size):
+    config = MODELS[name]
+    torch.manual_seed(0)
+    block, rules = randomised(build_model(config)).blocks[0].double(), plan_of(config).rules(config)
+    generator, compared = torch.Generator().manual_seed(1), []
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    for part, module in block.named_children():
+        of_parameters = {n: rule_of(rules, f"blocks.0.{part}.{n}") for n, _ in module.named_parameters()}
+        inputs, given = [tensor(2, 12, 48)], ()
+        if part == "cross_attn":
+            inputs, given = [*inputs, tensor(2, 5, 48)], (torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool(),)
+            of_a_rank = cross_attention_of_a_rank
+        elif part == "mlp":
+            of_a_rank = mlp_of_a_rank
+        elif part in ("attn", "full_attn"):
+            of_a_rank = attention_of_a_rank
+        else:
+            continue
+        compare_with_ranks(module, of_parameters, of_a_rank, inputs, given, size)
+        compared.append(part)
+    assert {"mlp"} < set(compared) and ("cross_attn" in compared) == config.cross_attention
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["DiT", "EC-DiT"])
+def test_gathered_modulations_are_the_whole_one(name, size):
+    config = MODELS[name]
+    torch.manual_seed(0)
+    model, rules = randomised(build_model(config)).double(), plan_of(config).rules(config)
+    c = torch.randn(2, 48, dtype=torch.float64)
+    for path in ("blocks.0.adaLN_modulation", "final_layer.adaLN_modulation"):
+        module, locals_ = model.get_submodule(path), []
+        for rank in range(size):
+            x = F.silu(c)
+            for layer in range(1, len(module)):
+                w = {
+                    n: local_tensor(p, rule_of(rules, f"{path}.{layer}.{n}"), rank, size)
+                    for n, p in module[layer].named_parameters()
+                }
+                x = F.linear(x, w["weight"], w.get("bias"))
+            locals_.append(x)
+        assert rule_of(rules, f"{path}.{len(module) - 1}.weight") == Column(gathered=True)
+        torch.testing.assert_close(torch.cat(locals_, dim=1), module(c))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(11, 3), (7, 2), (3, 4)])
+def test_rows_of_a_table_that_ranks_find_add_up(rows, size):
+    table, index = torch.randn(rows, 5), torch.arange(rows).repeat(2)
+    found = torch.zeros(2 * rows, 5)
+    for rank in range(size):
+        mine = local_slices(table.shape, Vocabulary(), rank, size)[0][0]
+        here = (index >= mine.start) & (index < mine.stop)
+        found[here] += local_tensor(table, Vocabulary(), rank, size)[index[here] - mine.start]
+    assert torch.equal(found, table[index])

@@ -1,0 +1,86 @@
+"""The estimates of memory and work as they were before they became sums over plans (commit 7e175ea), as numbers.
+
+python -m tests.training.recorded_estimates     # writes recorded_estimates.json; only where the estimate is known right
+"""
+
+import json
+from pathlib import Path
+
+from opendit.kernels.names import RECOMPUTE
+from opendit.models import NAMES, VIDEO_NAMES, DiTConfig, TextConfig, is_video, model_config
+from opendit.training.memory import Setup, estimate
+
+RECORDED = Path(__file__).with_suffix(".json")
+LABELS, POOLED = {"num_classes": 10}, {"text": TextConfig("clip", 24, 7)}
+TOKENS, INSIDE = {"text": TextConfig("t5", 24, 7, True)}, {"text": TextConfig("bytes", 64, 9, True)}
+OPTIONS = {  # of a small model of every architecture
+    "DiT-Ti/2": ({"qk_norm": True}, {"positions": "rope"}, {"bias": False}, {"adaln_lora": 5}, {"mlp_ratio": 3.5}),
+    "DiT-B/4": ({"qk_norm": True, "positions": "rope", "adaln_lora": 16}, {"positions": "learned"}),
+    "vDiT-Ti/122": ({"qk_norm": True}, {"positions": "rope", "bias": False}, {"adaln_lora": 5, "revision": 1}),
+    "ST-DiT-Ti/222": (
+        {"full_attention": True},
+        {"qk_norm": True},
+        {"full_attention": True, "qk_norm": True, "positions": "rope", "adaln_lora": 7},
+    ),
+    "EC-DiT-Ti/2": ({"expert_capacity": 3.3}, {"qk_norm": True, "positions": "rope"}, {"bias": False}),
+    "MovieGen-Ti/122": (
+        {"kv_heads": 4},
+        {"kv_heads": 1, "qk_norm": True},
+        {"positions": "rope"},
+        {"positions": "rope", "qk_norm": True, "bias": True},
+        {"kv_heads": 4, "positions": "rope", "adaln_lora": 5},
+        {"revision": 1},
+    ),
+}
+
+
+def configs() -> dict[str, DiTConfig]:
+    """Every named model with labels, and small ones of every architecture with every condition and option."""
+    found = {name: _config(name, **LABELS) for name in (*NAMES, *VIDEO_NAMES)}
+    for name, options in OPTIONS.items():
+        for condition in (LABELS, POOLED, TOKENS, INSIDE):
+            for more in ({}, *options):
+                text = condition.get("text")
+                words = f"{text.name} {text.cross_attention}" if text else "labels"
+                said = "".join(f" {key}={value}" for key, value in more.items())
+                found[f"{name} {words}{said}"] = _config(name, **condition, **more)
+    return found
+
+
+def _config(name: str, **options) -> DiTConfig:
+    """Of latents of 32 x 32, and of 3 frames, or 6 where a patch has 2."""
+    frames = 6 if name.endswith("222") else 3 if is_video(name) else None
+    return model_config(name, input_size=(32, 32), in_channels=4, frames=frames, **options)
+
+
+def setups(config: DiTConfig) -> list[Setup]:
+    """Every way to run that the architecture has and that changes its activations, and every plugin."""
+    found = []
+    for plugin, precision in (("zero2", "bf16"), ("ddp", "bf16"), ("ddp", "fp32")):
+        for fused in (True, False):
+            found.append(Setup(plugin, precision, fused=fused))
+            if config.can_recompute:
+                levels = (level for level in RECOMPUTE if level != "none")
+                found += [Setup(plugin, precision, fused=fused, recompute=level) for level in levels]
+    found.append(Setup("gemini", "fp16", world=4, averages=2, accumulate=True))
+    found.append(Setup("zero2", "fp16", world=3, grad_checkpoint=True, trained=1000))
+    if config.float8 and config.bias:
+        found += [Setup(fp8=True), Setup(fp8=True, grad_checkpoint=True)]
+    if config.sequence_types:
+        found.append(Setup(world=4, sequence_parallel=4))
+    return found
+
+
+def record(config: DiTConfig) -> dict:
+    """FLOPs of a forward pass, a rank's bytes of 5 samples as zero2 has them, and the activations of every setup."""
+    activations = [estimate(config, setup, 5).activations for setup in setups(config)]
+    return {
+        "flops": config.forward_flops(),
+        "total": estimate(config, Setup(), 5).total,
+        "activations": activations,
+    }
+
+
+if __name__ == "__main__":
+    recorded = {name: record(config) for name, config in configs().items()}
+    RECORDED.write_text(json.dumps(recorded, separators=(",", ":")).replace('},"', '},\n"') + "\n")
