@@ -117,7 +117,7 @@ def make_latents(
     everyone = [checksums]
     if world_size > 1:
         everyone = [{}] * world_size
-        dist.all_gather_object(everyone, checksums)  # which waits for all
+        dist.all_gather_object(everyone, checksums, group=dist.group.WORLD)  # which waits for all
     checksums = {name: found for part in everyone for name, found in part.items()}
     return _finish(output, dataset, codec, settings, plan, max_bad, encoder, checksums) if rank == 0 else None
 
@@ -136,7 +136,7 @@ def _take_index(output: Path, world_size: int, rank: int) -> dict[str, str]:
         found[0] = {shard["file"]: shard["sha256"] for shard in index["shards"] if "sha256" in shard}
         (output / INDEX).unlink()
     if world_size > 1:
-        dist.broadcast_object_list(found)
+        dist.broadcast_object_list(found, src=0, group=dist.group.WORLD)
     return found[0]
 
 

@@ -4,92 +4,159 @@ Works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ...) and with
 """
 
 import datetime
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from opendit.parallel.rendezvous import meet, part
-from opendit.parallel.sizes import check_sequence_parallel, find_place
+from opendit.parallel.sizes import AXES, ParallelDims, check_sequence_parallel, find_place, grid_groups
+
+# Their communication lies in the way of computation, and must not queue behind that of the gradients: they have groups
+# of their own even where those are all ranks, and on a GPU streams of high priority.
+PRIORITY = ("sp", "tp")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A process and the groups it talks to.
+    """A process and the named groups it talks to (their names: :class:`opendit.parallel.sizes.ParallelDims`).
 
-    Data parallel x sequence parallel: the ``sp_size`` ranks next to each other are a sequence group and share their
-    samples; data-parallel ranks, one for each group, see different samples.
+    The ``sp_size`` ranks next to each other are a sequence group and share their samples; data-parallel ranks, one for
+    each group, see different samples.
+
+    A group is made when it is first asked for, by all ranks alike: on GPUs a communicator takes start-up time and
+    memory, and a run uses few of the names.
+
+    dims: sizes of the mesh; without them all ranks are data parallel. groups: those made so far.
     """
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
-    sp_size: int = 1
-    sp_group: dist.ProcessGroup | None = None  # of this rank's sequence group; None for groups of one
+    dims: ParallelDims | None = None
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self):
+        if self.dims is None:
+            object.__setattr__(self, "dims", ParallelDims(dp_shard=self.world_size))
+        self.dims.check(self.world_size)
+
+    @property
+    def sp_size(self) -> int:
+        """Ranks that share a sequence."""
+        return self.dims.sp
+
+    @property
+    def sp_group(self) -> dist.ProcessGroup | None:
+        """This rank's sequence group; None for groups of one."""
+        return self.group("sp")
 
     @property
     def sp_rank(self) -> int:
         """This rank's place in its sequence group."""
-        return self.rank % self.sp_size
+        return self.coordinate("sp")
 
     @property
     def dp_rank(self) -> int:
         """The number of this rank's sequence group: ranks of one number see the same samples."""
-        return self.rank // self.sp_size
+        return self.coordinate("dp")
 
     @property
     def dp_size(self) -> int:
         """How many sequence groups there are."""
-        return self.world_size // self.sp_size
+        return self.dims.size("dp")
 
     @property
     def is_main(self) -> bool:
         """Whether this rank prints and writes what is written once."""
         return self.rank == 0
 
+    def coordinate(self, name: str) -> int:
+        """This rank's place in its group of this name."""
+        return self.dims.coordinate(name, self.rank)
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """This rank's group of this name; None for groups of one. The first call makes it: collective over all ranks.
+
+        Groups of all ranks are the default group, but those of PRIORITY."""
+        size = self.dims.size(name)
+        if size == 1:
+            return None
+        if size == self.world_size and name not in PRIORITY:
+            return dist.group.WORLD
+        if name not in self.groups:
+            self.groups[name] = _new_group(self.dims.groups(name), self.device, priority=name in PRIORITY)
+        return self.groups[name]
+
+    def device_mesh(self, *names: str) -> DeviceMesh:
+        """torch's mesh of all ranks along these groups, outer to inner; without names along the axes above 1. What it
+        communicates goes over the groups of :meth:`group`. Collective over all ranks.
+
+        ``("dp_replicate", "fsdp", "tp")``, say, has what ``fully_shard`` and tensor parallelism slice.
+
+        Raises:
+            ValueError: the groups are not a grid of all ranks in this order.
+        """
+        names = names or tuple(axis for axis in AXES if self.dims.size(axis) > 1) or ("dp_shard",)
+        sizes = [self.dims.size(name) for name in names]
+        for axis, name in enumerate(names):
+            grid = grid_groups(sizes, [axis]) if math.prod(sizes) == self.world_size else None
+            if grid is None or sorted(grid) != sorted(self.dims.groups(name)):
+                raise ValueError(f"{' x '.join(names)} is no grid of the {self.world_size} ranks of {self.dims}")
+        # Not init_device_mesh: it makes every group at once, and without the options of PRIORITY.
+        groups = [self.group(name) or _new_group(self.dims.groups(name), self.device) for name in names]
+        ranks = torch.arange(self.world_size, dtype=torch.int, device="cpu").view(sizes)
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
+
     def barrier(self) -> None:
         """Waits for all ranks."""
         if self.world_size > 1:
-            dist.barrier(device_ids=[self.local_rank] if self.device.type == "cuda" else None)
+            devices = [self.local_rank] if self.device.type == "cuda" else None
+            dist.barrier(group=self.group("world"), device_ids=devices)
 
-    def sum(self, value: Tensor) -> Tensor:
-        """Sum over all ranks, in place; every rank gets the result."""
-        if self.world_size > 1:
-            dist.all_reduce(value)
+    def sum(self, value: Tensor, over: str = "world") -> Tensor:
+        """Sum over the ranks of a group, in place; every one of them gets the result."""
+        if (group := self.group(over)) is not None:
+            dist.all_reduce(value, group=group)
         return value
 
     def split_sequence(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """This rank's sequence group as a grid: the ``inner`` ranks next to it, and those ``inner`` apart. Collective
-        over all ranks."""
-        first = range(0, self.world_size, self.sp_size)
-        rows = [[*range(i, i + inner)] for i in range(0, self.world_size, inner)]
-        columns = [[*range(start + i, start + self.sp_size, inner)] for start in first for i in range(inner)]
-        options = _eager_streams(self.device)
-        return tuple(dist.new_subgroups_by_enumeration(grid, pg_options=options)[0] for grid in (rows, columns))
+        """This rank's sequence group as a grid: the ``inner`` ranks next to each other, and those ``inner`` apart.
+        Collective over all ranks."""
+        sizes = [self.dims.size(axis) for axis in AXES]
+        place = AXES.index("sp")
+        sizes[place : place + 1] = [self.dims.sp // inner, inner]
+        grids = (grid_groups(sizes, [axis]) for axis in (place + 1, place))
+        return tuple(_new_group(grid, self.device, priority=True) for grid in grids)
 
     def broadcast_object(self, value):
         """Rank 0's ``value`` on every rank (any picklable object)."""
         box = [value]
         if self.world_size > 1:
-            dist.broadcast_object_list(box, src=0, device=self.device)
+            dist.broadcast_object_list(box, src=0, group=self.group("world"), device=self.device)
         return box[0]
 
 
-def init_mesh(timeout_minutes: float = 30.0, *, sequence_parallel: int = 1) -> Mesh:
+def init_mesh(timeout_minutes: float = 30.0, *, sequence_parallel: int = 1, dims: ParallelDims | None = None) -> Mesh:
     """Starts torch.distributed (nccl on GPUs, gloo on CPUs) and returns this process's mesh.
 
-    sequence_parallel: ranks that share a sequence. They get a process group of their own even where they are all there
-    are: its communication must not queue behind that of the gradients.
+    Args:
+        sequence_parallel: ranks that share a sequence; the others are data parallel.
+        dims: sizes of the mesh, instead of ``sequence_parallel``.
 
     Raises:
-        ValueError: more processes on this machine than GPUs, a number that sequence_parallel does not divide, or
-            variables of the environment with which the processes can't meet.
+        ValueError: more processes on this machine than GPUs, a number that sequence_parallel does not divide or that is
+            not that of dims, or variables of the environment with which the processes can't meet.
     """
     place = find_place()
     rank, world, local = place.rank, place.world_size, place.local_rank
     check_sequence_parallel(sequence_parallel, world)
+    dims = dims or ParallelDims.fill(world, sp=sequence_parallel)
+    dims.check(world)
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
             raise ValueError(
@@ -109,21 +176,20 @@ def init_mesh(timeout_minutes: float = 30.0, *, sequence_parallel: int = 1) -> M
             timeout=datetime.timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
-    sp_group = None
-    if sequence_parallel > 1:
-        groups = [[*range(i, i + sequence_parallel)] for i in range(0, world, sequence_parallel)]
-        sp_group, _ = dist.new_subgroups_by_enumeration(groups, pg_options=_eager_streams(device))
-    return Mesh(rank, world, local, device, sequence_parallel, sp_group)
+    mesh = Mesh(rank, world, local, device, dims)
+    mesh.group("sp")  # now, when no rank can be late
+    return mesh
 
 
-def _eager_streams(device: torch.device) -> object | None:
-    """Options of a group whose communication lies in the way of computation: on a GPU its kernels go before others that
-    wait for multiprocessors, for a matrix product under way would let it begin only when it ends itself."""
-    if device.type != "cuda":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    return options
+def _new_group(groups: list[list[int]], device: torch.device, priority: bool = False) -> dist.ProcessGroup:
+    """Makes these groups, which have every rank once, and returns this rank's; collective over all ranks. ``priority``:
+    on a GPU its kernels go before others that wait for multiprocessors, for a matrix product under way would let it
+    begin only when it ends itself."""
+    options = None
+    if priority and device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = True
+    return dist.new_subgroups_by_enumeration(groups, pg_options=options)[0]
 
 
 def close_mesh() -> None:

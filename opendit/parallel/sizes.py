@@ -4,8 +4,11 @@ torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without
 that can be wrong with them is a ValueError of one line.
 """
 
+import itertools
+import math
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,107 @@ def _number(name: str, low: int, high: int | None, where: str = "", default: int
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name}={text} in the environment must be {wanted}{f' {where}' if where else ''}: {hint}")
     return value
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # of the mesh, outer to inner
+VIEWS = {  # several axes taken as one
+    "dp": ("dp_replicate", "dp_shard"),  # ranks that see different samples
+    "fsdp": ("dp_shard", "sp"),  # ranks among which a shard strategy divides the state
+    "loss": ("dp_replicate", "dp_shard", "sp"),  # ranks whose losses and gradients are averaged
+    "world": AXES,
+}
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """How many ranks each kind of parallelism takes; ranks are numbered with ``pp`` outermost and ``tp`` innermost.
+
+    pp: stages of a pipeline. dp_replicate: copies of the sharded model. dp_shard: ranks that see different samples and
+    divide one copy's state. sp: ranks that share a sequence. tp: ranks that divide a layer. ep: ranks that divide the
+    experts; it takes no ranks of its own but is folded out of dp_shard x sp x tp, innermost first.
+
+    Groups have the names of AXES and of VIEWS, ``ep``, and ``ep_shard``, the ranks of dp_shard x sp x tp that hold the
+    same experts.
+
+    Raises:
+        ValueError: a size below 1, or an ep that does not divide dp_shard x sp x tp.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    sp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self):
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"parallel size {field.name} {size}: must be a whole number above 0")
+        inner = self.dp_shard * self.sp * self.tp
+        if inner % self.ep:
+            raise ValueError(f"parallel size ep {self.ep} does not divide dp_shard x sp x tp, which is {inner}")
+
+    @classmethod
+    def fill(cls, world_size: int, **sizes: int) -> "ParallelDims":
+        """Dims of these sizes whose dp_shard takes the ranks that are left. Raises ValueError if it can't."""
+        rest = cls(**{**sizes, "ep": 1})
+        if world_size % rest.world_size:
+            raise ValueError(f"the parallel sizes {rest} do not divide the {world_size} processes")
+        return cls(**sizes, dp_shard=world_size // rest.world_size)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    def check(self, world_size: int) -> None:
+        """Raises ValueError unless the mesh has ``world_size`` ranks."""
+        if self.world_size != world_size:
+            raise ValueError(f"the parallel sizes {self} need {self.world_size} processes and there are {world_size}")
+
+    def size(self, name: str) -> int:
+        """Ranks of each group of this name."""
+        sizes, axes = self._grid(name)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def groups(self, name: str) -> list[list[int]]:
+        """The ranks of every group of this name, each in the order of the mesh."""
+        return grid_groups(*self._grid(name))
+
+    def coordinate(self, name: str, rank: int) -> int:
+        """The place of ``rank`` in its group of this name."""
+        sizes, axes = self._grid(name)
+        place = 0
+        for axis in axes:
+            place = place * sizes[axis] + rank // math.prod(sizes[axis + 1 :]) % sizes[axis]
+        return place
+
+    def _grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(sizes of a grid of all ranks, outer to inner; the axes of it that a group of this name runs along)."""
+        if name in ("ep", "ep_shard"):
+            inner = self.dp_shard * self.sp * self.tp
+            return (self.pp, self.dp_replicate, inner // self.ep, self.ep), (3 if name == "ep" else 2,)
+        axes = VIEWS.get(name, (name,))
+        if not set(axes) <= set(AXES):
+            raise KeyError(f"the mesh has no group {name}: there are {', '.join((*AXES, *VIEWS, 'ep', 'ep_shard'))}")
+        return tuple(getattr(self, axis) for axis in AXES), tuple(AXES.index(axis) for axis in axes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in AXES) + f" (ep {self.ep})"
+
+
+def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
+    """Ranks numbered along a grid, its last axis innermost: groups of those that differ along ``axes`` only."""
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+
+    def ranks(along: Sequence[int]) -> list[int]:
+        ranges = [range(0, sizes[axis] * strides[axis], strides[axis]) for axis in along]
+        return [sum(place) for place in itertools.product(*ranges)]
+
+    others = [axis for axis in range(len(sizes)) if axis not in axes]
+    return [[first + step for step in ranks(axes)] for first in ranks(others)]
 
 
 def check_sequence_parallel(size: int, world_size: int) -> None:

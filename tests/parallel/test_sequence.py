@@ -177,7 +177,7 @@ def test_compiled_blocks_share_sequences():
 def in_the_wrong_group(mesh: Mesh) -> list:
     """Errors of data parallel 2 x sequence parallel 2, in the right groups and with everything said to the world."""
     right = init_mesh(sequence_parallel=2)
-    meshes = (right, replace(right, sp_group=dist.group.WORLD))
+    meshes = (right, replace(right, groups={"sp": dist.group.WORLD}))
     return [
         [errors(mesh, fresh(IMAGE), strategy(mesh, name, IMAGE), IMAGE.input_size, 1) for mesh in meshes]
         for name in ("fastseq", "ulysses", "direct ulysses", "direct fastseq", "ring")

@@ -143,7 +143,7 @@ class _FiniteBF16(BF16MixedPrecisionMixin):
 
     def should_skip_step(self) -> bool:
         count = self.manager.overflow_counter.clone()
-        dist.all_reduce(count)
+        dist.all_reduce(count, group=dist.group.WORLD)
         return count.item() > 0
 
     def pre_zero_grad(self) -> None:

@@ -201,7 +201,7 @@ class Engine(ABC):
             start, stop = self.span(name)
             send[: stop - start] = piece[: stop - start]
             received = torch.empty(width * len(spans), dtype=piece.dtype, device=piece.device)
-            dist.all_gather_into_tensor(received, send)
+            dist.all_gather_into_tensor(received, send, group=self.mesh.group("world"))
             for (start, stop), row in zip(spans, received.view(len(spans), width), strict=True):
                 full[start:stop] = row[: stop - start]
         return full.view(self.shapes[name])
