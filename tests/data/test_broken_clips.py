@@ -1,0 +1,320 @@
+"""Clips that are short, broken, slow, or made by strangers."""
+
+import gc
+import multiprocessing
+import os
+import struct
+import threading
+import time
+
+import av
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opendit.data import clips
+from opendit.data.base import BadSample
+from opendit.data.clips import clip_window
+from opendit.data.mp4_header import too_many_frames
+from tests.data.test_clips import encode, grey, numbers, read_clip
+
+# ---------------------------------------------------------------- short and broken files
+
+
+def reason(path, num_frames=2, interval=1, **options):
+    with pytest.raises(BadSample) as caught:
+        read_clip(str(path), num_frames, interval, 16, start=None, **options)
+    assert str(caught.value).startswith(f"{path}: ")
+    return str(caught.value)[len(f"{path}: ") :]
+
+
+def test_too_short_a_clip(tmp_path):
+    path = encode(tmp_path / "short.mp4", grey(20))
+    assert reason(path, 16, 3) == (
+        "too short: 20 frames, 16 frames at interval 3 need 46; --short_clips interval reads it at a smaller interval"
+    )
+    few = "too short: 20 frames, --num_frames 21 needs at least as many"
+    assert reason(path, 21, 3) == reason(path, 21, 3, short_clips="interval") == few
+    for frames, interval, used in ((16, 3, 1), (8, 5, 2), (20, 2, 1), (3, 99, 9)):
+        clip = clips.read_clip(str(path), frames, interval, 16, start=None, short_clips="interval")
+        assert numbers(clip.pixels) == clip_window(20, frames, used, None) and clip.interval == used
+        assert clip_window(20, frames, used + 1, None) is None  # the largest that fits
+    assert clips.read_clip(str(path), 7, 3, 16, start=None, short_clips="interval").interval == 3  # 19 frames
+    with pytest.raises(ValueError, match="--short_clips longer must be one of skip, interval"):
+        read_clip(str(path), 2, 1, 16, start=None, short_clips="longer")
+
+
+def test_a_clip_of_one_frame(tmp_path):
+    path = encode(tmp_path / "one.mp4", grey(1))
+    assert numbers(read_clip(str(path), 1, 3, 16, start=0.5)) == [0]
+    assert reason(path) == "too short: 1 frame, --num_frames 2 needs at least as many"
+
+
+def test_files_that_are_no_clips(tmp_path):
+    (tmp_path / "zero.mp4").touch()
+    assert reason(tmp_path / "zero.mp4") == "the file is empty"
+    (tmp_path / "text.mp4").write_text("hello\n" * 1000)
+    assert reason(tmp_path / "text.mp4") == "not a video that can be decoded"
+    assert reason(tmp_path / "none.mp4") == "No such file or directory"
+    assert reason(tmp_path) == "a folder, not a file"
+    os.mkfifo(tmp_path / "pipe.mp4")
+    assert reason(tmp_path / "pipe.mp4") == "a named pipe, not a file"
+    (tmp_path / "zero.mkv").symlink_to("/dev/zero")
+    assert reason(tmp_path / "zero.mkv") == "a device, not a file"
+
+
+def test_audio_only(tmp_path):
+    with av.open(str(tmp_path / "audio.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=44100)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 44100), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 44100
+        container.mux([*stream.encode(frame), *stream.encode()])
+    assert reason(tmp_path / "audio.mp4") == "holds no video stream"
+
+
+def test_truncated_and_damaged_files(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (40, 48, 64, 3), dtype=np.uint8)
+    for ending, options in (("mp4", {}), ("mp4", {"movflags": "faststart"}), ("mkv", {}), ("ts", {})):
+        data = bytearray(encode(tmp_path / f"whole.{ending}", noise, **options).read_bytes())
+        cut, damaged = tmp_path / f"cut.{ending}", tmp_path / f"damaged.{ending}"
+        cut.write_bytes(data[: len(data) * 3 // 5])
+        data[len(data) // 3 : len(data) * 2 // 3] = bytes(len(data) * 2 // 3 - len(data) // 3)
+        damaged.write_bytes(data)
+        for path in (cut, damaged):
+            begin = time.monotonic()
+            try:
+                clip = read_clip(str(path), 20, 2, 16, start=None)
+                assert clip.isfinite().all()  # a decoder may conceal what is missing
+            except BadSample as bad:
+                assert str(bad).startswith(f"{path}: ") and len(str(bad)) < len(str(path)) + 120
+            assert time.monotonic() - begin < 10
+    data = encode(tmp_path / "whole.mp4", noise).read_bytes()  # its index stands at the end
+    (tmp_path / "cut.mp4").write_bytes(data[: len(data) // 2])
+    assert reason(tmp_path / "cut.mp4") == "not a video that can be decoded"
+    data = bytearray(encode(tmp_path / "whole.mp4", noise).read_bytes())
+    data[len(data) // 3 : len(data) // 2] = b"\xff" * (len(data) // 2 - len(data) // 3)
+    (tmp_path / "damaged.mp4").write_bytes(data)
+    assert reason(tmp_path / "damaged.mp4", 40).startswith("damaged: ")
+
+
+def test_a_file_that_never_answers(tmp_path, monkeypatch):
+    """Opening a pipe that nobody writes to blocks inside C code for ever, as a stalled disk does."""
+    os.mkfifo(tmp_path / "stuck.mp4")
+    monkeypatch.setattr(clips, "_open", lambda path: open(path, "rb"))
+    begin = time.monotonic()
+    assert reason(tmp_path / "stuck.mp4", time_limit=0.5) == "not read within 0.5 seconds; not tried again"
+    assert time.monotonic() - begin < 5
+    os.close(os.open(tmp_path / "stuck.mp4", os.O_WRONLY | os.O_NONBLOCK))  # lets the thread end
+
+
+def test_slow_decoding_is_stopped(tmp_path, monkeypatch):
+    stopped = []
+
+    def slow(path, choose, stop, size):
+        stopped.append(stop.wait(20))
+
+    monkeypatch.setattr(clips, "decode_frames", slow)
+    assert reason(tmp_path / "slow.mp4", time_limit=0.2) == "not read within 0.2 seconds; not tried again"
+    time.sleep(0.1)
+    assert stopped == [True]
+
+
+def test_a_file_that_hung_once_fails_at_once_and_no_other_does(tmp_path, monkeypatch):
+    path = encode(tmp_path / "slow.mp4", grey(3))
+    asked, decode = [], clips.decode_frames
+
+    def slow(path, choose, stop, size):
+        asked.append(threading.current_thread())
+        return (
+            np.zeros((2, 16, 16, 3), np.uint8) if "slow" in path and stop.wait(20) else decode(path, choose, stop, size)
+        )
+
+    monkeypatch.setattr(clips, "decode_frames", slow)
+    first = reason(path, time_limit=0.2)
+    begin = time.monotonic()
+    assert [reason(path) for _ in range(3)] == [first] * 3 == ["not read within 0.2 seconds; not tried again"] * 3
+    assert time.monotonic() - begin < 0.1 and len(asked) == 1
+    other = encode(tmp_path / "other.mp4", grey(3))
+    for _ in range(3):
+        assert numbers(read_clip(str(other), 2, 1, 16, start=0.0)) == [0, 1]
+    assert len(set(asked)) == 2 and len(asked) == 4  # one thread for all reads, another one since one hangs
+    asked[0].join(timeout=5)
+    assert not asked[0].is_alive()  # told to stop, it ends
+
+
+def test_reading_goes_on_in_a_forked_process(tmp_path):
+    """It has the object that stood for its parent's thread, and no such thread."""
+    path = str(encode(tmp_path / "clip.mp4", grey(3)))
+    read_clip(path, 2, 1, 16, start=0.0)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply_async(numbers_read, (path,)).get(timeout=30) == [0, 1]
+
+
+def numbers_read(path: str) -> list[int]:
+    """In a process of its own: numbers come back through a pipe, a tensor through sockets between the two processes."""
+    return numbers(read_clip(path, 2, 1, 16, start=0.0, time_limit=20))
+
+
+def test_an_error_keeps_no_decoder(tmp_path):
+    """Collected in a process forked later, one would wait for its threads for ever."""
+    path = encode(tmp_path / "short.mp4", grey(3))
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(BadSample) as caught:
+            read_clip(str(path), 4, 1, 16, start=None)
+        left = [thing for thing in gc.get_objects() if type(thing).__name__ == "VideoReader"]
+    finally:
+        gc.enable()
+    assert "too short" in str(caught.value) and not left
+
+
+def test_a_file_that_can_not_be_opened_is_opened_once_until_it_changes(tmp_path, monkeypatch):
+    """decord keeps memory of every such file, each time."""
+    import decord
+
+    opened, reader = [], decord.VideoReader
+
+    def count(path, **options):
+        opened.append(path)
+        return reader(path, **options)
+
+    monkeypatch.setattr(decord, "VideoReader", count)
+    path = tmp_path / "text.mp4"
+    path.write_text("hello\n" * 1000)
+    assert {reason(path) for _ in range(4)} == {"not a video that can be decoded"} and len(opened) == 1
+    path.write_text("other\n" * 999)
+    assert reason(path) == "not a video that can be decoded" and len(opened) == 2
+    encode(path, grey(3))
+    assert numbers(read_clip(str(path), 2, 1, 16, start=0.0)) == [0, 1]
+    path.unlink()
+    assert reason(path) == "No such file or directory"
+
+
+def test_what_is_remembered_of_files_is_bounded(monkeypatch):
+    monkeypatch.setattr(clips, "REMEMBERED", 3)
+    memory = clips._Memory()
+    for path in ("a", "b", "c", "a", "d"):
+        memory.add(path, path.upper())
+    assert [memory.get(path) for path in "abcd"] == [("A",), None, ("C",), ("D",)]
+
+
+def test_running_out_of_memory_is_no_bad_file(tmp_path, monkeypatch):
+    def greedy(path, choose, stop, size):
+        raise MemoryError
+
+    monkeypatch.setattr(clips, "decode_frames", greedy)
+    with pytest.raises(MemoryError):
+        read_clip("any.mp4", 2, 1, 16, start=None)
+
+
+# ---------------------------------------------------------------- files of strangers
+
+
+def table(path, target, box, at, value, kind=">I"):
+    """A copy of a file with a number at a place in one of its boxes changed."""
+    data = bytearray(path.read_bytes())
+    begin = data.rindex(box) + 4 + at
+    struct.pack_into(kind, data, begin, value)
+    target.write_bytes(data)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("box", "at", "value", "says"),
+    [
+        (b"stts", 8, 2**32 - 1, "declares 4,294,967,295 samples, more than its "),  # used to end the process
+        (b"stsz", 8, 50_000_000, "declares 50,000,000 samples, more than its "),  # used to take 3.5 GB
+        (b"stts", 12, 2**31 - 1, "damaged: "),
+    ],
+)
+def test_tables_of_more_frames_than_bytes(tmp_path, box, at, value, says):
+    path = encode(tmp_path / "clip.mp4", grey(30))
+    path = table(path, tmp_path / "table.mp4", b"stsz", 4, 1) if box == b"stsz" else path
+    begin = time.monotonic()
+    assert reason(table(path, tmp_path / "bomb.mp4", box, at, value), 4).startswith(says)
+    assert time.monotonic() - begin < 10
+
+
+def test_fragments_of_more_frames_than_bytes(tmp_path):
+    path = encode(tmp_path / "clip.mp4", grey(30), movflags="frag_keyframe+empty_moov")
+    assert numbers(read_clip(str(path), 4, 1, 16, start=0.0)) == [0, 1, 2, 3]
+    bomb = table(path, tmp_path / "bomb.mp4", b"trun", 4, 2**31)
+    assert reason(bomb).startswith("declares 2,147,483,648 samples, more than its ")
+
+
+def test_a_clip_of_very_many_frames(tmp_path, monkeypatch):
+    monkeypatch.setattr(clips, "MAX_FRAMES", 20)
+    path = encode(tmp_path / "long.mkv", grey(21))
+    assert reason(path) == "21 frames, more than 20"
+
+
+def test_sizes_that_a_header_declares_are_not_believed(tmp_path):
+    """The frames are 64 x 48, whatever the container says."""
+    path = encode(tmp_path / "clip.mp4", grey(30))
+    for kind, at in ((b"avc1", 24), (b"tkhd", 76)):
+        lie = table(path, tmp_path / "lie.mp4", kind, at, 60000 << 16 | 60000)
+        assert numbers(read_clip(str(lie), 4, 1, 16, start=0.0)) == [0, 1, 2, 3]
+
+
+def test_large_frames_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(clips, "MAX_FRAME_PIXELS", 64 * 48 - 1)
+    for ending in ("mp4", "avi"):  # of each decoder
+        path = encode(tmp_path / f"large.{ending}", grey(3))
+        assert reason(path) == "frames of 64 x 48 pixels, more than 3,071"
+
+
+@pytest.mark.parametrize("ending", ["mp4", "avi"])  # of each decoder
+@pytest.mark.parametrize("window", [1, 3 * 64 * 48 * 3, 3 * 64 * 48 * 5])
+def test_a_window_larger_than_memory_is_resized_piece_by_piece(tmp_path, monkeypatch, ending, window):
+    noise = np.random.default_rng(0).integers(0, 256, (12, 48, 64, 3), dtype=np.uint8)
+    path = str(encode(tmp_path / f"clip.{ending}", noise))
+    for size in (16, 48, 70):
+        whole = [read_clip(path, 5, 2, size, start=None, as_bytes=as_bytes) for as_bytes in (False, True)]
+        with monkeypatch.context() as patch:
+            patch.setattr(clips, "WINDOW", window)
+            pieces = [read_clip(path, 5, 2, size, start=None, as_bytes=as_bytes) for as_bytes in (False, True)]
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(whole, pieces, strict=True))
+
+
+def test_playlists_and_descriptions_open_nothing_else(tmp_path):
+    """FFmpeg tells a file by its contents, and some kinds are lists of other files and addresses."""
+    encode(tmp_path / "other.mp4", grey(30))
+    texts = {
+        "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nother.mp4\n#EXT-X-ENDLIST\n",
+        "remote": "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nhttp://127.0.0.1:9/x.ts\n#EXT-X-ENDLIST\n",
+        "concat": "ffconcat version 1.0\nfile other.mp4\n",
+        "sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.mp4").write_text(text)
+        assert reason(tmp_path / f"{name}.mp4") == "not a video that can be decoded"
+
+
+@pytest.mark.parametrize("ending", [b"mp4", b"avi"])  # of each decoder
+def test_names_that_ffmpeg_takes_for_addresses_or_that_are_not_utf8(tmp_path, monkeypatch, ending):
+    path = encode(tmp_path / f"clip.{ending.decode()}", grey(5))
+    monkeypatch.chdir(tmp_path)
+    for name in (b"concat:a|b.", b"http:x.", b"caf\xe9\n.", b"-i."):
+        odd = os.fsdecode(name + ending)
+        path = path.rename(odd)
+        assert numbers(read_clip(odd, 2, 1, 16, start=0.0)) == [0, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=300), edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=8))
+def test_damaged_tables_are_read_in_bounds(tmp_path_factory, data, edits):
+    folder = tmp_path_factory.getbasetemp()
+    sound = folder / "sound.mp4"
+    if not sound.exists():
+        encode(sound, grey(30))
+    for content in (data, data + sound.read_bytes(), sound.read_bytes()):
+        content = bytearray(content)
+        for at, value in edits if content else ():
+            content[at % len(content)] = value
+        (folder / "damaged.mp4").write_bytes(content)
+        why = too_many_frames(str(folder / "damaged.mp4"))
+        assert why is None or len(why) < 200
+    assert too_many_frames(str(sound)) is None

@@ -1,0 +1,67 @@
+"""What the log says of gradients that are not finite and of slow ranks."""
+
+import json
+import time
+
+import pytest
+
+from opendit.training import loop
+from tests.state.test_checkpoint import ARGV
+from tests.training.programs import LONG, after
+
+# ------------------------------------------------------------------------------------------ what the log says
+
+
+def weight_spoilt_from_step_3() -> None:
+    """One weight of rank 1's third block becomes infinite, in the place from which the forward pass reads it."""
+    true_build, true_inputs, engines = loop.build_model_and_engine, loop.inputs, []
+
+    def build(job):
+        engines.append(true_build(job))
+        return engines[0]
+
+    def inputs(job, batch):
+        if batch.step >= 3:
+            engines[0].module.blocks[2].mlp.fc1.weight.data[0, 0] = float("inf")
+        return true_inputs(job, batch)
+
+    loop.build_model_and_engine, loop.inputs = build, inputs
+
+
+@pytest.mark.parametrize("plugin", ["zero2", "ddp", "gemini"])
+def test_the_first_module_that_is_not_finite_is_named(start, plugin):
+    faults = {0: latents_spoilt_from_step_3} if plugin == "gemini" else {1: weight_spoilt_from_step_3}
+    argv = [*LONG, "--max_bad_steps", "3", "--plugin", plugin, "--mixed_precision", "bf16"]
+    run = start(2, argv, faults)
+    run.until(lambda: run.steps() >= 3)
+    assert set(run.ended(time.monotonic())) <= {1, 3}
+    (line,) = [line for line in map(run.last_line, range(2)) if "3 steps in a row" in line][:1]
+    if plugin == "gemini":
+        assert "on rank 0 the latents were not finite for 1 of 4 samples (row " in line
+    else:
+        assert "on rank 1 the output of blocks.2.mlp.fc1 was not finite for 4 of 4 samples (row " in line
+        assert "skipped, its gradients were not finite: on rank 1 the output of blocks.2.mlp.fc1" in run.texts()
+
+
+def latents_spoilt_from_step_3() -> None:
+    true_inputs = loop.inputs
+
+    def inputs(job, batch):
+        latents, t, noise, y = true_inputs(job, batch)
+        if batch.step >= 3:
+            latents[2] = float("inf")
+        return latents, t, noise, y
+
+    loop.inputs = inputs
+
+
+def slow_rank() -> None:
+    loop.inputs = after(0, lambda: time.sleep(0.5))
+
+
+def test_a_rank_that_is_slow_is_named_in_the_log(start):
+    run = start(2, [*ARGV, "--max_steps", "8", "--log_every", "4", "--ckpt_every", "0"], {1: slow_rank})
+    assert run.ended(time.monotonic(), 120) == [0, 0]
+    lines = [json.loads(line) for line in (run.outputs / "000-DiT-Ti-2" / "log.jsonl").read_text().splitlines()]
+    assert all(line["slowest_rank"] == 1 and line["slowest_x"] > 1.5 for line in lines)
+    assert "rank 1 (" in run.logs[0].read_text() and "holds the others up" in run.logs[0].read_text()
