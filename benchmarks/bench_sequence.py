@@ -42,7 +42,7 @@ from opendit.parallel.sequence.choose import MOST_GROUPS, Plan, Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
 from opendit.parallel.sizes import environment_world_size
-from opendit.training.runners import record
+from opendit.training.runners.recording import record
 
 LEAST_STEPS = 4  # of a turn, however long it takes then
 WHOLE, COMPUTE_ONLY, IN_STEP = "whole", "compute only", "in step"

@@ -31,6 +31,7 @@ from opendit.state.checkpoint import load_checkpoint, verify
 from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
 from opendit.training.monitor import resident_gib
+from opendit.training.runners import build_runner
 
 
 class FullEMA:
@@ -76,12 +77,10 @@ def measure(args, config, mesh: Mesh, folder: Path) -> dict[str, float]:
     """The figures, by metric."""
     cuda = mesh.device.type == "cuda"
     data, engine = Latents(config, args.batch_size, mesh), build(args, config, mesh)
-    ema = None
+    runner, ema = build_runner(engine, data.objective), None
 
     def step() -> None:
-        with engine.micro_batch(last=True):
-            engine.backward(data.loss(engine.forward, *data.inputs(0)))
-        result = engine.step()
+        result = runner.train_step([data.micro_batch(0)])
         if ema is not None:
             ema.update(result.finite)
 

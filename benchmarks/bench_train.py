@@ -41,7 +41,7 @@ from opendit.parallel.engines import PRECISIONS, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.state.ema import EMA
 from opendit.training.job import make_deterministic
-from opendit.training.runners import EAGER, ForwardBackward
+from opendit.training.runners import GRAPH_WARMUP, MicroBatch, build_runner
 
 SEED, GROUP = 1, 4
 PLAIN = "plain autocast bf16"
@@ -49,7 +49,7 @@ COMPILED = f"{PLAIN} compiled"
 
 
 class Latents:
-    """The loss of a step on random latents with the randomness of train.py."""
+    """Random latents with the randomness of train.py."""
 
     def __init__(self, config, batch_size: int, mesh: Mesh):
         self.config, self.objective = config, DDPMObjective()
@@ -59,14 +59,10 @@ class Latents:
         self.x = torch.randn(shape, device=mesh.device, generator=generator)
         self.y = self.index % config.num_classes
 
-    def inputs(self, step: int):
+    def micro_batch(self, step: int) -> MicroBatch:
         t = integers(SEED, step, self.index, Stream.TIMESTEP, 1000)
-        return self.x, t, normal(SEED, step, self.index, Stream.NOISE, tuple(self.x.shape[1:])), self.y
-
-    def loss(self, forward, x, t, noise, y):
-        prepared = self.objective.prepare(x, t, noise)
-        output = forward(prepared.x_t, prepared.timestep, y=y)
-        return self.objective.loss(output, prepared).mean()
+        noise = normal(SEED, step, self.index, Stream.NOISE, tuple(self.x.shape[1:]))
+        return MicroBatch(self.x, t, noise, self.y)
 
 
 def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = False):
@@ -97,7 +93,10 @@ def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = F
             return run(x, t, y)
 
     def step(number: int) -> None:
-        data.loss(forward, *data.inputs(number)).backward()
+        x, t, noise, y = data.micro_batch(number)
+        prepared = data.objective.prepare(x, t, noise)
+        output = forward(prepared.x_t, prepared.timestep, y=y)
+        data.objective.loss(output, prepared).mean().backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         adam.step()
         adam.zero_grad()
@@ -119,11 +118,10 @@ def engine_step(
     if compiled:
         model.compile_blocks()
     ema = EMA(engine, 0.9999)
-    forward_backward = ForwardBackward(engine, functools.partial(data.loss, engine.forward), graph=graph)
+    runner = build_runner(engine, data.objective, graph=graph)
 
     def step(number: int) -> None:
-        forward_backward(*data.inputs(number), last=True)
-        ema.update(engine.step().finite)
+        ema.update(runner.train_step([data.micro_batch(number)]).finite)
 
     return step
 
@@ -226,7 +224,7 @@ def main() -> None:
     parser.add_argument("--image_size", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=128)
     parser.add_argument("--steps", type=int, default=12, help=f"of a variant and round, in groups of {GROUP}")
-    parser.add_argument("--warmup", type=int, default=EAGER + 2)
+    parser.add_argument("--warmup", type=int, default=GRAPH_WARMUP + 2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--plugins", nargs="+", default=["zero2", "ddp", "gemini"])
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp16"])

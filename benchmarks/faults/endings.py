@@ -144,13 +144,13 @@ FROM_STEP_10 = """
 import os, opendit.training.loop as loop
 true_inputs = loop.inputs
 def inputs(job, batch):
-    latents, t, noise, y = true_inputs(job, batch)
+    given = true_inputs(job, batch)
     if batch.step >= 10 and os.environ.get("RANK", "0") == "{rank}":
         {what}
-    return latents, t, noise, y
+    return given
 loop.inputs = inputs
 """
-INFINITE = "noise = noise * float('inf')"
+INFINITE = "given = given._replace(noise=given.noise * float('inf'))"
 
 
 @fault("an exception in a step of rank 1 of two")

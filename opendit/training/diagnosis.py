@@ -17,6 +17,7 @@ from opendit.data import Batch
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import Engine
 from opendit.training.job import Job
+from opendit.training.runners import MicroBatch, Runner
 
 KEPT = 8  # micro-batches of a step, at most
 NAMED = 5  # samples
@@ -27,12 +28,12 @@ class Diagnosis:
     """Keeps a step's batches and finds in them what was not finite; build and ask it on every rank.
 
     Args:
-        inputs: of a batch: (latents, times, noise, conditions) on the device.
-        forward_backward: adds a micro-batch's gradients, kernel by kernel: ``forward_backward(*inputs, last=...)``.
+        inputs: makes a batch of the loader the micro-batch that the runner gets.
+        runner: runs it again.
     """
 
-    def __init__(self, job: Job, engine: Engine, inputs: Callable[[Job, Batch], tuple], forward_backward: Callable):
-        self.job, self.engine, self.inputs, self.forward_backward = job, engine, inputs, forward_backward
+    def __init__(self, job: Job, engine: Engine, inputs: Callable[[Job, Batch], MicroBatch], runner: Runner):
+        self.job, self.engine, self.inputs, self.runner = job, engine, inputs, runner
         self._channel = ControlGroup(job.mesh)
         self._batches: deque[Batch] = deque(maxlen=KEPT)
 
@@ -83,14 +84,12 @@ class Diagnosis:
         """What this rank found; None if all is finite."""
         found = None
         for batch in list(self._batches):
-            x, t, noise, y = self.inputs(self.job, batch)
-            here = self._of(batch, "the latents were not finite", x) or self._of(
-                batch, "the noise was not finite", noise
+            micro_batch = self.inputs(self.job, batch)
+            here = self._of(batch, "the latents were not finite", micro_batch.x0) or self._of(
+                batch, "the noise was not finite", micro_batch.noise
             )
-            with torch.no_grad(), _watched(self.engine.module, len(x)) as outputs, _eagerly():
-                prepared = self.job.objective.prepare(x, t, noise)
-                output = self.engine.forward(prepared.x_t, prepared.timestep, y=y)
-                loss = self.job.objective.loss(output, prepared)
+            with torch.no_grad(), _watched(self.engine.module, len(batch.index)) as outputs, _eagerly():
+                loss = self.runner.losses(micro_batch)
             if here is None and outputs:
                 name, bad = outputs[0]
                 here = f"the output of {name} was not finite{self._samples(batch, bad)}"
@@ -112,7 +111,7 @@ class Diagnosis:
         batches = list(self._batches)
         with _eagerly():
             for number, batch in enumerate(batches):
-                self.forward_backward(*self.inputs(self.job, batch), last=number == len(batches) - 1)
+                self.runner.forward_backward(self.inputs(self.job, batch), last=number == len(batches) - 1)
         shards = self.engine.gradient_shards()
         if shards is None:
             return None

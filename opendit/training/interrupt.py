@@ -18,13 +18,14 @@ class Interrupt:
     """Notes the first of these signals; a second one ends the process at once, as if nothing had been installed.
 
     A context manager; use it in the main thread, on every rank. Ranks get their signals at different moments, so a
-    step asks all of them: ``asked = interrupt.ask()`` before the optimizer's step, ``asked()`` after it. The message
-    travels over gloo while the device works; no step waits for it and no GPU is read.
+    step asks all of them: :meth:`ask` before the optimizer's step, :meth:`answer` after it. The message travels over
+    gloo while the device works; no step waits for it and no GPU is read.
     """
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._channel = mesh, ControlGroup(mesh)
         self._noted_at: float | None = None
+        self._answer: Callable[[], bool] | None = None
         # torchrun hands a Ctrl-C that its processes got from the terminal already on to them once more.
         self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
@@ -40,9 +41,13 @@ class Interrupt:
             # holds first, for which the Supervisor gives it seconds.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def ask(self) -> Callable[[], bool]:
-        """Starts to ask whether any rank was told to stop; the answer is the same on all ranks."""
-        return self._channel.start_any(self._noted_at is not None)
+    def ask(self) -> None:
+        """Starts to ask whether any rank was told to stop."""
+        self._answer = self._channel.start_any(self._noted_at is not None)
+
+    def answer(self) -> bool:
+        """The answer to the last :meth:`ask`, the same on all ranks; waits for it."""
+        return self._answer()
 
     def _note(self, number: int, frame) -> None:
         now = time.monotonic()

@@ -2,10 +2,10 @@
 
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from opendit.cli.train_flags import TrainConfig
 from opendit.data import Batch, BatchIterator, build_loader
@@ -13,7 +13,7 @@ from opendit.data.base import to_pixels
 from opendit.data.progress import Progress
 from opendit.diffusion.random import Stream, normal, uniform
 from opendit.kernels.recompute import recompute_in
-from opendit.models import Condition, build_model
+from opendit.models import build_model
 from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
 from opendit.parallel.engines import Engine, build_engine
@@ -31,7 +31,7 @@ from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
 from opendit.training.profiling import StepProfiler
 from opendit.training.records import WriteFailures
-from opendit.training.runners import ForwardBackward
+from opendit.training.runners import MicroBatch, build_runner
 from opendit.training.summary import announce, announce_memory, summarise
 
 
@@ -51,9 +51,16 @@ def train(job: Job, supervisor: Supervisor) -> int:
         load_checkpoint(job.resume, engine, ema)
         skipped_before = job.resume.state["skipped"]
     pace = Pace(mesh, Progress.write)
-    forward_backward = build_forward_backward(job, engine, pace)
-    announce(job, failures, engine, ema, forward_backward.note, compile_blocks(job, engine))
-    diagnosis = Diagnosis(job, engine, lambda job, batch: inputs(job, batch), forward_backward.eager)
+    runner = build_runner(
+        engine,
+        job.objective,
+        micro_batches=flags.grad_accumulation,
+        graph=flags.enable_cuda_graph,
+        after_forward=pace.end,
+        say=Progress.write,
+    )
+    announce(job, failures, engine, ema, runner.note, compile_blocks(job, engine))
+    diagnosis = Diagnosis(job, engine, lambda job, batch: inputs(job, batch), runner)
     logged = job.first_step  # the step of the last log line
     save_owed, told = False, False  # told: of the steps skipped now in a row
     with (
@@ -66,21 +73,13 @@ def train(job: Job, supervisor: Supervisor) -> int:
     ):
         for step in range(job.first_step, job.last_step):
             engine.set_lr(lr := learning_rate(flags, step, job.last_step))
-            step_loss = torch.zeros((), device=mesh.device)
-            for micro in range(flags.grad_accumulation):
-                asked = time.perf_counter()
-                batch = next(loader)
-                waited = time.perf_counter() - asked
-                monitor.loader_wait(waited)
-                pace.begin(waited)
-                diagnosis.keep(batch)
-                step_loss += forward_backward(*inputs(job, batch), last=micro == flags.grad_accumulation - 1)
-            interrupted = interrupt.ask()
-            result = engine.step()
+            epoch = job.schedule.epoch(step)
+            micro_batches = step_inputs(job, loader, monitor, pace, diagnosis)
+            result = runner.train_step(micro_batches, before_update=interrupt.ask)
             ema.update(result.finite)
-            monitor.add(step_loss, result.finite)
+            monitor.add(result.loss, result.finite)
             profiler.step()
-            done, stopping = step + 1, interrupted()
+            done, stopping = step + 1, interrupt.answer()
             last = stopping or done == job.last_step
             save_owed |= flags.save and due(done, flags.ckpt_every)
             # Only here the host waits for the device. While steps are being skipped nothing is saved: the run may be
@@ -109,12 +108,10 @@ def train(job: Job, supervisor: Supervisor) -> int:
                 counts |= {"short_clips": int(short_clips), "failed_saves": len(checkpoints.failures)}
                 counts |= pace.log(done, done - logged)
                 logged = done
-                monitor.log(done, batch.epoch, lr, grad_norm, **counts)
+                monitor.log(done, epoch, lr, grad_norm, **counts)
             paused = monitor.pause() if saving or drawing else None
             if saving:
-                checkpoints.save(
-                    {"step": done, "epoch": batch.epoch, "skipped": skipped, "fingerprint": job.fingerprint}
-                )
+                checkpoints.save({"step": done, "epoch": epoch, "skipped": skipped, "fingerprint": job.fingerprint})
                 save_owed = False
             if drawing and not stopping and job.codec is not None:
                 draw_grid(job, engine, ema, monitor, done)
@@ -226,26 +223,29 @@ def learning_rate(flags: TrainConfig, step: int, last_step: int) -> float:
     return flags.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def inputs(job: Job, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Condition]:
-    """Latents, times, noise, conditions of a micro-batch; all their randomness is keyed by (seed, step, sample)."""
+def step_inputs(
+    job: Job, loader: BatchIterator, monitor: Monitor, pace: Pace, diagnosis: Diagnosis
+) -> Iterator[MicroBatch]:
+    """The micro-batches of the next step, each loaded when it is asked for."""
+    for _ in range(job.flags.grad_accumulation):
+        asked = time.perf_counter()
+        batch = next(loader)
+        waited = time.perf_counter() - asked
+        monitor.loader_wait(waited)
+        pace.begin(waited)
+        diagnosis.keep(batch)
+        yield inputs(job, batch)
+
+
+def inputs(job: Job, batch: Batch) -> MicroBatch:
+    """A loader's batch on the device, as latents; all its randomness is keyed by (seed, step, sample)."""
     device, seed, step = job.mesh.device, job.flags.global_seed, batch.step
     index = batch.index.to(device, non_blocking=True)
     latents = job.latents(to_pixels(batch.x.to(device, non_blocking=True)), step, index)
     t = job.objective.times(seed, step, index)
     noise = normal(seed, step, index, Stream.NOISE, tuple(latents.shape[1:]))
     dropped = uniform(seed, step, index, Stream.CONDITION_DROP) < job.flags.label_drop
-    return latents, t, noise, job.conditioner.drop(job.conditioner.of_batch(batch), dropped)
-
-
-def build_forward_backward(job: Job, engine: Engine, pace: Pace) -> ForwardBackward:
-    def loss(x: Tensor, t: Tensor, noise: Tensor, y: Condition) -> Tensor:
-        prepared = job.objective.prepare(x, t, noise)
-        output = engine.forward(prepared.x_t, prepared.timestep, y=y)
-        loss = job.objective.loss(output, prepared).mean() / job.flags.grad_accumulation
-        pace.end()
-        return loss
-
-    return ForwardBackward(engine, loss, graph=job.flags.enable_cuda_graph, say=Progress.write)
+    return MicroBatch(latents, t, noise, job.conditioner.drop(job.conditioner.of_batch(batch), dropped))
 
 
 def build_model_and_engine(job: Job) -> Engine:

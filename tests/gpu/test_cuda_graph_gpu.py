@@ -5,7 +5,7 @@ import torch
 
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.models import DiTConfig, TextConfig
-from opendit.training.runners import record
+from opendit.training.runners.recording import record
 from tests.ranks import run_ranks
 from tests.training.test_runners import train
 

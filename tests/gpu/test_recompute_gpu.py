@@ -9,8 +9,9 @@ from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
 from opendit.parallel.engines import build_engine
 from opendit.training.memory import Setup, estimate
-from opendit.training.runners import ForwardBackward
+from opendit.training.runners import MicroBatch, build_runner
 from tests.models.test_dit import randomised
+from tests.objectives import SquaredError
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -54,14 +55,10 @@ def steps(mesh, level: str, graph: bool) -> tuple[list[float], int]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
-    def loss(x, t, noise, y):
-        return (engine.forward(x, t, y).float()[:, :4] - noise).square().mean()
-
-    run, losses = ForwardBackward(engine, loss, graph=graph), []
+    runner, losses = build_runner(engine, SquaredError(), graph=graph), []
     for number in range(8):
-        losses.append(run(*inputs(number), last=True).item())
-        engine.step()
-    assert "failed" not in run.note
+        losses.append(runner.train_step([MicroBatch(*inputs(number))]).loss.item())
+    assert "failed" not in runner.note
     return losses, torch.cuda.max_memory_allocated()
 
 

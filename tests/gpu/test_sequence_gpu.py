@@ -18,9 +18,10 @@ from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
-from opendit.training.runners import ForwardBackward
+from opendit.training.runners import MicroBatch, build_runner
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
+from tests.objectives import SquaredError
 from tests.ranks import run_ranks
 
 ranks = pytest.mark.parametrize("world", [2, 4])
@@ -165,14 +166,11 @@ def recorded(mesh: Mesh) -> list[list[tuple[str, list[float]]]]:
         if fails:
             model.blocks[1].attn.attend = refusing(model.blocks[1].attn.attend)
         engine, losses = build_engine(model, shared, plugin="zero2", precision="bf16", lr=1e-3, grad_clip=0.0), []
-        run = ForwardBackward(
-            engine, lambda x, t, target, y: (engine.forward(x, t, y).float() - target).square().mean(), graph=graph
-        )
+        runner = build_runner(engine, SquaredError(), graph=graph)
         for step in range(8):
             x, t, y, target = batch(device, step % 3)
-            losses.append(run(x, t, target, y, last=True).item())
-            engine.step()
-        return run.note, losses
+            losses.append(runner.train_step([MicroBatch(x, t, target, y)]).loss.item())
+        return runner.note, losses
 
     for settings in (dict(kind="ulysses"), dict(kind="ulysses", groups=2), dict(kind="fastseq")):
         found.append([train(settings, graph, fails) for graph, fails in ((False, False), (True, False), (True, True))])

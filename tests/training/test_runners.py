@@ -1,15 +1,17 @@
-"""Recorded micro-batches: the bookkeeping, with a recorder that needs no GPU. (tests/gpu/ has the real one.)"""
+"""Runners: the step they make, and the bookkeeping of CUDA graphs with a recorder that needs no GPU. (tests/gpu/ has
+the real one.)"""
+
+import contextlib
 
 import pytest
 import torch
 
-from opendit.diffusion import DDPMObjective
+from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.random import Stream, normal
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig
 from opendit.parallel.engines import PRECISIONS, build_engine
-from opendit.training import runners as forward_backward
-from opendit.training.runners import EAGER, ForwardBackward
+from opendit.training.runners import GRAPH_WARMUP, CUDAGraphRunner, EagerRunner, MicroBatch, build_runner
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 
@@ -20,10 +22,15 @@ CAPTIONS = DiTConfig((4, 4), 2, 2, 24, 1, 3, text=TextConfig("t5", 8, 5, cross_a
 class Recorder:
     """Stands in for CUDA graphs: tensors are made while recording, and every replay writes into the same ones."""
 
-    def __init__(self):
-        self.recorded = self.replayed = 0
+    def __init__(self, engine):
+        self.engine, self.recorded, self.replayed, self.beside = engine, 0, 0, 0
 
-    def __call__(self, work, stream, pool):
+    @contextlib.contextmanager
+    def side_stream(self):
+        self.beside += 1
+        yield
+
+    def record(self, work):
         self.recorded += 1
         before = [None if g is None else g.clone() for g in self.engine.gradients]
         result = work()
@@ -44,48 +51,50 @@ class Recorder:
         return result, replay
 
 
-def engine_of(mesh, config, precision="fp32", speed=None):
+def engine_of(mesh, config, precision="fp32", speed=None, accumulation=2):
     torch.manual_seed(0)
     model = randomised(DiT(config)).to(mesh.device)
     if speed is not None:
         dtype, head_dim = PRECISIONS[precision], config.hidden_size // config.num_heads
         kernels = select_kernels(speed, mesh.device, dtype, head_dim, config.tokens)
         model.use(ops=kernels.ops, attend=kernels.attend)
-    return build_engine(model, mesh, plugin="zero2", precision=precision, lr=1e-3, grad_accumulation=2)
+    return build_engine(model, mesh, plugin="zero2", precision=precision, lr=1e-3, grad_accumulation=accumulation)
 
 
-def micro_batch(config, number: int, mesh, size: int = 2):
+def micro_batch(config, number: int, mesh, size: int = 2) -> MicroBatch:
     index = torch.arange(size, device=mesh.device) + 100 * mesh.rank
     x, noise = (normal(seed, number, index, Stream.NOISE, (2, *config.input_size)) for seed in (1, 2))
     t = (37 * index + number) % 1000
     if config.text is None:
-        return x, t, noise, (index + number) % 3
+        return MicroBatch(x, t, noise, (index + number) % 3)
     tokens = normal(3, number, index, Stream.NOISE, (5, 8))
-    return x, t, noise, TextCondition(tokens, tokens[..., 0] < 1, tokens.mean(1))
+    return MicroBatch(x, t, noise, TextCondition(tokens, tokens[..., 0] < 1, tokens.mean(1)))
 
 
-def train(mesh, config, sizes: list[list[int]], recorder: Recorder | None, graph: bool = False, **how):
-    """Masters after a step for each list of sizes of micro-batches, and all losses."""
+def train(mesh, config, sizes: list[list[int]], recorder=None, graph: bool = False, **how):
+    """Masters after a step for each list of sizes of micro-batches, all losses, and the recorder. All lists are as
+    long."""
     engine, objective, losses = engine_of(mesh, config, **how), DDPMObjective(), []
-    run = ForwardBackward(engine, lambda x, t, e, y: objective.loss(engine.forward, x, t, e, y=y).mean(), graph=graph)
+    runner = build_runner(engine, objective, micro_batches=len(sizes[0]), graph=graph)
+    assert runner.note.startswith("forward and backward" if graph and mesh.device.type == "cuda" else "off")
     if recorder is not None:
-        run.graph, recorder.engine, forward_backward.record = True, engine, recorder
-    assert run.note.startswith("forward and backward" if graph and mesh.device.type == "cuda" else "off")
+        recorder = recorder(engine)
+        runner = CUDAGraphRunner(EagerRunner(engine, objective, len(sizes[0])), recorder)
     number = 0
     for step in sizes:
-        for i, size in enumerate(step):
-            losses.append(run(*micro_batch(config, number, mesh, size), last=i == len(step) - 1).clone())
-            number += 1
-        engine.step()
-    assert "failed" not in run.note
-    return {name: master.clone() for name, master in engine.masters().items()}, torch.stack(losses)
+        parts = (micro_batch(config, number + i, mesh, size) for i, size in enumerate(step))
+        losses.append(runner.train_step(parts).loss)
+        number += len(step)
+    assert "failed" not in runner.note
+    return {name: master.clone() for name, master in engine.masters().items()}, torch.stack(losses), recorder
 
 
 def both(mesh, config, sizes):
     """A run kernel by kernel and one with recordings: whether they agree to the bit, and what the recorder saw."""
-    plain, recorder = train(mesh, config, sizes, None), Recorder()
-    recorded = train(mesh, config, sizes, recorder)
+    plain, recorded = train(mesh, config, sizes), train(mesh, config, sizes, Recorder)
     same = torch.equal(plain[1], recorded[1]) and all(torch.equal(recorded[0][n], m) for n, m in plain[0].items())
+    recorder = recorded[2]
+    assert recorder.beside == sum(map(len, sizes)) - recorder.replayed  # what is not replayed runs beside
     return same, recorder.recorded, recorder.replayed
 
 
@@ -93,7 +102,7 @@ def both(mesh, config, sizes):
 @pytest.mark.parametrize("world", (1, 2))
 def test_replayed_steps_are_the_steps(world, config):
     for same, recorded, replayed in run_ranks(world, both, config, [[2]] * 8):
-        assert same and recorded == 1 and replayed == 8 - EAGER
+        assert same and recorded == 1 and replayed == 8 - GRAPH_WARMUP
 
 
 @pytest.mark.parametrize("world", (1, 2))
@@ -107,35 +116,143 @@ def test_accumulation_and_other_shapes(world):
 
 
 def fails(mesh):
-    def refuse(*_):
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+    class Refuses(Recorder):
+        def record(self, work):
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     said = []
-    engine, objective = engine_of(mesh, LABELS), DDPMObjective()
-    run = ForwardBackward(
-        engine, lambda x, t, e, y: objective.loss(engine.forward, x, t, e, y=y).mean(), graph=True, say=said.append
-    )
-    run.graph, forward_backward.record = True, refuse
+    engine = engine_of(mesh, LABELS, accumulation=1)
+    runner = CUDAGraphRunner(EagerRunner(engine, DDPMObjective()), Refuses(engine), said.append)
     for number in range(6):
-        loss = run(*micro_batch(LABELS, number, mesh), last=True)
-        assert loss.isfinite() and engine.step().finite
-    return said
+        result = runner.train_step([micro_batch(LABELS, number, mesh)])
+        assert result.loss.isfinite() and result.finite
+    return said, runner.note
+
+
+def test_a_recording_that_fails_is_said_once_and_training_goes_on():
+    ((said, note),) = run_ranks(1, fails)
+    why = "recording failed, training goes on kernel by kernel: operation not permitted when stream is capturing"
+    assert said == [f"CUDA graph: {why}"] and note == why
 
 
 def why_off(mesh, plugin):
     engine = build_engine(DiT(LABELS), mesh, plugin=plugin, precision="bf16")
-    return ForwardBackward(engine, None, graph=True).note, engine.no_graph
+    notes = [build_runner(engine, DDPMObjective(), graph=graph).note for graph in (True, False)]
+    return *notes, engine.no_graph
 
 
 @pytest.mark.parametrize("plugin", ("zero2", "ddp", "gemini"))
 def test_the_note_says_why_there_is_no_graph(plugin):
-    ((note, reason),) = run_ranks(1, why_off, plugin)
+    ((note, not_asked, reason),) = run_ranks(1, why_off, plugin)
     assert note == "off: it needs a CUDA GPU" and (plugin in reason) == (plugin != "zero2")
+    assert not_asked == "off: --enable_cuda_graph is off"
 
 
-def test_a_recording_that_fails_is_said_once_and_training_goes_on():
-    (said,) = run_ranks(1, fails)
-    assert said == [
-        "CUDA graph: recording failed, training goes on kernel by kernel: operation not permitted when stream is "
-        "capturing"
-    ]
+class Plain(torch.nn.Module):
+    """A network whose gradients are known: returns w x_t."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x, t, y):
+        return self.w * x
+
+
+def plain_step(mesh, plugin: str):
+    """What is seen of one step of three micro-batches, and of wrong numbers of them."""
+    engine = build_engine(Plain(), mesh, plugin=plugin, precision="fp32", lr=1e-2, grad_clip=0.0, grad_accumulation=3)
+    objective, order = FlowObjective(), []
+
+    def parts(count: int):
+        for number in range(count):
+            order.append(f"load {number}")
+            yield given[number]
+
+    def forward_ended():
+        order.append("forward")
+
+    index = torch.arange(4) + 10 * mesh.rank
+    given = []
+    for number in range(4):
+        x0, noise = (normal(seed, number, index, Stream.NOISE, (3, 5)) for seed in (5, 6))
+        given.append(MicroBatch(x0, objective.times(0, number, index), noise, index))
+    true_backward, true_step = engine.backward, engine.step
+    engine.backward = lambda loss: (order.append("backward"), true_backward(loss))
+    engine.step = lambda: (order.append("step"), true_step())[1]
+    runner = build_runner(engine, objective, micro_batches=3, after_forward=forward_ended)
+    stepped = []
+    for count in (2, 4):
+        with pytest.raises(ValueError, match=f"3 micro-batches, got {count}"):
+            runner.train_step(parts(count))
+        stepped.append("step" in order)
+        engine.adam.zero_grad()
+        if plugin == "zero2":
+            engine.optimizer.zero_grad()
+        order.clear()
+    result = runner.train_step(parts(3), before_update=lambda: order.append("before update"))
+    return order, stepped, result.loss.item(), result.grad_norm.item()
+
+
+def by_hand(ranks: int) -> tuple[list[float], float]:
+    """Each rank's loss in float64, and the gradient's norm: d/dw of the mean of (w x_t - (noise - x_0))^2."""
+    losses, gradient = [], 0.0
+    for rank in range(ranks):
+        index, loss = torch.arange(4) + 10 * rank, 0.0
+        for number in range(3):
+            x0, noise = (normal(seed, number, index, Stream.NOISE, (3, 5)).double() for seed in (5, 6))
+            t = FlowObjective().times(0, number, index).view(-1, 1, 1)
+            x_t = (1 - t) * x0 + t * noise
+            error = 0.5 * x_t - (noise - x0)
+            loss += error.square().mean().item() / 3
+            gradient += (2 * error * x_t).mean().item() / 3 / ranks
+        losses.append(loss)
+    return losses, abs(gradient)
+
+
+def plain_steps(mesh) -> list:
+    return [plain_step(mesh, plugin) for plugin in ("zero2", "ddp")]
+
+
+def test_a_step_is_the_mean_of_its_micro_batches():
+    losses, gradient = by_hand(2)
+    one = ["forward", "backward"]
+    expected = ["load 0", *one, "load 1", *one, "load 2", *one, "before update", "step"]
+    for rank, plugins in enumerate(run_ranks(2, plain_steps)):
+        for order, stepped, loss, norm in plugins:
+            assert order == expected  # one micro-batch is loaded when the one before is done
+            assert not any(stepped)
+            assert loss == pytest.approx(losses[rank], rel=1e-5) and norm == pytest.approx(gradient, rel=1e-4)
+
+
+def test_the_runner_calls_the_model_between_the_objective_s_halves():
+    for objective in (DDPMObjective("v", 5.0), FlowObjective(3.0), EDMObjective()):
+        index = torch.arange(3)
+        x0, noise = (normal(seed, 0, index, Stream.NOISE, (2, 4, 4)) for seed in (1, 2))
+        given = MicroBatch(x0, objective.times(0, 1, index), noise, torch.tensor([2, 0, 1]))
+        called = []
+
+        class Engine:
+            def forward(self, x, t, y, called=called, objective=objective):
+                called.append((x, t, y))
+                return torch.cat((x, -x), 1) if objective.learn_sigma else -x
+
+        losses = EagerRunner(Engine(), objective).losses(given)
+        prepared = objective.prepare(*given[:3])
+        ((x, t, y),) = called
+        assert torch.equal(x, prepared.x_t) and torch.equal(t, prepared.timestep) and y is given.condition
+        output = torch.cat((x, -x), 1) if objective.learn_sigma else -x
+        assert torch.equal(losses, objective.loss(output, prepared)) and losses.shape == (3,)
+
+
+@pytest.mark.parametrize("config", (LABELS, CAPTIONS), ids=("labels", "captions"))
+def test_a_clone_of_a_micro_batch_has_its_own_memory(config):
+    class Mesh:
+        device, rank = torch.device("cpu"), 0
+
+    given = micro_batch(config, 1, Mesh)
+    copy = given.clone()
+    assert type(copy.condition) is type(given.condition)
+    assert len(copy.tensors()) == len(given.tensors()) == (4 if config.text is None else 6)
+    for a, b in zip(copy.tensors(), given.tensors(), strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype and a.data_ptr() != b.data_ptr()

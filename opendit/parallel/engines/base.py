@@ -29,12 +29,14 @@ class StepResult:
     """What a step did, as 0-dim tensors on the device: reading one waits for the device, which a step itself need not.
 
     grad_norm: unscaled and before clipping. finite: whether it was, and the step was taken; if not, no weight, moment
-    or average has changed. loss_scale: of fp16's scaler, else 1.
+    or average has changed. loss_scale: of fp16's scaler, else 1. loss: the mean of the step's micro-batches on this
+    rank, which the runner fills in.
     """
 
     grad_norm: Tensor
     finite: Tensor
     loss_scale: Tensor | float = 1.0
+    loss: Tensor | None = None
 
 
 class Engine(ABC):

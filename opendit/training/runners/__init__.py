@@ -1,0 +1,39 @@
+"""How a training step is run: prepare, model, loss and backward of its micro-batches, then the optimizer's step."""
+
+from collections.abc import Callable
+
+from opendit.diffusion import Objective
+from opendit.parallel.engines import Engine
+from opendit.training.runners.base import MicroBatch, Runner
+from opendit.training.runners.cuda_graph import GRAPH_WARMUP, CUDAGraphRunner
+from opendit.training.runners.eager import EagerRunner
+from opendit.training.runners.recording import GraphRecorder
+
+__all__ = ["GRAPH_WARMUP", "CUDAGraphRunner", "EagerRunner", "MicroBatch", "Runner", "build_runner"]
+
+
+def build_runner(
+    engine: Engine,
+    objective: Objective,
+    *,
+    micro_batches: int = 1,
+    graph: bool = False,
+    after_forward: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = print,
+) -> Runner:
+    """The runner for an engine.
+
+    Args:
+        micro_batches: of a step; the loss is their mean.
+        graph: whether CUDA graphs are asked for (``--enable_cuda_graph``); ``note`` says why there are none.
+        after_forward: called when a micro-batch's forward pass is enqueued, unless that is replayed from a graph.
+        say: is told if a recording fails.
+    """
+    eager = EagerRunner(engine, objective, micro_batches, after_forward)
+    why_not = "--enable_cuda_graph is off"
+    if graph:
+        why_not = engine.no_graph if engine.mesh.device.type == "cuda" else "it needs a CUDA GPU"
+    if why_not:
+        eager.note = f"off: {why_not}"
+        return eager
+    return CUDAGraphRunner(eager, GraphRecorder(), say)

@@ -1,0 +1,18 @@
+"""What opendit.training.runners.recording takes from torch's inside is there."""
+
+import inspect
+
+import pytest
+import torch
+
+from opendit.training.runners import recording
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch without CUDA")
+def test_torch_s_private_names_are_there():
+    """Those that only a failed recording needs, on a GPU: a torch without them would be noticed there too late."""
+    private = {word for word in inspect.getsource(recording).split() if word.startswith("torch._C.")}
+    assert {name.split("(")[0] for name in private} == {"torch._C._cuda_endAllocateToPool"}
+    assert callable(torch._C._cuda_endAllocateToPool)
+    for name in ("clone_state", "graphsafe_set_state"):
+        assert callable(getattr(torch.Generator, name))
