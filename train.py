@@ -1,4 +1,4 @@
-"""Trains a Diffusion Transformer: data -> latents -> loss -> step -> EMA -> log and checkpoint.
+"""Trains a Diffusion Transformer: data -> prepare -> model -> loss -> step -> EMA -> log.
 
 One process:     python train.py --model DiT-S/2 --data_path FOLDER
 Several GPUs:    torchrun --standalone --nproc_per_node=8 train.py --model DiT-XL/2 --data_path FOLDER

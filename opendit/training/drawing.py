@@ -14,10 +14,12 @@ from opendit.training.monitor import Monitor
 
 def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -> None:
     """samples/NNNNNNN.png from the EMA weights, by rank 0 and those that share its samples; the others help to gather
-    the weights.
+    the weights. Without the latents' VAE there is none.
 
     The training module itself takes them for the time; under a plugin that has cut it up, a second one does.
     """
+    if job.codec is None:
+        return
     mesh, model, trained = job.mesh, None, monitoring.allocated_gib()
     if mesh.dp_rank == 0 and engine.whole:
         model = engine.module

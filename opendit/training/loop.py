@@ -1,4 +1,7 @@
-"""The training program: data -> latents -> loss -> step -> EMA -> log and checkpoint."""
+"""The training program: data -> prepare -> model -> loss -> step -> EMA -> log.
+
+(The runner prepares, calls the model and its loss, and steps: opendit/training/runners/eager.py.)
+"""
 
 import math
 import time
@@ -22,6 +25,7 @@ from opendit.parallel.supervisor import Supervisor
 from opendit.state.checkpoint import load_checkpoint
 from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
+from opendit.training.agenda import Agenda
 from opendit.training.diagnosis import Diagnosis
 from opendit.training.drawing import draw_grid
 from opendit.training.from_flags import config_of
@@ -31,7 +35,9 @@ from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
 from opendit.training.profiling import StepProfiler
 from opendit.training.records import WriteFailures
-from opendit.training.runners import MicroBatch, build_runner
+from opendit.training.runners import MicroBatch, Runner, build_runner
+from opendit.training.skipped_steps import SkippedSteps
+from opendit.training.step_log import StepLog
 from opendit.training.summary import announce, announce_memory, summarise
 
 
@@ -41,28 +47,16 @@ def train(job: Job, supervisor: Supervisor) -> int:
 
     Whatever owns a process, a thread or a file is closed on every way out.
     """
-    flags, mesh = job.flags, job.mesh
-    failures = WriteFailures(Progress.write)
+    flags, mesh, failures = job.flags, job.mesh, WriteFailures(Progress.write)
     announce_memory(job)
     engine = build_model_and_engine(job)
     ema = EMA(engine, flags.ema_decays, flags.ema_warmup)
-    skipped_before = 0
     if job.resume:
         load_checkpoint(job.resume, engine, ema)
-        skipped_before = job.resume.state["skipped"]
     pace = Pace(mesh, Progress.write)
-    runner = build_runner(
-        engine,
-        job.objective,
-        micro_batches=flags.grad_accumulation,
-        graph=flags.enable_cuda_graph,
-        after_forward=pace.end,
-        say=Progress.write,
-    )
+    runner = runner_of(job, engine, pace)
     announce(job, failures, engine, ema, runner.note, compile_blocks(job, engine))
-    diagnosis = Diagnosis(job, engine, lambda job, batch: inputs(job, batch), runner)
-    logged = job.first_step  # the step of the last log line
-    save_owed, told = False, False  # told: of the steps skipped now in a row
+    diagnosis, agenda = Diagnosis(job, engine, inputs, runner), Agenda(flags, job.last_step)
     with (
         open_monitor(job, supervisor, failures) as monitor,
         open_loader(job, supervisor) as loader,
@@ -71,52 +65,29 @@ def train(job: Job, supervisor: Supervisor) -> int:
         supervisor.announced(),
         Interrupt(mesh) as interrupt,
     ):
+        skipped = SkippedSteps(engine, diagnosis, flags.max_bad_steps, monitor.say)
+        log = StepLog(job, engine, loader, checkpoints, monitor, pace)
         for step in range(job.first_step, job.last_step):
             engine.set_lr(lr := learning_rate(flags, step, job.last_step))
-            epoch = job.schedule.epoch(step)
             micro_batches = step_inputs(job, loader, monitor, pace, diagnosis)
             result = runner.train_step(micro_batches, before_update=interrupt.ask)
             ema.update(result.finite)
             monitor.add(result.loss, result.finite)
             profiler.step()
-            done, stopping = step + 1, interrupt.answer()
-            last = stopping or done == job.last_step
-            save_owed |= flags.save and due(done, flags.ckpt_every)
-            # Only here the host waits for the device. While steps are being skipped nothing is saved: the run may be
-            # about to fail.
-            looking = last or save_owed or due(done, flags.log_every) or due(done, flags.max_bad_steps)
-            in_a_row = int(engine.skipped_in_a_row) if looking else 0
-            skipping = in_a_row > 0
-            # (fp16 skips a step now and then while its loss scale is above 1, to lower it: nothing is wrong then.)
-            failing = skipping and not float(result.loss_scale) > 1
-            if in_a_row >= flags.max_bad_steps:
-                raise not_finite(in_a_row, diagnosis.find(gradients=True))
-            if failing and not told and diagnosis.harmless:
-                monitor.say(f"step {done}: skipped, its gradients were not finite: {diagnosis.find(gradients=False)}")
-            told = failing or (told and not looking)
-            saving = flags.save and ((last and not failing) or (save_owed and not skipping))
-            if flags.save and last and failing:
+            done, epoch, stopping = step + 1, job.schedule.epoch(step), interrupt.answer()
+            if agenda.step_done(done, stopping):
+                skipped.look(done, result)  # here alone, and for a line, a save or a drawing, the host waits
+            due = agenda.due(skipped.skipping, skipped.failing)
+            if due.refuse:
                 checkpoints.refuse(done, "the gradients of this step were not finite")
-            drawing = due(done, sample_every(flags)) or (done == job.last_step and flags.sample_every != 0)
-            # A line at every save: a resumed run starts a new mean there, too.
-            if saving or last or due(done, flags.log_every):
-                grad_norm = result.grad_norm.item() if result.finite else None
-                skipped = skipped_before + int(engine.skipped)
-                seen = torch.tensor([loader.skipped, loader.shortened], device=mesh.device)
-                bad_files, short_clips = mesh.sum(seen) // mesh.sp_size  # the ranks of a sequence group read the same
-                counts = {"loss_scale": float(result.loss_scale), "skipped": skipped, "bad_files": int(bad_files)}
-                counts |= {"short_clips": int(short_clips), "failed_saves": len(checkpoints.failures)}
-                counts |= pace.log(done, done - logged)
-                logged = done
-                monitor.log(done, epoch, lr, grad_norm, **counts)
-            paused = monitor.pause() if saving or drawing else None
-            if saving:
-                checkpoints.save({"step": done, "epoch": epoch, "skipped": skipped, "fingerprint": job.fingerprint})
-                save_owed = False
-            if drawing and not stopping and job.codec is not None:
-                draw_grid(job, engine, ema, monitor, done)
-            if paused is not None:
-                monitor.resume(paused)
+            if due.log:
+                log.write(done, epoch, lr, result)
+            with monitor.paused(due.save or due.draw):
+                if due.save:
+                    state = {"step": done, "epoch": epoch, "skipped": log.skipped, "fingerprint": job.fingerprint}
+                    checkpoints.save(state)
+                if due.draw:
+                    draw_grid(job, engine, ema, monitor, done)
             if stopping:
                 break
         profiler.close()
@@ -125,6 +96,52 @@ def train(job: Job, supervisor: Supervisor) -> int:
     if mesh.is_main:
         summarise(job, monitor, checkpoints)
     return len(checkpoints.failures) + mesh.broadcast_object(failures.count)  # rank 0 writes the others
+
+
+def step_inputs(
+    job: Job, loader: BatchIterator, monitor: Monitor, pace: Pace, diagnosis: Diagnosis
+) -> Iterator[MicroBatch]:
+    """The micro-batches of the next step, each loaded when it is asked for."""
+    for _ in range(job.flags.grad_accumulation):
+        asked = time.perf_counter()
+        batch = next(loader)
+        waited = time.perf_counter() - asked
+        monitor.loader_wait(waited)
+        pace.begin(waited)
+        diagnosis.keep(batch)
+        yield inputs(job, batch)
+
+
+def inputs(job: Job, batch: Batch) -> MicroBatch:
+    """A loader's batch on the device, as latents; all its randomness is keyed by (seed, step, sample)."""
+    device, seed, step = job.mesh.device, job.flags.global_seed, batch.step
+    index = batch.index.to(device, non_blocking=True)
+    latents = job.latents(to_pixels(batch.x.to(device, non_blocking=True)), step, index)
+    t = job.objective.times(seed, step, index)
+    noise = normal(seed, step, index, Stream.NOISE, tuple(latents.shape[1:]))
+    dropped = uniform(seed, step, index, Stream.CONDITION_DROP) < job.flags.label_drop
+    return MicroBatch(latents, t, noise, job.conditioner.drop(job.conditioner.of_batch(batch), dropped))
+
+
+def learning_rate(flags: TrainConfig, step: int, last_step: int) -> float:
+    """Linear warm-up to --lr, then constant, or a cosine to zero at the last step."""
+    if step < flags.warmup_steps:
+        return flags.lr * (step + 1) / flags.warmup_steps
+    if flags.lr_schedule == "constant":
+        return flags.lr
+    progress = (step - flags.warmup_steps) / max(1, last_step - flags.warmup_steps)
+    return flags.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def runner_of(job: Job, engine: Engine, pace: Pace) -> Runner:
+    return build_runner(
+        engine,
+        job.objective,
+        micro_batches=job.flags.grad_accumulation,
+        graph=job.flags.enable_cuda_graph,
+        after_forward=pace.end,
+        say=Progress.write,
+    )
 
 
 def open_monitor(job: Job, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
@@ -196,56 +213,6 @@ def open_profiler(job: Job, monitor: Monitor, failures: WriteFailures) -> StepPr
 def say_skipped(mesh: Mesh, file: str) -> None:
     if mesh.sp_rank == 0:  # the others of the group skip the same
         Progress.write(f"rank {mesh.rank}: skipped {file}")
-
-
-def due(done: int, every: int) -> bool:
-    return every > 0 and done % every == 0
-
-
-def not_finite(in_a_row: int, cause: str) -> FloatingPointError:
-    return FloatingPointError(
-        f"{in_a_row} steps in a row had non-finite gradients (weights and checkpoints are as before them): {cause}; "
-        "try a lower --lr, --mixed_precision bf16, or --load an earlier checkpoint"
-    )
-
-
-def sample_every(flags: TrainConfig) -> int:
-    return flags.ckpt_every if flags.sample_every is None else flags.sample_every
-
-
-def learning_rate(flags: TrainConfig, step: int, last_step: int) -> float:
-    """Linear warm-up to --lr, then constant, or a cosine to zero at the last step."""
-    if step < flags.warmup_steps:
-        return flags.lr * (step + 1) / flags.warmup_steps
-    if flags.lr_schedule == "constant":
-        return flags.lr
-    progress = (step - flags.warmup_steps) / max(1, last_step - flags.warmup_steps)
-    return flags.lr * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def step_inputs(
-    job: Job, loader: BatchIterator, monitor: Monitor, pace: Pace, diagnosis: Diagnosis
-) -> Iterator[MicroBatch]:
-    """The micro-batches of the next step, each loaded when it is asked for."""
-    for _ in range(job.flags.grad_accumulation):
-        asked = time.perf_counter()
-        batch = next(loader)
-        waited = time.perf_counter() - asked
-        monitor.loader_wait(waited)
-        pace.begin(waited)
-        diagnosis.keep(batch)
-        yield inputs(job, batch)
-
-
-def inputs(job: Job, batch: Batch) -> MicroBatch:
-    """A loader's batch on the device, as latents; all its randomness is keyed by (seed, step, sample)."""
-    device, seed, step = job.mesh.device, job.flags.global_seed, batch.step
-    index = batch.index.to(device, non_blocking=True)
-    latents = job.latents(to_pixels(batch.x.to(device, non_blocking=True)), step, index)
-    t = job.objective.times(seed, step, index)
-    noise = normal(seed, step, index, Stream.NOISE, tuple(latents.shape[1:]))
-    dropped = uniform(seed, step, index, Stream.CONDITION_DROP) < job.flags.label_drop
-    return MicroBatch(latents, t, noise, job.conditioner.drop(job.conditioner.of_batch(batch), dropped))
 
 
 def build_model_and_engine(job: Job) -> Engine:

@@ -1,8 +1,10 @@
 """What a run shows: progress bar, log.jsonl, TensorBoard, throughput, MFU, memory."""
 
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -98,14 +100,18 @@ class Monitor:
         if self.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
-    def pause(self) -> float:
-        """A moment to hand to :meth:`resume`: what lies between is not training time."""
+    @contextlib.contextmanager
+    def paused(self, really: bool = True) -> Iterator[None]:
+        """What is done inside is not training time. Waits for the device first, unless ``really`` is false: then it
+        does nothing."""
+        if not really:
+            yield
+            return
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def resume(self, paused_at: float) -> None:
-        self._since += time.perf_counter() - paused_at
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
 
     def log(self, step: int, epoch: int, lr: float, grad_norm: float, **more) -> dict:
         """Writes one line; the loss is the mean over all ranks and all steps since the last line that were not

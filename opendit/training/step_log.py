@@ -1,0 +1,39 @@
+"""The lines of a run's log: what the monitor measures, and what only the loader, the saves and the optimizer know."""
+
+import torch
+
+from opendit.data import BatchIterator
+from opendit.parallel.engines import Engine, StepResult
+from opendit.state.saving import Checkpoints
+from opendit.training.job import Job
+from opendit.training.monitor import Monitor
+from opendit.training.pace import Pace
+
+
+class StepLog:
+    """Writes log lines; use it on every rank.
+
+    Attributes:
+        skipped: steps of the run that were skipped up to the last line, those before it was resumed included.
+    """
+
+    def __init__(
+        self, job: Job, engine: Engine, loader: BatchIterator, checkpoints: Checkpoints, monitor: Monitor, pace: Pace
+    ):
+        self._job, self._engine, self._loader, self._checkpoints = job, engine, loader, checkpoints
+        self._monitor, self._pace = monitor, pace
+        self._skipped_before = self.skipped = job.resume.state["skipped"] if job.resume else 0
+        self._logged = job.first_step  # the step of the last line
+
+    def write(self, done: int, epoch: int, lr: float, result: StepResult) -> None:
+        """A line after ``done`` steps. The host waits for the device."""
+        mesh = self._job.mesh
+        grad_norm = result.grad_norm.item() if result.finite else None
+        self.skipped = self._skipped_before + int(self._engine.skipped)
+        seen = torch.tensor([self._loader.skipped, self._loader.shortened], device=mesh.device)
+        bad_files, short_clips = mesh.sum(seen) // mesh.sp_size  # the ranks of a sequence group read the same
+        counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": int(bad_files)}
+        counts |= {"short_clips": int(short_clips), "failed_saves": len(self._checkpoints.failures)}
+        counts |= self._pace.log(done, done - self._logged)
+        self._logged = done
+        self._monitor.log(done, epoch, lr, grad_norm, **counts)
