@@ -6,12 +6,11 @@
 import math
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
 from opendit.cli.train_flags import TrainConfig
-from opendit.data import Batch, BatchIterator, build_loader
+from opendit.data import Batch, BatchIterator
 from opendit.data.base import to_pixels
 from opendit.data.progress import Progress
 from opendit.diffusion.random import Stream, normal, uniform
@@ -20,11 +19,9 @@ from opendit.models import build_model
 from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
 from opendit.parallel.engines import Engine, build_engine
-from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
 from opendit.state.checkpoint import load_checkpoint
 from opendit.state.ema import EMA
-from opendit.state.saving import Checkpoints
 from opendit.training.agenda import Agenda
 from opendit.training.diagnosis import Diagnosis
 from opendit.training.drawing import draw_grid
@@ -33,8 +30,8 @@ from opendit.training.interrupt import Interrupt
 from opendit.training.job import Job
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
-from opendit.training.profiling import StepProfiler
 from opendit.training.records import WriteFailures
+from opendit.training.resources import open_checkpoints, open_loader, open_monitor, open_profiler
 from opendit.training.runners import MicroBatch, Runner, build_runner
 from opendit.training.skipped_steps import SkippedSteps
 from opendit.training.step_log import StepLog
@@ -142,77 +139,6 @@ def runner_of(job: Job, engine: Engine, pace: Pace) -> Runner:
         after_forward=pace.end,
         say=Progress.write,
     )
-
-
-def open_monitor(job: Job, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
-    monitor = Monitor(
-        job.folder,
-        job.mesh,
-        first_step=job.first_step,
-        last_step=job.last_step,
-        samples_per_step=job.schedule.global_batch,
-        flops_per_sample=3 * job.model_config.forward_flops(),
-        precision=job.flags.mixed_precision,
-        failures=failures,
-    )
-    supervisor.closes(lambda _: monitor.close())
-    return monitor
-
-
-def open_loader(job: Job, supervisor: Supervisor) -> BatchIterator:
-    flags, mesh = job.flags, job.mesh
-    loader = build_loader(
-        job.dataset,
-        job.schedule,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
-        batch_size=flags.batch_size,
-        micro_batches=flags.grad_accumulation,
-        start_step=job.first_step,
-        end_step=job.last_step,
-        num_workers=flags.num_workers,
-        pin_memory=True,
-        max_bad=flags.max_bad,
-        on_skip=partial(say_skipped, mesh),
-        as_bytes=True,  # a quarter of the memory traffic and of the transfer; the device makes the floats
-        patience=flags.data_timeout,
-        say=lambda text: Progress.write(f"rank {mesh.rank}: {text}"),
-        on_hang=supervisor.fail,
-    )
-    supervisor.closes(lambda _: loader.close())
-    return loader
-
-
-def open_checkpoints(job: Job, engine: Engine, ema: EMA, monitor: Monitor, supervisor: Supervisor) -> Checkpoints:
-    checkpoints = Checkpoints(
-        job.folder / "checkpoints",
-        engine,
-        ema,
-        job.info(),
-        keep=job.flags.ckpt_keep,
-        in_use=job.resume and job.resume.folder,
-        say=monitor.say,
-        enabled=job.flags.save,
-        write_failures=monitor.failures,
-    )
-    supervisor.closes(checkpoints.abandon)
-    return checkpoints
-
-
-def open_profiler(job: Job, monitor: Monitor, failures: WriteFailures) -> StepProfiler:
-    return StepProfiler(
-        job.flags.profile and job.mesh.is_main,
-        job.folder / "profile",
-        job.mesh.device,
-        steps=job.last_step - job.first_step,
-        say=monitor.say,
-        failures=failures,
-    )
-
-
-def say_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.sp_rank == 0:  # the others of the group skip the same
-        Progress.write(f"rank {mesh.rank}: skipped {file}")
 
 
 def build_model_and_engine(job: Job) -> Engine:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import opendit.training.loop
+import opendit.training.resources
 import sample
 import train
 from opendit.export.__main__ import main as export
@@ -44,13 +45,13 @@ def spoil(engine, ema, part: str) -> None:
 def blow_up(mesh, outputs: str, part: str) -> int | None:
     """After step 2 something of what is saved is not finite on the last rank, though all gradients were."""
 
-    class Spoiling(opendit.training.loop.Checkpoints):
+    class Spoiling(opendit.training.resources.Checkpoints):
         def save(self, state):
             if state["step"] == 3 and mesh.rank == mesh.world_size - 1:
                 spoil(self.engine, self.ema, part)
             super().save(state)
 
-    opendit.training.loop.Checkpoints = Spoiling
+    opendit.training.resources.Checkpoints = Spoiling
     try:
         run_to(Path(outputs), 3, "--lr", "1e-30")
     except SystemExit as stop:
