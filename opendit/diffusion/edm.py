@@ -8,13 +8,17 @@ spans of 1000 (their fastest sinusoid turns by 1 radian a unit); the network get
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32
+from opendit.diffusion.names import SAMPLERS_OF
+from opendit.diffusion.objective import Objective, above_0
 from opendit.diffusion.prepared import Prepared
+from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
 
 NOISE_SCALE = 250.0  # the network's timestep for each unit of ln(sigma)
@@ -61,32 +65,6 @@ class EDMContext(NamedTuple):
     target: Tensor
 
 
-def prepare(x0: Tensor, sigma: Tensor, noise: Tensor, *, sigma_data: float) -> Prepared:
-    """c_in x for x = x_0 + sigma noise, 1000 c_noise in float32, and F's target ([K] eq. 8).
-
-    The target (x_0 - c_skip x) / c_out is written out, (sigma x_0 / sigma_data - sigma_data noise) c_in, so that
-    nothing cancels at small sigma. x0, noise: (B, C, ...). sigma: (B,). Raises ValueError for shapes that don't fit
-    each other.
-    """
-    if x0.shape != noise.shape or sigma.shape != x0.shape[:1]:
-        raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and sigma {tuple(sigma.shape)} don't fit")
-    x0, noise = at_least_float32(x0), at_least_float32(noise)
-    scale = torch.rsqrt(sigma**2 + sigma_data**2)
-    x = _rows(scale, x0) * (x0 + _rows(sigma, x0) * noise)
-    target = _rows(scale * sigma / sigma_data, x0) * x0 - _rows(scale * sigma_data, x0) * noise
-    return Prepared(x, network_times(sigma).float(), EDMContext(target))
-
-
-def loss(output: Tensor, prepared: Prepared) -> Tensor:
-    """[K] eq. 2 with the weight of table 1, lambda(sigma) |D(x; sigma) - x_0|^2, averaged: (B,), float32 at least.
-
-    As lambda = 1 / c_out^2, it is the squared error of F's ``output`` (B, C, ...), [K] eq. 8. Raises ValueError for an
-    output of another shape than its input's.
-    """
-    (target,) = prepared.context
-    return (at_least_float32(_checked(output, target)) - target).square().flatten(1).mean(1)
-
-
 def _rows(coefficients: Tensor, x: Tensor) -> Tensor:
     """(B,) as (B, 1, ..., 1), with the rank and dtype of x."""
     return coefficients.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
@@ -122,3 +100,54 @@ class EDMTrajectory(Trajectory):
 
     def has_slope(self, k: int) -> bool:
         return self.levels[k] > 0
+
+
+@dataclass(frozen=True)
+class EDMObjective(Objective):
+    """EDM. mean, std: of ln(sigma) in training. sigma_data: the standard deviation of the data."""
+
+    name: ClassVar[str] = "edm"
+    samplers: ClassVar[tuple[str, ...]] = SAMPLERS_OF["edm"]
+    preview_sampler: ClassVar[str] = "heun"
+    learn_sigma: ClassVar[bool] = False
+
+    mean: float = -1.2
+    std: float = 1.2
+    sigma_data: float = 0.5
+
+    def __post_init__(self):
+        above_0("--edm_std", self.std)
+        above_0("--edm_sigma_data", self.sigma_data)
+
+    def times(self, seed, step, index):
+        return log_normal_sigmas(uniform(seed, step, index, Stream.TIMESTEP), self.mean, self.std)
+
+    def prepare(self, x0, t, noise):
+        """c_in x for x = x_0 + sigma noise, 1000 c_noise in float32, and F's target; ``t`` is sigma.
+
+        The target (x_0 - c_skip x) / c_out ([K] eq. 8) is written out, c_in (sigma x_0 / sigma_data - sigma_data
+        noise), so that nothing cancels at small sigma.
+        """
+        if x0.shape != noise.shape or t.shape != x0.shape[:1]:
+            raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and sigma {tuple(t.shape)} don't fit")
+        x0, noise, sigma = at_least_float32(x0), at_least_float32(noise), t
+        scale = torch.rsqrt(sigma**2 + self.sigma_data**2)
+        x = _rows(scale, x0) * (x0 + _rows(sigma, x0) * noise)
+        target = _rows(scale * sigma / self.sigma_data, x0) * x0 - _rows(scale * self.sigma_data, x0) * noise
+        return Prepared(x, network_times(sigma).float(), EDMContext(target))
+
+    def loss(self, output, prepared):
+        """[K] eq. 2 with the weight of table 1, lambda(sigma) |D(x; sigma) - x_0|^2, averaged. As lambda = 1 / c_out^2,
+        it is the squared error of F's ``output`` (B, C, ...), [K] eq. 8."""
+        (target,) = prepared.context
+        return (at_least_float32(_checked(output, target)) - target).square().flatten(1).mean(1)
+
+    def trajectory(self, steps, even_in_noise=False):
+        return EDMTrajectory(karras_sigmas(steps), self.sigma_data)
+
+    def noise_level(self, timestep):
+        return sigmas_of(timestep)
+
+    @property
+    def predicts(self):
+        return {**super().predicts, "edm_sigma_data": self.sigma_data}

@@ -11,13 +11,17 @@ many times sooner: docs/log.md has the measurement.
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32
+from opendit.diffusion.names import FLOW_TIMES, SAMPLERS_OF
+from opendit.diffusion.objective import Objective, above_0, one_of
 from opendit.diffusion.prepared import Prepared
+from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
 
 TIME_SCALE = 1000.0  # the network's timestep at t = 1
@@ -60,30 +64,6 @@ class FlowContext(NamedTuple):
     velocity: Tensor
 
 
-def prepare(x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-    """x_t, 1000 t in float32, and the velocity to predict.
-
-    x0, noise: (B, C, ...). t: (B,) in [0, 1]. Raises ValueError for shapes that don't fit each other.
-    """
-    if x0.shape != noise.shape or t.shape != x0.shape[:1]:
-        raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
-    velocity = at_least_float32(noise) - at_least_float32(x0)
-    return Prepared(interpolate(x0, noise, t), network_times(t), FlowContext(velocity))
-
-
-def loss(output: Tensor, prepared: Prepared) -> Tensor:
-    """Mean squared error of the velocity ``output`` (B, C, ...): (B,), float32 at least.
-
-    Raises ValueError for an output that has not the shape of x_0.
-    """
-    (velocity,) = prepared.context
-    if output.shape != velocity.shape:
-        shapes = f"{tuple(velocity.shape)}, the model returned {tuple(output.shape)}"
-        raise ValueError(f"a velocity has the shape of x0 {shapes}")
-    error = at_least_float32(output) - velocity
-    return error.square().flatten(1).mean(1)
-
-
 def network_times(t: Tensor) -> Tensor:
     """What the network gets for t: float32 in [0, 1000]."""
     return (t * TIME_SCALE).to(torch.float32)
@@ -115,3 +95,47 @@ class FlowTrajectory(Trajectory):
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         return model(x, point).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class FlowObjective(Objective):
+    """Rectified flow. times_are: uniform, logit_normal or mode. shift: of training and sampling times alike."""
+
+    name: ClassVar[str] = "flow"
+    samplers: ClassVar[tuple[str, ...]] = SAMPLERS_OF["flow"]
+    preview_sampler: ClassVar[str] = "euler"
+    learn_sigma: ClassVar[bool] = False
+
+    shift: float = 1.0
+    times_are: str = "uniform"
+
+    def __post_init__(self):
+        one_of("--flow_times", self.times_are, FLOW_TIMES)
+        above_0("--flow_shift", self.shift)
+
+    def times(self, seed, step, index):
+        u = uniform(seed, step, index, Stream.TIMESTEP)
+        return shift_times(TIME_SAMPLING[self.times_are](u), self.shift)
+
+    def prepare(self, x0, t, noise):
+        """x_t, 1000 t in float32, and the velocity to predict."""
+        if x0.shape != noise.shape or t.shape != x0.shape[:1]:
+            raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
+        velocity = at_least_float32(noise) - at_least_float32(x0)
+        return Prepared(interpolate(x0, noise, t), network_times(t), FlowContext(velocity))
+
+    def loss(self, output, prepared):
+        """Mean squared error of the velocity ``output`` (B, C, ...)."""
+        (velocity,) = prepared.context
+        if output.shape != velocity.shape:
+            shapes = f"{tuple(velocity.shape)}, the model returned {tuple(output.shape)}"
+            raise ValueError(f"a velocity has the shape of x0 {shapes}")
+        error = at_least_float32(output) - velocity
+        return error.square().flatten(1).mean(1)
+
+    def trajectory(self, steps, even_in_noise=False):
+        return FlowTrajectory(sampling_times(steps, self.shift))
+
+    def noise_level(self, timestep):
+        t = timestep / TIME_SCALE
+        return t / (1 - t)  # infinite at 1, where no signal is left

@@ -1,0 +1,75 @@
+"""The objective of the DiT paper over the schedule and the loss of opendit/diffusion/ddpm.py, where the papers are."""
+
+import functools
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from opendit.diffusion import ddpm
+from opendit.diffusion.ddpm import DDPM
+from opendit.diffusion.ddpm_trajectory import DDPMTrajectory, eps_model
+from opendit.diffusion.names import PREDICTIONS, SAMPLERS_OF
+from opendit.diffusion.objective import Objective, above_0, one_of
+from opendit.diffusion.random import Stream, integers
+
+
+@functools.cache
+def _shifted(shift: float) -> DDPM:
+    """One for all who ask, with its tables on their devices."""
+    return DDPM.linear(shift=shift)
+
+
+@dataclass(frozen=True)
+class DDPMObjective(Objective):
+    """Noise prediction with learned variance over 1,000 steps: the DiT paper's. prediction: "v" puts the velocity in
+    the noise's place. min_snr: the gamma of min-SNR weights, None for weights of 1. shift: of the noise at every
+    timestep, in training and sampling alike."""
+
+    name: ClassVar[str] = "ddpm"
+    samplers: ClassVar[tuple[str, ...]] = SAMPLERS_OF["ddpm"]
+    preview_sampler: ClassVar[str] = "ddim"
+    learn_sigma: ClassVar[bool] = True
+
+    prediction: str = "eps"
+    min_snr: float | None = None
+    shift: float = 1.0
+
+    def __post_init__(self):
+        one_of("--prediction", self.prediction, PREDICTIONS)
+        if self.min_snr is not None:
+            above_0("--min_snr", self.min_snr)
+        above_0("--ddpm_shift", self.shift)
+
+    @property
+    def schedule(self) -> DDPM:
+        return _shifted(self.shift)
+
+    def times(self, seed, step, index):
+        return integers(seed, step, index, Stream.TIMESTEP, self.schedule.num_steps)
+
+    def prepare(self, x0, t, noise):
+        return ddpm.prepare(self.schedule, x0, t, noise)
+
+    def loss(self, output, prepared):
+        x0, t, noise = prepared.context
+        how = {"prediction": self.prediction, "min_snr": self.min_snr}
+        return ddpm.training_loss(self.schedule, output, x0, prepared.x_t, t, noise, **how).loss
+
+    def trajectory(self, steps, even_in_noise=False):
+        full = self.schedule
+        return DDPMTrajectory(full.respaced_by_noise(steps) if even_in_noise else full.respaced(steps))
+
+    def network(self, model):
+        return eps_model(model, self.schedule) if self.prediction == "v" else model
+
+    def noise_level(self, timestep):
+        return self.schedule.noise_level(timestep)
+
+    @property
+    def predicts(self):
+        shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}  # the network is told the timestep only
+        return {**super().predicts, "prediction": self.prediction, **shifted}
+
+    def to_dict(self):
+        """Without what is at its default: as checkpoints from before these settings say it, which so resume unnoted."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}

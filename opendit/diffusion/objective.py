@@ -1,0 +1,104 @@
+"""What every objective offers: what a model is trained to predict, with the samplers that go with it.
+
+A new objective is a subclass in a file of its own, beside its formulas, and a line in opendit/diffusion/objectives.py
+(and one in opendit/diffusion/names.py, which the flags are checked by).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import asdict
+from typing import ClassVar
+
+from torch import Tensor
+
+from opendit.diffusion.prepared import Prepared
+from opendit.diffusion.random import initial_noise, keyed_noise
+from opendit.diffusion.samplers import SAMPLERS, sample
+from opendit.diffusion.trajectory import Model, Trajectory
+
+
+class Objective(ABC):
+    """name: of the objective. samplers: names of those that can draw from its models, the default one first.
+    preview_sampler: the one for few steps. learn_sigma: whether the network predicts a variance too, in as many
+    channels again."""
+
+    name: ClassVar[str]
+    samplers: ClassVar[tuple[str, ...]]
+    preview_sampler: ClassVar[str]
+    learn_sigma: ClassVar[bool]
+
+    @abstractmethod
+    def times(self, seed: int, step: int, index: Tensor) -> Tensor:
+        """The times (B,) of a training step's samples; ``index``: (B,) positions in the global batch."""
+
+    @abstractmethod
+    def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
+        """What the network gets of data x0 (B, C, ...) with standard normal noise of its shape at times t (B,) from
+        ``times``, and what ``loss`` will need. Raises ValueError for shapes that don't fit each other."""
+
+    @abstractmethod
+    def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
+        """The loss of each sample, (B,) in float32 at least, from what the network made of ``prepared.x_t`` and
+        ``prepared.timestep``. Raises ValueError for an output of another shape than the objective's."""
+
+    @abstractmethod
+    def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
+        """Where sampling in so many steps goes. even_in_noise: with points even in log(sigma / alpha), where the
+        objective has a choice."""
+
+    def network(self, model: Model) -> Model:
+        """``model(x, t)`` as the trajectory reads it."""
+        return model
+
+    @abstractmethod
+    def noise_level(self, timestep: Tensor) -> Tensor:
+        """Sigma, the standard deviation of the noise over the scale of the signal, for what the network gets as t.
+        Both (B,); the one unit in which noise is comparable across objectives, steps and samplers."""
+
+    def sample(
+        self,
+        model: Model,
+        index: Tensor,
+        shape: tuple[int, ...],
+        *,
+        seed: int,
+        steps: int,
+        sampler: str | None = None,
+        progress=None,
+    ) -> Tensor:
+        """Samples (B, *shape) of ``model(x, t)``; all noise is keyed by ``seed`` and ``index`` (B,). sampler: one of
+        ``samplers``, None for the first. progress: as of ``opendit.diffusion.samplers.sample``."""
+        name = self.choose(sampler)
+        trajectory = self.trajectory(steps, SAMPLERS[name].even_in_noise)
+        x = trajectory.start(initial_noise(seed, index, shape))
+        noise_fn = keyed_noise(seed, index, shape)
+        return sample(name, self.network(model), x, trajectory, noise_fn=noise_fn, progress=progress)
+
+    def choose(self, sampler: str | None) -> str:
+        """The sampler to use. Raises ValueError for one that can't draw from models of this objective."""
+        if sampler is not None and sampler not in self.samplers:
+            raise ValueError(
+                f"--sampler {sampler}: this model was trained by --objective {self.name}, which is sampled by "
+                f"{' or '.join(self.samplers)}"
+            )
+        return sampler or self.samplers[0]
+
+    def to_dict(self) -> dict:
+        return {"name": self.name, **asdict(self)}
+
+    @property
+    def predicts(self) -> dict:
+        """What decides the meaning of the network's output. Other settings only weigh and choose training samples."""
+        return {"objective": self.name}
+
+
+def one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises ValueError for a value of a flag that is none of those known."""
+    if value not in known:
+        raise ValueError(f"{flag} {value}: this version knows {', '.join(known)}")
+
+
+def above_0(flag: str, value: float) -> None:
+    """Raises ValueError for a value of a flag that is no number above 0."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{flag} {value}: must be a number above 0")
