@@ -19,9 +19,9 @@ from sklearn.svm import SVC
 from opendit.data import digits_split
 from opendit.data.moving_digits import DIRECTIONS, caption, render
 from opendit.diffusion import objective_from_dict
+from opendit.diffusion.sampling import sample_latents
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.video_vae import load_video_codec
-from opendit.inference.sampling import sample_latents
 from opendit.state.pretrained import load_pretrained
 
 FILE_FRAMES, FILE_SIZE = 48, 64  # of the demo's clips

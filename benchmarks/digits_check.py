@@ -18,9 +18,9 @@ from sklearn.svm import SVC
 from opendit.data import digits_split
 from opendit.data.moving_digits import name_digit
 from opendit.diffusion import objective_from_dict
+from opendit.diffusion.sampling import sample_latents
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.vae import load_codec
-from opendit.inference.sampling import sample_latents
 from opendit.state.pretrained import load_pretrained
 
 

@@ -104,7 +104,7 @@ def _contents(path: Path) -> dict[str, list[int]]:
 def record_sampling() -> dict[str, list[float]]:
     """'objective, sampler' -> the first 32 numbers and the norm of latents that a DiT of fixed weights draws."""
     from opendit.diffusion import OBJECTIVES as KINDS
-    from opendit.inference.sampling import sample_latents
+    from opendit.diffusion.sampling import sample_latents
     from opendit.models import build_model, model_config
 
     drawn = {}

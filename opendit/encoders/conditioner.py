@@ -75,3 +75,8 @@ class CaptionConditioner(Conditioner):
         if self._null is None:
             self._null = self.encode([""])
         return self._null
+
+
+def preview_labels(num_classes: int, count: int) -> Tensor:
+    """``count`` labels spread evenly over the classes, (count,) int64, in order."""
+    return torch.arange(count) * num_classes // count if count < num_classes else torch.arange(count) % num_classes

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from opendit.cli.sample_flags import SampleConfig
 from opendit.diffusion import Objective, objective_from_dict
-from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner, preview_labels
 from opendit.encoders.folder import encoder_name
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
-from opendit.inference.sampling import preview_labels
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiT, DiTConfig
 from opendit.parallel.engines import PRECISIONS

@@ -14,9 +14,10 @@ from opendit.cli.sample_flags import SampleConfig
 from opendit.common.replace import replacing
 from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
+from opendit.diffusion.sampling import sample_in_batches
+from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid, to_uint8
 from opendit.inference.job import Job, prepare
 from opendit.inference.output import OutputFolder, Rows, file_name, in_parts, removed_at_the_end, texts, write_npz
-from opendit.inference.sampling import grid_columns, sample_in_batches, save_animation, save_contact_sheet, save_grid
 from opendit.parallel.guidance import SharedBatch
 from opendit.parallel.mesh import init_mesh
 from opendit.parallel.sequence import attention_note
@@ -68,7 +69,6 @@ def draw_share(job: Job, output: Path, rows: list[Rows]) -> None:
     torch.set_float32_matmul_precision("highest")
     batches = sample_in_batches(
         job.model,
-        job.codec,
         job.conditions[job.choices[mine].to(mesh.device)],
         job.conditioner.null(),
         mine,
@@ -85,10 +85,10 @@ def draw_share(job: Job, output: Path, rows: list[Rows]) -> None:
     )
     names, needed = file_names(job), int((mine < on_file(job)).sum())
     with Progress(len(mine), "samples", disable=not mesh.is_main) as progress:
-        for index, pictures in batches:
-            if pictures is None:
+        for index, latents in batches:
+            if job.codec is None:  # this rank helps another one to draw its samples
                 continue
-            first = int(index[0])
+            first, pictures = int(index[0]), to_uint8(job.codec.decode(latents))
             # Through a file: with 50,000 pictures the .npz does not fit in every process's memory.
             if not rows and needed:
                 rows.append(Rows(rows_of(output, replica.number), needed, pictures.shape[1:]))

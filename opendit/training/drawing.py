@@ -3,7 +3,9 @@
 import numpy as np
 import torch
 
-from opendit.inference.sampling import grid_columns, preview_labels, sample_in_batches, save_contact_sheet, save_grid
+from opendit.diffusion.sampling import sample_in_batches
+from opendit.encoders.conditioner import preview_labels
+from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
 from opendit.models import Condition, DiT, build_model
 from opendit.parallel.engines import Engine
 from opendit.state.ema import EMA
@@ -39,7 +41,6 @@ def draw(job: Job, model: DiT, monitor: Monitor, step: int) -> None:
     y, captions = what_to_draw(job)
     batches = sample_in_batches(
         model,
-        job.codec,
         y,
         job.conditioner.null(),
         torch.arange(len(captions)),
@@ -50,7 +51,7 @@ def draw(job: Job, model: DiT, monitor: Monitor, step: int) -> None:
         sampler=job.objective.preview_sampler,
         cfg_scale=job.flags.sample_cfg_scale,
     )
-    pictures = np.concatenate([pictures for _, pictures in batches])
+    pictures = np.concatenate([to_uint8(job.codec.decode(latents)) for _, latents in batches])
     if not job.mesh.is_main:
         return
     path = job.folder / "samples" / f"{step:07d}.png"

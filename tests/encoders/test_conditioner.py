@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opendit.data import DataError
-from opendit.encoders.conditioner import CaptionConditioner, LabelConditioner
+from opendit.encoders.conditioner import CaptionConditioner, LabelConditioner, preview_labels
 from opendit.models import TextConfig, encode_bytes
 
 CPU = torch.device("cpu")
@@ -57,3 +57,8 @@ def test_a_data_set_without_captions_is_named():
     conditioner = CaptionConditioner(TextConfig("bytes", 32, 12), CPU)
     with pytest.raises(DataError, match="has no captions"):
         conditioner.of_batch(SimpleNamespace(y=torch.zeros(2), embedding=None, text=None))
+
+
+def test_preview_labels_are_spread_over_the_classes():
+    assert preview_labels(10, 20).tolist() == [*range(10), *range(10)]
+    assert preview_labels(1000, 4).tolist() == [0, 250, 500, 750]

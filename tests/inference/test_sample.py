@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 
 import sample
 from opendit.diffusion import DDPMObjective, FlowObjective
-from opendit.inference.sampling import preview_labels, sample_latents, save_grid, to_uint8
+from opendit.diffusion.sampling import sample_latents
+from opendit.encoders.conditioner import preview_labels
 from opendit.models import DiT, build_model, model_config
 from opendit.state.pretrained import METADATA_KEY
 from tests.models.test_dit import randomised
@@ -128,13 +129,3 @@ def test_frames_that_have_no_learned_positions(frames, frames_a_patch, tmp_path,
         sample.main([*argv, str(known + frames_a_patch)])
     message = f"--num_frames {known + frames_a_patch}: {path} has learned the positions of {known} at most"
     assert stop.value.code == 2 and message in capsys.readouterr().err
-
-
-def test_labels_and_pixels(tmp_path):
-    assert preview_labels(10, 20).tolist() == [*range(10), *range(10)]
-    assert preview_labels(1000, 4).tolist() == [0, 250, 500, 750]
-    pixels = torch.tensor([-2.0, -1, 0, 1, 3]).view(1, 1, 1, 5)
-    assert to_uint8(pixels)[0, 0, :, 0].tolist() == [0, 0, 128, 255, 255]
-    save_grid(tmp_path / "sub" / "g.png", np.zeros((3, 8, 8, 3), np.uint8), NAMES[:3], columns=2)
-    width, height = Image.open(tmp_path / "sub" / "g.png").size
-    assert (width, height) == (2 * 68 + 4, 2 * 82 + 4)

@@ -19,7 +19,7 @@ import sample
 from opendit.cli.command_line import parse
 from opendit.cli.sample_flags import SampleConfig
 from opendit.diffusion import DDPMObjective, FlowObjective
-from opendit.inference.sampling import sample_latents
+from opendit.diffusion.sampling import sample_latents
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model
 from opendit.models.vdit import VDiTConfig
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas

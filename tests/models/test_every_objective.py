@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
-from opendit.inference.sampling import sample_latents
+from opendit.diffusion.sampling import sample_latents
 from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextCondition, VDiTConfig
 from tests.models.test_zoo import CLIP, EXPERTS, OPTIONS, PICTURE, TEXT, inputs, model_of
 from tests.objectives import losses_of

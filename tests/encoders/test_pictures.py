@@ -4,11 +4,12 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import ImageFont
+from PIL import Image, ImageFont
 
-from opendit.inference.sampling import _fit, draw_grid, one_line, save_contact_sheet
+from opendit.encoders.pictures import _fit, draw_grid, one_line, save_contact_sheet, save_grid, to_uint8
 
 FONT = ImageFont.load_default(size=11)
 ODD = ["", " ", "\n", "a\nb\tc\x00d\x1b[31m", "مرحبا بالعالم", "e\u0301" * 9, "\U0001f469\u200d" * 3]
@@ -46,3 +47,13 @@ def test_long_captions_are_drawn_in_time(caption):
 def test_sheets_of_odd_captions(tmp_path):
     save_contact_sheet(tmp_path / "sheet.png", np.zeros((len(ODD), 3, 8, 8, 3), np.uint8), ODD)
     assert (tmp_path / "sheet.png").stat().st_size > 100
+
+
+def test_pixels_become_bytes_and_a_sheet_has_room_for_all(tmp_path):
+    pixels = torch.tensor([-2.0, -1, 0, 1, 3]).view(1, 1, 1, 5)
+    assert to_uint8(pixels)[0, 0, :, 0].tolist() == [0, 0, 128, 255, 255]
+    clips = to_uint8(torch.zeros(2, 3, 4, 5, 7))
+    assert clips.shape == (2, 4, 5, 7, 3) and clips.dtype == np.uint8
+    save_grid(tmp_path / "sub" / "g.png", np.zeros((3, 8, 8, 3), np.uint8), ["zero", "one", "two"], columns=2)
+    width, height = Image.open(tmp_path / "sub" / "g.png").size
+    assert (width, height) == (2 * 68 + 4, 2 * 82 + 4)

@@ -1,9 +1,12 @@
-"""Pictures from a model: labels and a seed in, pixels out; grids and files."""
+"""Decoded pixels as pictures for people: bytes, labelled sheets, endless GIFs.
+
+They stand beside the decoders that make the pixels, the lowest room that both training's previews and sample.py may
+import; nothing here knows of models or of samplers.
+"""
 
 import bisect
 import math
 import unicodedata
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,49 +15,6 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from opendit.common.replace import replacing
-from opendit.diffusion import Objective, cfg_model, guided_within
-from opendit.models import Condition, DiT
-
-
-@torch.inference_mode()
-def sample_latents(
-    model: DiT,
-    y: Condition,
-    null: Condition,
-    index: Tensor,
-    *,
-    objective: Objective,
-    seed: int,
-    steps: int,
-    sampler: str | None = None,
-    cfg_scale: float = 4.0,
-    cfg_channels: int | None = None,
-    cfg_interval: tuple[float, float] | None = None,
-    size: tuple[int, ...] | None = None,
-    forward: Callable[[Tensor, Tensor, Condition], Tensor] | None = None,
-    progress=None,
-) -> Tensor:
-    """Draws latents (B, C, h, w), or (B, C, t, h, w) of a clip model, fp32.
-
-    Args:
-        y: what to draw, B rows, on the model's device.
-        null: the condition of guidance's other half, one row.
-        index: (B,) int64 numbers of the samples in the whole job. Noise depends on ``seed`` and this number
-            only, so a sample is the same in any batch and on any number of processes.
-        objective: what the model was trained by.
-        steps: of the sampler.
-        sampler: one of the objective's; None for its default.
-        cfg_interval: the noise levels between which guidance is at work, in the objective's ``noise_level``; None: all.
-        size: (h, w) or (t, h, w) of the latents; the model's own when left out.
-        forward: what guidance calls in the model's place, as ``forward(x, t, y)``: a parallel strategy around it.
-        progress: wraps the iterable of steps, e.g. tqdm.
-    """
-    shape = (model.config.in_channels, *(size or model.config.input_size))
-    guided = cfg_model(forward or model, y, null, cfg_scale, cfg_channels)
-    if cfg_interval is not None:
-        conditional = cfg_model(forward or model, y, null, 1.0)
-        guided = guided_within(cfg_interval, objective.noise_level, guided, conditional)
-    return objective.sample(guided, index, shape, seed=seed, steps=steps, sampler=sampler, progress=progress)
 
 
 def to_uint8(pixels: Tensor) -> np.ndarray:
@@ -63,23 +23,6 @@ def to_uint8(pixels: Tensor) -> np.ndarray:
     if scaled.shape[1] == 1:
         scaled = scaled.expand(-1, 3, *scaled.shape[2:])
     return scaled.movedim(1, -1).cpu().numpy()
-
-
-def sample_in_batches(
-    model: DiT, codec, y: Condition, null: Condition, index: Tensor, batch_size: int, **settings
-) -> Iterator[tuple[Tensor, np.ndarray | None]]:
-    """Yields (index, uint8 pictures (B, H, W, 3) or clips (B, T, H, W, 3)) batch by batch; see
-    :func:`sample_latents`. ``index`` may lie on the CPU. Without a ``codec``, on ranks that help another one to draw
-    its samples, there are no pictures (None)."""
-    for first in range(0, len(index), batch_size):
-        rows = slice(first, first + batch_size)
-        latents = sample_latents(model, y[rows], null, index[rows].to(model.device), **settings)
-        yield index[rows], None if codec is None else to_uint8(codec.decode(latents))
-
-
-def preview_labels(num_classes: int, count: int) -> Tensor:
-    """``count`` labels spread evenly over the classes, (count,) int64, in order."""
-    return torch.arange(count) * num_classes // count if count < num_classes else torch.arange(count) % num_classes
 
 
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:

@@ -1,0 +1,64 @@
+"""Drawing latents from a model and its conditions, with guidance; training's previews and sample.py do it alike."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion.guidance import cfg_model, guided_within
+from opendit.diffusion.objectives import Objective
+
+if TYPE_CHECKING:
+    from opendit.models import Condition, DiT
+
+
+@torch.inference_mode()
+def sample_latents(
+    model: "DiT",
+    y: "Condition",
+    null: "Condition",
+    index: Tensor,
+    *,
+    objective: Objective,
+    seed: int,
+    steps: int,
+    sampler: str | None = None,
+    cfg_scale: float = 4.0,
+    cfg_channels: int | None = None,
+    cfg_interval: tuple[float, float] | None = None,
+    size: tuple[int, ...] | None = None,
+    forward: Callable[[Tensor, Tensor, "Condition"], Tensor] | None = None,
+    progress=None,
+) -> Tensor:
+    """Draws latents (B, C, h, w), or (B, C, t, h, w) of a clip model, fp32.
+
+    Args:
+        y: what to draw, B rows, on the model's device.
+        null: the condition of guidance's other half, one row.
+        index: (B,) int64 numbers of the samples in the whole job. Noise depends on ``seed`` and this number
+            only, so a sample is the same in any batch and on any number of processes.
+        objective: what the model was trained by.
+        steps: of the sampler.
+        sampler: one of the objective's; None for its default.
+        cfg_interval: the noise levels between which guidance is at work, in the objective's ``noise_level``; None: all.
+        size: (h, w) or (t, h, w) of the latents; the model's own when left out.
+        forward: what guidance calls in the model's place, as ``forward(x, t, y)``: a parallel strategy around it.
+        progress: wraps the iterable of steps, e.g. tqdm.
+    """
+    shape = (model.config.in_channels, *(size or model.config.input_size))
+    guided = cfg_model(forward or model, y, null, cfg_scale, cfg_channels)
+    if cfg_interval is not None:
+        conditional = cfg_model(forward or model, y, null, 1.0)
+        guided = guided_within(cfg_interval, objective.noise_level, guided, conditional)
+    return objective.sample(guided, index, shape, seed=seed, steps=steps, sampler=sampler, progress=progress)
+
+
+def sample_in_batches(
+    model: "DiT", y: "Condition", null: "Condition", index: Tensor, batch_size: int, **settings
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (index, latents) of up to ``batch_size`` samples at a time; see :func:`sample_latents`. ``index`` may lie
+    on the CPU, and is yielded as it is."""
+    for first in range(0, len(index), batch_size):
+        rows = slice(first, first + batch_size)
+        yield index[rows], sample_latents(model, y[rows], null, index[rows].to(model.device), **settings)
