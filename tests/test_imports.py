@@ -1,9 +1,26 @@
-"""No package needs another one to have been imported before it."""
+"""Rooms import only rooms below them, and no package needs another one to have been imported before it."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# From top to bottom; common is below all.
+ROOMS = "cli inference evaluation training state data encoders diffusion parallel kernels models common".split()
+PROGRAMS = ("fused", "export")  # they, and every __main__.py, may import anything
+# (module, imported room) -> why it may climb, as long as it does.
+EXCEPTIONS = {
+    ("opendit.training.fingerprint", "cli"): "names the flags whose change a resume tells of",
+    ("opendit.training.from_flags", "cli"): "takes the flags",
+    ("opendit.training.history", "cli"): "writes the flags into config.json",
+    ("opendit.training.job", "cli"): "takes the flags, and the dry run's lines about a preset and memory",
+    ("opendit.training.loop", "cli"): "takes the flags",
+    ("opendit.training.run", "cli"): "takes the flags, and does a dry run instead where they ask for one",
+    ("opendit.training.summary", "cli"): "prints what a preset came to",
+}
 
 
 @pytest.mark.parametrize(
@@ -12,3 +29,87 @@ import pytest
 )
 def test_imported_first(module):
     subprocess.run([sys.executable, "-c", f"import opendit.{module}"], check=True)
+
+
+def imported(source: str, package: str) -> set[str]:
+    """The full names of what a module's source imports, wherever in it, but for those under ``if TYPE_CHECKING:``.
+
+    package: the one that the module lies in. Names in the tables of ``import_when_used`` count, too.
+    """
+    names, waiting = set(), [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join(
+                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
+                )
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_when_used", "import_module")):
+            names |= {
+                word.value for word in ast.walk(node) if isinstance(word, ast.Constant) and type(word.value) is str
+            }
+    return names
+
+
+def room_of(name: str) -> str | None:
+    parts = name.split(".")
+    return parts[1] if parts[0] == "opendit" and len(parts) > 1 and parts[1] in ROOMS else None
+
+
+def climbs(name: str, source: str, package: str) -> set[str]:
+    """The rooms above its own that module ``name`` imports."""
+    floor = ROOMS.index(room_of(name))
+    rooms = {room_of(imported_name) for imported_name in imported(source, package)} - {None}
+    return {room for room in rooms if ROOMS.index(room) < floor}
+
+
+def modules():
+    """(full name, source, package) of every module of a room."""
+    for path in sorted((ROOT / "opendit").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if len(parts) < 3 or parts[1] in PROGRAMS or parts[-1] == "__main__":
+            continue
+        name = ".".join(parts).removesuffix(".__init__")
+        yield name, path.read_text(), name if parts[-1] == "__init__" else ".".join(parts[:-1])
+
+
+def test_rooms_import_only_rooms_below_them():
+    found = {(name, room) for name, source, package in modules() for room in climbs(name, source, package)}
+    assert found - EXCEPTIONS.keys() == set(), "a room imports one above it"
+    assert EXCEPTIONS.keys() - found == set(), "these exceptions are no longer needed"
+
+
+def test_every_room_has_its_floor():
+    found = {path.parent.name for path in (ROOT / "opendit").glob("*/__init__.py")}
+    assert found - set(PROGRAMS) <= set(ROOMS) and len({name for name, *_ in modules()}) > 100
+    assert not list((ROOT / "opendit").glob("[!_]*.py"))  # only packages lie in opendit/
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "expected"),
+    [
+        ("opendit.models.dit", "import torch\nfrom opendit.common.lazy import import_when_used", set()),
+        ("opendit.models.dit", "from opendit.kernels.common import f", {"kernels"}),
+        ("opendit.models.dit", "def f():\n    import opendit.state.ema as e", {"state"}),
+        ("opendit.models.dit", "from opendit import training", {"training"}),
+        ("opendit.models.dit", "from ..cli import flags", {"cli"}),
+        ("opendit.models.dit", "from . import layers", set()),
+        ("opendit.models.dit", "try:\n    x\nexcept ImportError:\n    from opendit.data.base import f", {"data"}),
+        ("opendit.models.dit", "import_when_used(__name__, {'opendit.state.ema': 'EMA'})", {"state"}),
+        ("opendit.models.dit", "if TYPE_CHECKING:\n    from opendit.state.ema import EMA", set()),
+        ("opendit.models.dit", "if typing.TYPE_CHECKING:\n    pass\nelse:\n    import opendit.cli", {"cli"}),
+        ("opendit.training.loop", "from opendit.state import ema\nfrom opendit.models import DiT", set()),
+        ("opendit.common.rules", "from opendit.models import DiT", {"models"}),
+        ("opendit.cli.checks", "from opendit.training import job\nfrom opendit.common import rules", set()),
+    ],
+)
+def test_a_climb_is_seen(name, source, expected):
+    assert climbs(name, source, name.rpartition(".")[0]) == expected

@@ -5,7 +5,6 @@ sample is used. Everything random about the sample is keyed by the ticket (see `
 same ticket gives the same numbers in any process, on any number of GPUs and after any resume.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from opendit.common.errors import DataError
 from opendit.data.files import printable
 from opendit.diffusion.random import Stream, integers, uniform
 
@@ -53,10 +53,6 @@ class BadSample(Exception):
 
     def __init__(self, path: str, reason: object):
         super().__init__(f"{printable(path)}: {printable(str(reason))}")
-
-
-class DataError(RuntimeError):
-    """The data can't be used; the message tells the user why, no traceback needed."""
 
 
 class MediaDataset(Dataset):
@@ -225,16 +221,6 @@ def name_few(messages: list[str], count: int = 5) -> str:
     """The first few of many messages, in one line."""
     more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
     return "; ".join(messages[:count]) + more
-
-
-def hash_parts(*parts: bytes | str) -> str:
-    """SHA-256 over the parts, each preceded by its length so that no two lists of parts collide."""
-    digest = hashlib.sha256()
-    for part in parts:
-        part = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def flip_note(dataset: MediaDataset) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from opendit.data.base import MediaDataset, flip_note, hash_parts, name_few
+from opendit.common.hashing import hash_parts
+from opendit.data.base import MediaDataset, flip_note, name_few
 from opendit.data.clips import SHORT_CLIPS, read_clip
 from opendit.data.contents import hash_files
 from opendit.data.csv_table import read_csv

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.data.base import MediaDataset, flip_note, hash_parts
+from opendit.common.hashing import hash_parts
+from opendit.data.base import MediaDataset, flip_note
 
 SIZE = 8  # pixels of a side as shipped
 SPLITS = ("train", "test")

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from opendit.data.base import MediaDataset, flip_note, hash_parts, name_few, to_pixels
+from opendit.common.hashing import hash_parts
+from opendit.data.base import MediaDataset, flip_note, name_few, to_pixels
 from opendit.data.contents import hash_files
 from opendit.data.files import printable
 from opendit.data.folders import Ignored, files_below, folders_above, identity_of, list_folder

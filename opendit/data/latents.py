@@ -20,15 +20,16 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from opendit.common.hashing import hash_parts
 from opendit.common.rules import read_json, shown
-from opendit.data.base import Embedding, MediaDataset, flip_note, hash_parts
+from opendit.common.strict_files import checked, parse_text
+from opendit.common.tensor_files import open_safetensors, write_file, write_tensors
+from opendit.data.base import Embedding, MediaDataset, flip_note
 from opendit.data.contents import hash_files
 from opendit.data.latents_check import REPAIR, check_index, layout_of, read_shard
+from opendit.data.latents_schema import LATENTS_INDEX, SHARD
 from opendit.data.text_cache import CaptionTable, padded, read_empty_caption
 from opendit.data.verification import Verification
-from opendit.state.files import write_file, write_tensors
-from opendit.state.header import open_safetensors
-from opendit.state.schema import LATENTS_INDEX, SHARD, checked, parse_text
 
 INDEX = "index.json"
 FORMAT, VERSION = "opendit-latents", 1

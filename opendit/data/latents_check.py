@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from safetensors import safe_open
 
-from opendit.state.header import open_safetensors
+from opendit.common.tensor_files import open_safetensors
 
 _SMALL = ("labels", "captions", "caption_ends", "token_ends")  # read whole: a few bytes a sample
 REPAIR = "copy it again or run the preprocess.py command that made it"

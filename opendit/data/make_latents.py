@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from opendit.common.hashing import sha256_of
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
 from opendit.data.captioned import PICTURE
 from opendit.data.latents import INDEX, VERSION, read_index, read_shard_header, shard_name, write_index, write_shard
@@ -22,7 +23,6 @@ from opendit.data.progress import Progress
 from opendit.data.read_ahead import ReadAhead
 from opendit.data.text_cache import EMPTY, embed, pack_captions, pack_embeddings, write_empty_caption
 from opendit.encoders.vae import Codec
-from opendit.state.files import sha256_of
 
 Part = tuple[Tensor, Tensor, Tensor, list]  # of a shard: moments (B, F, 2C, ...) fp16, labels, rows, embeddings
 

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opendit.common.tensor_files import open_safetensors, shapes_in, write_tensors
 from opendit.data.base import DataError, Embedding
-from opendit.state.files import write_tensors
-from opendit.state.header import open_safetensors, shapes_in
 
 EMPTY = "empty-caption.safetensors"
 

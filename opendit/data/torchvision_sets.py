@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from opendit.data.base import MediaDataset, flip_note, hash_parts
+from opendit.common.hashing import hash_parts
+from opendit.data.base import MediaDataset, flip_note
 from opendit.data.images import to_tensor
 from opendit.data.picture_file import center_crop
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from opendit.data.base import DataError
+from opendit.common.errors import DataError
 from opendit.models import Condition, TextCondition, TextConfig, encode_bytes, where
 
 

@@ -29,8 +29,8 @@ from opendit.common.rules import (
     string,
     whole,
 )
-from opendit.state.header import open_safetensors, shapes_in
-from opendit.state.schema import FILE, FileKind, read_file
+from opendit.common.strict_files import FILE, FileKind, read_file
+from opendit.common.tensor_files import open_safetensors, shapes_in
 
 T = TypeVar("T")
 KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # names that mean the same wherever they come from

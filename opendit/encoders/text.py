@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.rules import optional, plain, record, shown, string, whole
+from opendit.common.strict_files import read_file
 from opendit.encoders.folder import (
     CONFIG,
     LAYERS,
@@ -29,7 +30,6 @@ from opendit.encoders.folder import (
 )
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import masked_mean
-from opendit.state.schema import read_file
 
 BYTES = ("bytes", 128, 64)  # kind, width and tokens of the trained encoder unless flags say otherwise
 # Short name -> repository of the hub, its commit and its geometry. Flan-T5's repository has safetensors and a tokenizer

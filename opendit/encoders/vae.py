@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opendit.common.hashing import hash_parts
 from opendit.common.rules import listed, number, optional, string, truth, whole
-from opendit.data.base import hash_parts
+from opendit.common.strict_files import read_file
 from opendit.encoders.folder import (
     CONFIG,
     PER_CHANNEL,
@@ -27,7 +28,6 @@ from opendit.encoders.folder import (
     refuse_adapters,
     weight_shapes,
 )
-from opendit.state.schema import read_file
 
 # Short name -> repository of the hub and its commit.
 HUB = {

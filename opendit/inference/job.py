@@ -3,11 +3,11 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from opendit.cli.sample_flags import SampleConfig
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner, preview_labels
 from opendit.encoders.folder import encoder_name
@@ -26,6 +26,9 @@ from opendit.state.lock import lock_folder
 from opendit.state.pretrained import Weights, assumption, find_weights, load_pretrained, read_config
 from opendit.training.from_flags import sequence_shape
 
+if TYPE_CHECKING:
+    from opendit.cli.sample_flags import SampleConfig
+
 SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval counts
 
 
@@ -33,7 +36,7 @@ SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval c
 class Job:
     """A checked sampling job. Sample number i draws ``choices[i]``: a class, or a row of the prompts."""
 
-    flags: SampleConfig
+    flags: "SampleConfig"
     mesh: Mesh
     replica: Replica
     model: DiT
@@ -57,7 +60,7 @@ class Job:
         return [self.names[choice] for choice in self.choices.tolist()]
 
 
-def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
+def prepare(flags: "SampleConfig", mesh: Mesh) -> Job:
     """Loads the model and its VAE. Raises ValueError or OSError with a message for the user."""
     flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
     lock, more = lock_folder(Path(flags.output), mesh, "--output", "wait for its end, or give another --output")
@@ -68,7 +71,7 @@ def prepare(flags: SampleConfig, mesh: Mesh) -> Job:
         raise
 
 
-def _load(flags: SampleConfig, mesh: Mesh, lock: AbstractContextManager, notes: list[str]) -> Job:
+def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes: list[str]) -> Job:
     ckpt = flags.ckpt
     if ckpt == "latest":
         found = newest_run(flags.outputs, flags.model, flags.use_video)
@@ -131,7 +134,7 @@ def _load(flags: SampleConfig, mesh: Mesh, lock: AbstractContextManager, notes: 
     )
 
 
-def check_fits(flags: SampleConfig, config: DiTConfig, path: Path) -> None:
+def check_fits(flags: "SampleConfig", config: DiTConfig, path: Path) -> None:
     """Raises ValueError for flags that this model has no use for."""
     if not config.is_video:
         for name in ("use_video", "num_frames", "frame_interval"):
@@ -144,12 +147,12 @@ def check_fits(flags: SampleConfig, config: DiTConfig, path: Path) -> None:
         raise ValueError(f"--cfg_channels {flags.cfg_channels}: {path} has {config.in_channels} channels")
 
 
-def vae_of(flags: SampleConfig, weights: Weights) -> str:
+def vae_of(flags: "SampleConfig", weights: Weights) -> str:
     """The VAE to draw with. Raises ValueError for one that the weights' metadata alone names and that isn't known."""
     return encoder_name("--vae", flags.vae, weights.info.get("vae"), weights.path) or "ema"
 
 
-def text_encoder_of(flags: SampleConfig, weights: Weights) -> str:
+def text_encoder_of(flags: "SampleConfig", weights: Weights) -> str:
     """The frozen text encoder of a model's prompts, as :func:`vae_of`. Raises ValueError, too, for one of another kind
     or width than the model's."""
     text = weights.config.text
@@ -164,7 +167,7 @@ def text_encoder_of(flags: SampleConfig, weights: Weights) -> str:
     return name
 
 
-def latent_size(flags: SampleConfig, model: DiT, weights: Weights) -> tuple[int, ...]:
+def latent_size(flags: "SampleConfig", model: DiT, weights: Weights) -> tuple[int, ...]:
     """(h, w) or (t, h, w) to draw. Raises ValueError if a flag does not fit the model or its VAE."""
     config, vae = model.config, vae_of(flags, weights)
     *frames, height, width = config.input_size
@@ -188,13 +191,13 @@ def latent_size(flags: SampleConfig, model: DiT, weights: Weights) -> tuple[int,
     return (*frames, height, width)
 
 
-def samples_at_once(flags: SampleConfig) -> int:
+def samples_at_once(flags: "SampleConfig") -> int:
     """That the model is given in one call: with guidance both halves, unless other processes have one of them."""
     return flags.batch_size * (1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2)
 
 
 def what_to_draw(
-    flags: SampleConfig, model: DiT, weights: Weights, dtype: torch.dtype, mesh: Mesh
+    flags: "SampleConfig", model: DiT, weights: Weights, dtype: torch.dtype, mesh: Mesh
 ) -> tuple[Conditioner, Condition, Tensor, list[str]]:
     """The conditioner, the condition of every class or prompt, every sample's choice of them, and their names.
 
@@ -234,7 +237,7 @@ def read_prompts(given: list[str]) -> list[str]:
     return given
 
 
-def choose(flags: SampleConfig, num_classes: int) -> Tensor:
+def choose(flags: "SampleConfig", num_classes: int) -> Tensor:
     """The label of every sample, (N,) int64. Raises ValueError for labels the model does not have."""
     bad = [label for label in flags.class_labels if not 0 <= label < num_classes]
     if bad:

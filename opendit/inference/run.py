@@ -5,12 +5,12 @@ import errno
 import shutil
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image
 
-from opendit.cli.sample_flags import SampleConfig
 from opendit.common.replace import replacing
 from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
@@ -24,10 +24,13 @@ from opendit.parallel.sequence import attention_note
 from opendit.parallel.supervisor import Supervisor
 from opendit.training.monitor import print_block
 
+if TYPE_CHECKING:
+    from opendit.cli.sample_flags import SampleConfig
+
 GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most; the single files and the .npz hold all
 
 
-def run(flags: SampleConfig) -> None:
+def run(flags: "SampleConfig") -> None:
     """Samples as the flags say. Ends the program, as ``Supervisor`` says, if that can't be done."""
     with Supervisor((ValueError, OSError)) as supervisor:
         mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size)

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.add_table import add_table
 from opendit.kernels.attention import LocalAttention, resolve_attention
@@ -22,6 +22,9 @@ from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
 from opendit.models.layers import TORCH_OPS, BlockOps, RMSNorm, layer_norm, modulate
 
+if TYPE_CHECKING:
+    from opendit.cli.shared_flags import SpeedFlags
+
 
 @dataclass(frozen=True)
 class KernelChoice:
@@ -34,7 +37,7 @@ class KernelChoice:
 
 
 def select_kernels(
-    flags: SpeedFlags, device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int
+    flags: "SpeedFlags", device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int
 ) -> KernelChoice:
     """The operations for activations of ``dtype`` on ``device``, heads of ``head_dim``, ``tokens`` tokens a sample.
 

@@ -8,6 +8,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,9 @@ from torch import Tensor
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
 from opendit.models.vdit import VDiTConfig
-from opendit.state.pretrained import Weights
+
+if TYPE_CHECKING:
+    from opendit.state.pretrained import Weights
 
 # Fields of a configuration that decide what stands before and after the blocks; all others must agree.
 AROUND_THE_BLOCKS = {
@@ -75,7 +78,7 @@ def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path) -> None:
 
 
 @torch.no_grad()
-def adapt(model: DiT, weights: Weights, found: DiTConfig, class_names: Sequence[str] = ()) -> Adaptation:
+def adapt(model: DiT, weights: "Weights", found: DiTConfig, class_names: Sequence[str] = ()) -> Adaptation:
     """Puts of ``weights``, of a model ``found``, into ``model`` what fits.
 
     Same name and shape: as it is, unless it belongs to another text encoder. Label table of other classes: the null

@@ -5,15 +5,18 @@
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import BlockOps
+from opendit.models.shapes import model_shapes
 from opendit.models.zoo import build_model
-from opendit.state.header import model_shapes
-from opendit.state.pretrained import Weights
+
+if TYPE_CHECKING:
+    from opendit.state.pretrained import Weights
 
 LAYERS = ("qkv", "q", "kv", "proj", "fc1", "fc2")
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer"  # in peft's names of parameters
@@ -74,7 +77,7 @@ def lora_ops(ops: BlockOps) -> BlockOps:
     return dataclasses.replace(ops, **plain)
 
 
-def check_lora(weights: Weights) -> None:
+def check_lora(weights: "Weights") -> None:
     """Raises ValueError that names the file if what a run of --lora left does not fit its own configuration."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     parameters, buffers = model_shapes(weights.config)
@@ -92,7 +95,7 @@ def check_lora(weights: Weights) -> None:
 
 
 @torch.no_grad()
-def merge_lora(model: DiT, weights: Weights) -> None:
+def merge_lora(model: DiT, weights: "Weights") -> None:
     """W + (alpha / rank) B A in the place of every W, and what was trained whole; ``model`` has the base's weights."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     parameters = dict(model.named_parameters())

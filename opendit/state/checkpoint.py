@@ -21,7 +21,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from opendit.common.mapped import open_mapped
+from opendit.common.strict_files import read_file
+from opendit.common.tensor_files import open_mapped
 from opendit.data.base import DataError
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
@@ -43,7 +44,7 @@ from opendit.state.files import (
     verified_files,
 )
 from opendit.state.run_folders import run_folders
-from opendit.state.schema import ANY_STATE, STATE_FILE, read_file
+from opendit.state.schema import ANY_STATE, STATE_FILE
 
 FORMAT_VERSION = 2
 MODEL, AVERAGE, STATE = "model.safetensors", "ema.safetensors", "state.json"

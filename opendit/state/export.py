@@ -16,6 +16,8 @@ from torch import Tensor
 
 from opendit.common.replace import replacing
 from opendit.common.rules import MIB, mapping, optional, plain, record, string, whole
+from opendit.common.strict_files import NAME, FileKind, read_file
+from opendit.common.tensor_files import open_safetensors, shapes_in, write_file, write_tensors
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.folder import encoder_name
 from opendit.encoders.vae import HUB, load_codec
@@ -23,10 +25,8 @@ from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import PLAIN
 from opendit.models.names import SIZES
 from opendit.models.zoo import build_model, model_config
-from opendit.state.files import write_file, write_tensors
-from opendit.state.header import check_shapes, open_safetensors, shapes_in
+from opendit.state.header import check_shapes
 from opendit.state.pretrained import METADATA_KEY, Weights, assumption, load_pretrained, refuse_unless_finite
-from opendit.state.schema import NAME, FileKind, read_file
 
 _SIZE = whole(1, 1 << 16)
 TRANSFORMER = FileKind(

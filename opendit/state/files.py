@@ -9,73 +9,20 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from opendit.common.hashing import sha256_of
 from opendit.common.rules import read_bounded
-from opendit.state.schema import MANIFEST_FILE, read_file
+from opendit.common.strict_files import read_file
+from opendit.common.tensor_files import write_file
+from opendit.state.schema import MANIFEST_FILE
 
 MANIFEST, CHECKPOINTS, LATEST = "manifest.json", "checkpoints", "latest"
-_DTYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_BLOCK = 16 << 20
-
-
-def write_file(path: Path, blocks: Iterator[bytes | memoryview]) -> dict:
-    """Writes and syncs a file; returns its line of the manifest, made from memory and not read back from the disk.
-
-    Raises OSError (a full disk, no permission), naming the file.
-    """
-    digest, size = hashlib.sha256(), 0
-    try:
-        with open(path, "wb", buffering=0) as file:
-            for block in blocks:
-                digest.update(block)
-                size += len(block)
-                while len(block):  # an unbuffered write may take a part
-                    block = memoryview(block)[file.write(block) :]
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict:
-    """Writes CPU tensors as a safetensors file; returns and raises as :func:`write_file`.
-
-    (safetensors' own save_file neither hashes nor syncs, and tells no full disk from a bug.)
-    """
-    return write_file(path, _safetensors(tensors, metadata))
-
-
-def _safetensors(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    header, offset = {"__metadata__": metadata}, 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-        for start in range(0, len(data), _BLOCK):
-            yield data[start : start + _BLOCK]
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
@@ -216,14 +163,6 @@ def verified_files(
         if digest != entries[name]["sha256"]:
             raise ValueError(f"{folder / name} is damaged: its checksum is not the manifest's")
     return ids
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------ a run's checkpoints

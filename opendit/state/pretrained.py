@@ -7,11 +7,12 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
+from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.names import SIZES, canonical_name, is_video
 from opendit.models.zoo import build_model, config_from_dict, model_config
 from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
-from opendit.state.header import check_shapes, check_size, compare, open_safetensors, shapes_in
+from opendit.state.header import check_shapes, check_size, compare
 from opendit.state.pickled import read_pickled
 from opendit.state.schema import checked_metadata
 

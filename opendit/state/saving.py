@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opendit.common.records import WriteFailures
+from opendit.common.tensor_files import write_file, write_tensors
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.supervisor import CLOSING
@@ -31,9 +33,8 @@ from opendit.state.checkpoint import (
     tidy,
 )
 from opendit.state.ema import EMA
-from opendit.state.files import LATEST, not_finite, sync_folder, write_file, write_manifest, write_tensors
+from opendit.state.files import LATEST, not_finite, sync_folder, write_manifest
 from opendit.state.pretrained import METADATA_KEY
-from opendit.training.records import WriteFailures
 
 OPTIMIZER = "optimizer"
 Files = dict[str, dict[str, Tensor]]  # what one rank writes: file, name of the tensor, tensor

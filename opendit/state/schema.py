@@ -1,4 +1,4 @@
-"""What every file that this program reads may say, checked before anything is allocated or built.
+"""What the files of runs and checkpoints may say, checked before anything is allocated or built.
 
 A model's and an objective's part is derived from their dataclasses: the fields, their types, and which are required.
 Keys that no version of this program has written are refused, for a file that says more than is understood means more.
@@ -22,14 +22,13 @@ from opendit.common.rules import (
     number,
     one_of,
     optional,
-    parse_json,
     plain,
-    read_json,
     record,
     string,
     truth,
     whole,
 )
+from opendit.common.strict_files import COUNT, FILE, NAME, SHA256, FileKind, parse_text
 from opendit.diffusion.objectives import OBJECTIVES, objective_from_dict
 from opendit.models.configuration import DiTConfig
 from opendit.models.zoo import CLASSES, config_from_dict
@@ -67,13 +66,6 @@ BY_TYPE: dict[type, Rule] = {
     type(None): nothing,
 }
 TOKENS = 1 << 22  # of a sample: four times the longest that anybody has trained on
-
-COUNT = whole(0)
-NAME = string(4096)
-PLAIN_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
-FILE = string(255, PLAIN_NAME, "the plain name of a file in the same folder")
-SHA256 = string(64, "[0-9a-f]{64}", "a SHA-256 in 64 hexadecimal digits")
-
 
 # ------------------------------------------------------------------------------------------ from dataclasses
 
@@ -125,14 +117,6 @@ def _tagged(value: Any, place: str, tag: str, default: str | None, kinds: dict[s
 
 
 # ------------------------------------------------------------------------------------------ the files
-
-
-@dataclasses.dataclass(frozen=True)
-class FileKind:
-    """What files of one kind may hold, and the most bytes that are read of one."""
-
-    rule: Rule
-    most_bytes: int
 
 
 LORA = record({"rank": whole(1, 1 << 16), "alpha": number(0, 1e6, above=True), "base": NAME})
@@ -209,82 +193,7 @@ STATE_FILE = FileKind(
 # written into it.
 RUN_CONFIG = FileKind(record({}, {"starts": listed(plain(8), most=100_000)}, others=plain(8)), 64 * MIB)
 
-_CLIPS = record({"num_frames": whole(1, 1 << 20), "frame_interval": whole(1, 1 << 20), "short_clips": string(64)})
-_LATENT_SHAPE = listed(whole(1, 1 << 16), 3, 4)
-LATENTS_SETTINGS = record(
-    {
-        "version": COUNT,
-        "data": string(64),
-        "pictures": COUNT,
-        "image_size": whole(1, 1 << 20),
-        "vae": string(64),
-        "latent_shape": _LATENT_SHAPE,
-        "flips": truth,
-        "shard_size": whole(1),
-    },
-    {"precision": string(64), "video": _CLIPS, "text": optional(string(64))},
-)
-SKIPPED = listed(string(65536))
-SHARD = FileKind(
-    record({"settings": LATENTS_SETTINGS, "skipped": SKIPPED}),
-    16 * MIB,
-)
-LATENTS_INDEX = FileKind(
-    record(
-        {
-            "format": string(64),
-            "version": COUNT,
-            "count": COUNT,
-            "class_names": listed(string(1 << 16), most=10_000_000),
-            "image_size": whole(1, 1 << 20),
-            "vae": NAME,
-            # One number, or one a channel.
-            "scaling_factor": either(listed(number(0, 1e6, above=True), 1, 4096), number(0, 1e6, above=True)),
-            "shift_factor": either(listed(number(-1e6, 1e6), 1, 4096), number(-1e6, 1e6)),
-            "latent_shape": _LATENT_SHAPE,
-            "flips": truth,
-            "shards": listed(
-                record({"file": FILE, "count": COUNT, "bytes": COUNT}, {"shape_key": COUNT, "sha256": SHA256})
-            ),
-        },
-        {
-            "settings": LATENTS_SETTINGS,
-            "skipped": SKIPPED,
-            "video": _CLIPS,
-            "conditioning": one_of("label", "text"),
-            "text": record({"encoder": NAME, "max_tokens": whole(1, 1 << 16)}),
-            "checksums": mapping(FILE, SHA256, 1000),  # of the files beside the shards
-        },
-    ),
-    32 * MIB,
-)
-
-
 # ------------------------------------------------------------------------------------------ reading
-
-
-def checked(value: Any, kind: FileKind, source: Path | str) -> Any:
-    """``value`` if it keeps the kind's rule; else ValueError with one line that names the source and the field."""
-    try:
-        kind.rule(value, "")
-    except Invalid as error:
-        raise ValueError(f"{source}: {error}") from error
-    return value
-
-
-def read_file(path: Path, kind: FileKind) -> Any:
-    """The content of a JSON file.
-
-    Raises ValueError with one line that names the file and the field that breaks the rule; OSError if it can't be
-    opened."""
-    return checked(read_json(path, kind.most_bytes), kind, path)
-
-
-def parse_text(text: str, kind: FileKind, source: Path | str) -> Any:
-    """The JSON that a safetensors file has as metadata. Raises ValueError as :func:`read_file`."""
-    if len(text) > kind.most_bytes:
-        raise ValueError(f"{source} has metadata of {len(text):,} characters; at most {kind.most_bytes:,} are read")
-    return checked(parse_json(text, f"the metadata of {source}"), kind, source)
 
 
 def checked_metadata(text: str, source: Path | str) -> dict:

@@ -6,7 +6,7 @@ import struct
 import time
 from pathlib import Path
 
-from opendit.training.records import RecordFile
+from opendit.common.records import RecordFile
 
 
 class Board:

@@ -19,7 +19,7 @@ import torch
 import opendit
 from opendit.cli.command_line import flags_of
 from opendit.cli.train_flags import OBJECTIVE_FLAGS, TrainConfig
-from opendit.data.base import hash_parts
+from opendit.common.hashing import hash_parts
 from opendit.data.contents import hash_files
 from opendit.diffusion import objective_from_dict
 from opendit.encoders.text import encoder_folder

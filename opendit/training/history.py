@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from opendit.cli.command_line import overridden, to_dict
 from opendit.common.replace import replacing
+from opendit.common.strict_files import read_file
 from opendit.state.files import sync_folder
-from opendit.state.schema import RUN_CONFIG, read_file
+from opendit.state.schema import RUN_CONFIG
 
 if TYPE_CHECKING:
     from opendit.training.job import Job

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from opendit.cli.train_flags import TrainConfig
+from opendit.common.records import WriteFailures
 from opendit.data import Batch, BatchIterator
 from opendit.data.base import to_pixels
 from opendit.data.progress import Progress
@@ -30,7 +31,6 @@ from opendit.training.interrupt import Interrupt
 from opendit.training.job import Job
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
-from opendit.training.records import WriteFailures
 from opendit.training.resources import open_checkpoints, open_loader, open_monitor, open_profiler
 from opendit.training.runners import MicroBatch, Runner, build_runner
 from opendit.training.skipped_steps import SkippedSteps

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from opendit.common.records import RecordFile, WriteFailures
 from opendit.common.replace import replacing
 from opendit.data.progress import Progress
 from opendit.parallel.mesh import Mesh
 from opendit.training.board import Board
-from opendit.training.records import RecordFile, WriteFailures
 
 # Dense bf16/fp16 tensor-core peaks by the vendors' data sheets, FLOP/s; a GPU that is not here has no MFU.
 PEAK_FLOPS = {

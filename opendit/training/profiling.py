@@ -9,8 +9,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from opendit.common.records import WriteFailures
 from opendit.common.replace import replacing
-from opendit.training.records import WriteFailures
 
 WARMUP, STEPS = 8, 3  # steps that run before, and steps that are recorded; the profiler itself warms up in the last two
 

@@ -13,7 +13,7 @@ from opendit.state.saving import Checkpoints
 from opendit.training.job import Job
 from opendit.training.monitor import Monitor
 from opendit.training.profiling import StepProfiler
-from opendit.training.records import WriteFailures
+from opendit.common.records import WriteFailures
 
 
 def open_monitor(job: Job, supervisor: Supervisor, failures: WriteFailures) -> Monitor:

@@ -1,9 +1,11 @@
 """What a resumed run checks of the checkpoint that it goes on from."""
 
+from opendit.common.tensor_files import shapes_in
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.models import DiTConfig, config_from_dict
+from opendit.models.shapes import model_shapes
 from opendit.state.checkpoint import MODEL, Checkpoint
-from opendit.state.header import compare, model_shapes, shapes_in
+from opendit.state.header import compare
 from opendit.state.pretrained import read_info
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from opendit.cli.dry_run import describe_recipe
+from opendit.common.records import RecordFile, WriteFailures
 from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
 from opendit.models.lora import lora_parameters
@@ -20,7 +21,6 @@ from opendit.training.history import write_config
 from opendit.training.job import Job
 from opendit.training.memory import USABLE, advice, card_memory, describe
 from opendit.training.monitor import Monitor
-from opendit.training.records import RecordFile, WriteFailures
 
 
 def announce_memory(job: Job) -> None:

@@ -9,7 +9,8 @@ import torch
 from benchmarks.bench_faults import page, summary, table
 from benchmarks.faults import GROUPS
 from benchmarks.faults.lab import FAULTS, RUN, Fault, Lab, Shared, judge, newest_step, register_all
-from opendit.state.files import write_manifest, write_tensors
+from opendit.common.tensor_files import write_tensors
+from opendit.state.files import write_manifest
 
 FILES = ("model.safetensors", "ema.safetensors", "optimizer_000.safetensors")
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 import opendit.state.pretrained
 import sample
 import train
-from opendit.state.files import damage, read_manifest, write_manifest, write_tensors
+from opendit.common.tensor_files import write_tensors
+from opendit.state.files import damage, read_manifest, write_manifest
 from opendit.state.pretrained import load_pretrained, read_info
 from opendit.state.saving import OPTIMIZER, share_out
 

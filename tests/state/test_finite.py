@@ -12,9 +12,10 @@ import opendit.training.loop
 import opendit.training.resources
 import sample
 import train
+from opendit.common.tensor_files import write_tensors
 from opendit.export.__main__ import main as export
 from opendit.models import DiT, model_config
-from opendit.state.files import damage, not_finite, read_manifest, write_manifest, write_tensors
+from opendit.state.files import damage, not_finite, read_manifest, write_manifest
 from opendit.state.pretrained import METADATA_KEY, read_info
 from tests.ranks import run_ranks
 from tests.state.test_checkpoint import ARGV, run_to, steps_in

@@ -16,7 +16,7 @@ from PIL import Image
 import train
 from opendit.cli.command_line import flags_of, parse
 from opendit.cli.train_flags import OBJECTIVE_FLAGS, TrainConfig
-from opendit.data.base import hash_parts
+from opendit.common.hashing import hash_parts
 from opendit.data.contents import hash_files
 from opendit.data.resolve import build_dataset
 from opendit.parallel.mesh import Mesh

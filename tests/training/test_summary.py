@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from opendit.common import records, summary
 from opendit.data.mock import MockDataset
-from opendit.training import records, summary
 
 
 def job(folder, **more):

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from opendit.common.mapped import open_mapped
+from opendit.common.tensor_files import open_mapped
 
 
 @pytest.mark.parametrize("name", ["plain", "漢字", "caf\udce9"])

@@ -1,0 +1,24 @@
+"""SHA-256 of files and of lists of parts."""
+
+import hashlib
+from pathlib import Path
+
+BLOCK = 16 << 20  # bytes that are read at once
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_parts(*parts: bytes | str) -> str:
+    """SHA-256 over the parts, each preceded by its length so that no two lists of parts collide."""
+    digest = hashlib.sha256()
+    for part in parts:
+        part = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,115 @@
+"""safetensors files: written with their checksum, opened under any name, and the shapes in them."""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+MOST_HEADER_BYTES = 64 << 20
+Shapes = dict[str, tuple[int, ...]]
+_DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BLOCK = 16 << 20
+
+
+def write_file(path: Path, blocks: Iterator[bytes | memoryview]) -> dict:
+    """Writes and syncs a file; returns its line of the manifest, made from memory and not read back from the disk.
+
+    Raises OSError (a full disk, no permission), naming the file.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        with open(path, "wb", buffering=0) as file:
+            for block in blocks:
+                digest.update(block)
+                size += len(block)
+                while len(block):  # an unbuffered write may take a part
+                    block = memoryview(block)[file.write(block) :]
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict:
+    """Writes CPU tensors as a safetensors file; returns and raises as :func:`write_file`.
+
+    (safetensors' own save_file neither hashes nor syncs, and tells no full disk from a bug.)
+    """
+    return write_file(path, _safetensors(tensors, metadata))
+
+
+def _safetensors(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    header, offset = {"__metadata__": metadata}, 0
+    for name, tensor in tensors.items():
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        for start in range(0, len(data), _BLOCK):
+            yield data[start : start + _BLOCK]
+
+
+def open_mapped(path: Path, framework: str = "pt") -> safe_open:
+    """``safe_open`` of any path: the library itself refuses one whose name, or folder's name, is not UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return safe_open(
+                f"/proc/self/fd/{file}", framework=framework
+            )  # which maps it, and needs no name after that
+        finally:
+            os.close(file)
+    return safe_open(path, framework=framework)
+
+
+def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
+    """A safetensors file, opened; the library has compared the header with the file's size by then.
+
+    Raises ValueError that names the file: it is no regular file, its header is too large, or it is damaged.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError(f"{path} is no regular file")
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > MOST_HEADER_BYTES:
+            raise ValueError(f"{path} is not a readable safetensors file (a header of {length:,} bytes)")
+        return open_mapped(path, framework)
+    except (SafetensorError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} is not a readable safetensors file ({reason}); take another one") from error
+
+
+def shapes_in(file: safe_open, path: Path, floats: bool = True) -> Shapes:
+    """The shape of every tensor by its name. Raises ValueError if one holds no floating-point numbers (``floats``)."""
+    shapes = {}
+    for name in file.keys():  # noqa: SIM118
+        part = file.get_slice(name)
+        if floats and part.get_dtype() not in FLOATS:
+            raise ValueError(f"{path}: {name[:100]!r} holds {part.get_dtype()}; weights are one of {', '.join(FLOATS)}")
+        shapes[name] = tuple(part.get_shape())
+    return shapes

@@ -1,0 +1,54 @@
+"""What the files of a cache of latents may say, checked before anything is allocated."""
+
+from opendit.common.rules import MIB, either, listed, mapping, number, one_of, optional, record, string, truth, whole
+from opendit.common.strict_files import COUNT, FILE, NAME, SHA256, FileKind
+
+_CLIPS = record({"num_frames": whole(1, 1 << 20), "frame_interval": whole(1, 1 << 20), "short_clips": string(64)})
+_LATENT_SHAPE = listed(whole(1, 1 << 16), 3, 4)
+LATENTS_SETTINGS = record(
+    {
+        "version": COUNT,
+        "data": string(64),
+        "pictures": COUNT,
+        "image_size": whole(1, 1 << 20),
+        "vae": string(64),
+        "latent_shape": _LATENT_SHAPE,
+        "flips": truth,
+        "shard_size": whole(1),
+    },
+    {"precision": string(64), "video": _CLIPS, "text": optional(string(64))},
+)
+SKIPPED = listed(string(65536))
+SHARD = FileKind(
+    record({"settings": LATENTS_SETTINGS, "skipped": SKIPPED}),
+    16 * MIB,
+)
+LATENTS_INDEX = FileKind(
+    record(
+        {
+            "format": string(64),
+            "version": COUNT,
+            "count": COUNT,
+            "class_names": listed(string(1 << 16), most=10_000_000),
+            "image_size": whole(1, 1 << 20),
+            "vae": NAME,
+            # One number, or one a channel.
+            "scaling_factor": either(listed(number(0, 1e6, above=True), 1, 4096), number(0, 1e6, above=True)),
+            "shift_factor": either(listed(number(-1e6, 1e6), 1, 4096), number(-1e6, 1e6)),
+            "latent_shape": _LATENT_SHAPE,
+            "flips": truth,
+            "shards": listed(
+                record({"file": FILE, "count": COUNT, "bytes": COUNT}, {"shape_key": COUNT, "sha256": SHA256})
+            ),
+        },
+        {
+            "settings": LATENTS_SETTINGS,
+            "skipped": SKIPPED,
+            "video": _CLIPS,
+            "conditioning": one_of("label", "text"),
+            "text": record({"encoder": NAME, "max_tokens": whole(1, 1 << 16)}),
+            "checksums": mapping(FILE, SHA256, 1000),  # of the files beside the shards
+        },
+    ),
+    32 * MIB,
+)

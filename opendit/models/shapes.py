@@ -1,0 +1,19 @@
+"""The shapes of a model's weights, without making one."""
+
+import torch
+
+from opendit.models.configuration import DiTConfig
+from opendit.models.zoo import build_model
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
+    """The shapes of a model's parameters and of its buffers; no weight is made. Raises ValueError if there is no such
+    model."""
+    try:
+        with torch.device("meta"):
+            model = build_model(config)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
+        raise ValueError(f"a model of this configuration can't be built ({str(error).splitlines()[0]})") from error
+    return tuple({n: tuple(p.shape) for n, p in named} for named in (model.named_parameters(), model.named_buffers()))
