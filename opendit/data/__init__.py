@@ -1,6 +1,6 @@
 """Media in: the built-in digits, picture folders, CSVs of captioned media, torchvision's data sets, cached latents."""
 
-from opendit.data.base import BadSample, DataError, Item, MediaDataset, Ticket
+from opendit.data.base import BadSample, DataError, Item, MediaDataset, SampleKey
 from opendit.data.captioned import CaptionedDataset
 from opendit.data.digits import digits_split
 from opendit.data.latents import LatentDataset
@@ -18,7 +18,7 @@ __all__ = [
     "Item",
     "LatentDataset",
     "MediaDataset",
-    "Ticket",
+    "SampleKey",
     "build_dataset",
     "build_loader",
     "build_schedule",

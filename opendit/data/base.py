@@ -1,8 +1,8 @@
 """What every data set of OpenDiT looks like to the rest of the program, and how unreadable files are counted.
 
-A data set holds rows; a training step asks for a row with a ``Ticket`` that says where in the run the
-sample is used. Everything random about the sample is keyed by the ticket (see ``opendit.diffusion.random``), so the
-same ticket gives the same numbers in any process, on any number of GPUs and after any resume.
+A data set holds rows; a training step asks for a row with a ``SampleKey`` that says where in the run the
+sample is used. Everything random about the sample is keyed by it (see ``opendit.diffusion.random``), so the same key
+gives the same numbers in any process, on any number of GPUs and after any resume.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opendit.data.verification import Verification
 
 
-class Ticket(NamedTuple):
+class SampleKey(NamedTuple):
     """Asks a data set for one sample of the run."""
 
     sample: int  # row of the data set
@@ -57,7 +57,7 @@ class BadSample(Exception):
 
 class MediaDataset(Dataset):
     """Base of all data sets. A subclass sets the attributes below and writes the methods that raise
-    NotImplementedError; tickets, flips and replacements of unreadable rows are done here, for all alike.
+    NotImplementedError; keys, flips and replacements of unreadable rows are done here, for all alike.
 
     kind: "pixels" (x in [-1, 1]) or "latents" (x holds a VAE's means and standard deviations).
     conditioning: "label" (items have a class ``y``) or "text" (items have a caption ``text``).
@@ -143,25 +143,25 @@ class MediaDataset(Dataset):
     def num_classes(self) -> int:
         return len(self.class_names)
 
-    def __getitem__(self, ticket: Ticket) -> Item:
-        """The ticket's sample, or the next readable row's. Raises DataError when so many rows in turn are
+    def __getitem__(self, sample_key: SampleKey) -> Item:
+        """The key's sample, or the next readable row's. Raises DataError when so many rows in turn are
         unreadable that more than ``max_bad`` of the data set must be."""
-        return next(self.items([ticket]))
+        return next(self.items([sample_key]))
 
-    def __getitems__(self, tickets: list[Ticket]) -> list[Item]:
-        return list(self.items(tickets))
+    def __getitems__(self, sample_keys: list[SampleKey]) -> list[Item]:
+        return list(self.items(sample_keys))
 
-    def items(self, tickets: list[Ticket]) -> Iterator[Item]:
+    def items(self, sample_keys: list[SampleKey]) -> Iterator[Item]:
         """Samples of one step, one after the other: the same ones, but their random numbers are drawn at once, 0.3 ms
         in all."""
-        key = self.seed, tickets[0].step, torch.tensor([ticket.index for ticket in tickets])
-        flips, windows = [False] * len(tickets), [None] * len(tickets)
+        key = self.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
+        flips, windows = [False] * len(sample_keys), [None] * len(sample_keys)
         if self.random_flip:
             flips = integers(*key, Stream.FLIP, 2).bool().tolist()
         if self.random_window:
             windows = uniform(*key, Stream.CROP).tolist()
-        for ticket, flip, start in zip(tickets, flips, windows, strict=True):
-            yield self._item(ticket.sample, flip, start)
+        for sample_key, flip, start in zip(sample_keys, flips, windows, strict=True):
+            yield self._item(sample_key.sample, flip, start)
 
     def _item(self, first: int, flip: bool, start: float | None) -> Item:
         skipped: list[str] = []

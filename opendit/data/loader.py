@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from opendit.data.base import BadFileCounter, Embedding, MediaDataset, Ticket, to_pixels
+from opendit.data.base import BadFileCounter, Embedding, MediaDataset, SampleKey, to_pixels
 from opendit.data.read_ahead import AHEAD, ReadAhead
 from opendit.data.verification import Verification
 
@@ -142,7 +142,7 @@ class Batch:
 
 @dataclass
 class _Request:
-    tickets: list[Ticket]
+    sample_keys: list[SampleKey]
     step: int
     micro: int
     epoch: int
@@ -162,8 +162,8 @@ class _Requests:
             rows, epoch = self.schedule.rows(step), self.schedule.epoch(step)
             for micro in range(self.micro_batches):
                 first = (micro * self.dp_size + self.dp_rank) * self.batch_size
-                tickets = [Ticket(rows[i], step, i) for i in range(first, first + self.batch_size)]
-                yield _Request(tickets, step, micro, epoch)
+                sample_keys = [SampleKey(rows[i], step, i) for i in range(first, first + self.batch_size)]
+                yield _Request(sample_keys, step, micro, epoch)
             step += 1
 
 
@@ -180,14 +180,14 @@ class _BatchReader(Dataset):
         shortened, x, items = self.dataset.shortened, None, []
         # Each sample moves to the batch before the next is read: memory of one clip is used over and over, that of all
         # of them would go back to the kernel and be asked for again, 1 ms a clip.
-        for i, item in enumerate(self.dataset.items(request.tickets)):
-            x = self.slots.batch(len(request.tickets), item.x) if x is None else x
+        for i, item in enumerate(self.dataset.items(request.sample_keys)):
+            x = self.slots.batch(len(request.sample_keys), item.x) if x is None else x
             x[i] = item.x
             items.append(item._replace(x=None))
         return Batch(
             x=x,
             y=torch.tensor([item.y for item in items], dtype=torch.int64),
-            index=torch.tensor([ticket.index for ticket in request.tickets], dtype=torch.int64),
+            index=torch.tensor([sample_key.index for sample_key in request.sample_keys], dtype=torch.int64),
             step=request.step,
             micro=request.micro,
             epoch=request.epoch,

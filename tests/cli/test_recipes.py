@@ -12,7 +12,7 @@ import train
 from opendit.cli.command_line import overridden, parse
 from opendit.cli.recipes import RECIPES
 from opendit.cli.train_flags import TrainConfig
-from opendit.data.base import Ticket
+from opendit.data.base import SampleKey
 from opendit.data.mock import MockDataset
 from opendit.models import build_model, config_from_dict, model_config
 from opendit.parallel.engines import build_engine
@@ -212,7 +212,7 @@ def test_random_latents_are_the_model_s_size_and_depend_on_the_row_alone(text, f
     data, again = (MockDataset(24, frames, **options) for _ in range(2))
     shape = (8, 3, 3) if frames is None else (8, 5, 3, 3)
     assert data.sample_shape == shape and (data.conditioning == "text") == (text is not None)
-    item, same, other = data[Ticket(11, 0, 0)], again[Ticket(11, 5, 3)], data[Ticket(12, 0, 0)]
+    item, same, other = data[SampleKey(11, 0, 0)], again[SampleKey(11, 5, 3)], data[SampleKey(12, 0, 0)]
     assert item.x.shape == shape and torch.equal(item.x, same.x) and not torch.equal(item.x, other.x)
     assert item.x[4:].abs().max() == 0  # no deviation: the latent is the mean
     many = torch.stack([data.load(row, False)[:4] for row in range(200)])

@@ -15,7 +15,7 @@ from opendit.data import (
     BucketSchedule,
     CaptionedDataset,
     DataError,
-    Ticket,
+    SampleKey,
     build_dataset,
     build_loader,
     build_schedule,
@@ -62,7 +62,7 @@ def test_pictures_and_clips(csv):
     data = video(csv)
     assert data.conditioning == "text" and data.num_classes == 0 and data.sample_shape == (3, 4, 16, 16)
     assert len(data) == CLIPS + PICTURES
-    items = data.__getitems__([Ticket(row, 7, row) for row in range(len(data))])
+    items = data.__getitems__([SampleKey(row, 7, row) for row in range(len(data))])
     starts = uniform(3, 7, torch.arange(len(data)), Stream.CROP).tolist()
     for row, item in enumerate(items):
         kind, name = data.shape_key(row), item.text.removeprefix("a, ")
@@ -78,17 +78,17 @@ def test_pictures_and_clips(csv):
 
 def test_windows_are_drawn_for_each_sample_in_training_only(csv):
     row = int(np.flatnonzero(video(csv).keys)[-1])
-    trained = {tuple(numbers(video(csv)[Ticket(row, step, 0)].x)) for step in range(30)}
+    trained = {tuple(numbers(video(csv)[SampleKey(row, step, 0)].x)) for step in range(30)}
     assert len(trained) > 8
     middle = clip_window(20 + CLIPS - 1, 4, 2, None)
     evaluated = video(csv, training=False)
-    assert {tuple(numbers(evaluated[Ticket(row, step, 0)].x)) for step in range(5)} == {tuple(middle)}
+    assert {tuple(numbers(evaluated[SampleKey(row, step, 0)].x)) for step in range(5)} == {tuple(middle)}
     assert numbers(video(csv).load(row, False)) == middle
 
 
 def test_pictures_only(csv):
     data = CaptionedDataset(csv, 16, seed=0)
-    assert len(data) == PICTURES and data.sample_shape == data[Ticket(0, 0, 0)].x.shape == (3, 16, 16)
+    assert len(data) == PICTURES and data.sample_shape == data[SampleKey(0, 0, 0)].x.shape == (3, 16, 16)
     assert [data.caption(row) for row in range(PICTURES)] == [f"a, picture{i}.png" for i in range(PICTURES)]
     assert "11 pictures with captions (14 clips left out: no --use_video), 3x16x16" in data.describe()
     clips = rewrite(csv, "clips.csv", lambda line: line if "mp4" in line else None)
@@ -106,7 +106,7 @@ def test_mirroring_is_off_unless_asked_for(csv):
     data = video(csv.parent / "ramp.csv", random_flip=True)
     for row in (0, 1):
         assert torch.equal(data.load(row, True), data.load(row, False).flip(-1))
-    assert len({data[Ticket(0, step, 0)].x[0, 0, 0, 0].item() > 0 for step in range(12)}) == 2
+    assert len({data[SampleKey(0, step, 0)].x[0, 0, 0, 0].item() > 0 for step in range(12)}) == 2
 
 
 def test_a_bad_row_is_replaced_by_the_next_of_its_shape(csv):
@@ -118,11 +118,11 @@ def test_a_bad_row_is_replaced_by_the_next_of_its_shape(csv):
     data = video(csv.parent / "bad.csv", max_bad=0.5)
     assert [data.next_row(row) for row in range(7)] == [2, 3, 5, 4, 6, 0, 1]
     for row, text in ((2, "five"), (3, "four"), (6, "one")):
-        item = data[Ticket(row, 0, 0)]
+        item = data[SampleKey(row, 0, 0)]
         assert item.text == text and item.x.shape[1] == (4 if data.shape_key(row) else 1)
         assert len(item.skipped) == 1 and data.paths[row] in item.skipped[0]
     with pytest.raises(DataError, match="3 files in turn can't be read: .*clip0.mp4: too short: 20 frames"):
-        video(csv.parent / "bad.csv", num_frames=30, max_bad=0.5)[Ticket(2, 0, 0)]
+        video(csv.parent / "bad.csv", num_frames=30, max_bad=0.5)[SampleKey(2, 0, 0)]
 
 
 def test_short_clips_can_be_read_at_a_smaller_interval(csv):
@@ -200,7 +200,7 @@ def test_what_is_no_file_is_named_at_the_start(csv):
         assert part in str(caught.value)
     data = video(odd, max_bad=0.5)
     for row in range(6):
-        assert len(data[Ticket(row, 0, 0)].skipped) == 6 - row
+        assert len(data[SampleKey(row, 0, 0)].skipped) == 6 - row
 
 
 def test_identity_tells_paths_captions_and_order(csv):

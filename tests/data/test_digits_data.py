@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.data import Ticket, build_dataset, digits_split
+from opendit.data import SampleKey, build_dataset, digits_split
 
 
 def test_the_split_is_stratified_disjoint_and_whole():
@@ -31,16 +31,16 @@ def test_native_size_is_untouched_and_never_mirrored():
     assert len(data) == len(images) and data.kind == "pixels" and data.num_classes == 10
     assert data.sample_shape == (1, 8, 8) and not data.random_flip
     for row in (0, 700, len(data) - 1):
-        item = data[Ticket(row, 5, 9)]
+        item = data[SampleKey(row, 5, 9)]
         assert torch.equal(item.x, images[row]) and item.y == int(labels[row]) and item.skipped == ()
-    data[Ticket(0, 0, 0)].x.zero_()  # what the caller does to an item must not reach the data
-    assert torch.equal(data[Ticket(0, 0, 0)].x, images[0])
+    data[SampleKey(0, 0, 0)].x.zero_()  # what the caller does to an item must not reach the data
+    assert torch.equal(data[SampleKey(0, 0, 0)].x, images[0])
 
 
 @pytest.mark.parametrize("size", [4, 16, 32])
 def test_other_sizes_are_resized_within_the_range(size):
     data = build_dataset("digits", size, seed=0)
-    x = torch.stack([data[Ticket(row, 0, 0)].x for row in range(50)])
+    x = torch.stack([data[SampleKey(row, 0, 0)].x for row in range(50)])
     assert x.shape == (50, 1, size, size) and float(x.min()) >= -1 and float(x.max()) <= 1
     assert torch.allclose(x.mean((1, 2, 3)), digits_split("train")[0][:50].mean((1, 2, 3)), atol=0.08)
 
@@ -48,7 +48,7 @@ def test_other_sizes_are_resized_within_the_range(size):
 def test_held_out_pictures_and_mirroring_on_request():
     data = build_dataset("digits", 8, seed=0, split="test", random_flip=True)
     images = digits_split("test")[0]
-    x = torch.stack([data[Ticket(i, 0, i)].x for i in range(64)])
+    x = torch.stack([data[SampleKey(i, 0, i)].x for i in range(64)])
     mirrored = (x == images[:64].flip(-1)).flatten(1).all(1) & (x != images[:64]).flatten(1).any(1)
     assert 10 < int(mirrored.sum()) < 54
     assert torch.equal(x[~mirrored], images[:64][~mirrored])

@@ -6,7 +6,7 @@ import socket
 import pytest
 from PIL import Image
 
-from opendit.data import Ticket, build_dataset, folders
+from opendit.data import SampleKey, build_dataset, folders
 from opendit.data.folders import Ignored, files_below, folders_above
 from opendit.data.images import FolderDataset, find_pictures
 from opendit.data.picture_file import picture_suffixes
@@ -161,7 +161,7 @@ def test_links_to_nothing_stay_rows(tmp_path):
     (tmp_path / "a" / "05.png").symlink_to(tmp_path / "unmounted" / "05.png")
     data = FolderDataset(str(tmp_path), 8)
     assert len(data) == 40
-    assert data[Ticket(5, 0, 0)].skipped == (f"{tmp_path}/a/05.png: a link to a file that doesn't exist",)
+    assert data[SampleKey(5, 0, 0)].skipped == (f"{tmp_path}/a/05.png: a link to a file that doesn't exist",)
 
 
 def test_every_suffix_of_pillow_is_tried(tmp_path):
@@ -181,7 +181,7 @@ def test_names_that_are_not_utf8(tmp_path):
         picture(tmp_path / "x.png").rename(os.fsdecode(path))
     os.mkfifo(os.path.join(root, b"tea", b"\xfe"))
     data = build_dataset(os.fsdecode(root), 8, seed=0)
-    assert data.class_names == ["caf\\xe9", "tea"] and data[Ticket(0, 0, 0)].y == 0
+    assert data.class_names == ["caf\\xe9", "tea"] and data[SampleKey(0, 0, 0)].y == 0
     assert os.fsencode(data.paths[0]) == os.path.join(root, b"caf\xe9/\xff\n.png")
     assert data.describe().isprintable() and "tea/\\xfe (a named pipe)" in data.describe()
     "".join(data.class_names).encode()  # as logs and checkpoints need it

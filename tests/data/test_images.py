@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from opendit.data import DataError, Ticket, build_dataset
+from opendit.data import DataError, SampleKey, build_dataset
 from opendit.data.base import to_pixels
 from opendit.data.images import FolderDataset, PathTable, to_tensor
 from opendit.data.picture_file import center_crop
@@ -66,18 +66,18 @@ def test_a_bad_file_is_replaced_by_the_next_row_and_named(tmp_path, how):
     bad = tmp_path / "class0" / "019.png"  # the last of its class: the replacement's label must be its own
     break_file(bad, how)
     data = FolderDataset(str(tmp_path), 16, seed=1, random_flip=False)
-    item, following = data[Ticket(19, 0, 0)], data[Ticket(20, 0, 0)]
+    item, following = data[SampleKey(19, 0, 0)], data[SampleKey(20, 0, 0)]
     assert torch.equal(item.x, following.x) and (item.y, following.y) == (1, 1)
     assert len(item.skipped) == 1 and item.skipped[0].startswith(f"{bad}: ") and following.skipped == ()
-    assert data[Ticket(18, 0, 0)].skipped == ()
+    assert data[SampleKey(18, 0, 0)].skipped == ()
 
 
 def test_the_last_row_is_replaced_by_the_first(tmp_path):
     tree(tmp_path, each=20)
     break_file(tmp_path / "class1" / "019.png", "empty")
     data = FolderDataset(str(tmp_path), 16, random_flip=False)
-    item = data[Ticket(39, 0, 0)]
-    assert item.y == 0 and torch.equal(item.x, data[Ticket(0, 0, 0)].x)
+    item = data[SampleKey(39, 0, 0)]
+    assert item.y == 0 and torch.equal(item.x, data[SampleKey(0, 0, 0)].x)
 
 
 def test_headers_are_checked_at_the_start(tmp_path):
@@ -100,7 +100,7 @@ def test_all_rows_unreadable_later_ends_the_search(tmp_path):
     for path in tmp_path.rglob("*.png"):
         break_file(path, "truncated")
     with pytest.raises(DataError, match="20 files in turn can't be read"):
-        data[Ticket(5, 0, 0)]
+        data[SampleKey(5, 0, 0)]
 
 
 # ---------------------------------------------------------------- layout
@@ -116,7 +116,7 @@ def test_classes_are_sorted_subfolders_searched_to_any_depth(tmp_path):
     data = FolderDataset(str(tmp_path), 8)
     assert data.class_names == ["a", "b"] and len(data) == 2 and data.num_classes == 2
     assert [data.label(row) for row in range(2)] == [0, 1]
-    assert data.sample_shape == (3, 8, 8) == tuple(data[Ticket(0, 0, 0)].x.shape)
+    assert data.sample_shape == (3, 8, 8) == tuple(data[SampleKey(0, 0, 0)].x.shape)
     assert "2 pictures of 2 classes" in data.describe() and "\n" not in data.describe()
 
 
@@ -171,16 +171,16 @@ def test_flips_are_keyed_by_seed_step_and_index_only(tmp_path):
         wanted = integers(7, step, torch.arange(16), Stream.FLIP, 2)
         for index in range(16):
             for row in range(3):
-                x = plain[Ticket(row, step, index)].x
+                x = plain[SampleKey(row, step, index)].x
                 expected = x.flip(-1) if wanted[index] else x
-                assert torch.equal(data[Ticket(row, step, index)].x, expected)
+                assert torch.equal(data[SampleKey(row, step, index)].x, expected)
             seen.add(int(wanted[index]))
-        tickets = [Ticket(index % 3, step, index) for index in range(16)]
-        for ticket, item in zip(tickets, data.__getitems__(tickets), strict=True):
-            assert torch.equal(item.x, data[ticket].x)
+        sample_keys = [SampleKey(index % 3, step, index) for index in range(16)]
+        for sample_key, item in zip(sample_keys, data.__getitems__(sample_keys), strict=True):
+            assert torch.equal(item.x, data[sample_key].x)
     assert seen == {0, 1}
     other = build_dataset(str(tmp_path), 16, seed=8)
-    assert any(not torch.equal(data[Ticket(0, 0, i)].x, other[Ticket(0, 0, i)].x) for i in range(16))
+    assert any(not torch.equal(data[SampleKey(0, 0, i)].x, other[SampleKey(0, 0, i)].x) for i in range(16))
 
 
 @pytest.mark.parametrize("flip", [False, True])

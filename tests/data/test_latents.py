@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from opendit.data import BatchSchedule, DataError, LatentDataset, Ticket, build_dataset, build_loader
+from opendit.data import BatchSchedule, DataError, LatentDataset, SampleKey, build_dataset, build_loader
 from opendit.data.latents import write_shard
 from opendit.data.latents_program import pick_dtype
 from opendit.data.make_latents import make_latents
@@ -84,7 +84,7 @@ def test_round_trip(pictures, codec, made):
     flips = integers(3, 6, torch.arange(44), Stream.FLIP, 2)
     assert 0 < int(flips.sum()) < 44
     for i, row in enumerate(rows):
-        item = data[Ticket(i, 6, i)]
+        item = data[SampleKey(i, 6, i)]
         x = source.load(row, bool(flips[i]))
         torch.testing.assert_close(item.x, codec.moments(x[None])[0], rtol=1e-3, atol=1e-3)
         assert item.y == source.label(row) and item.x.dtype == torch.float32
@@ -97,17 +97,17 @@ def test_round_trip(pictures, codec, made):
 
 def test_mirroring_can_be_turned_off_or_left_out(pictures, codec, made, tmp_path):
     data = build_dataset(str(made), 16, seed=3, random_flip=False)
-    assert all(torch.equal(data[Ticket(0, 0, i)].x, data[Ticket(0, 0, 0)].x) for i in range(10))
+    assert all(torch.equal(data[SampleKey(0, 0, i)].x, data[SampleKey(0, 0, 0)].x) for i in range(10))
     make(pictures, codec, tmp_path, flips=False)
     plain = build_dataset(str(tmp_path), 16, seed=3)
-    assert not plain.random_flip and torch.equal(plain[Ticket(5, 0, 0)].x, data[Ticket(5, 0, 0)].x)
+    assert not plain.random_flip and torch.equal(plain[SampleKey(5, 0, 0)].x, data[SampleKey(5, 0, 0)].x)
     with pytest.raises(ValueError, match="no mirrored latents.*--no_flip"):
         build_dataset(str(tmp_path), 16, seed=3, random_flip=True)
 
 
 def test_worker_processes_read_the_same(made):
     data, schedule = build_dataset(str(made), 16, seed=0), BatchSchedule(44, 8, 0)
-    data[Ticket(0, 0, 0)]  # opened in this process: workers must not be disturbed
+    data[SampleKey(0, 0, 0)]  # opened in this process: workers must not be disturbed
     options = dict(dp_rank=0, dp_size=1, batch_size=8, end_step=10)
     for a, b in zip(
         build_loader(data, schedule, num_workers=0, **options),
@@ -175,7 +175,7 @@ def test_a_shard_may_be_empty(pictures, codec, made, tmp_path):
     whole = build_dataset(str(made), 16, seed=0, random_flip=False)
     assert len(data) == 44 and len(list(tmp_path.glob("*.safetensors"))) == 45
     for row in range(44):
-        a, b = data[Ticket(row, 0, 0)], whole[Ticket(row, 0, 0)]
+        a, b = data[SampleKey(row, 0, 0)], whole[SampleKey(row, 0, 0)]
         torch.testing.assert_close(a.x, b.x, rtol=2e-3, atol=2e-3)  # other batches: the last bit may differ
         assert a.y == b.y
 
@@ -211,8 +211,8 @@ def test_grey_pictures(codec, tmp_path):
     make_latents(data, codec, tmp_path, image_size=16, flips=data.random_flip, batch_size=4, num_workers=0)
     latents = build_dataset(str(tmp_path), 16, seed=0)
     assert not latents.random_flip and len(latents) == 6
-    x = data[Ticket(2, 0, 0)].x.repeat(3, 1, 1)
-    torch.testing.assert_close(latents[Ticket(2, 0, 0)].x, codec.moments(x[None])[0], rtol=1e-3, atol=1e-3)
+    x = data[SampleKey(2, 0, 0)].x.repeat(3, 1, 1)
+    torch.testing.assert_close(latents[SampleKey(2, 0, 0)].x, codec.moments(x[None])[0], rtol=1e-3, atol=1e-3)
 
 
 def test_shards_are_the_same_bytes_and_whole_or_absent(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from PIL import Image
 import preprocess
 import train
 from opendit.cli.command_line import underscored
-from opendit.data import Ticket, build_dataset
+from opendit.data import SampleKey, build_dataset
 from opendit.encoders import load_codec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,7 +82,7 @@ def test_alone_it_prints_its_usage():
 
 def test_the_job_makes_a_data_set(job):
     data = build_dataset(str(job[1]), 32, seed=0)
-    assert len(data) == 59 and data.num_classes == 2 and data[Ticket(0, 0, 0)].x.shape == (8, 16, 16)
+    assert len(data) == 59 and data.num_classes == 2 and data[SampleKey(0, 0, 0)].x.shape == (8, 16, 16)
     assert len(data.index["skipped"]) == 1 and data.random_flip
     assert Path(data.vae).is_absolute() and load_codec(data.vae, channels=3, device="cpu").downscale == 2
 

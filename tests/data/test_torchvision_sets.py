@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchvision import datasets
 
-from opendit.data import Ticket, build_dataset
+from opendit.data import SampleKey, build_dataset
 
 RANDOM = np.random.default_rng(0)
 
@@ -57,19 +57,21 @@ def test_cifar10_from_its_root_or_its_own_folder(tmp_path, unchecked):
         data = build_dataset(str(path), 32, seed=0, random_flip=False)
         assert len(data) == 10 and data.num_classes == 10 and data.sample_shape == (3, 32, 32)
         assert data.class_names[3] == "class 3" and "CIFAR-10 (train)" in data.describe()
-        item = data[Ticket(5, 0, 0)]
+        item = data[SampleKey(5, 0, 0)]
         assert item.y == 3
         assert torch.equal(item.x[1:], torch.full((2, 32, 32), 5 / 127.5 - 1))
         assert item.x[0, 0, 0] == 1 and item.x[0, 0, 31] < 1
     test = build_dataset(str(tmp_path), 32, seed=0, split="test", random_flip=False)
-    assert len(test) == 2 and test[Ticket(1, 0, 0)].x[2, 5, 5] == torch.tensor(11 / 127.5 - 1)
-    assert build_dataset(str(tmp_path), 64, seed=0)[Ticket(0, 0, 0)].x.shape == (3, 64, 64)
+    assert len(test) == 2 and test[SampleKey(1, 0, 0)].x[2, 5, 5] == torch.tensor(11 / 127.5 - 1)
+    assert build_dataset(str(tmp_path), 64, seed=0)[SampleKey(0, 0, 0)].x.shape == (3, 64, 64)
 
 
 def test_cifar10_is_mirrored_by_default(tmp_path, unchecked):
     fake_cifar10(tmp_path)
     data = build_dataset(str(tmp_path), 32, seed=0)
-    corners = {(float(data[Ticket(0, 0, i)].x[0, 0, 0]), float(data[Ticket(0, 0, i)].x[0, 0, 31])) for i in range(20)}
+    corners = {
+        (float(data[SampleKey(0, 0, i)].x[0, 0, 0]), float(data[SampleKey(0, 0, i)].x[0, 0, 31])) for i in range(20)
+    }
     assert data.random_flip and corners == {(1.0, -1.0), (-1.0, 1.0)}
 
 
@@ -85,7 +87,7 @@ def test_mnist_like_sets_keep_one_channel(tmp_path, name):
     for path in (tmp_path, folder.parent, folder):
         data = build_dataset(str(path), 28, seed=0)
         assert len(data) == 6 and data.sample_shape == (1, 28, 28) and not data.random_flip
-        item = data[Ticket(4, 0, 1)]
+        item = data[SampleKey(4, 0, 1)]
         assert item.y == 4 and torch.equal(item.x[0], torch.from_numpy(arrays["train"][0][4]) / 127.5 - 1)
     assert data.class_names[9] == ("9" if name == "MNIST" else "Ankle boot")
     assert len(build_dataset(str(tmp_path), 28, seed=0, split="test")) == 3
@@ -107,7 +109,7 @@ def test_stl10(tmp_path, unchecked):
     (folder / "train_y.bin").write_bytes(np.array([1, 10, 5, 2], np.uint8).tobytes())
     (folder / "class_names.txt").write_text("\n".join(f"kind{i}" for i in range(10)))
     data = build_dataset(str(folder), 96, seed=0, random_flip=False)
-    item = data[Ticket(1, 0, 0)]
+    item = data[SampleKey(1, 0, 0)]
     assert item.y == 9 and data.class_names[9] == "kind9"
     assert torch.equal(item.x, torch.from_numpy(pictures[1]) / 127.5 - 1)
 
@@ -117,7 +119,7 @@ def test_svhn(tmp_path, unchecked):
     pictures = RANDOM.integers(0, 256, (32, 32, 3, 4), dtype=np.uint8)
     scipy.savemat(tmp_path / "train_32x32.mat", {"X": pictures, "y": np.array([[10], [1], [2], [3]])})
     data = build_dataset(str(tmp_path), 32, seed=0)
-    item = data[Ticket(0, 0, 0)]
+    item = data[SampleKey(0, 0, 0)]
     assert item.y == 0 and not data.random_flip
     assert torch.equal(item.x, torch.from_numpy(pictures[..., 0]).permute(2, 0, 1) / 127.5 - 1)
 

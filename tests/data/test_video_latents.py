@@ -14,7 +14,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import preprocess
-from opendit.data import BucketSchedule, DataError, LatentDataset, Ticket, build_dataset, build_loader, build_schedule
+from opendit.data import (
+    BucketSchedule,
+    DataError,
+    LatentDataset,
+    SampleKey,
+    build_dataset,
+    build_loader,
+    build_schedule,
+)
 from opendit.data.make_latents import make_latents
 from opendit.data.text_cache import CaptionTable, pack_captions, pack_embeddings, padded
 from opendit.data.video_file import write_mp4
@@ -108,7 +116,7 @@ def test_round_trip(csv, codec, made):
     assert sorted(rows) == [row for row in range(14) if row not in (7, 9)] and len(data) == 12
     assert data.sample_shape == (8, FRAMES, 8, 8) and data.text_encoder == "letters" and data.max_tokens == 12
     for i, row in enumerate(rows):
-        item, x = data[Ticket(i, 3, i)], source.load(row, False)
+        item, x = data[SampleKey(i, 3, i)], source.load(row, False)
         assert item.x.shape == (8, 1 if row % 3 == 2 else FRAMES, 8, 8) and item.x.dtype == torch.float32
         torch.testing.assert_close(item.x, codec.moments(x[None])[0], rtol=1e-3, atol=1e-3)
         assert data.shape_key(i) == source.shape_key(row) and item.text == source.caption(row)
@@ -157,8 +165,8 @@ def test_captioned_pictures_of_an_image_run(csv, codec, tmp_path):
     make(csv, codec.codec, tmp_path, source=data, encoder=None)
     latents = build_dataset(str(tmp_path), 16, seed=0)
     assert len(latents) == 4 and latents.sample_shape == (8, 8, 8) and latents.text_encoder is None
-    assert [latents[Ticket(row, 0, 0)].text for row in range(4)] == [data.caption(row) for row in range(4)]
-    assert latents[Ticket(0, 0, 0)].embedding is None and "4 pictures with captions (not" in latents.describe()
+    assert [latents[SampleKey(row, 0, 0)].text for row in range(4)] == [data.caption(row) for row in range(4)]
+    assert latents[SampleKey(0, 0, 0)].embedding is None and "4 pictures with captions (not" in latents.describe()
     assert type(build_schedule(latents, 2, 2, 0)) is not BucketSchedule
 
 
@@ -190,7 +198,7 @@ def test_a_shard_may_be_empty(csv, codec, made, tmp_path):
     data, whole = (build_dataset(str(folder), 16, seed=0, **VIDEO) for folder in (tmp_path, made))
     assert len(data) == len(whole) == 12
     for row in range(12):
-        a, b = data[Ticket(row, 0, 0)], whole[Ticket(row, 0, 0)]
+        a, b = data[SampleKey(row, 0, 0)], whole[SampleKey(row, 0, 0)]
         assert a.text == b.text and torch.equal(a.embedding.tokens, b.embedding.tokens) and a.x.shape == b.x.shape
 
 

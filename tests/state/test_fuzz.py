@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from opendit.data import Ticket, build_dataset
+from opendit.data import SampleKey, build_dataset
 from opendit.data.latents import read_shard_header
 from opendit.data.make_latents import make_latents
 from opendit.encoders import VAECodec, codec_geometry, load_codec
@@ -270,7 +270,7 @@ def latents(tmp_path_factory):
 def read_latents(folder):
     data = build_dataset(str(folder), 8, seed=0)
     for row in range(0, len(data), 4):
-        assert data[Ticket(row, 0, 0)].x.shape == data.sample_shape
+        assert data[SampleKey(row, 0, 0)].x.shape == data.sample_shape
     data.describe()
 
 
