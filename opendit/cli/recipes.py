@@ -11,7 +11,7 @@ from opendit.models.names import nearest
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Preset:
     """``flags``: as they would stand on a command line. ``follows``: the recipe whose weights this one starts from."""
 
     about: str
@@ -49,21 +49,21 @@ FLOW = "--objective flow --flow_times logit_normal"
 
 def _stages(
     name: str, model: str, objective: str, *, batch: int, world: int, more: str = "", joint: str = ""
-) -> dict[str, Recipe]:
+) -> dict[str, Preset]:
     """The three stages of one model: ``batch`` pictures a GPU, ``world`` in all, in the first one. more: flags of all
     stages; joint: of the second one."""
     common = f"--model {model} {PRETRAIN} {objective} {more}"
     shifts = ("--flow_shift 3", "--flow_shift 6") if objective == FLOW else ("", "")
     return {
-        name: Recipe(
+        name: Preset(
             "256 px pictures with captions", f"{common} {PICTURES} --global_batch_size {world} --batch_size {batch}"
         ),
-        f"{name}_256p_joint": Recipe(
+        f"{name}_256p_joint": Preset(
             "256 px pictures and clips of 32 latent frames, 8k tokens",
             f"{common} {JOINT} {shifts[0]} {joint}",
             follows=name,
         ),
-        f"{name}_768p": Recipe(
+        f"{name}_768p": Preset(
             "768 px clips of 32 latent frames, 74k tokens",
             f"{common} {LARGE} {shifts[1]}",
             follows=f"{name}_256p_joint",
@@ -72,18 +72,18 @@ def _stages(
 
 
 RECIPES = {
-    "digits": Recipe(
+    "digits": Preset(
         "the embedded demo of pictures: 8 x 8 digits in pixels (docs/images.md)",
         f"--model DiT-Ti/2 --data_path digits --image_size 8 --global_batch_size 64 --batch_size 64 "
         f"{DEMO.format(steps=2600)} --sample_cfg_scale 1",
     ),
-    "digits_video": Recipe(
+    "digits_video": Preset(
         "the embedded demo of clips: moving digits with captions (docs/video.md)",
         f"--model vDiT-Ti/822 --use_video --data_path ./videos/checked.csv --image_size 12 --num_frames 8 "
         f"--frame_interval 6 --text_encoder bytes --max_text_tokens 28 --cross_attention --objective flow "
         f"--flow_shift 6 --global_batch_size 32 --batch_size 32 {DEMO.format(steps=3000)} --sample_cfg_scale 3",
     ),
-    "dit_xl_imagenet256": Recipe(
+    "dit_xl_imagenet256": Preset(
         "the DiT paper's setting: ImageNet at 256 px, 7 M steps of 256 pictures",
         f"--model DiT-XL/2 --data_path ./imagenet/train --image_size 256 --vae ema --random_flip --label_drop 0.1 "
         f"--global_batch_size 256 --batch_size 32 --lr 1e-4 --weight_decay 0 --grad_clip 0 --ema_decay 0.9999 "
@@ -100,7 +100,7 @@ RECIPES = {
     **_stages(
         "moviegen_30b", "MovieGen-30B/122", FLOW, batch=6, world=9216, more="--plugin gemini", joint="--grad_checkpoint"
     ),
-    "ec_dit_1b": Recipe(
+    "ec_dit_1b": Preset(
         "256 px pictures with captions",
         f"--model EC-DiT-1B/2 {PRETRAIN.replace('--use_video ', '')} {EDM} {PICTURES.replace('--num_frames 1 ', '')} "
         "--global_batch_size 2304 --batch_size 72",
@@ -108,12 +108,12 @@ RECIPES = {
 }
 RECIPES |= {
     # Without the global batch: a step is one micro-batch of every GPU, whatever their number.
-    f"mock_{name}": Recipe(f"{recipe.about}; random latents", f"{re.sub(NOT_OF_MOCK, ' ', recipe.flags + ' ')}{MOCK}")
+    f"mock_{name}": Preset(f"{recipe.about}; random latents", f"{re.sub(NOT_OF_MOCK, ' ', recipe.flags + ' ')}{MOCK}")
     for name, recipe in RECIPES.items()
 }
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str) -> Preset:
     """Raises ValueError for an unknown one, naming the most similar."""
     if name not in RECIPES:
         raise ValueError(

@@ -56,7 +56,7 @@ class PathTable(Sequence):
             start = end
 
 
-class Found(NamedTuple):
+class PictureFolder(NamedTuple):
     """Class names, picture paths and their labels, sorted, of a folder of pictures, and what else is in it."""
 
     class_names: list[str]
@@ -65,7 +65,7 @@ class Found(NamedTuple):
     ignored: Ignored
 
 
-def find_pictures(folder: str) -> Found:
+def find_pictures(folder: str) -> PictureFolder:
     """The pictures of a folder.
 
     Every subfolder is a class and its name the class's name, searched to any depth; a folder with pictures
@@ -91,7 +91,7 @@ def find_pictures(folder: str) -> Found:
         ignored.outside = len(loose)
         labels = [label for label, name in enumerate(pictures) for _ in pictures[name]]
         paths = [path for name in pictures for path in pictures[name]]
-        return Found([_class_name(name) for name in pictures], paths, labels, ignored)
+        return PictureFolder([_class_name(name) for name in pictures], paths, labels, ignored)
     if not loose:
         if ignored.unreadable:
             raise _unreadable(folder, ignored.unreadable)
@@ -101,7 +101,7 @@ def find_pictures(folder: str) -> Found:
             "pictures directly inside (.jpg, .png, .webp or any other suffix that Pillow knows)"
         )
     paths = [os.path.join(folder, name) for name in loose]
-    return Found([_class_name(os.path.basename(os.path.abspath(folder)))], paths, [0] * len(paths), ignored)
+    return PictureFolder([_class_name(os.path.basename(os.path.abspath(folder)))], paths, [0] * len(paths), ignored)
 
 
 def _leads_up(path: str, above: frozenset) -> bool:

@@ -20,7 +20,7 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_a-zA-Z]+")
 
 
 @dataclass
-class Found:
+class CaptionedFiles:
     """The rows of a folder, where their captions come from, and "path: reason" of every file left out."""
 
     rows: list[Row] = field(default_factory=list)
@@ -35,12 +35,12 @@ def class_caption(name: str) -> str:
     return " ".join(word if len(word) > 1 and word.isupper() else word.lower() for word in words) or name
 
 
-def find_ucf101(root: str | Path) -> Found:
+def find_ucf101(root: str | Path) -> CaptionedFiles:
     """Every clip below ``root``, captioned with its folder's name; clips in ``root`` itself have no class.
 
     Raises FileNotFoundError if there is no such folder or no clip in a folder of its class.
     """
-    found = Found()
+    found = CaptionedFiles()
     for path in _media_below(root, CLIPS, found.ignored):
         if path.parent == Path(root):
             found.left_out.append(f"{printable(path)}: not in a folder of its class")
@@ -58,7 +58,7 @@ def find_ucf101(root: str | Path) -> Found:
     return found
 
 
-def find_folder(root: str | Path) -> Found:
+def find_folder(root: str | Path) -> CaptionedFiles:
     """Every clip and picture below ``root`` with its caption.
 
     The caption of clip.mp4 is the text of clip.txt, else "caption" or "text" of clip.json, else the name of the
@@ -67,7 +67,7 @@ def find_folder(root: str | Path) -> Found:
 
     Raises FileNotFoundError if there is no such folder, no medium in it or no caption at all.
     """
-    found, media = Found(), 0
+    found, media = CaptionedFiles(), 0
     for path in _media_below(root, CLIPS | picture_suffixes(), found.ignored):
         media += 1
         try:

@@ -81,7 +81,7 @@ def _unfinished(name: str) -> str | None:
     return found and found[1] + found[2]
 
 
-class Rows:
+class ArrayFile:
     """A .npy file of uint8 rows, written one after the other, for what does not fit in memory.
 
     Its whole length is reserved at first, where the file system can: a disk that is too small is an error then, and not
@@ -109,7 +109,7 @@ class Rows:
             raise
 
     def append(self, rows: np.ndarray) -> None:
-        """Rows (n, *shape) uint8."""
+        """Appends rows (n, *shape) uint8."""
         try:
             self._write(np.ascontiguousarray(rows).data.cast("B"))
         except OSError as error:
@@ -173,7 +173,7 @@ def texts(captions: list[str]) -> tuple[str, tuple[int, ...], Iterator[np.ndarra
 
 
 @contextlib.contextmanager
-def removed_at_the_end(rows: list[Rows]) -> Iterator[None]:
+def removed_at_the_end(rows: list[ArrayFile]) -> Iterator[None]:
     """Deletes these files at the end of the block, however it ends, but for those that were kept."""
     try:
         yield

@@ -17,7 +17,7 @@ from opendit.data.video_file import write_mp4
 from opendit.diffusion.sampling import sample_in_batches
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid, to_uint8
 from opendit.inference.job import Job, prepare
-from opendit.inference.output import OutputFolder, Rows, file_name, in_parts, removed_at_the_end, texts, write_npz
+from opendit.inference.output import ArrayFile, OutputFolder, file_name, in_parts, removed_at_the_end, texts, write_npz
 from opendit.parallel.guidance import SharedBatch
 from opendit.parallel.mesh import init_mesh
 from opendit.parallel.sequence import attention_note
@@ -48,7 +48,7 @@ def draw(job: Job) -> None:
     """
     mesh, all_drawn = job.mesh, False
     folder = OutputFolder(Path(job.flags.output), files_of(job))
-    rows: list[Rows] = []
+    rows: list[ArrayFile] = []
     with removed_at_the_end(rows):
         try:
             if mesh.is_main:
@@ -65,7 +65,7 @@ def draw(job: Job) -> None:
             raise OSError(f"{error}; {what_is_there(job, folder, rows, all_drawn)}") from error
 
 
-def draw_share(job: Job, output: Path, rows: list[Rows]) -> None:
+def draw_share(job: Job, output: Path, rows: list[ArrayFile]) -> None:
     """The samples of this rank's replica: their own files, and in ``rows`` what rank 0 needs of them."""
     flags, mesh, replica = job.flags, job.mesh, job.replica
     mine = torch.arange(len(job.choices)).tensor_split(replica.count)[replica.number]
@@ -94,7 +94,7 @@ def draw_share(job: Job, output: Path, rows: list[Rows]) -> None:
             first, pictures = int(index[0]), to_uint8(job.codec.decode(latents))
             # Through a file: with 50,000 pictures the .npz does not fit in every process's memory.
             if not rows and needed:
-                rows.append(Rows(rows_of(output, replica.number), needed, pictures.shape[1:]))
+                rows.append(ArrayFile(rows_of(output, replica.number), needed, pictures.shape[1:]))
                 check_room(job, pictures[0].nbytes)
             if first < on_file(job):
                 rows[0].append(pictures[: on_file(job) - first])
@@ -159,7 +159,7 @@ def collect(job: Job, folder: OutputFolder) -> dict[str, str]:
     return rows
 
 
-def what_is_there(job: Job, folder: OutputFolder, rows: list[Rows], all_drawn: bool) -> str:
+def what_is_there(job: Job, folder: OutputFolder, rows: list[ArrayFile], all_drawn: bool) -> str:
     """After an error: what of the samples is there and whole, and what to do. Where there are no single files, the rows
     of this process, or of all if they have drawn theirs, become files that np.load reads."""
     flags, found = job.flags, ""

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import sample
 from opendit.inference import output as writing
-from opendit.inference.output import INDEX, OutputFolder, Rows, file_name, in_parts, texts, write_npz
+from opendit.inference.output import INDEX, ArrayFile, OutputFolder, file_name, in_parts, texts, write_npz
 from opendit.models import DiT, model_config
 from opendit.state.lock import FolderLock
 from opendit.state.pretrained import METADATA_KEY
@@ -68,7 +68,7 @@ def test_labels_in_another_encoding(monkeypatch):
 
 def test_rows_are_a_npy_file_also_when_cut_short(tmp_path):
     pictures = np.random.default_rng(0).integers(0, 256, (7, 3, 5, 3), np.uint8)
-    rows = Rows(tmp_path / "rows.npy", 1000, (3, 5, 3))
+    rows = ArrayFile(tmp_path / "rows.npy", 1000, (3, 5, 3))
     for first in (0, 3, 5):
         rows.append(pictures[first : {0: 3, 3: 5, 5: 7}[first]])
     rows.close()
@@ -87,7 +87,7 @@ def test_a_disk_too_small_for_rows_is_an_error(reserves, tmp_path, limit_size, m
         monkeypatch.setattr(writing.os, "posix_fallocate", unknown)
     limit_size(3000)
     with pytest.raises(OSError) as error:
-        rows = Rows(tmp_path / "rows.npy", 100, (8, 8, 3))
+        rows = ArrayFile(tmp_path / "rows.npy", 100, (8, 8, 3))
         assert not reserves
         for _ in range(100):
             rows.append(np.zeros((1, 8, 8, 3), np.uint8))
@@ -184,7 +184,7 @@ def test_a_full_disk_says_what_is_there(how, tmp_path, ckpt, no_ranks, capsys, m
         expected = "5 of 9 samples are there and whole"
     else:
         more.append("--no_save_png")
-        target = "write_npz" if how == "npz too large" else "Rows"
+        target = "write_npz" if how == "npz too large" else "ArrayFile"
 
         def fails(*args, **options):
             raise full
