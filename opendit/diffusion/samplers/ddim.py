@@ -11,7 +11,7 @@ from torch import Tensor
 from opendit.diffusion.samplers.base import Sampler, State
 
 
-class Inputs(NamedTuple):
+class DDIMInputs(NamedTuple):
     t: Tensor  # (B,) int64, indices of the schedule
     keep: Tensor  # (): the weight of the predicted x_0
     renoise: Tensor  # (): that of the predicted noise
@@ -42,11 +42,11 @@ class DDIMSampler(Sampler):
             self._sigmas.append(sigma)
         self._tables = [self.table(values) for values in (keep, renoise, self._sigmas)]
 
-    def inputs(self, i: int) -> Inputs:
+    def inputs(self, i: int) -> DDIMInputs:
         noise = self.noise_fn(i) if self._sigmas[i] > 0 else None
-        return Inputs(self.points[i], *(table[i] for table in self._tables), noise)
+        return DDIMInputs(self.points[i], *(table[i] for table in self._tables), noise)
 
-    def advance(self, model, state: State, inputs: Inputs, observe=None) -> State:
+    def advance(self, model, state: State, inputs: DDIMInputs, observe=None) -> State:
         denoised, eps, _ = self.trajectory.predict(model, state.x, inputs.t)
         if observe is not None:
             observe(state.x, denoised)

@@ -12,7 +12,7 @@ from torch import Tensor
 from opendit.diffusion.samplers.base import Sampler, State
 
 
-class Inputs(NamedTuple):
+class DDPMInputs(NamedTuple):
     t: Tensor  # (B,) int64, indices of the schedule
     noise: Tensor | None  # (B, C, ...); the last step adds none
 
@@ -29,10 +29,10 @@ class DDPMSampler(Sampler):
         if noise_fn is None:
             raise ValueError("ancestral sampling needs noise_fn")
 
-    def inputs(self, i: int) -> Inputs:
-        return Inputs(self.points[i], self.noise_fn(i) if i + 1 < self.steps else None)
+    def inputs(self, i: int) -> DDPMInputs:
+        return DDPMInputs(self.points[i], self.noise_fn(i) if i + 1 < self.steps else None)
 
-    def advance(self, model, state: State, inputs: Inputs, observe=None) -> State:
+    def advance(self, model, state: State, inputs: DDPMInputs, observe=None) -> State:
         schedule = self.trajectory.schedule
         denoised, _, v = self.trajectory.predict(model, state.x, inputs.t)
         if observe is not None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from opendit.diffusion.samplers.base import Sampler
 
 
-class State(NamedTuple):
+class DPMSolverState(NamedTuple):
     x: Tensor  # (B, C, ...) over alpha: x_0 + sigma noise
     before: Tensor  # (B, C, ...) what the step before predicted as x_0; zeros at first
 
 
-class Inputs(NamedTuple):
+class DPMSolverInputs(NamedTuple):
     point: Tensor  # (B,)
     alpha: Tensor | None  # (); None where all are 1
     keep: Tensor  # (): the weight of x
@@ -47,20 +47,20 @@ class DPMSolver2M(Sampler):
         self._alphas = None if all(alpha == 1 for alpha in trajectory.alphas) else self.table(trajectory.alphas)
         self._tables = [self.table(values) for values in (keep, [1 - ratio for ratio in keep], extrapolate)]
 
-    def init(self, x: Tensor) -> State:
-        return State(x if self._alphas is None else x / self._alphas[0], torch.zeros_like(x))
+    def init(self, x: Tensor) -> DPMSolverState:
+        return DPMSolverState(x if self._alphas is None else x / self._alphas[0], torch.zeros_like(x))
 
-    def inputs(self, i: int) -> Inputs:
+    def inputs(self, i: int) -> DPMSolverInputs:
         alpha = None if self._alphas is None else self._alphas[i]
-        return Inputs(self.points[i], alpha, *(table[i] for table in self._tables))
+        return DPMSolverInputs(self.points[i], alpha, *(table[i] for table in self._tables))
 
-    def advance(self, model, state: State, inputs: Inputs, observe=None) -> State:
+    def advance(self, model, state: DPMSolverState, inputs: DPMSolverInputs, observe=None) -> DPMSolverState:
         x = state.x if inputs.alpha is None else inputs.alpha * state.x
         denoised = self.trajectory.denoise(model, x, inputs.point)
         if observe is not None:
             observe(x, denoised)
         target = denoised + inputs.extrapolate * (denoised - state.before)
-        return State(inputs.keep * state.x + inputs.move * target, denoised)
+        return DPMSolverState(inputs.keep * state.x + inputs.move * target, denoised)
 
 
 SAMPLER = DPMSolver2M

@@ -11,7 +11,7 @@ from torch import Tensor
 from opendit.diffusion.samplers.base import Sampler, State
 
 
-class Inputs(NamedTuple):
+class EulerInputs(NamedTuple):
     point: Tensor  # (B,)
     time: Tensor  # ()
     length: Tensor  # (): of the step, the time where it ends less the time where it starts
@@ -28,16 +28,16 @@ class EulerSampler(Sampler):
         self._times = self.table(times)
         self._lengths = self.table([after - time for time, after in zip(times[:-1], times[1:], strict=True)])
 
-    def inputs(self, i: int) -> Inputs:
-        return Inputs(self.points[i], self._times[i], self._lengths[i])
+    def inputs(self, i: int) -> EulerInputs:
+        return EulerInputs(self.points[i], self._times[i], self._lengths[i])
 
-    def advance(self, model, state: State, inputs: Inputs, observe=None) -> State:
+    def advance(self, model, state: State, inputs: EulerInputs, observe=None) -> State:
         slope = self.trajectory.slope(model, state.x, inputs.point)
         if observe is not None:
             observe(state.x, state.x - inputs.time * slope)
         return State(state.x + inputs.length * self.mean_slope(model, state, inputs, slope))
 
-    def mean_slope(self, model, state: State, inputs: Inputs, slope: Tensor) -> Tensor:
+    def mean_slope(self, model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
         """The slope to follow over the whole step, given the one where it starts; all (B, C, ...)."""
         return slope
 

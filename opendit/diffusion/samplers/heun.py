@@ -6,18 +6,18 @@
 from torch import Tensor
 
 from opendit.diffusion.samplers.base import State
-from opendit.diffusion.samplers.euler import EulerSampler, Inputs
+from opendit.diffusion.samplers.euler import EulerInputs, EulerSampler
 
 
 class HeunSampler(EulerSampler):
     """[K] Algorithm 1: the mean of the slopes at the step's start and where Euler's step leads to. Second order, two
     evaluations a step; one in EDM's step to 0, where its slope is not defined. Deterministic."""
 
-    def inputs(self, i: int) -> Inputs:
+    def inputs(self, i: int) -> EulerInputs:
         end = self.points[i + 1] if self.trajectory.has_slope(i + 1) else None
         return super().inputs(i)._replace(end=end)
 
-    def mean_slope(self, model, state: State, inputs: Inputs, slope: Tensor) -> Tensor:
+    def mean_slope(self, model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
         if inputs.end is None:
             return slope
         return (slope + self.trajectory.slope(model, state.x + inputs.length * slope, inputs.end)) / 2
