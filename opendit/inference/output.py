@@ -37,19 +37,19 @@ def _encodes(character: str) -> bool:
 
 
 class OutputFolder:
-    """The files of one job in its folder; rank 0 alone calls :meth:`begin`.
+    """The files of one run in its folder; rank 0 alone calls :meth:`begin`.
 
     Args:
-        names: of the files that the job will write.
+        names: of the files that the run will write.
     """
 
     def __init__(self, folder: Path, names: Iterable[str]):
         self.folder, self.names = folder, list(names)
 
     def begin(self) -> list[str]:
-        """Takes away what an earlier job wrote here, and nothing else; returns notes for the user. Raises OSError."""
+        """Takes away what an earlier run wrote here, and nothing else; returns notes for the user. Raises OSError."""
         earlier = self._earlier()
-        with replacing(self.folder / INDEX) as new:  # before the first file: a job that is killed is known, too
+        with replacing(self.folder / INDEX) as new:  # before the first file: a run that is killed is known, too
             new.write_text(json.dumps({"files": sorted({*earlier, *self.names})}))
         for name in os.listdir(self.folder):
             path = self.folder / name

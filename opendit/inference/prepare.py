@@ -33,8 +33,8 @@ SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval c
 
 
 @dataclass
-class Job:
-    """A checked sampling job. Sample number i draws ``choices[i]``: a class, or a row of the prompts."""
+class SamplingRun:
+    """A run of sample.py, checked. Sample number i draws ``choices[i]``: a class, or a row of the prompts."""
 
     flags: "SampleConfig"
     mesh: Mesh
@@ -60,7 +60,7 @@ class Job:
         return [self.names[choice] for choice in self.choices.tolist()]
 
 
-def prepare(flags: "SampleConfig", mesh: Mesh) -> Job:
+def prepare(flags: "SampleConfig", mesh: Mesh) -> SamplingRun:
     """Loads the model and its VAE. Raises ValueError or OSError with a message for the user."""
     flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
     lock, more = lock_folder(Path(flags.output), mesh, "--output", "wait for its end, or give another --output")
@@ -71,7 +71,7 @@ def prepare(flags: "SampleConfig", mesh: Mesh) -> Job:
         raise
 
 
-def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes: list[str]) -> Job:
+def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes: list[str]) -> SamplingRun:
     ckpt = flags.ckpt
     if ckpt == "latest":
         found = newest_run(flags.outputs, flags.model, flags.use_video)
@@ -113,7 +113,7 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
             "--sequence_parallel_size and --cfg_parallel let several processes share a sample"
         )
     interval = flags.frame_interval or weights.info.get("frame_interval", 1)
-    return Job(
+    return SamplingRun(
         flags=flags,
         mesh=mesh,
         replica=replica,

@@ -179,10 +179,10 @@ def start(mesh: Mesh, runs: list[str]) -> list[tuple]:
     for argv in runs:
         decodes, met, status = [], [(0, 0)], 0
 
-        def watched(job, decodes=decodes, met=met) -> None:
-            decodes.append(job.codec is not None)
-            job.model.blocks[0].register_forward_pre_hook(lambda _, args: met.append(args[0].shape[:2]))
-            run(job)
+        def watched(sampling, decodes=decodes, met=met) -> None:
+            decodes.append(sampling.codec is not None)
+            sampling.model.blocks[0].register_forward_pre_hook(lambda _, args: met.append(args[0].shape[:2]))
+            run(sampling)
 
         inference.draw = watched
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
