@@ -29,7 +29,7 @@ from tqdm import tqdm
 from benchmarks import results
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.data.clips import clip_window, resize_and_crop
-from opendit.data.csv_table import Row, write_csv
+from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.moving_digits import make_demo
 from opendit.diffusion.random import Stream, uniform
 
@@ -85,7 +85,7 @@ def write_clips(case: Case, folder: Path) -> Path:
                 frame = av.VideoFrame.from_ndarray(view.clip(0, 255).astype(np.uint8), format="rgb24")
                 file.mux(stream.encode(frame))
             file.mux(stream.encode())
-        rows.append(Row(path, f"clip {number}"))
+        rows.append(TableRow(path, f"clip {number}"))
     write_csv(folder / "clips.csv", rows)
     return folder / "clips.csv"
 
@@ -204,7 +204,7 @@ def _row(case: Case, name: str, speed: dict[str, float], baseline: str) -> dict:
     }
 
 
-def broken_clips(folder: Path, good: Path) -> list[Row]:
+def broken_clips(folder: Path, good: Path) -> list[TableRow]:
     """A few files of every kind that can't be read."""
     data = good.read_bytes()
     contents = {
@@ -213,10 +213,10 @@ def broken_clips(folder: Path, good: Path) -> list[Row]:
         "cut": data[: len(data) // 2],
         "zeros": data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
     }
-    rows = [Row(folder / "missing.mp4", "missing")]
+    rows = [TableRow(folder / "missing.mp4", "missing")]
     for name, content in contents.items():
         (folder / f"{name}.mp4").write_bytes(content)
-        rows.append(Row(folder / f"{name}.mp4", name))
+        rows.append(TableRow(folder / f"{name}.mp4", name))
     return rows
 
 
@@ -232,7 +232,7 @@ def soak(reads: int, workers: int, sound_only: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         demo = make_demo(folder, clips=200)
-        rows = [Row(path, path.stem) for path in sorted((demo.parent / "clips").iterdir())]
+        rows = [TableRow(path, path.stem) for path in sorted((demo.parent / "clips").iterdir())]
         if not sound_only:  # decord keeps about 1 KB of every file that it fails to open
             rows += broken_clips(folder, rows[0].path)
         write_csv(folder / "soak.csv", rows)

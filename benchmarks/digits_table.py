@@ -23,7 +23,7 @@ from PIL import Image
 from benchmarks import clips_check, digits_check
 from benchmarks.results import RESULTS, append
 from opendit.data import digits_split
-from opendit.data.csv_table import Row, write_csv
+from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.moving_digits import make_demo, name_digit
 from opendit.state.checkpoint import newest_run
 
@@ -112,7 +112,7 @@ def captioned_digits(folder: Path) -> Path:
         rows = []
         for number, (image, label) in enumerate(zip(pixels, labels.tolist(), strict=True)):
             Image.fromarray(image).save(folder / f"{number:04d}.png")
-            rows.append(Row(folder / f"{number:04d}.png", name_digit(label)))
+            rows.append(TableRow(folder / f"{number:04d}.png", name_digit(label)))
         write_csv(csv, rows)
     return csv
 

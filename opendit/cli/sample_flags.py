@@ -23,7 +23,7 @@ from opendit.parallel.sizes import check_cfg_parallel
 
 
 @dataclass(frozen=True)
-class ModelFlags(Flags):
+class CheckpointFlags(Flags):
     """What is sampled from."""
 
     group: ClassVar[str] = "Model"
@@ -96,7 +96,7 @@ class OutputFlags(Flags):
 
 
 @dataclass(frozen=True)
-class SampleConfig(ModelFlags, DrawFlags, SampleSpeedFlags, SpeedFlags, GuidanceFlags, ParallelFlags, OutputFlags):
+class SampleConfig(CheckpointFlags, DrawFlags, SampleSpeedFlags, SpeedFlags, GuidanceFlags, ParallelFlags, OutputFlags):
     """Draws pictures from a checkpoint. Several processes (torchrun) share the work."""
 
     program: ClassVar[str] = "sample.py"

@@ -15,7 +15,7 @@ from statistics import median
 
 from opendit.data.base import DataError, name_few
 from opendit.data.clips import decode_frames, name_for_ffmpeg
-from opendit.data.csv_table import Row, read_csv, write_csv
+from opendit.data.csv_table import TableRow, read_csv, write_csv
 from opendit.data.files import printable, problem
 from opendit.data.picture_file import read_picture
 from opendit.data.processes import end_processes, end_with_parent
@@ -60,14 +60,14 @@ def probe(path: str, is_picture: bool) -> Medium:
 
 
 def check_rows(
-    rows: list[Row],
+    rows: list[TableRow],
     *,
     num_frames: int = 16,
     frame_interval: int = 1,
     image_size: int = 0,
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
-) -> tuple[list[Row], list[Medium], dict[str, list[str]]]:
+) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
     """The rows that can be trained on, in their order, what each one's file holds, and for every reason the
     "path: what is wrong" of the rows dropped for it, each under the first that applies: empty caption, missing,
     undecodable, too small (a shorter side below ``image_size``), too short. A picture is never too short.

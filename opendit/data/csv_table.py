@@ -33,7 +33,7 @@ _SIGNATURES = re.compile(
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One medium with its caption. ``path`` is absolute or relative to the working directory, not to the CSV."""
 
     path: Path
@@ -49,7 +49,7 @@ class Row:
         return _SIGNATURES.match(first_bytes(self.path, 16)) is not None
 
 
-def read_csv(path: str | Path, name: str | None = None) -> list[Row]:
+def read_csv(path: str | Path, name: str | None = None) -> list[TableRow]:
     """The rows of a CSV, in order; blank lines are passed over.
 
     Without a header the columns are path and text. A header is a first line with the names path and text. name: what
@@ -168,7 +168,7 @@ class _Table:
     columns: list[str]
     lines: list[tuple[int, list[str]]]
 
-    def row(self, number: int, cells: list[str]) -> Row:
+    def row(self, number: int, cells: list[str]) -> TableRow:
         """Raises ValueError, naming the line, if it can't be one."""
         here = f"{self.name}, line {number}"
         values = dict(zip(self.columns, cells, strict=False))
@@ -187,7 +187,7 @@ class _Table:
         if suffix_of(path) not in picture_suffixes() and suffix_of(path) not in CLIPS:
             self._check_doubtful(number, path, cells, values["text"].strip())
         medium = self._locate(here, path)
-        return Row(medium, values.pop("text").strip(), values)
+        return TableRow(medium, values.pop("text").strip(), values)
 
     def _check_doubtful(self, number: int, path: str, cells: list[str], text: str) -> None:
         """Raises ValueError if a path without a known suffix is something else."""
@@ -217,7 +217,7 @@ class _Table:
         return medium if medium.is_absolute() else self.folder / medium
 
 
-def write_csv(path: str | Path, rows: list[Row]) -> None:
+def write_csv(path: str | Path, rows: list[TableRow]) -> None:
     """Writes a CSV with a header, paths relative to its folder where they lie below it; replaced when complete."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

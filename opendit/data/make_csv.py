@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opendit.data.base import name_few
-from opendit.data.csv_table import Row, write_csv
+from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.files import printable
 from opendit.data.folders import CLIPS, Ignored, files_below, folders_above, identity_of
 from opendit.data.picture_file import picture_suffixes
@@ -23,7 +23,7 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_a-zA-Z]+")
 class CaptionedFiles:
     """The rows of a folder, where their captions come from, and "path: reason" of every file left out."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[TableRow] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     ignored: Ignored = field(default_factory=Ignored)
@@ -47,7 +47,7 @@ def find_ucf101(root: str | Path) -> CaptionedFiles:
         elif not _is_text(path.parent.name):
             found.left_out.append(f"{printable(path)}: its folder's name isn't UTF-8, so it is no caption")
         else:
-            found.rows.append(Row(path, class_caption(path.parent.name)))
+            found.rows.append(TableRow(path, class_caption(path.parent.name)))
     classes = len({row.text for row in found.rows})
     if not classes:
         raise FileNotFoundError(
@@ -76,7 +76,7 @@ def find_folder(root: str | Path) -> CaptionedFiles:
             found.left_out.append(f"{printable(path)}: {printable(str(error))}")
             continue
         if text:
-            found.rows.append(Row(path, text))
+            found.rows.append(TableRow(path, text))
             found.sources[source] = found.sources.get(source, 0) + 1
         else:
             found.left_out.append(f"{printable(path)}: no caption")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.data.csv_table import Row, write_csv
+from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.digits import digits_split
 from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
@@ -104,7 +104,7 @@ def make_demo(
         for i in range(clips):
             digit, direction = pairs[i % len(pairs)]
             path = folder / "clips" / f"{i:05d}-{DIGIT_NAMES[digit]}-{direction}.mp4"
-            rows.append(Row(path, caption(digit, direction)))
+            rows.append(TableRow(path, caption(digit, direction)))
             if not path.exists():
                 choice, jitter = np.random.default_rng([seed, i]).integers(2**31, size=2).tolist()
                 image = of_digit[digit][choice % len(of_digit[digit])]

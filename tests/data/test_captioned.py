@@ -22,7 +22,7 @@ from opendit.data import (
     csv_table,
 )
 from opendit.data.clips import clip_window
-from opendit.data.csv_table import Row
+from opendit.data.csv_table import TableRow
 from opendit.diffusion.random import Stream, uniform
 from tests.data.test_clips import encode, grey, numbers
 
@@ -166,13 +166,13 @@ def test_media_without_a_known_suffix(tmp_path, monkeypatch):
         frames = data.load(row, False)
         assert frames.shape[1] == (4 if row < 2 else 1) and (row < 2 or abs(frames[0].mean() - 0.57) < 0.03)
     os.mkfifo(tmp_path / "pipe")  # opening it would take for ever
-    assert not Row(tmp_path / "pipe", "x").is_picture
+    assert not TableRow(tmp_path / "pipe", "x").is_picture
 
 
 def test_known_suffixes_are_believed_without_a_look_at_the_file(csv, monkeypatch):
     monkeypatch.setattr(csv_table, "first_bytes", lambda path, count: pytest.fail(f"{path} was opened"))
     assert video(csv).keys.tolist().count(0) == PICTURES
-    assert not Row(Path("CLIP.MP4"), "x").is_picture and Row(Path("x.JPG"), "x").is_picture
+    assert not TableRow(Path("CLIP.MP4"), "x").is_picture and TableRow(Path("x.JPG"), "x").is_picture
 
 
 def test_missing_files_are_named_at_the_start(csv):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opendit.data.csv_table import Row, read_csv, write_csv
+from opendit.data.csv_table import TableRow, read_csv, write_csv
 
 
 def write(folder, text, encoding="utf-8"):
@@ -86,7 +86,7 @@ def test_other_encodings_and_missing_files(tmp_path):
 
 def test_written_paths_are_relative_below_the_csv_only(tmp_path):
     path = tmp_path / "out" / "media.csv"
-    write_csv(path, [Row(tmp_path / "out/clips/a.mp4", "x"), Row(tmp_path / "b.mp4", "y", {"fps": "24"})])
+    write_csv(path, [TableRow(tmp_path / "out/clips/a.mp4", "x"), TableRow(tmp_path / "b.mp4", "y", {"fps": "24"})])
     assert path.read_text() == f"path,text,fps\nclips/a.mp4,x,\n{tmp_path}/b.mp4,y,24\n"
     assert sorted(p.name for p in path.parent.iterdir()) == ["media.csv"]
 
@@ -98,7 +98,7 @@ lines = st.text(st.sampled_from("ab,\"'; \n"), max_size=12)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 999), printable | lines, printable | lines), min_size=1, max_size=8))
 def test_what_is_written_is_read(tmp_path, values):
-    rows = [Row(tmp_path / f"clip, {n} é.mp4", text.strip(), {"note": note}) for n, text, note in values]
+    rows = [TableRow(tmp_path / f"clip, {n} é.mp4", text.strip(), {"note": note}) for n, text, note in values]
     write_csv(tmp_path / "round.csv", rows)
     assert read_csv(tmp_path / "round.csv") == rows
 
@@ -225,7 +225,7 @@ def test_tables_that_are_no_files(tmp_path):
 
 
 def test_names_that_are_not_utf8_survive(tmp_path):
-    row = Row(tmp_path / os.fsdecode(b"caf\xe9.png"), "un caf\u00e9")
+    row = TableRow(tmp_path / os.fsdecode(b"caf\xe9.png"), "un caf\u00e9")
     write_csv(tmp_path / "odd.csv", [row])
     assert b"caf\xe9.png,un caf\xc3\xa9" in (tmp_path / "odd.csv").read_bytes()
     assert read_csv(tmp_path / "odd.csv") == [row]

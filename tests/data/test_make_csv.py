@@ -11,7 +11,7 @@ from PIL import Image
 from opendit.data import SampleKey, build_dataset, check_csv
 from opendit.data.base import DataError
 from opendit.data.check_csv import REASONS, Medium, check_rows, table
-from opendit.data.csv_table import Row, read_csv
+from opendit.data.csv_table import TableRow, read_csv
 from opendit.data.make_csv import class_caption, find_folder, find_ucf101
 from opendit.data.make_csv import run as make
 from opendit.data.video_file import write_mp4
@@ -192,7 +192,7 @@ def test_a_crash_or_hang_of_the_decoder_costs_one_row(folder, monkeypatch):
 
     monkeypatch.setattr(check_csv, "probe", probe)
     names = ["a", "short1", "small", "b", "c", "short2", "short3"]
-    rows = [Row(folder / f"{name}.mp4", name) for name in names]
+    rows = [TableRow(folder / f"{name}.mp4", name) for name in names]
     monkeypatch.setattr(check_csv, "problem", lambda path: None)
     start = time.monotonic()
     kept, media, dropped = check_rows(rows, num_workers=2, time_limit=1.0)
@@ -252,7 +252,7 @@ def test_what_is_no_file_is_dropped_unopened(tmp_path):
     os.mkfifo(tmp_path / "pipe.mp4")
     (tmp_path / "zero.png").symlink_to("/dev/zero")
     names = ["pipe.mp4", "zero.png", "x" * 300 + ".png", "gone.png"]
-    kept, _, dropped = check_rows([Row(tmp_path / name, "text") for name in names])
+    kept, _, dropped = check_rows([TableRow(tmp_path / name, "text") for name in names])
     assert not kept and [line.split(": ")[1] for line in dropped["missing"]] == [
         "a named pipe, not a file", "a device, not a file", "File name too long", "No such file or directory",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from PIL import Image
 import preprocess
 import sample
 import train
-from opendit.data.csv_table import Row, write_csv
+from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.moving_digits import make_demo
 from tests.encoders.test_text import save_clip  # a small CLIP with a tokenizer, in a folder
 from tests.encoders.test_vae import small_vae
@@ -31,7 +31,7 @@ def pictures(tmp_path_factory):
     for i in range(12):
         path = folder / f"{i}.png"
         Image.fromarray(np.full((20, 24, 3), 20 * i, np.uint8)).save(path)
-        rows.append(Row(path, f"grey, number {i}"))
+        rows.append(TableRow(path, f"grey, number {i}"))
     write_csv(folder / "pictures.csv", rows)
     return folder / "pictures.csv"
 
