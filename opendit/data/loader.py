@@ -174,14 +174,14 @@ class _BatchReader(Dataset):
         self.dataset = copy(dataset)
         # A quarter of the memory to fill, stack and hand to the main process: half of the time a small clip takes.
         self.dataset.as_bytes = True
-        self.slots = _Slots()
+        self.buffer = _RingBuffer()
 
     def __getitem__(self, request: _Request) -> Batch:
         shortened, x, items = self.dataset.shortened, None, []
         # Each sample moves to the batch before the next is read: memory of one clip is used over and over, that of all
         # of them would go back to the kernel and be asked for again, 1 ms a clip.
         for i, item in enumerate(self.dataset.items(request.sample_keys)):
-            x = self.slots.batch(len(request.sample_keys), item.x) if x is None else x
+            x = self.buffer.batch(len(request.sample_keys), item.x) if x is None else x
             x[i] = item.x
             items.append(item._replace(x=None))
         return Batch(
@@ -198,8 +198,8 @@ class _BatchReader(Dataset):
         )
 
 
-class _Slots:
-    """Where batches are put together: in a worker process in memory that the main process sees, used in turn.
+class _RingBuffer:
+    """Where batches are put together: in a worker process a ring buffer in memory that the main process shares.
 
     New shared memory for every batch costs the kernel more than the copy: 2.3 ms of the 7 that a clip of 16 x 256 x 256
     takes. A worker makes a batch when it is asked to, and it is asked for batch n + ``AHEAD`` only once the main
@@ -222,12 +222,12 @@ class _Slots:
         return out.permute(0, *(1 + order.index(axis) for axis in range(like.dim())))
 
     def _next(self, size: int) -> torch.UntypedStorage:
-        slot, self.made = self.made % (AHEAD + 1), self.made + 1
-        if slot == len(self.storages):
+        place, self.made = self.made % (AHEAD + 1), self.made + 1
+        if place == len(self.storages):
             self.storages.append(torch.UntypedStorage._new_shared(size, device="cpu"))
-        elif self.storages[slot].nbytes() < size:
-            self.storages[slot] = torch.UntypedStorage._new_shared(size, device="cpu")
-        return self.storages[slot]
+        elif self.storages[place].nbytes() < size:
+            self.storages[place] = torch.UntypedStorage._new_shared(size, device="cpu")
+        return self.storages[place]
 
 
 def _stack_embeddings(parts: list[Embedding | None]) -> Embedding | None:
@@ -269,7 +269,7 @@ class BatchIterator:
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         x = batch.x if self._as_bytes else to_pixels(batch.x)
-        return replace(batch, x=x.clone() if x.is_shared() else x)  # the worker needs its slot again, see _Slots
+        return replace(batch, x=x.clone() if x.is_shared() else x)  # the worker writes there again, see _RingBuffer
 
     @property
     def read(self) -> int:

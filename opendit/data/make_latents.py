@@ -82,7 +82,7 @@ def make_latents(
     kept = _complete_shards(output, settings)
     before = _take_index(output, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, shards, world_size)}
-    # What is kept is read once for its checksum; a shard that is not what an index said of it is made again.
+    # What is kept is read once for its checksum; a shard that is not what an index said of it is remade.
     names = {shard: shard_name(shard, shards) for shard in mine}
     checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
     checksums = {name: found for name, found in checksums.items() if before.get(name, found) == found}
@@ -215,7 +215,7 @@ def _complete_shards(output: Path, settings: dict) -> set[str]:
     for path in sorted(output.glob("latents-*.safetensors")):
         header = read_shard_header(path)
         if header is None:
-            continue  # a damaged one is made again
+            continue  # a damaged one is remade
         other = sorted(key for key in settings if settings.get(key) != header[1].get(key))
         if other:
             changes = (f"{key} {str(header[1].get(key))[:12]} there, {str(settings[key])[:12]} now" for key in other)
