@@ -1,8 +1,10 @@
-"""Rooms import only rooms below them, and no package needs another one to have been imported before it."""
+"""Rooms import only rooms below them, no package needs another one to have been imported before it, and no two classes
+have one name."""
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,11 @@ def test_every_room_has_its_floor():
 )
 def test_a_climb_is_seen(name, source, expected):
     assert climbs(name, source, name.rpartition(".")[0]) == expected
+
+
+def test_one_name_is_one_class():
+    """But for these, which are one thing each in a part of its own."""
+    names = Counter()
+    for path in (ROOT / "opendit").rglob("*.py"):
+        names.update(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} <= {"Layout", "Plan", "Rows", "Shards"}
