@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from opendit.common import records, summary
+from opendit.common import records
 from opendit.data.mock import MockDataset
+from opendit.training import summary
 
 
 def job(folder, **more):
