@@ -3,6 +3,7 @@ closes it where the run ends by an error."""
 
 from functools import partial
 
+from opendit.common.records import WriteFailures
 from opendit.data import BatchIterator, build_loader
 from opendit.data.progress import Progress
 from opendit.parallel.engines import Engine
@@ -13,7 +14,6 @@ from opendit.state.saving import Checkpoints
 from opendit.training.job import Job
 from opendit.training.monitor import Monitor
 from opendit.training.profiling import StepProfiler
-from opendit.common.records import WriteFailures
 
 
 def open_monitor(job: Job, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
