@@ -2,10 +2,12 @@
 the real one.)"""
 
 import contextlib
+from pathlib import Path
 
 import pytest
 import torch
 
+import opendit
 from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.random import Stream, normal
 from opendit.kernels.select import select_kernels
@@ -256,3 +258,9 @@ def test_a_clone_of_a_micro_batch_has_its_own_memory(config):
     assert len(copy.tensors()) == len(given.tensors()) == (4 if config.text is None else 6)
     for a, b in zip(copy.tensors(), given.tensors(), strict=True):
         assert torch.equal(a, b) and a.dtype == b.dtype and a.data_ptr() != b.data_ptr()
+
+
+def test_nothing_else_calls_the_model_in_training():
+    root = Path(opendit.__file__).parent
+    calls = {str(path.relative_to(root)) for path in root.rglob("*.py") if "engine.forward(" in path.read_text()}
+    assert calls == {"training/runners/eager.py"}
