@@ -35,9 +35,10 @@ from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels.select import select_kernels
 from opendit.kernels.split_heads import head_views
+from opendit.models.attention import TokenGrid
 from opendit.models.dit import DiTBlock
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.parallel.sequence import SequenceParallel, Shards, sequence_parallel
+from opendit.parallel.sequence import SequenceParallel, SequenceShards, sequence_parallel
 from opendit.parallel.sequence.choose import MOST_GROUPS, Plan, Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
@@ -125,12 +126,12 @@ class Layer:
         self.whole = torch.randn(1, tokens, hidden, device=mesh.device).to(dtype)
         self.c, self.weights = torch.randn(1, hidden, device=mesh.device).to(dtype), torch.randn_like(self.whole)
 
-    def step(self, shards: Shards | None, tokens: int | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def step(self, shards: SequenceShards | None, tokens: int | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(output, gradient of x, gradients of the weights), for this rank's tokens or, without shards, for all or the
         first ``tokens``."""
         x, weights = (t[:, :tokens] if shards is None else shards.take(t) for t in (self.whole, self.weights))
         x = x.detach().requires_grad_()
-        output = self.block.ops.finish(self.block(x, self.c, None, shards))
+        output = self.block(x, self.block.modulate(self.c), None, TokenGrid((x.shape[1],), shards=shards))
         dx, *grads = torch.autograd.grad(output, [x, *self.block.parameters()], weights)
         return output.detach(), dx, grads
 

@@ -26,23 +26,25 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TokenGrid:
     """What blocks know of where a sequence's tokens are: how many along each axis; with rotary positions, the rotations
-    (N, d / 2, 2) fp32; where every block adds learned positions, those of this rank's tokens (1, n, D)."""
+    (N, d / 2, 2) fp32; where every block adds learned positions, those of this rank's tokens (1, n, D); where several
+    ranks share the sequence, how."""
 
-    grid: tuple[int, ...]
+    sizes: tuple[int, ...]
     rotary: Tensor | None = None
     learned: Tensor | None = None
+    shards: "SequenceShards | None" = None
 
 
-class Shards(Protocol):
+class SequenceShards(Protocol):
     """The tokens of a sequence that several ranks share, as a model sees them (opendit.parallel.sequence)."""
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens (B, n, F) of all (B, N, F)."""
 
     def heads(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps) -> Tensor:
-        """As :meth:`Attention.heads` over the tokens of all ranks, for this rank's: (B, n, D) to (B, n, D)."""
+        """As :meth:`Attention.output` over the tokens of all ranks, for this rank's: (B, n, D) to (B, n, D)."""
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, N, F), on every rank, from this rank's (B, n, F)."""
@@ -67,19 +69,17 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim) if options.qk_norm else None
         self.attend: Attend = local_attention
 
-    def heads(
-        self, x: Tensor, ops: BlockOps = TORCH_OPS, shards: Shards | None = None, layout: Layout | None = None
-    ) -> Tensor:
-        """What the heads see, side by side, (B, N, D): all but the output projection, for which see BlockOps.
+    def output(self, x: Tensor, ops: BlockOps = TORCH_OPS, grid: TokenGrid | None = None) -> Tensor:
+        """The attention output (B, N, D) before the output projection, for which see BlockOps.
 
-        ``shards``: x holds this rank's tokens only, and this knows how to attend to those of the other ranks.
+        With ``grid.shards`` x holds this rank's tokens only, and these know how to attend to those of the other ranks.
         """
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.attention(q, k, v, layout)
+            return self.attention(q, k, v, grid)
 
-        if shards is not None:
-            return shards.heads(x, self._qkv_of_every_head(), self.num_heads, attend, ops)
+        if grid is not None and grid.shards is not None:
+            return grid.shards.heads(x, self._qkv_of_every_head(), self.num_heads, attend, ops)
         return attend(*self.project(x, ops)).transpose(1, 2).reshape(x.shape)
 
     def project(self, x: Tensor, ops: BlockOps) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,13 +98,13 @@ class Attention(nn.Module):
         heads = self.num_heads, self.kv_heads
         return Projection(_of_every_head(weight, *heads), None if bias is None else _of_every_head(bias, *heads))
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None = None) -> Tensor:
-        """What the heads (B, H, N, d) of all tokens see."""
-        return self.attend(*self.prepare(q, k, v, layout))
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None) -> Tensor:
+        """(B, H, N, d) of q, k, v (B, H, N, d) of all tokens."""
+        return self.attend(*self.prepare(q, k, v, grid))
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None) -> tuple[Tensor, Tensor, Tensor]:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys normalised and rotated; keys and values for every head."""
-        rotary = layout and layout.rotary
+        rotary = grid and grid.rotary
         q, k = q.transpose(1, 2), k.transpose(1, 2)  # as they lie in memory: attention's result will lie so too
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -116,7 +116,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.heads(x))
+        return self.proj(self.output(x))
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,9 @@ def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:
 class FrameAttention(Attention):
     """Attention of every token to those of its own frame: (B T, H, S, d) of tokens in a grid of T frames."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        frames = layout.grid[0]
-        parts = self.prepare(q, k, v, layout)  # a rotation by the frame's number is the same for all of a frame
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
+        frames = grid.sizes[0]
+        parts = self.prepare(q, k, v, grid)  # a rotation by the frame's number is the same for all of a frame
         frame = (x.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1) for x in parts)
         return _attend_in_groups(self.attend, *frame).unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)
 
@@ -153,9 +153,9 @@ class FrameAttention(Attention):
 class TemporalAttention(Attention):
     """Attention of every token to those at its own place in all frames: (B S, H, T, d)."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-        frames, places = layout.grid[0], q.shape[2] // layout.grid[0]
-        parts = self.prepare(q, k, v, layout)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
+        frames, places = grid.sizes[0], q.shape[2] // grid.sizes[0]
+        parts = self.prepare(q, k, v, grid)
         place = (x.unflatten(2, (frames, places)).permute(0, 3, 1, 2, 4).flatten(0, 1) for x in parts)
         return _attend_in_groups(self.attend, *place).unflatten(0, (-1, places)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
@@ -191,8 +191,8 @@ class CrossAttention(nn.Module):
         self.q_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
         self.k_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
 
-    def heads(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """What the heads see, side by side, (B, N, D)."""
+    def output(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        """The attention output (B, N, D) before the output projection."""
         (B, N, D), M, H = x.shape, tokens.shape[1], self.num_heads
         q = self.q(x).view(B, N, H, D // H)
         k, v = self.kv(tokens).view(B, M, 2, H, D // H).unbind(2)
@@ -202,4 +202,4 @@ class CrossAttention(nn.Module):
         return masked_attention(q, k, v, mask).transpose(1, 2).reshape(B, N, D)
 
     def forward(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.proj(self.heads(x, tokens, mask))
+        return self.proj(self.output(x, tokens, mask))

@@ -4,15 +4,14 @@ Transformers", ICCV 2023), with adaLN-Zero conditioning on timestep and class or
 Parameter names are those of Meta's release, so its checkpoints load strictly.
 """
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from opendit.models.attention import Attention, CrossAttention, Layout, Shards, local_attention
+from opendit.models.attention import Attention, CrossAttention, SequenceShards, TokenGrid, local_attention
+from opendit.models.blocks import Block, Context, Deferred, run_blocks
 from opendit.models.bytes_text import BytesEncoder
 from opendit.models.conditioning import CaptionEmbedder, Condition
 from opendit.models.configuration import DiTConfig, times
@@ -23,7 +22,6 @@ from opendit.models.layers import (
     Mlp,
     Options,
     PatchEmbed,
-    Pending,
     TimestepEmbedder,
     layer_norm,
     modulation,
@@ -35,10 +33,8 @@ from opendit.models.positions import (
     sincos_position_table,
 )
 
-Context = tuple[Tensor, Tensor]  # what blocks attend to: tokens (B, L, D) and their mask (B, L) bool
 
-
-class DiTBlock(nn.Module):
+class DiTBlock(Block):
     """Attention and MLP, each with its own shift, scale and gate from the condition (adaLN-Zero).
 
     With ``cross_attention``, a text model's block attends to the caption's tokens between the two, as PixArt-alpha
@@ -59,36 +55,22 @@ class DiTBlock(nn.Module):
         self.cross_attn = CrossAttention(dim, num_heads, options) if cross_attention else None
         self.mlp = mlp or Mlp(dim, int(dim * mlp_ratio), options.bias)
         self.adaLN_modulation = modulation(dim, 6, options)
-        self.ops = BlockOps()
 
     def zero_layers(self) -> list[nn.Linear]:
         """Those that are zero at first, so that the block does nothing."""
         return [self.adaLN_modulation[-1], *([] if self.cross_attn is None else [self.cross_attn.proj])]
 
-    def forward(
-        self,
-        x: Tensor | Pending,
-        c: Tensor,
-        context: Context | None = None,
-        shards: Shards | None = None,
-        layout: Layout | None = None,
-        shared: Tensor | None = None,
-    ) -> Pending:
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c, shared).chunk(6, dim=1)
-        x, y = self.ops.residual_and_norm(x, shift_a, scale_a)
-        heads = self.attn.heads(y, self.ops, shards, layout)
+    def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = m.chunk(6, dim=1)
+        x, y = self.begin(start, shift_a, scale_a)
+        y = self.attn.output(y, self.ops, grid)
         if self.cross_attn is None:
-            x, y = self.ops.residual_then_norm(x, gate_a, heads, self.attn.proj, shift_m, scale_m)
+            x, y = self.ops.residual_then_norm(x, gate_a, y, self.attn.proj, shift_m, scale_m)
         else:
-            x = self.ops.linear_gate_residual(x, gate_a, heads, self.attn.proj)
+            x = self.ops.linear_gate_residual(x, gate_a, y, self.attn.proj)
             x = x + self.cross_attn(layer_norm(x), *context)
             y = self.ops.layernorm_modulate(x, shift_m, scale_m)
-        return self.mlp.residual(x, gate_m, y, self.ops)
-
-
-def _whole(block: nn.Module, *args) -> Tensor:
-    """A block's result (B, N, D). What it leaves pending would be kept: nothing after the block recomputes it."""
-    return block.ops.finish(block(*args))
+        return self.mlp.deferred(x, gate_m, y, self.ops)
 
 
 class FinalLayer(nn.Module):
@@ -100,10 +82,13 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = modulation(dim, 2)
         self.ops = BlockOps()
 
-    def forward(self, x: Tensor | Pending, c: Tensor) -> Tensor:
-        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
-        # Apart, because FP8's joined operation gives what only a linear layer of BlockOps can read.
-        return self.linear(self.ops.layernorm_modulate(self.ops.finish(x), shift, scale))
+    def modulate(self, c: Tensor) -> Tensor:
+        """Shift and scale side by side, (B, 2 D), of the condition c (B, D)."""
+        return self.adaLN_modulation(c)
+
+    def forward(self, x: Tensor, m: Tensor) -> Tensor:
+        """x (B, N, D), m (B, 2 D) of :meth:`modulate`."""
+        return self.linear(self.ops.layernorm_modulate(x, *m.chunk(2, dim=1)))
 
 
 class DiT(nn.Module):
@@ -130,7 +115,7 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
         self.ops = BlockOps()
         self.grad_checkpoint = False
-        self.sequence: Callable[[int], Shards] | None = None  # N tokens as the ranks of a group share them
+        self.sequence: Callable[[int], SequenceShards] | None = None  # N tokens as the ranks of a group share them
         self.initialize_weights()
 
     def make_block(self) -> nn.Module:
@@ -164,7 +149,7 @@ class DiT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def use(
-        self, *, ops: BlockOps | None = None, attend=None, sequence: Callable[[int], Shards] | None = None
+        self, *, ops: BlockOps | None = None, attend=None, sequence: Callable[[int], SequenceShards] | None = None
     ) -> "DiT":
         """Puts kernels or a parallel strategy in the place of the torch expressions; returns self.
 
@@ -182,8 +167,7 @@ class DiT(nn.Module):
     def compile_blocks(self, **options) -> None:
         """torch.compile for blocks and final layer, in place; options as of torch.compile.
 
-        They share one graph for each shape they meet, but for the first block: only the others begin with the end of
-        one. The rest is small, and differs in every model.
+        All blocks share one graph for each shape they meet. The rest is small, and differs in every model.
         """
         for part in (*self.blocks, self.final_layer):
             part.compile(dynamic=False, **options)
@@ -216,36 +200,48 @@ class DiT(nn.Module):
         Raises:
             ValueError: the patch does not divide a side.
         """
+        c, context = self.condition(t, y)
+        return self.predict(x, self.modulations(c), context)
+
+    def modulations(self, c: Tensor) -> Iterator[Tensor]:
+        """What every block's, then the final layer's ``modulate`` gives for the condition c (B, D), each made when it
+        is asked for; ``tuple(model.modulations(c))`` makes them all, to be used for several steps."""
+        shared = None if self.shared_modulation is None else self.shared_modulation(c)
+        for block in self.blocks:
+            yield block.modulate(c, shared)
+        yield self.final_layer.modulate(c)
+
+    def predict(self, x: Tensor, modulations: Iterable[Tensor], context: Context | None = None) -> Tensor:
+        """:meth:`forward` for conditions that are at hand: ``modulations`` of :meth:`modulations`, ``context`` of
+        :meth:`condition`."""
         repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
         if repeats == 1:
-            return self._predict(x, t, y)
-        return self._predict(x.expand(-1, -1, repeats, -1, -1), t, y).mean(dim=2, keepdim=True)
+            return self._predict(x, modulations, context)
+        return self._predict(x.expand(-1, -1, repeats, -1, -1), modulations, context).mean(dim=2, keepdim=True)
 
-    def _predict(self, x: Tensor, t: Tensor, y: Condition) -> Tensor:
-        grid = self.config.grid_of(tuple(x.shape[2:]))
-        patches, positions = self.x_embedder.patches(x), self.positions(grid)
-        shards = self.sequence and self.sequence(patches.shape[1])
-        if shards:
+    def _predict(self, x: Tensor, modulations: Iterable[Tensor], context: Context | None) -> Tensor:
+        modulations, start = iter(modulations), [*self.embed(x)]
+        grid = start.pop()
+        checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
+        # (Popped: no variable of this function holds x while the blocks run.)
+        x = run_blocks(self.blocks, start.pop(), modulations, context, grid, checkpointed=checkpointed)
+        x = self.final_layer(x, next(modulations))
+        return self.unpatchify(x if grid.shards is None else grid.shards.gather(x), grid.sizes)
+
+    def embed(self, x: Tensor) -> tuple[Tensor, TokenGrid]:
+        """What the blocks begin with: this rank's tokens (B, n, D) of x (B, C, ...), and where they are."""
+        sizes = self.config.grid_of(tuple(x.shape[2:]))
+        patches, positions = self.x_embedder.patches(x), self.positions(sizes)
+        shards = None if self.sequence is None else self.sequence(patches.shape[1])
+        if shards is not None:
             patches, positions = shards.take(patches), positions if positions is None else shards.take(positions)
-        x = self.x_embedder.project(patches)
+        tokens = self.x_embedder.project(patches)
         in_blocks = positions if self.config.positions_in_blocks else None
         if self.learned_positions is not None:
-            x = x if self.config.positions_in_blocks else x + positions
+            tokens = tokens if self.config.positions_in_blocks else tokens + positions
         elif positions is not None:
-            x = self.ops.add_table(x, positions)  # in fp32: bf16 positions of neighbours would coincide
-        c, context = self.condition(t, y)
-        shared = None if self.shared_modulation is None else self.shared_modulation(c)
-        layout = Layout(grid, self.rotations(grid), in_blocks)
-        for block in self.blocks:
-            if self.grad_checkpoint and torch.is_grad_enabled():
-                # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
-                whole = functools.partial(_whole, block)
-                given = (x, c, context, shards, layout, shared)
-                x = checkpoint(whole, *given, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = block(x, c, context, shards, layout, shared)
-        x = self.final_layer(x, c)
-        return self.unpatchify(shards.gather(x) if shards else x, grid)
+            tokens = self.ops.add_table(tokens, positions)  # in fp32: bf16 positions of neighbours would coincide
+        return tokens, TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
 
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
         """The vector (B, D) of adaLN, and what blocks with cross-attention attend to."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT, DiTBlock
-from opendit.models.layers import BlockOps, Mlp, Pending
+from opendit.models.layers import BlockOps, Mlp
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class ExpertMlp(Mlp):
         total = _AddRows.apply(out.flatten(0, 1), row.flatten(), B * N)  # in fp32 or wider
         return total.view(B, N, D).to(y.dtype)
 
-    def residual(self, x: Tensor, gate: Tensor, y: Tensor, ops: BlockOps) -> Pending:
-        return super().residual(x + gate.unsqueeze(1) * self.routed(y), gate, y, ops)
+    def deferred(self, h: Tensor, gate: Tensor, y: Tensor, ops: BlockOps) -> tuple[Tensor, Tensor, Tensor]:
+        return super().deferred(h + gate.unsqueeze(1) * self.routed(y), gate, y, ops)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.routed(x)

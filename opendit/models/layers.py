@@ -69,23 +69,6 @@ def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear) 
     return x + gate.unsqueeze(1) * linear(z)
 
 
-class Pending:
-    """x + gate * linear(z), which a block leaves to be made by what comes next. A block starts with a norm of it, and a
-    kernel that makes both does not read the sum, or in the backward pass its gradient, back from memory in between.
-
-    The parts can be taken once. They are let go then, z above all, which is wider than x: callers of the block that
-    took them hold on to its input until it has ended.
-    """
-
-    def __init__(self, x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear):
-        self._parts = x, gate, z, linear
-
-    def take(self) -> tuple[Tensor, Tensor, Tensor, nn.Linear]:
-        """x (B, N, D), gate (B, D), z (B, N, H) and linear, the arguments of ``BlockOps.linear_gate_residual``."""
-        parts, self._parts = self._parts, None
-        return parts
-
-
 @dataclass(frozen=True)
 class BlockOps:
     """The memory-bound operations of a block, and of the positions before the first; kernels take the place of these
@@ -98,8 +81,6 @@ class BlockOps:
     pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
     ``residual_layernorm_modulate(x, shift, scale)``, when given, returns (x, layernorm_modulate(x, shift, scale)).
     The same two with ``rmsnorm`` in their names take an RMSNorm before shift and scale, and normalise by it.
-    What a block before has left :class:`Pending` is made by ``residual_and_norm``, together with the norm if it can be,
-    or by ``finish``.
     ``swiglu`` is given the linear layer's output: the blocks that have it have no biases, unless asked for.
     """
 
@@ -114,38 +95,35 @@ class BlockOps:
     swiglu: Callable[[Tensor], Tensor] = swiglu
     add_table: Callable[[Tensor, Tensor], Tensor] = add_table
 
-    def finish(self, x: Tensor | Pending) -> Tensor:
-        return self.linear_gate_residual(*x.take()) if isinstance(x, Pending) else x
-
-    def residual_and_norm(self, x: Tensor | Pending, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        if isinstance(x, Pending):
-            return self.residual_then_norm(*x.take(), shift, scale)
+    def residual_and_norm(
+        self, x: Tensor, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x, and LN(x), or norm(x), * (1 + scale) + shift."""
+        if norm is not None:
+            return self.residual_rmsnorm_modulate(x, norm, shift, scale)
         if self.residual_layernorm_modulate is not None:
             return self.residual_layernorm_modulate(x, shift, scale)
         return x, self.layernorm_modulate(x, shift, scale)
 
     def residual_then_norm(
-        self, x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, shift: Tensor, scale: Tensor
+        self,
+        x: Tensor,
+        gate: Tensor,
+        z: Tensor,
+        linear: nn.Linear,
+        shift: Tensor,
+        scale: Tensor,
+        norm: RMSNorm | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if self.linear_gate_residual_layernorm_modulate is not None:
+        """h = x + gate * linear(z), and LN(h), or norm(h), * (1 + scale) + shift: joined where there is a kernel."""
+        if norm is None and self.linear_gate_residual_layernorm_modulate is not None:
             return self.linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)
-        h = self.linear_gate_residual(x, gate, z, linear)
-        return h, self.layernorm_modulate(h, shift, scale)
-
-    def residual_and_rmsnorm(
-        self, x: Tensor | Pending, norm: RMSNorm, shift: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if isinstance(x, Pending):
-            return self.residual_then_rmsnorm(*x.take(), norm, shift, scale)
-        return self.residual_rmsnorm_modulate(x, norm, shift, scale)
-
-    def residual_then_rmsnorm(
-        self, x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, norm: RMSNorm, shift: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if self.linear_gate_residual_rmsnorm_modulate is not None:
+        if norm is not None and self.linear_gate_residual_rmsnorm_modulate is not None:
             return self.linear_gate_residual_rmsnorm_modulate(x, gate, z, linear, norm, shift, scale)
         h = self.linear_gate_residual(x, gate, z, linear)
-        return self.residual_rmsnorm_modulate(h, norm, shift, scale)
+        if norm is not None:
+            return self.residual_rmsnorm_modulate(h, norm, shift, scale)
+        return h, self.layernorm_modulate(h, shift, scale)
 
 
 TORCH_OPS = BlockOps()
@@ -209,9 +187,9 @@ class Mlp(nn.Module):
         """The hidden layer (B, N, hidden): all but fc2, for which see BlockOps."""
         return ops.linear_gelu(x, self.fc1)
 
-    def residual(self, x: Tensor, gate: Tensor, y: Tensor, ops: BlockOps) -> Pending:
-        """x + gate * mlp(y) for x, y (B, N, D) and gate (B, D), all but the last layer of it."""
-        return Pending(x, gate, self.hidden(y, ops), self.fc2)
+    def deferred(self, h: Tensor, gate: Tensor, y: Tensor, ops: BlockOps) -> tuple[Tensor, Tensor, Tensor]:
+        """(h, gate, z) of h + gate * mlp(y) = h + gate * fc2(z), for h, y (B, N, D) and gate (B, D)."""
+        return h, gate, self.hidden(y, ops)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.hidden(x))

@@ -11,10 +11,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from opendit.models.attention import Attention, CrossAttention, Layout, Shards
+from opendit.models.attention import Attention, CrossAttention, TokenGrid
+from opendit.models.blocks import Block, Context, Deferred
 from opendit.models.configuration import DiTConfig
-from opendit.models.dit import Context, DiT
-from opendit.models.layers import BlockOps, Pending, RMSNorm, SwiGlu, modulation
+from opendit.models.dit import DiT
+from opendit.models.layers import RMSNorm, SwiGlu, modulation
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class MovieGenConfig(DiTConfig):
         return self.attention_parameters() - shared + mlp + norms
 
 
-class MovieGenBlock(nn.Module):
+class MovieGenBlock(Block):
     """Grouped-query attention, cross-attention and SwiGLU, each after an RMSNorm; the first and the last with shift,
     scale and gate from the condition."""
 
@@ -67,32 +68,23 @@ class MovieGenBlock(nn.Module):
         self.cross_attn = CrossAttention(dim, heads, options) if config.cross_attention else None
         self.mlp = SwiGlu(dim, config.mlp_hidden, options.bias)
         self.adaLN_modulation = modulation(dim, 6, options)
-        self.ops = BlockOps()
 
     def zero_layers(self) -> list[nn.Linear]:
         return [self.adaLN_modulation[-1], *([] if self.cross_attn is None else [self.cross_attn.proj])]
 
-    def forward(
-        self,
-        x: Tensor | Pending,
-        c: Tensor,
-        context: Context | None = None,
-        shards: Shards | None = None,
-        layout: Layout | None = None,
-        shared: Tensor | None = None,
-    ) -> Pending:
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.adaLN_modulation(c, shared).chunk(6, dim=1)
-        if layout is not None and layout.learned is not None:
-            x = self.ops.finish(x) + layout.learned
-        x, y = self.ops.residual_and_rmsnorm(x, self.attn_norm, shift_a, scale_a)
-        heads = self.attn.heads(y, self.ops, shards, layout)
+    def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = m.chunk(6, dim=1)
+        if grid is not None and grid.learned is not None:
+            start = [self.take(start) + grid.learned]
+        x, y = self.begin(start, shift_a, scale_a, self.attn_norm)
+        y = self.attn.output(y, self.ops, grid)
         if self.cross_attn is None:
-            x, y = self.ops.residual_then_rmsnorm(x, gate_a, heads, self.attn.proj, self.mlp_norm, shift_m, scale_m)
+            x, y = self.ops.residual_then_norm(x, gate_a, y, self.attn.proj, shift_m, scale_m, self.mlp_norm)
         else:
-            x = self.ops.linear_gate_residual(x, gate_a, heads, self.attn.proj)
+            x = self.ops.linear_gate_residual(x, gate_a, y, self.attn.proj)
             x = x + self.cross_attn(self.cross_norm(x), *context)
-            x, y = self.ops.residual_rmsnorm_modulate(x, self.mlp_norm, shift_m, scale_m)
-        return self.mlp.residual(x, gate_m, y, self.ops)
+            x, y = self.ops.residual_and_norm(x, shift_m, scale_m, self.mlp_norm)
+        return self.mlp.deferred(x, gate_m, y, self.ops)
 
 
 class MovieGen(DiT):

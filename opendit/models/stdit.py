@@ -8,9 +8,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from opendit.models.attention import Attention, CrossAttention, FrameAttention, Layout, Shards, TemporalAttention
-from opendit.models.dit import Context, DiT
-from opendit.models.layers import BlockOps, Mlp, Pending, modulation
+from opendit.models.attention import Attention, CrossAttention, FrameAttention, TemporalAttention, TokenGrid
+from opendit.models.blocks import Block, Context, Deferred
+from opendit.models.dit import DiT
+from opendit.models.layers import Mlp, modulation
 from opendit.models.vdit import VDiTConfig
 
 
@@ -32,7 +33,7 @@ class STDiTConfig(VDiTConfig):
         return (2 + self.full_attention) * self.attention_parameters() + self.mlp_parameters()
 
 
-class STDiTBlock(nn.Module):
+class STDiTBlock(Block):
     """Attention within frames, along time and, if asked for, to all tokens; then to the caption; then the MLP. Each has
     its own shift, scale and gate from the condition."""
 
@@ -46,7 +47,6 @@ class STDiTBlock(nn.Module):
         self.mlp = Mlp(dim, config.mlp_hidden, options.bias)
         self.parts = config.modulations // 3 + config.cross_attention
         self.adaLN_modulation = modulation(dim, 3 * self.parts, options)
-        self.ops = BlockOps()
 
     @property
     def attentions(self) -> list[Attention]:
@@ -56,32 +56,24 @@ class STDiTBlock(nn.Module):
     def zero_layers(self) -> list[nn.Linear]:
         return [self.adaLN_modulation[-1]]  # all gates; another zero behind one of them would stop its gradient
 
-    def forward(
-        self,
-        x: Tensor | Pending,
-        c: Tensor,
-        context: Context | None = None,
-        shards: Shards | None = None,
-        layout: Layout | None = None,
-        shared: Tensor | None = None,
-    ) -> Pending:
-        modulations = iter(self.adaLN_modulation(c, shared).unflatten(1, (self.parts, 3, -1)).unbind(1))
+    def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+        modulations = iter(m.unflatten(1, (self.parts, 3, -1)).unbind(1))
         shift, scale, gate = next(modulations).unbind(1)
-        x, y = self.ops.residual_and_norm(x, shift, scale)
+        x, y = self.begin(start, shift, scale)
         for attention in self.attentions:
-            heads, last_gate = attention.heads(y, self.ops, shards, layout), gate
+            y, last_gate = attention.output(y, self.ops, grid), gate
             shift, scale, gate = next(modulations).unbind(1)
             if attention is self.attentions[-1] and self.cross_attn is not None:
                 # Apart, because FP8's joined operation gives what only a linear layer of BlockOps can read.
-                x = self.ops.linear_gate_residual(x, last_gate, heads, attention.proj)
+                x = self.ops.linear_gate_residual(x, last_gate, y, attention.proj)
                 y = self.ops.layernorm_modulate(x, shift, scale)
             else:
-                x, y = self.ops.residual_then_norm(x, last_gate, heads, attention.proj, shift, scale)
+                x, y = self.ops.residual_then_norm(x, last_gate, y, attention.proj, shift, scale)
         if self.cross_attn is not None:
-            heads, last_gate = self.cross_attn.heads(y, *context), gate
+            y, last_gate = self.cross_attn.output(y, *context), gate
             shift, scale, gate = next(modulations).unbind(1)
-            x, y = self.ops.residual_then_norm(x, last_gate, heads, self.cross_attn.proj, shift, scale)
-        return self.mlp.residual(x, gate, y, self.ops)
+            x, y = self.ops.residual_then_norm(x, last_gate, y, self.cross_attn.proj, shift, scale)
+        return self.mlp.deferred(x, gate, y, self.ops)
 
 
 class STDiT(DiT):

@@ -67,6 +67,19 @@ def test_flags_choose_the_operations():
         assert {name for name in torch_ops if getattr(ops, name) is not getattr(TORCH_OPS, name)} == replaced
 
 
+@pytest.mark.parametrize("config", (CONFIG, MOVIEGEN(num_classes=3, positions="rope")), ids=("DiT", "MovieGen"))
+def test_a_cut_stack_is_the_uncut_one(config):
+    """Every block's residual made at its end, and joined with the norm of the next."""
+    model = with_kernels(with_vectors(randomised(build_model(config))))
+    want, want_grads = gradients(model)
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: None)
+    got, got_grads = gradients(model)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    for name, grad in want_grads.items():
+        torch.testing.assert_close(got_grads[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("flags", ((True, True, True), (True, False, False), (False, False, True)))
 @pytest.mark.parametrize("checkpointed", (False, True))
 def test_a_model_with_kernels_is_the_model_without(flags, checkpointed):

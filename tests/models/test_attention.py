@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from opendit.models.attention import Attention, CrossAttention, Layout
+from opendit.models.attention import Attention, CrossAttention, TokenGrid
 from opendit.models.layers import Options, RMSNorm
 from opendit.models.positions import (
     LearnedPositions,
@@ -36,9 +36,9 @@ def test_self_attention(heads, kv_heads, grid, norm, bias):
     layer = randomised(Attention(heads * 10, heads, Options(bias=bias, qk_norm=norm), kv_heads))
     places = None if grid is None else list(itertools.product(*map(range, grid)))
     length = 7 if grid is None else len(places)
-    layout = None if grid is None else Layout(grid, rotary_table(grid_coordinates(*grid), 10))
+    tokens = None if grid is None else TokenGrid(grid, rotary_table(grid_coordinates(*grid), 10))
     x = torch.randn(3, length, heads * 10, dtype=torch.float64)
-    ours = layer.proj(layer.heads(x, layout=layout))
+    ours = layer.proj(layer.output(x, grid=tokens))
     expected = torch.stack([plain.self_attention(sample, layer, places) for sample in x])
     plain.compare(layer, ours, expected, 1e-9 if grid is None else EXACT_TABLE)
 

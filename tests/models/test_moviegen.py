@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opendit.models import MovieGenConfig, TextConfig
-from opendit.models.attention import Layout
+from opendit.models.attention import TokenGrid
 from opendit.models.moviegen import MovieGenBlock
 from opendit.models.positions import grid_coordinates, rotary_table
 from tests.models import plain
@@ -24,7 +24,7 @@ def test_block(kv_heads, text, more):
     )
     block = randomised(MovieGenBlock(config))
     places = list(itertools.product(*map(range, grid))) if config.positions == "rope" else None
-    layout = Layout(grid, rotary_table(grid_coordinates(*grid), 10) if places else None)
+    tokens = TokenGrid(grid, rotary_table(grid_coordinates(*grid), 10) if places else None)
     x, c = torch.randn(2, 6, 40, dtype=torch.float64), torch.randn(2, 40, dtype=torch.float64)
     context = torch.randn(2, 5, 40, dtype=torch.float64), torch.tensor([[1, 0, 0, 0, 0], [1, 1, 1, 1, 0]]).bool()
 
@@ -43,7 +43,7 @@ def test_block(kv_heads, text, more):
     expected = torch.stack([reference(*sample) for sample in zip(x, c, *context, strict=True)])
     plain.compare(
         block,
-        block.ops.finish(block(x, c, context if text else None, None, layout)),
+        block(x, block.modulate(c), context if text else None, tokens),
         expected,
         EXACT_TABLE if places else 1e-9,
     )

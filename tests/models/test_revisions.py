@@ -47,8 +47,8 @@ def test_moviegen_adds_its_positions_before_every_block():
     h = model.x_embedder(x)
     c = model.t_embedder(t) + model.y_embedder(y)
     for block in model.blocks:
-        h = block.ops.finish(block(h + positions, c))
-    expected = model.unpatchify(model.final_layer(h, c), (2, 2, 2))
+        h = block(h + positions, block.modulate(c))
+    expected = model.unpatchify(model.final_layer(h, model.final_layer.modulate(c)), (2, 2, 2))
     torch.testing.assert_close(model(x, t, y), expected)
     weights = torch.randn_like(expected)
     grads = [torch.autograd.grad((out * weights).sum(), tables) for out in (model(x, t, y), expected)]

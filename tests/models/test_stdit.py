@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from opendit.models import STDiT, STDiTConfig, TextConfig
-from opendit.models.attention import Layout
+from opendit.models.attention import TokenGrid
 from opendit.models.positions import grid_coordinates, rotary_table
 from opendit.models.stdit import STDiTBlock
 from tests.models import plain
@@ -54,14 +54,14 @@ def test_block_equals_loops_over_frames_and_places(grid, text, more):
     config = STDiTConfig(grid, (1, 1, 1), 2, 20, 1, 2, num_classes=None if text else 3, text=text, **more)
     block = randomised(STDiTBlock(config))
     places = list(itertools.product(*map(range, grid))) if config.positions == "rope" else None
-    layout = Layout(grid, rotary_table(grid_coordinates(*grid), 10) if places else None)
+    tokens = TokenGrid(grid, rotary_table(grid_coordinates(*grid), 10) if places else None)
     x, c = torch.randn(2, config.tokens, 20, dtype=torch.float64), torch.randn(2, 20, dtype=torch.float64)
     context = None
     if text:
         context = torch.randn(2, 5, 20, dtype=torch.float64), torch.tensor([[1, 0, 0, 0, 0], [1, 1, 1, 1, 0]]).bool()
     samples = zip(x, c, zip(*context, strict=True) if context else (None, None), strict=True)
     expected = torch.stack([reference(block, *sample, grid, places) for sample in samples])
-    ours = block.ops.finish(block(x, c, context, None, layout))
+    ours = block(x, block.modulate(c), context, tokens)
     tolerance = EXACT_TABLE if places else 1e-9
     if grid in ((1, 2, 3), (4, 1, 1)):  # one key to attend to: queries and keys have no gradient but rounding
         assert (ours - expected).norm() / expected.norm() < tolerance
@@ -72,17 +72,17 @@ def test_block_equals_loops_over_frames_and_places(grid, text, more):
 def test_only_frames_and_places_talk():
     """One attention passes on what a token knows to its frame, the other to its place; both together to all."""
     config = STDiTConfig((3, 2, 2), (1, 1, 1), 2, 24, 1, 2, num_classes=3)
-    block, layout = STDiTBlock(config).double(), Layout((3, 2, 2))
+    block, clip = STDiTBlock(config).double(), TokenGrid((3, 2, 2))
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.2)
     x, c = torch.randn(1, 12, 24, dtype=torch.float64), torch.randn(1, 24, dtype=torch.float64)
     other = x.clone()
     other[0, 0] *= -1  # frame 0, place 0
-    moved = (block.spatial_attn.heads(x, layout=layout) != block.spatial_attn.heads(other, layout=layout)).any(-1)
+    moved = (block.spatial_attn.output(x, grid=clip) != block.spatial_attn.output(other, grid=clip)).any(-1)
     assert moved[0].tolist() == [True] * 4 + [False] * 8
-    moved = (block.temporal_attn.heads(x, layout=layout) != block.temporal_attn.heads(other, layout=layout)).any(-1)
+    moved = (block.temporal_attn.output(x, grid=clip) != block.temporal_attn.output(other, grid=clip)).any(-1)
     assert moved[0].tolist() == [True, False, False, False] * 3
-    seen, otherwise = (block.ops.finish(block(tokens, c, layout=layout)) for tokens in (x, other))
+    seen, otherwise = (block(tokens, block.modulate(c), grid=clip) for tokens in (x, other))
     assert (seen != otherwise).any(-1).all()
 
 

@@ -25,7 +25,7 @@ from opendit.models import (
     is_video,
     model_config,
 )
-from opendit.models.attention import Attention, Layout
+from opendit.models.attention import Attention, TokenGrid
 from opendit.models.layers import TORCH_OPS
 from tests.models.test_dit import randomised
 
@@ -116,10 +116,10 @@ def test_blocks_of_a_fresh_model_do_nothing(config):
     model, (_, t, y) = build_model(config).double(), inputs(config)
     c, context = model.condition(t, y)
     shared = None if model.shared_modulation is None else model.shared_modulation(c)
-    layout = Layout(config.grid, model.rotations(config.grid))
+    grid = TokenGrid(config.grid, model.rotations(config.grid))
     x = torch.randn(3, config.tokens, config.hidden_size, dtype=torch.float64)
     for block in model.blocks:
-        assert torch.equal(block.ops.finish(block(x, c, context, None, layout, shared)), x)
+        assert torch.equal(block(x, block.modulate(c, shared), context, grid), x)
 
 
 @every_config

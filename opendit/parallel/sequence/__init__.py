@@ -21,19 +21,19 @@ from opendit.parallel.sequence.ulysses import UlyssesRing
 class SequenceParallel:
     """What a model is given by ``use(sequence=...)``; build with :func:`sequence_parallel`.
 
-    ``heads(x, qkv, num_heads, attend, ops, length)`` is :meth:`Shards.heads` for sequences of ``length`` tokens.
+    ``heads(x, qkv, num_heads, attend, ops, length)`` is that of :class:`SequenceShards` for ``length`` tokens.
     """
 
     group: Group
     plan: Plan
     heads: Callable[..., Tensor]
 
-    def __call__(self, length: int) -> "Shards":
-        return Shards(self, length)
+    def __call__(self, length: int) -> "SequenceShards":
+        return SequenceShards(self, length)
 
 
 @dataclass(frozen=True)
-class Shards:
+class SequenceShards:
     """A sequence of ``length`` tokens: every rank has ``rows`` of them, the last ones with padding at the end.
 
     Padding goes through the layers as zeros or garbage, is cut off before every attention and from the result, and has

@@ -29,7 +29,7 @@ class DirectUlysses:
 
     @torch.compiler.disable  # what other ranks read and write is in no graph of a compiler
     def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps, length: int) -> Tensor:
-        """See :class:`opendit.parallel.sequence.Shards`."""
+        """See :class:`opendit.parallel.sequence.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         layer = Layer(self.memory, self.groups, num_heads, length, x.shape)
         parts, sent = project(x, weight, bias, layer), []

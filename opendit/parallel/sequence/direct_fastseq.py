@@ -40,7 +40,7 @@ class DirectFastSeq:
 
     @torch.compiler.disable  # what other ranks read and write is in no graph of a compiler
     def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps, length: int) -> Tensor:
-        """See :class:`opendit.parallel.sequence.Shards`."""
+        """See :class:`opendit.parallel.sequence.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         layer = _Layer(self.memory, 1, num_heads, length, x.shape)
         seen = attend(*own_heads(x, weight, bias, layer, self.keep_gathered))

@@ -43,7 +43,7 @@ class FastSeq:
         ops: BlockOps,
         length: int,
     ) -> Tensor:
-        """See :class:`opendit.parallel.sequence.Shards`."""
+        """See :class:`opendit.parallel.sequence.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         gathered = None if self.keep_gathered else _GatheredAgain(self.group)
         seen = attend(*unpack(own_heads(x, weight, bias, num_heads, Ring(self.group), gathered), length))

@@ -27,7 +27,7 @@ class UlyssesRing:
     ring: Group
 
     def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps, length: int) -> Tensor:
-        """See :class:`opendit.parallel.sequence.Shards`."""
+        """See :class:`opendit.parallel.sequence.SequenceShards`."""
         rows, block = x.shape[1], x.shape[1] * self.heads.size
         lengths = [min(max(length - i * block, 0), block) for i in range(self.ring.size)]
         mine = lengths[self.ring.rank]

@@ -1,0 +1,115 @@
+"""What the blocks of every architecture are, and how a stack of them is run."""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from opendit.models.attention import TokenGrid
+from opendit.models.layers import BlockOps, RMSNorm
+
+Context = tuple[Tensor, Tensor]  # what blocks attend to: tokens (B, L, D) and their mask (B, L) bool
+Deferred = tuple[Tensor, Tensor, Tensor]  # h (B, N, D), gate (B, D), z (B, N, H) of a block's h + gate * fc2(z)
+
+
+class Block(nn.Module):
+    """x (B, N, D) to x: branches one after the other, each added to x through a gate, the last of them an MLP.
+
+    Only tensors cross a block's border: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. So a stack of
+    blocks can be cut between any two of them, by shard units, pipeline stages, checkpoints or compiled regions, and the
+    modulation can be made beforehand. The modulation's weights are used by ``modulate`` alone, all others by
+    ``forward`` alone: a shard unit around the block does not reach the former.
+
+    Subclasses have ``mlp`` and ``adaLN_modulation``, and say in :meth:`deferred` what they do.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.ops = BlockOps()
+
+    def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
+        """Shifts, scales and gates side by side, (B, chunks * D), of the condition c (B, D); ``shared``: the modulation
+        that all blocks share, of a model that has one."""
+        return self.adaLN_modulation(c, shared)
+
+    def forward(self, x: Tensor, m: Tensor, context: Context | None = None, grid: TokenGrid | None = None) -> Tensor:
+        """x (B, N, D) to (B, N, D).
+
+        m: what :meth:`modulate` gives. context: what cross-attention attends to. grid: where the tokens are, the same
+        for all blocks of a stack.
+        """
+        return self.materialize(*self.deferred([x], m, context, grid))
+
+    def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+        """All of :meth:`forward` but its last residual connection, which :meth:`materialize` makes of the result.
+
+        start: see :meth:`begin`.
+        """
+        raise NotImplementedError
+
+    def materialize(self, h: Tensor, gate: Tensor, z: Tensor) -> Tensor:
+        """h + gate * fc2(z): the deferred residual connection."""
+        return self.ops.linear_gate_residual(h, gate, z, self.mlp.fc2)
+
+    def begin(self, start: list, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+        """x, and norm(x) * (1 + scale) + shift (by LayerNorm, or by ``norm``).
+
+        start: [x]; or the deferred residual of the block before and its last layer, [h, gate, z, fc2], with which
+        x = h + gate * fc2(z) is made in one pass with its norm, where there is such an operation. It is emptied, so
+        that nobody holds its tensors, z above all, which is wider than x, until the block has ended.
+        """
+        if len(start) == 1:
+            return self.ops.residual_and_norm(*_emptied(start), shift, scale, norm)
+        return self.ops.residual_then_norm(*_emptied(start), shift, scale, norm)
+
+    def take(self, start: list) -> Tensor:
+        """x alone of what :meth:`begin` is given, for a block that does something else with it first."""
+        return start.pop() if len(start) == 1 else self.ops.linear_gate_residual(*_emptied(start))
+
+
+def _emptied(start: list) -> tuple:
+    parts = tuple(start)
+    start.clear()
+    return parts
+
+
+def run_blocks(
+    blocks: Sequence[Block],
+    x: Tensor,
+    modulations: Iterable[Tensor],
+    context: Context | None = None,
+    grid: TokenGrid | None = None,
+    *,
+    checkpointed: bool = False,
+) -> Tensor:
+    """x (B, N, D) through all blocks.
+
+    Where nothing cuts the stack this is the cross-block residual + norm fusion: every block's last residual connection
+    is deferred to the next block, whose first norm takes it up. At each border x is not read back from memory then, nor
+    in the backward pass its gradient (DiT-XL/2 on an H200: 65 us each).
+
+    modulations: m of every block, in their order; each is taken when its block begins. checkpointed: blocks are
+        recomputed in the backward pass (``--grad_checkpoint``), which keeps x and m.
+    """
+    modulations = iter(modulations)  # (zip would take one more than there are blocks)
+    if checkpointed or not blocks or any(map(is_cut, blocks)):
+        for block in blocks:
+            given = x, next(modulations), context, grid
+            if checkpointed:
+                # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
+                x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(*given)
+        return x
+    start = [x]
+    del x  # the first block lets go of it
+    for block in blocks:
+        start = [*block.deferred(start, next(modulations), context, grid), block.mlp.fc2]
+    return blocks[-1].materialize(*start[:3])
+
+
+def is_cut(block: nn.Module) -> bool:
+    """Whether calling ``block`` does more than its ``forward``: something hangs on its border (hooks, as those of
+    FSDP2's shard units, or a compiled form), so that its output must be made there."""
+    hooks = block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks
+    return block._compiled_call_impl is not None or any(hooks)
