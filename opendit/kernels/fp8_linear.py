@@ -14,7 +14,7 @@ To autograd it is a stand-in, a tensor of its shape and dtype without memory, wh
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from opendit.kernels import fp8
@@ -26,7 +26,7 @@ from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8 import E4M3, E5M2, Float8
 from opendit.kernels.gate_residual import gate_residual, gate_residual_backward
 from opendit.kernels.split_heads import gather_heads_float8, head_views
-from opendit.models.layers import BlockOps
+from opendit.models.layers import BlockOps, Projection
 
 EPS = 1e-6
 
@@ -200,28 +200,29 @@ class _LinearGateResidualLayerNormModulate(Function):
 
 
 # ------------------------------------------------------------------------------------------------------------ BlockOps
+# They take the projection over: they read its weight, which is cast in the same pass that scales it.
 
 
-def linear_heads(x, linear: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def linear_heads(x, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, N, d) of x (B, N, D), views of one projection whose product is in float8."""
     x = _quantized(x)
     return _LinearHeads.apply(x.stand_in, x.data, linear.weight, linear.bias, num_heads)
 
 
-def linear_gelu(x, linear: nn.Linear) -> Quantized:
+def linear_gelu(x, linear: Projection) -> Quantized:
     """GELU(linear(x)), tanh form, for the next linear layer."""
     x = _quantized(x)
     return Quantized(*_LinearGelu.apply(x.stand_in, x.data, linear.weight, linear.bias))
 
 
-def linear_gate_residual(x: Tensor, gate: Tensor, z, linear: nn.Linear) -> Tensor:
+def linear_gate_residual(x: Tensor, gate: Tensor, z, linear: Projection) -> Tensor:
     """x + gate * linear(z)."""
     z = _quantized(z)
     return _LinearGateResidual.apply(x, gate, z.stand_in, z.data, linear.weight, linear.bias)
 
 
 def linear_gate_residual_layernorm_modulate(
-    x: Tensor, gate: Tensor, z, linear: nn.Linear, shift: Tensor, scale: Tensor
+    x: Tensor, gate: Tensor, z, linear: Projection, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Quantized]:
     """h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
     z = _quantized(z)

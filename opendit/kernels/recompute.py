@@ -26,14 +26,14 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.bias_gelu import bias_gelu
 from opendit.models import DiT
-from opendit.models.layers import TORCH_OPS, BlockOps
+from opendit.models.layers import TORCH_OPS, BlockOps, Projection
 
 
 class Recipe:
@@ -119,10 +119,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     fused = norm is adaln.layernorm_modulate
     # The fused kernel keeps nothing but its input; torch's expressions keep what lies between norm and modulation.
     thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
-    if ops.linear_gelu is TORCH_OPS.linear_gelu:
-        linear, gelu = _linear, _gelu
-    else:
-        linear, gelu = _linear_without_bias, bias_gelu
+    apart = ops.linear_gelu is not TORCH_OPS.linear_gelu  # the kernel adds the bias
 
     def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         return _remember(thrifty(x, shift, scale), norm, x, shift, scale)
@@ -131,22 +128,27 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
         same, y = forked(x, shift, scale)
         return same, _remember(y, norm, x, shift, scale)
 
-    def linear_heads(x: Tensor, layer: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    def linear_heads(x: Tensor, layer: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         x = _as_a_linear_sees(x)
         with _not_keeping(x):
             return ops.linear_heads(x, layer, num_heads)
 
-    def linear_gelu(x: Tensor, layer: nn.Linear) -> Tensor:
+    def linear_gelu(x: Tensor, layer: Projection) -> Tensor:
         x = _as_a_linear_sees(x)
-        with _not_keeping(x):
-            u = linear(x, layer.weight, layer.bias)
-        if level == "mlp":
-            _remember(u, linear, x, layer.weight, layer.bias)
-        with _not_keeping(u):
-            z = gelu(u, layer.bias)
-        return z if level == "norms" else _remember(z, gelu, u, layer.bias)
+        product = layer.product if apart else layer
 
-    def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, layer: nn.Linear) -> Tensor:
+        def gelu(u: Tensor) -> Tensor:
+            return bias_gelu(u, layer.bias) if apart else F.gelu(u, approximate="tanh")
+
+        with _not_keeping(x):
+            u = product(x)
+        if level == "mlp":
+            _remember(u, product, x)
+        with _not_keeping(u):
+            z = gelu(u)
+        return z if level == "norms" else _remember(z, gelu, u)
+
+    def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, layer: Projection) -> Tensor:
         z = _as_a_linear_sees(z)
         with _not_keeping(z):
             return ops.linear_gate_residual(x, gate, z, layer)
@@ -175,18 +177,3 @@ def recompute_in(model: DiT, level: str) -> None:
         alternating = "mlp" if number % 2 else "cheap"
         block.ops = recomputing(block.ops, alternating if level == "half" else level)
     model.final_layer.ops = recomputing(model.final_layer.ops, "none" if level == "none" else "cheap")
-
-
-# fc1 and GELU apart, as opendit.models.layers and opendit.kernels.select have them in one.
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(x, weight, bias)
-
-
-def _linear_without_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(x, weight)
-
-
-def _gelu(u: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(u, approximate="tanh")

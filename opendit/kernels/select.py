@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.add_table import add_table
@@ -20,7 +19,7 @@ from opendit.kernels.linear import linear as unbiased
 from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
 from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
-from opendit.models.layers import TORCH_OPS, BlockOps, RMSNorm, layer_norm, modulate
+from opendit.models.layers import TORCH_OPS, BlockOps, Projection, RMSNorm, layer_norm, modulate
 
 if TYPE_CHECKING:
     from opendit.cli.shared_flags import SpeedFlags
@@ -112,29 +111,30 @@ def _block_ops(flags, device, dtype) -> tuple[BlockOps, str]:
 # ------------------------------------------------------------------------- BlockOps by kernels: the biases move to them
 
 
-def _linear_heads(x: Tensor, linear: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _linear_heads(x: Tensor, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
     # The matrix product adds a bias for nothing; only its gradient moves to the kernel. Not so for a parameter that
     # watches torch's calls: Gemini fetches it for one call and may free it before the next, so detach() gives no hold.
     if bias is None or torch.overrides.has_torch_function((bias,)):
         return split_heads(linear(x), num_heads)
-    return split_heads(F.linear(x, linear.weight, bias.detach()), num_heads, bias)
+    return split_heads(linear.product(x, bias.detach()), num_heads, bias)
 
 
-def _linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
+def _linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     if linear.bias is None:
         return TORCH_OPS.linear_gelu(x, linear)
-    return bias_gelu(F.linear(x, linear.weight), linear.bias)
+    return bias_gelu(linear.product(x), linear.bias)
 
 
-def _linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear) -> Tensor:
-    return gate_residual(x, gate, unbiased(z, linear.weight), linear.bias)
+def _linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: Projection) -> Tensor:
+    return gate_residual(x, gate, linear.product(z, multiply=unbiased), linear.bias)
 
 
 def _linear_gate_residual_layernorm_modulate(
-    x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, shift: Tensor, scale: Tensor
+    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return gate_residual_layernorm_modulate(x, gate, unbiased(z, linear.weight), shift, scale, linear.bias)
+    branch = linear.product(z, multiply=unbiased)
+    return gate_residual_layernorm_modulate(x, gate, branch, shift, scale, linear.bias)
 
 
 def _residual_rmsnorm_modulate(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,9 +142,9 @@ def _residual_rmsnorm_modulate(x: Tensor, norm: RMSNorm, shift: Tensor, scale: T
 
 
 def _linear_gate_residual_rmsnorm_modulate(
-    x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear, norm: RMSNorm, shift: Tensor, scale: Tensor
+    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, norm: RMSNorm, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    branch = unbiased(z, linear.weight)
+    branch = linear.product(z, multiply=unbiased)
     return gate_residual_rmsnorm_modulate(x, gate, branch, norm.weight, shift, scale, linear.bias)
 
 

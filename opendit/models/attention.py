@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, RMSNorm
+from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, Projection, RMSNorm
 from opendit.models.positions import rotate
 
 # torch.compile (2.11) plans cuDNN's gradients in another memory layout than cuDNN writes for q, k, v that are views of
@@ -63,8 +63,8 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.kv_heads = num_heads, kv_heads or num_heads
         self.head_dim = dim // num_heads
-        self.qkv = nn.Linear(dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=options.bias)
-        self.proj = nn.Linear(dim, dim, bias=options.bias)
+        self.qkv = Projection(dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=options.bias)
+        self.proj = Projection(dim, dim, bias=options.bias)
         self.q_norm = RMSNorm(self.head_dim) if options.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim) if options.qk_norm else None
         self.attend: Attend = local_attention
@@ -89,14 +89,14 @@ class Attention(nn.Module):
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
 
-    def _qkv_of_every_head(self) -> "nn.Linear | Projection":
+    def _qkv_of_every_head(self) -> "Projection | MadeProjection":
         """The projection to q, k, v of all heads, as the ranks that share them out expect it: where heads share keys
         and values, with copies of those rows."""
         if self.kv_heads == self.num_heads:
             return self.qkv
         weight, bias = self.qkv.weight, self.qkv.bias
         heads = self.num_heads, self.kv_heads
-        return Projection(_of_every_head(weight, *heads), None if bias is None else _of_every_head(bias, *heads))
+        return MadeProjection(_of_every_head(weight, *heads), None if bias is None else _of_every_head(bias, *heads))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None) -> Tensor:
         """(B, H, N, d) of q, k, v (B, H, N, d) of all tokens."""
@@ -120,7 +120,7 @@ class Attention(nn.Module):
 
 
 @dataclass(frozen=True)
-class Projection:
+class MadeProjection:
     """A linear layer of weights that were made of others: weight (out, in), bias (out,) or none."""
 
     weight: Tensor
@@ -187,7 +187,7 @@ class CrossAttention(nn.Module):
         self.num_heads = num_heads
         self.q = nn.Linear(dim, dim, bias=options.bias)
         self.kv = nn.Linear(dim, 2 * dim, bias=options.bias)
-        self.proj = nn.Linear(dim, dim, bias=options.bias)
+        self.proj = Projection(dim, dim, bias=options.bias)
         self.q_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
         self.k_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
 

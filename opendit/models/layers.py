@@ -47,13 +47,31 @@ def residual_rmsnorm_modulate(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Te
     return x, modulate(norm(x), shift, scale)
 
 
-def linear_heads(x: Tensor, linear: nn.Linear, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+class Projection(nn.Linear):
+    """A linear layer next to a fused operation, which may take its product and its bias apart.
+
+    Kernels get tensors, ``product(x)`` and ``bias``, and never look at the weight: so a layer whose product takes more
+    than one multiplication (its ranks' parts to be summed, a correction to be added) says so in ``product``, and works
+    with all of them. What has to have the weight itself (FP8) is registered as taking the projection over
+    (opendit.kernels.operations).
+    """
+
+    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+        """x W^T (..., out) for x (..., in), without the layer's bias.
+
+        bias: (out,), added to it, by the product where it can: ``product(x, self.bias)`` is ``self(x)``.
+        multiply: makes x W^T + bias of (x, weight) or (x, weight, bias); by default ``F.linear``.
+        """
+        return multiply(x, self.weight) if bias is None else multiply(x, self.weight, bias)
+
+
+def linear_heads(x: Tensor, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, N, d) of x (B, N, D): views of one projection to 3 D."""
     B, N, D = x.shape
     return linear(x).view(B, N, 3, num_heads, D // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
 
 
-def linear_gelu(x: Tensor, linear: nn.Linear) -> Tensor:
+def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     """GELU(linear(x)), tanh form."""
     return F.gelu(linear(x), approximate="tanh")
 
@@ -64,7 +82,7 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(a) * b
 
 
-def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: nn.Linear) -> Tensor:
+def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: Projection) -> Tensor:
     """x + gate * linear(z) for x (B, N, D) and gate (B, D): adaLN-Zero's residual connection."""
     return x + gate.unsqueeze(1) * linear(z)
 
@@ -74,8 +92,9 @@ class BlockOps:
     """The memory-bound operations of a block, and of the positions before the first; kernels take the place of these
     torch expressions.
 
-    They are given the linear layer next to them, not its output, because kernels take its bias over: adding a bias and
-    summing its gradient cost a pass over the activations each, and nothing where a kernel passes anyway.
+    They are given the linear layer next to them (:class:`Projection`), not its output, because kernels take its bias
+    over: adding a bias and summing its gradient cost a pass over the activations each, and nothing where a kernel
+    passes anyway.
 
     ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)``, when given, is the two others in one
     pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
@@ -85,9 +104,9 @@ class BlockOps:
     """
 
     layernorm_modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = layernorm_modulate
-    linear_heads: Callable[[Tensor, nn.Linear, int], tuple[Tensor, Tensor, Tensor]] = linear_heads
-    linear_gelu: Callable[[Tensor, nn.Linear], Tensor] = linear_gelu
-    linear_gate_residual: Callable[[Tensor, Tensor, Tensor, nn.Linear], Tensor] = linear_gate_residual
+    linear_heads: Callable[[Tensor, Projection, int], tuple[Tensor, Tensor, Tensor]] = linear_heads
+    linear_gelu: Callable[[Tensor, Projection], Tensor] = linear_gelu
+    linear_gate_residual: Callable[[Tensor, Tensor, Tensor, Projection], Tensor] = linear_gate_residual
     linear_gate_residual_layernorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = None
     residual_layernorm_modulate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     residual_rmsnorm_modulate: Callable[..., tuple[Tensor, Tensor]] = residual_rmsnorm_modulate
@@ -110,7 +129,7 @@ class BlockOps:
         x: Tensor,
         gate: Tensor,
         z: Tensor,
-        linear: nn.Linear,
+        linear: Projection,
         shift: Tensor,
         scale: Tensor,
         norm: RMSNorm | None = None,
@@ -180,8 +199,8 @@ class Mlp(nn.Module):
 
     def __init__(self, dim: int, hidden: int, bias: bool = True):
         super().__init__()
-        self.fc1 = nn.Linear(dim, self.branches * hidden, bias=bias)
-        self.fc2 = nn.Linear(hidden, dim, bias=bias)
+        self.fc1 = Projection(dim, self.branches * hidden, bias=bias)
+        self.fc2 = Projection(hidden, dim, bias=bias)
 
     def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
         """The hidden layer (B, N, hidden): all but fc2, for which see BlockOps."""
