@@ -1,4 +1,4 @@
-"""The block's linear layers in float8, forward and backward, with the operations next to them: ``float8_ops``.
+"""The block's linear layers in float8, forward and backward, with the operations next to them.
 
     y = x W^T (e4m3 x e4m3),  dx = dy W (e5m2 x e4m3),  dW = dy^T x (e5m2 x e4m3)
 
@@ -20,13 +20,12 @@ from torch.autograd import Function
 from opendit.kernels import fp8
 from opendit.kernels import gate_residual_layernorm_modulate as joined
 from opendit.kernels import layernorm_modulate as adaln
-from opendit.kernels.add_table import add_table
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8 import E4M3, E5M2, Float8
 from opendit.kernels.gate_residual import gate_residual, gate_residual_backward
 from opendit.kernels.split_heads import gather_heads_float8, head_views
-from opendit.models.layers import BlockOps, Projection
+from opendit.models.layers import Projection
 
 EPS = 1e-6
 
@@ -230,15 +229,3 @@ def linear_gate_residual_layernorm_modulate(
         x, gate, z.stand_in, z.data, linear.weight, linear.bias, shift, scale
     )
     return h, Quantized(stand_in, data)
-
-
-def float8_ops() -> BlockOps:
-    """The operations of a block with its linear layers in float8."""
-    return BlockOps(
-        Modulated,
-        linear_heads,
-        linear_gelu,
-        linear_gate_residual,
-        linear_gate_residual_layernorm_modulate,
-        add_table=add_table,
-    )

@@ -30,10 +30,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from opendit.kernels import layernorm_modulate as adaln
-from opendit.kernels.bias_gelu import bias_gelu
 from opendit.models import DiT
-from opendit.models.layers import TORCH_OPS, BlockOps, Projection
+from opendit.models.layers import BlockOps, Projection
 
 
 class Recipe:
@@ -116,10 +114,10 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
         return ops
     norm, forked = ops.layernorm_modulate, ops.residual_layernorm_modulate
     joined = ops.linear_gate_residual_layernorm_modulate
-    fused = norm is adaln.layernorm_modulate
+    fused = ops.kernel("layernorm_modulate") is not None and ops.kernel("layernorm_modulate").keeps == ("x",)
     # The fused kernel keeps nothing but its input; torch's expressions keep what lies between norm and modulation.
     thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
-    apart = ops.linear_gelu is not TORCH_OPS.linear_gelu  # the kernel adds the bias
+    activation = ops.kernel("linear_gelu") and ops.kernel("linear_gelu").after_product  # adds the bias, too
 
     def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         return _remember(thrifty(x, shift, scale), norm, x, shift, scale)
@@ -135,10 +133,10 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
     def linear_gelu(x: Tensor, layer: Projection) -> Tensor:
         x = _as_a_linear_sees(x)
-        product = layer.product if apart else layer
+        product = layer if activation is None else layer.product
 
         def gelu(u: Tensor) -> Tensor:
-            return bias_gelu(u, layer.bias) if apart else F.gelu(u, approximate="tanh")
+            return F.gelu(u, approximate="tanh") if activation is None else activation(u, layer.bias)
 
         with _not_keeping(x):
             u = product(x)

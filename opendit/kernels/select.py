@@ -1,25 +1,17 @@
 """Which kernels a run uses, and why: flags and hardware in, operations for the model and one line each out."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from opendit.kernels import layernorm_modulate as adaln
-from opendit.kernels.add_table import add_table
 from opendit.kernels.attention import LocalAttention, resolve_attention
-from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.common import kernels_available
-from opendit.kernels.fp8_linear import float8_available, float8_ops
-from opendit.kernels.gate_residual import gate_residual
-from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
-from opendit.kernels.linear import linear as unbiased
-from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
-from opendit.kernels.split_heads import split_heads
-from opendit.kernels.swiglu import swiglu
-from opendit.models.layers import TORCH_OPS, BlockOps, Projection, RMSNorm, layer_norm, modulate
+from opendit.kernels.fp8_linear import float8_available
+from opendit.kernels.operations import FLOAT8, MODULATE, NORM, SPLIT, chosen
+from opendit.models.layers import BlockOps, Kernel, modulate
 
 if TYPE_CHECKING:
     from opendit.cli.shared_flags import SpeedFlags
@@ -45,19 +37,21 @@ def select_kernels(
     Raises:
         ValueError: the attention kernel that ``--attention`` names does not run here.
     """
-    ops, ops_note = _block_ops(flags, device, dtype)
+    switches, others, ops_note = _switches(flags, device, dtype)
     attend, attention_note = _attention(flags, device, dtype, head_dim, tokens)
     if flags.enable_flashattn:
         usable, why = kernels_available(device, dtype)
         if usable:
-            ops = replace(ops, linear_heads=_linear_heads)
+            switches.add(SPLIT)
         attention_note += "; qkv's gradient in one pass" if usable else f"; qkv's gradient by torch: {why}"
     if flags.fp8:
         usable, why = float8_available(device, dtype)
         if usable:
-            ops, ops_note = float8_ops(), f"block linears in FP8, fused with everything between them ({why})"
+            switches, others = {FLOAT8}, ()
+            ops_note = f"block linears in FP8, fused with everything between them ({why})"
         else:
             ops_note += f"; no FP8: {why}"
+    ops = chosen(switches, others)
     return KernelChoice(ops, attend, ops_note, attention_note)
 
 
@@ -76,9 +70,10 @@ def _attention(flags, device, dtype, head_dim, tokens):
     return LocalAttention(backend), f"{backend}: {why}"
 
 
-def _block_ops(flags, device, dtype) -> tuple[BlockOps, str]:
+def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
+    """What is on of the registry, what else there is, and in words."""
     if not (flags.enable_modulate_kernel or flags.enable_layernorm_kernel):
-        return BlockOps(), "off (--enable_modulate_kernel and --enable_layernorm_kernel are)"
+        return set(), (), "off (--enable_modulate_kernel and --enable_layernorm_kernel are)"
     norm, norm_note = (_apex_layer_norm() if flags.enable_layernorm_kernel else None), "torch's LayerNorm"
     if norm is not None:
         norm_note = "apex's FusedLayerNorm"
@@ -87,69 +82,12 @@ def _block_ops(flags, device, dtype) -> tuple[BlockOps, str]:
     usable, why = kernels_available(device, dtype)
     if not flags.enable_modulate_kernel or not usable:
         reason = f"; no modulate kernel: {why}" if flags.enable_modulate_kernel else ""
-        ops = BlockOps() if norm is None else BlockOps(layernorm_modulate=_after(norm, modulate))
-        return ops, norm_note + reason
-    ops = BlockOps(
-        linear_gelu=_linear_gelu, linear_gate_residual=_linear_gate_residual, swiglu=swiglu, add_table=add_table
-    )
+        apex = () if norm is None else (Kernel("layernorm_modulate", _after(norm, modulate)),)
+        return set(), apex, norm_note + reason
     if flags.enable_layernorm_kernel:
-        return replace(
-            ops,
-            layernorm_modulate=adaln.layernorm_modulate,
-            residual_layernorm_modulate=adaln.residual_layernorm_modulate,
-            linear_gate_residual_layernorm_modulate=_linear_gate_residual_layernorm_modulate,
-            residual_rmsnorm_modulate=_residual_rmsnorm_modulate,
-            linear_gate_residual_rmsnorm_modulate=_linear_gate_residual_rmsnorm_modulate,
-        ), f"LayerNorm or RMSNorm + modulate, gated residual, GELU or SwiGLU and biases fused ({why})"
-    return replace(
-        ops,
-        layernorm_modulate=_after(norm or layer_norm, adaln.modulate),
-        residual_rmsnorm_modulate=_residual_modulate_after_rmsnorm,
-    ), f"modulate, gated residual, GELU or SwiGLU and biases fused, {norm_note} ({why})"
-
-
-# ------------------------------------------------------------------------- BlockOps by kernels: the biases move to them
-
-
-def _linear_heads(x: Tensor, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    bias = linear.bias
-    # The matrix product adds a bias for nothing; only its gradient moves to the kernel. Not so for a parameter that
-    # watches torch's calls: Gemini fetches it for one call and may free it before the next, so detach() gives no hold.
-    if bias is None or torch.overrides.has_torch_function((bias,)):
-        return split_heads(linear(x), num_heads)
-    return split_heads(linear.product(x, bias.detach()), num_heads, bias)
-
-
-def _linear_gelu(x: Tensor, linear: Projection) -> Tensor:
-    if linear.bias is None:
-        return TORCH_OPS.linear_gelu(x, linear)
-    return bias_gelu(linear.product(x), linear.bias)
-
-
-def _linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: Projection) -> Tensor:
-    return gate_residual(x, gate, linear.product(z, multiply=unbiased), linear.bias)
-
-
-def _linear_gate_residual_layernorm_modulate(
-    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, shift: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    branch = linear.product(z, multiply=unbiased)
-    return gate_residual_layernorm_modulate(x, gate, branch, shift, scale, linear.bias)
-
-
-def _residual_rmsnorm_modulate(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return residual_rmsnorm_modulate(x, norm.weight, shift, scale)
-
-
-def _linear_gate_residual_rmsnorm_modulate(
-    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, norm: RMSNorm, shift: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    branch = linear.product(z, multiply=unbiased)
-    return gate_residual_rmsnorm_modulate(x, gate, branch, norm.weight, shift, scale, linear.bias)
-
-
-def _residual_modulate_after_rmsnorm(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return x, adaln.modulate(norm(x), shift, scale)
+        fused = f"LayerNorm or RMSNorm + modulate, gated residual, GELU or SwiGLU and biases fused ({why})"
+        return {MODULATE, NORM}, (), fused
+    return {MODULATE}, (), f"modulate, gated residual, GELU or SwiGLU and biases fused, {norm_note} ({why})"
 
 
 def _after(norm, modulation):

@@ -1,8 +1,8 @@
 """Layers that the architectures share. Plain single-device PyTorch; strategies and kernels are injected."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import torch
@@ -53,7 +53,7 @@ class Projection(nn.Linear):
     Kernels get tensors, ``product(x)`` and ``bias``, and never look at the weight: so a layer whose product takes more
     than one multiplication (its ranks' parts to be summed, a correction to be added) says so in ``product``, and works
     with all of them. What has to have the weight itself (FP8) is registered as taking the projection over
-    (opendit.kernels.operations).
+    (opendit/kernels/operations.py).
     """
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
@@ -88,6 +88,30 @@ def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: Projection)
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """Something in the place of an operation's torch reference, and what others have to know of it.
+
+    operation: the field of :class:`BlockOps`. switches: what must be on for it. keeps: the activations that it keeps
+    for the backward pass, by their names in its operation. takes_projection: it reads the projection's weight itself,
+    in place of its ``product``. after_product: of an operation that is something after a product, that alone, a
+    function of product and bias.
+    """
+
+    operation: str
+    function: Callable
+    switches: Set[str] = field(default=frozenset(), hash=False)
+    keeps: tuple[str, ...] = ()
+    float8: bool = False
+    takes_projection: bool = False
+    after_product: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+def _of_projection(reference: Callable | None):
+    """An operation that is given a :class:`Projection`."""
+    return field(default=reference, metadata={"projection": True})
+
+
+@dataclass(frozen=True)
 class BlockOps:
     """The memory-bound operations of a block, and of the positions before the first; kernels take the place of these
     torch expressions.
@@ -104,15 +128,42 @@ class BlockOps:
     """
 
     layernorm_modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = layernorm_modulate
-    linear_heads: Callable[[Tensor, Projection, int], tuple[Tensor, Tensor, Tensor]] = linear_heads
-    linear_gelu: Callable[[Tensor, Projection], Tensor] = linear_gelu
-    linear_gate_residual: Callable[[Tensor, Tensor, Tensor, Projection], Tensor] = linear_gate_residual
-    linear_gate_residual_layernorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = None
+    linear_heads: Callable[[Tensor, Projection, int], tuple[Tensor, Tensor, Tensor]] = _of_projection(linear_heads)
+    linear_gelu: Callable[[Tensor, Projection], Tensor] = _of_projection(linear_gelu)
+    linear_gate_residual: Callable[[Tensor, Tensor, Tensor, Projection], Tensor] = _of_projection(linear_gate_residual)
+    linear_gate_residual_layernorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = _of_projection(None)
     residual_layernorm_modulate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     residual_rmsnorm_modulate: Callable[..., tuple[Tensor, Tensor]] = residual_rmsnorm_modulate
-    linear_gate_residual_rmsnorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = None
+    linear_gate_residual_rmsnorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = _of_projection(None)
     swiglu: Callable[[Tensor], Tensor] = swiglu
     add_table: Callable[[Tensor, Tensor], Tensor] = add_table
+    kernels: tuple[Kernel, ...] = ()  # what stands in the place of references
+
+    @classmethod
+    def names(cls, projection: bool = False) -> list[str]:
+        """Of all operations; ``projection``: of those that are given one."""
+        operations = [item for item in fields(cls) if item.name != "kernels"]
+        return [item.name for item in operations if item.metadata or not projection]
+
+    def kernel(self, operation: str) -> Kernel | None:
+        """What takes the place of this operation's reference; None: nothing."""
+        return next((kernel for kernel in self.kernels if kernel.operation == operation), None)
+
+    @property
+    def replaced(self) -> list[str]:
+        """The operations that are kernels."""
+        return [name for name in self.names() if self.kernel(name) is not None]
+
+    @property
+    def float8(self) -> bool:
+        """Whether the linear layers of a block compute in float8."""
+        return any(kernel.float8 for kernel in self.kernels)
+
+    def by_reference(self, operations: Collection[str]) -> "BlockOps":
+        """The same with the torch references of these operations."""
+        references = {item.name: item.default for item in fields(self) if item.name in operations}
+        kept = tuple(kernel for kernel in self.kernels if kernel.operation not in references)
+        return replace(self, **references, kernels=kept)
 
     def residual_and_norm(
         self, x: Tensor, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None

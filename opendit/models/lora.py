@@ -71,10 +71,9 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str]) -> None:
 
 
 def lora_ops(ops: BlockOps) -> BlockOps:
-    """``ops`` for a model with LoRA: kernels that take a linear layer's weight and leave the layer out would leave
-    LoRA out, so those operations are torch's."""
-    plain = {item.name: item.default for item in dataclasses.fields(BlockOps) if item.name.startswith("linear_")}
-    return dataclasses.replace(ops, **plain)
+    """``ops`` for a model with LoRA: operations that are given a projection are torch's. peft's layers have no
+    ``product``, and what reads their weight would leave LoRA out."""
+    return ops.by_reference(BlockOps.names(projection=True))
 
 
 def check_lora(weights: "Weights") -> None:

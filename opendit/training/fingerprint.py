@@ -24,8 +24,6 @@ from opendit.data.contents import hash_files
 from opendit.diffusion import objective_from_dict
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae import vae_folder
-from opendit.kernels.fp8_linear import Modulated
-from opendit.models.layers import TORCH_OPS
 
 if TYPE_CHECKING:
     from opendit.training.job import Job
@@ -112,9 +110,9 @@ def fingerprint(job: "Job") -> dict[str, Any]:
         "world_size": mesh.world_size,
         "last_step": job.last_step if flags.lr_schedule == "cosine" else None,
         "ema_decay": flags.ema_decays,
-        "kernels": [name for name, operation in vars(ops).items() if operation is not getattr(TORCH_OPS, name)],
+        "kernels": ops.replaced,
         "attention": job.kernels.attend.backend,
-        "fp8": ops.layernorm_modulate is Modulated,
+        "fp8": ops.float8,
         # On a CPU the same bits come out of it.
         "recomputed": ("blocks" if flags.grad_checkpoint else flags.recompute) if cuda else "none",
         "sequence": job.sequence and f"{job.sequence.plan.kind} over {mesh.sp_size} ranks",

@@ -23,7 +23,6 @@ from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, load_codec, sample_moments
 from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
-from opendit.kernels.fp8_linear import Modulated
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import DiTConfig
 from opendit.models.lora import Lora, check_peft, lora_ops
@@ -107,7 +106,7 @@ class Job:
             averages=len(flags.ema_decays),
             accumulate=flags.grad_accumulation > 1,
             fused=self.kernels.ops.linear_gate_residual_layernorm_modulate is not None,
-            fp8=self.kernels.ops.layernorm_modulate is Modulated,
+            fp8=self.kernels.ops.float8,
             recompute=flags.recompute,
             grad_checkpoint=flags.grad_checkpoint,
             trained=trained if self.lora else None,

@@ -17,9 +17,9 @@ from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels import fp8
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8, bias_gelu_reference
 from opendit.kernels.fp8 import E4M3, E5M2
-from opendit.kernels.fp8_linear import float8_ops
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8, layernorm_modulate_reference
+from opendit.kernels.operations import FLOAT8, chosen
 from opendit.kernels.select import select_kernels
 from opendit.kernels.split_heads import gather_heads_float8
 from opendit.models import DiT, DiTConfig
@@ -159,7 +159,7 @@ def test_linear_layers_against_float64():
     weights = [normal(3 * D, D, seed=10), normal(D, D, seed=11), normal(4 * D, D, seed=12), normal(D, 4 * D, seed=13)]
     weights = [w / math.sqrt(w.shape[1]) for w in weights]
     want = run_ops(TORCH_OPS, torch.float64, weights, tensors, weights)
-    got = run_ops(float8_ops(), ACTIVATIONS, weights, tensors, weights)
+    got = run_ops(chosen({FLOAT8}), ACTIVATIONS, weights, tensors, weights)
     for name, reference in want.items():
         error = ((got[name].double() - reference).norm() / reference.norm()).item()
         # q, k, v and h are one product away from exact numbers, out is two; gradients have passed up to four.
@@ -174,7 +174,7 @@ def test_gradients_that_are_not_finite_stay_so():
     for value in (math.inf, math.nan):
         dout = torch.ones(2, 9, 64, device=DEVICE)
         dout[1, 3, 5] = value
-        out = float8_ops().linear_gate_residual(x, gate, z, linear)
+        out = chosen({FLOAT8}).linear_gate_residual(x, gate, z, linear)
         dz, dw = torch.autograd.grad(out, (z, linear.weight), dout)
         assert not dw.isfinite().all() and not dz.isfinite().all()
 
@@ -193,7 +193,8 @@ def test_models_keep_what_is_not_a_linear_layer_of_a_block():
     for name, grad in want_grads.items():
         assert (grads[name] - grad).norm() < 0.1 * grad.norm(), name
     x, c = normal(2, 4, 64), normal(2, 64, seed=1)
-    final = model.final_layer(x, c)
+    m = model.final_layer.modulate(c)
+    final = model.final_layer(x, m)
     model.grad_checkpoint = True
     again, grads_again = gradients(model)
     assert torch.equal(again, got)
@@ -202,12 +203,12 @@ def test_models_keep_what_is_not_a_linear_layer_of_a_block():
     with torch.no_grad():
         assert torch.equal(model(*inputs()), got)
     model.use()
-    torch.testing.assert_close(final, model.final_layer(x, c), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(final, model.final_layer(x, m), rtol=1e-5, atol=1e-6)
 
 
 def test_widths_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="multiples of 16"):
-        float8_ops().linear_gelu(normal(1, 4, 72), torch.nn.Linear(72, 100))
+        chosen({FLOAT8}).linear_gelu(normal(1, 4, 72), torch.nn.Linear(72, 100))
 
 
 def curves(mesh, plugin: str) -> list[list[float]]:
@@ -215,7 +216,7 @@ def curves(mesh, plugin: str) -> list[list[float]]:
     from opendit.parallel.engines import build_engine
 
     found = []
-    for ops in (None, float8_ops()):
+    for ops in (None, chosen({FLOAT8})):
         torch.manual_seed(0)
         model = randomised(DiT(replace(CONFIG, depth=1))).use(ops=ops)
         engine = build_engine(model, mesh, plugin=plugin, precision="bf16", lr=3e-3)

@@ -9,7 +9,7 @@ from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, build_model
 from opendit.models.conditioning import TextCondition
-from opendit.models.layers import TORCH_OPS
+from opendit.models.layers import TORCH_OPS, BlockOps
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 
@@ -49,7 +49,6 @@ def gradients(model: DiT) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def test_flags_choose_the_operations():
-    torch_ops = {name for name in vars(TORCH_OPS)}
     by_flags = {
         (True, False, False): {
             "layernorm_modulate",
@@ -60,11 +59,12 @@ def test_flags_choose_the_operations():
             "add_table",
         },
         (False, False, True): {"linear_heads"},
-        (True, True, True): torch_ops,
+        (True, True, True): set(BlockOps.names()),
     }
     for flags, replaced in by_flags.items():
         ops = with_kernels(DiT(CONFIG), SpeedFlags(*flags)).blocks[0].ops
-        assert {name for name in torch_ops if getattr(ops, name) is not getattr(TORCH_OPS, name)} == replaced
+        others = [name for name in BlockOps.names() if getattr(ops, name) is not getattr(TORCH_OPS, name)]
+        assert set(others) == replaced and ops.replaced == others
 
 
 @pytest.mark.parametrize("config", (CONFIG, MOVIEGEN(num_classes=3, positions="rope")), ids=("DiT", "MovieGen"))

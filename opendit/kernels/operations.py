@@ -1,0 +1,135 @@
+"""The registry: for every operation of a block the kernels that can take the place of its torch reference.
+
+Operations and references are the fields of :class:`opendit.models.layers.BlockOps`; a kernel is a line of
+:data:`KERNELS`. :func:`chosen` gives a block those that a run's switches turn on; what they are (float8 or not, whether
+they take the projection over, what they keep) stands in that line, and whoever wants to know asks ``BlockOps.kernel``.
+To add a kernel: its file, its test, its benchmark, and a line here.
+
+What all of them need of device, dtype and widths: :func:`opendit.kernels.common.kernels_available`, and of float8
+:func:`opendit.kernels.fp8_linear.float8_available`.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from opendit.kernels import fp8_linear
+from opendit.kernels import layernorm_modulate as adaln
+from opendit.kernels.add_table import add_table
+from opendit.kernels.bias_gelu import bias_gelu
+from opendit.kernels.gate_residual import gate_residual
+from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
+from opendit.kernels.linear import linear as unbiased
+from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
+from opendit.kernels.split_heads import split_heads
+from opendit.kernels.swiglu import swiglu
+from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm
+
+# ------------------------------------------------------------------------ next to a projection: the biases move to them
+
+
+def _linear_heads(x: Tensor, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    bias = linear.bias
+    # The matrix product adds a bias for nothing; only its gradient moves to the kernel. Not so for a parameter that
+    # watches torch's calls: Gemini fetches it for one call and may free it before the next, so detach() gives no hold.
+    if bias is None or torch.overrides.has_torch_function((bias,)):
+        return split_heads(linear(x), num_heads)
+    return split_heads(linear.product(x, bias.detach()), num_heads, bias)
+
+
+def _linear_gelu(x: Tensor, linear: Projection) -> Tensor:
+    if linear.bias is None:
+        return TORCH_OPS.linear_gelu(x, linear)
+    return bias_gelu(linear.product(x), linear.bias)
+
+
+def _linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: Projection) -> Tensor:
+    return gate_residual(x, gate, linear.product(z, multiply=unbiased), linear.bias)
+
+
+def _linear_gate_residual_layernorm_modulate(
+    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    branch = linear.product(z, multiply=unbiased)
+    return gate_residual_layernorm_modulate(x, gate, branch, shift, scale, linear.bias)
+
+
+def _linear_gate_residual_rmsnorm_modulate(
+    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, norm: RMSNorm, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    branch = linear.product(z, multiply=unbiased)
+    return gate_residual_rmsnorm_modulate(x, gate, branch, norm.weight, shift, scale, linear.bias)
+
+
+# ----------------------------------------------------------------------------------------------------------- the others
+
+
+def _residual_rmsnorm_modulate(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return residual_rmsnorm_modulate(x, norm.weight, shift, scale)
+
+
+def _modulate_after_layernorm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return adaln.modulate(layer_norm(x), shift, scale)
+
+
+def _modulate_after_rmsnorm(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return x, adaln.modulate(norm(x), shift, scale)
+
+
+MODULATE, NORM, SPLIT, FLOAT8 = "modulate", "norm", "split", "float8"  # switches
+
+# Of an operation's lines the last that the switches allow is taken. ``keeps``: activations for the backward pass, by
+# the names of the arguments, u a projection's product and y the result.
+KERNELS = (
+    Kernel("layernorm_modulate", _modulate_after_layernorm, {MODULATE}, keeps=("x", "norm(x)")),
+    Kernel("layernorm_modulate", adaln.layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),
+    Kernel("residual_layernorm_modulate", adaln.residual_layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),
+    Kernel("residual_rmsnorm_modulate", _modulate_after_rmsnorm, {MODULATE}, keeps=("x", "norm(x)")),
+    Kernel("residual_rmsnorm_modulate", _residual_rmsnorm_modulate, {MODULATE, NORM}, keeps=("x",)),
+    Kernel("linear_heads", _linear_heads, {SPLIT}, keeps=("x",)),
+    Kernel("linear_gelu", _linear_gelu, {MODULATE}, keeps=("x", "u"), after_product=bias_gelu),
+    Kernel("linear_gate_residual", _linear_gate_residual, {MODULATE}, keeps=("z", "u")),
+    Kernel(
+        "linear_gate_residual_layernorm_modulate",
+        _linear_gate_residual_layernorm_modulate,
+        {MODULATE, NORM},
+        keeps=("z", "u", "h"),
+    ),
+    Kernel(
+        "linear_gate_residual_rmsnorm_modulate",
+        _linear_gate_residual_rmsnorm_modulate,
+        {MODULATE, NORM},
+        keeps=("z", "u", "h"),
+    ),
+    Kernel("swiglu", swiglu, {MODULATE}, keeps=("x",)),
+    Kernel("add_table", add_table, {MODULATE}),
+    # In float8 every input of a projection is kept as a byte, and its weight too.
+    Kernel("layernorm_modulate", fp8_linear.Modulated, {FLOAT8}, keeps=("x",), float8=True),
+    Kernel("linear_heads", fp8_linear.linear_heads, {FLOAT8}, keeps=("x",), float8=True, takes_projection=True),
+    Kernel("linear_gelu", fp8_linear.linear_gelu, {FLOAT8}, keeps=("x", "u"), float8=True, takes_projection=True),
+    Kernel(
+        "linear_gate_residual",
+        fp8_linear.linear_gate_residual,
+        {FLOAT8},
+        keeps=("z", "u"),
+        float8=True,
+        takes_projection=True,
+    ),
+    Kernel(
+        "linear_gate_residual_layernorm_modulate",
+        fp8_linear.linear_gate_residual_layernorm_modulate,
+        {FLOAT8},
+        keeps=("z", "u", "h"),
+        float8=True,
+        takes_projection=True,
+    ),
+    Kernel("add_table", add_table, {FLOAT8}),
+)
+
+
+def chosen(switches: Collection[str], others: Collection[Kernel] = ()) -> BlockOps:
+    """The operations of a block with these switches on, the torch reference where no kernel is; ``others``: kernels
+    that are in no table, tried before all (a package's that is installed or not)."""
+    found = {kernel.operation: kernel for kernel in (*others, *KERNELS) if kernel.switches <= set(switches)}
+    return BlockOps(**{name: kernel.function for name, kernel in found.items()}, kernels=tuple(found.values()))
