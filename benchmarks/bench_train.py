@@ -34,9 +34,9 @@ from opendit.diffusion import DDPMObjective
 from opendit.diffusion.random import Stream, integers, normal
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
-from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import build_model, model_config
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.state.ema import EMA
@@ -112,11 +112,15 @@ def engine_step(
 ):  # fmt: skip
     with mesh.device:
         model = build_model(config)
-    model.use(ops=kernels.ops, attend=kernels.attend).grad_checkpoint = args.grad_checkpoint
-    recompute_in(model, recompute)
+    apply_parallel(
+        model,
+        ops=kernels.ops,
+        attend=kernels.attend,
+        recompute=recompute,
+        grad_checkpoint=args.grad_checkpoint,
+        compiled=compiled,
+    )
     engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision)
-    if compiled:
-        model.compile_blocks()
     ema = EMA(engine, 0.9999)
     runner = build_runner(engine, data.objective, graph=graph)
 

@@ -15,10 +15,10 @@ from opendit.data import Batch, BatchIterator
 from opendit.data.base import to_pixels
 from opendit.data.progress import Progress
 from opendit.diffusion.random import Stream, normal, uniform
-from opendit.kernels.recompute import recompute_in
 from opendit.models import build_model
 from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.supervisor import Supervisor
 from opendit.state.checkpoint import load_checkpoint
@@ -52,7 +52,7 @@ def train(job: Job, supervisor: Supervisor) -> int:
         load_checkpoint(job.resume, engine, ema)
     pace = Pace(mesh, Progress.write)
     runner = runner_of(job, engine, pace)
-    announce(job, failures, engine, ema, runner.note, compile_blocks(job, engine))
+    announce(job, failures, engine, ema, runner.note, why_not_compiled(flags) or COMPILED)
     diagnosis, agenda = Diagnosis(job, engine, inputs, runner), Agenda(flags, job.last_step)
     with (
         open_monitor(job, supervisor, failures) as monitor,
@@ -152,9 +152,15 @@ def build_model_and_engine(job: Job) -> Engine:
         job.notes += [f"--pretrained: {line}" for line in start.describe()]
         if job.lora is not None:
             add_lora(model, job.lora, start.untrained)
-    model.use(ops=job.kernels.ops, attend=job.kernels.attend, sequence=job.sequence)
-    recompute_in(model, flags.recompute)
-    model.grad_checkpoint = flags.grad_checkpoint
+    apply_parallel(
+        model,
+        ops=job.kernels.ops,
+        attend=job.kernels.attend,
+        sequence=job.sequence,
+        recompute=flags.recompute,
+        grad_checkpoint=flags.grad_checkpoint,
+        compiled=why_not_compiled(flags) is None,
+    )
     return build_engine(
         model.train(),
         job.mesh,
@@ -168,11 +174,13 @@ def build_model_and_engine(job: Job) -> Engine:
     )
 
 
-def compile_blocks(job: Job, engine: Engine) -> str:
-    """--compile, in place; returns whether it was done, and if not, why."""
-    if not job.flags.compile:
+COMPILED = "blocks and final layer, when they first meet a shape"
+
+
+def why_not_compiled(flags: TrainConfig) -> str | None:
+    """Why --compile is not done; None: it is."""
+    if not flags.compile:
         return "off (--compile is)"
-    if not engine.whole:
+    if flags.plugin == "gemini":
         return "off: Gemini fetches weights in __torch_function__ and frees them after use, which compile can't follow"
-    engine.module.compile_blocks()
-    return "blocks and final layer, when they first meet a shape"
+    return None
