@@ -70,10 +70,14 @@ class _TakenForAll(torch.autograd.Function):
         return None, *(grad.transpose(1, 2).reshape(ctx.shape).transpose(1, 2) for grad in grads)
 
 
-def compute_only(x: Tensor, qkv: nn.Linear, num_heads: int, attend, ops, length: int) -> Tensor:
+class ComputeOnly:
     """A single GPU's operations on as much as a rank has: no pass over memory more."""
-    own = ops.linear_heads(x, qkv, num_heads)
-    return attend(*_TakenForAll.apply(length // x.shape[1], *own)).transpose(1, 2).reshape(x.shape)
+
+    takes_projection = False
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend, length: int) -> Tensor:
+        B, H, n, d = q.shape
+        return attend(*_TakenForAll.apply(length // n, q, k, v)).transpose(1, 2).reshape(B, n, H * d)
 
 
 class _Meet(torch.autograd.Function):
@@ -91,25 +95,25 @@ class _Meet(torch.autograd.Function):
         return grad, None, None, None
 
 
-def in_step(group: Group, device: torch.device) -> Callable:
-    """``compute_only`` with a barrier where inputs and where outputs of attention would be exchanged."""
-    memory, _ = connect(group, device)
+class InStep(ComputeOnly):
+    """The same with a barrier where inputs and where outputs of attention would be exchanged."""
 
-    def wait(buffer: Buffer) -> None:
-        if memory is None:
-            dist.barrier(group.handle)
+    def __init__(self, group: Group, device: torch.device):
+        self.group, (self.memory, _) = group, connect(group, device)
+
+    def wait(self, buffer: Buffer) -> None:
+        if self.memory is None:
+            dist.barrier(self.group.handle)
         else:
-            memory.rows(buffer, (1,), torch.uint8)
-            memory.ready(buffer)
+            self.memory.rows(buffer, (1,), torch.uint8)
+            self.memory.ready(buffer)
 
-    def heads(x: Tensor, qkv: nn.Linear, num_heads: int, attend, ops, length: int) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend, length: int) -> Tensor:
         def met(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            seen = attend(_Meet.apply(q, wait, Buffer.INPUT, Buffer.OUTPUT), k, v)
-            return _Meet.apply(seen, wait, Buffer.OUTPUT, Buffer.INPUT)
+            output = attend(_Meet.apply(q, self.wait, Buffer.INPUT, Buffer.OUTPUT), k, v)
+            return _Meet.apply(output, self.wait, Buffer.OUTPUT, Buffer.INPUT)
 
-        return compute_only(x, qkv, num_heads, met, ops, length)
-
-    return heads
+        return super().attention(q, k, v, met, length)
 
 
 class Layer:
@@ -145,10 +149,10 @@ class Layer:
 
     def strategy(self, name: str) -> SequenceParallel:
         if name in (COMPUTE_ONLY, IN_STEP, *BLOCKING):
-            group, heads = Group.of(self.mesh.sp_group), compute_only
+            group, strategy = Group.of(self.mesh.sp_group), ComputeOnly()
             if name != COMPUTE_ONLY:
-                heads = in_step(group, self.mesh.device) if name == IN_STEP else BLOCKING[name](group)
-            return SequenceParallel(group, Plan(name, ""), heads)
+                strategy = InStep(group, self.mesh.device) if name == IN_STEP else BLOCKING[name](group)
+            return SequenceParallel(group, Plan(name, ""), strategy)
         kind, *how = name.split()
         groups = int(how[1]) if how[:1] == ["x"] else None
         return sequence_parallel(self.mesh, kind, self.shape, groups=groups, direct=how != ["nccl"])

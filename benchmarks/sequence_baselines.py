@@ -1,9 +1,10 @@
 """What opendit.parallel.sequence is measured against: the same layers and adjoints with blocking collectives.
 
-Both take the place of ``SequenceParallel.heads``.
+Both take the place of ``SequenceParallel.strategy``.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ class _AllToAll(torch.autograd.Function):
 def _to_heads(x: Tensor, group: Group, length: int) -> Tensor:
     """(B, n, H, d) of this rank's tokens to (B, h, length, d) of this rank's heads."""
     B, n, H, d = x.shape
-    received = _AllToAll.apply(x.view(B, n, group.size, -1, d).permute(2, 0, 1, 3, 4), group)
+    received = _AllToAll.apply(x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4), group)
     return received.transpose(0, 1).flatten(1, 2)[:, :length].transpose(1, 2)
 
 
@@ -60,8 +61,9 @@ class BlockingFastSeq:
     """FastSeq as OpenDiT 1 wrote it: an all-gather of the input, then the projection, attention, an all-to-all."""
 
     group: Group
+    takes_projection: ClassVar[bool] = True
 
-    def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend, ops, length: int) -> Tensor:
+    def project_and_attend(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend, length: int) -> Tensor:
         (B, n, D), P, own = x.shape, self.group.size, self.group.rank
         everyone = _AllGather.apply(x, self.group).view(P, B, n, D).transpose(0, 1).flatten(1, 2)[:, :length]
         weight, bias = (p.unflatten(0, (3, P, -1))[:, own].flatten(0, 1) for p in (qkv.weight, qkv.bias))
@@ -74,9 +76,8 @@ class BlockingUlysses:
     """Ulysses as DeepSpeed does it: an all-to-all each for q, k and v, and one for the result."""
 
     group: Group
+    takes_projection: ClassVar[bool] = False
 
-    def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend, ops, length: int) -> Tensor:
-        B, n, D = x.shape
-        q, k, v = qkv(x).view(B, n, 3, num_heads, D // num_heads).unbind(2)
-        seen = attend(*(_to_heads(part, self.group, length) for part in (q, k, v)))
-        return _to_tokens(seen, self.group, n)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend, length: int) -> Tensor:
+        output = attend(*(_to_heads(part.transpose(1, 2), self.group, length) for part in (q, k, v)))
+        return _to_tokens(output, self.group, q.shape[2])

@@ -43,8 +43,14 @@ class SequenceShards(Protocol):
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens (B, n, F) of all (B, N, F)."""
 
-    def heads(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps) -> Tensor:
-        """As :meth:`Attention.output` over the tokens of all ranks, for this rank's: (B, n, D) to (B, n, D)."""
+    takes_projection: bool  # whether to call project_and_attend, with which inputs can travel beside their products
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+        """The attention output (B, n, D) of this rank's tokens over those of all ranks; q, k, v (B, H, n, d) are of
+        this rank's, before they are normalised and rotated, which ``attend`` does."""
+
+    def project_and_attend(self, x: Tensor, qkv: "Projection | MadeProjection", heads: int, attend: Attend) -> Tensor:
+        """The same of x (B, n, D), of which ``qkv`` makes q, k, v of so many heads each."""
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, N, F), on every rank, from this rank's (B, n, F)."""
@@ -78,9 +84,13 @@ class Attention(nn.Module):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.attention(q, k, v, grid)
 
-        if grid is not None and grid.shards is not None:
-            return grid.shards.heads(x, self._qkv_of_every_head(), self.num_heads, attend, ops)
-        return attend(*self.project(x, ops)).transpose(1, 2).reshape(x.shape)
+        shards = None if grid is None else grid.shards
+        if shards is not None and shards.takes_projection:
+            return shards.project_and_attend(x, self._qkv_of_every_head(), self.num_heads, attend)
+        q, k, v = self.project(x, ops)
+        if shards is not None:
+            return shards.attention(q, *_for_every_head(q, k, v), attend)
+        return attend(q, k, v).transpose(1, 2).reshape(x.shape)
 
     def project(self, x: Tensor, ops: BlockOps) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, d), k and v (B, kv_heads, N, d)."""
@@ -111,8 +121,8 @@ class Attention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if k.shape[1] < q.shape[1]:  # copies: not every kernel of torch shares heads by itself
-            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+        if k.shape[1] < q.shape[1]:
+            k, v = _for_every_head(q, k, v)
         return q, k, v
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,6 +138,13 @@ class MadeProjection:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+def _for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k, v of every head of queries (dimension 1): copies where heads share them, because not every kernel of torch
+    shares them by itself, and because ranks can't share out fewer heads than they are."""
+    copies = q.shape[1] // k.shape[1]
+    return (k, v) if copies == 1 else tuple(part.repeat_interleave(copies, dim=1) for part in (k, v))
 
 
 def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:

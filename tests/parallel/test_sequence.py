@@ -103,8 +103,8 @@ def strategy(mesh: Mesh, name: str, config: DiTConfig) -> SequenceParallel:
     if name in BASELINES or name in DIRECT:
         made = sequence_parallel(mesh, "ring", shape)
         if name in BASELINES:
-            return replace(made, heads=BASELINES[name](made.group))
-        return replace(made, heads=DIRECT[name](shared_memory(made.group, "early" in name)))
+            return replace(made, strategy=BASELINES[name](made.group))
+        return replace(made, strategy=DIRECT[name](shared_memory(made.group, "early" in name)))
     return sequence_parallel(mesh, shape=shape, **TYPES[name])
 
 

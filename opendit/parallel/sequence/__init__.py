@@ -1,11 +1,10 @@
 """Sequence parallelism: the ranks of a group share the tokens of every sample; see docs/sequence_parallel.md."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from opendit.models.layers import Attend, BlockOps
+from opendit.models.layers import Attend, Projection
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import OWN_ATTENTION
 from opendit.parallel.sequence.choose import Machine, Plan, Shape, make_plan
@@ -16,17 +15,20 @@ from opendit.parallel.sequence.fastseq import FastSeq
 from opendit.parallel.sequence.peer_memory import connect
 from opendit.parallel.sequence.ulysses import UlyssesRing
 
+Strategy = FastSeq | DirectFastSeq | DirectUlysses | UlyssesRing
+
 
 @dataclass(frozen=True)
 class SequenceParallel:
     """What a model is given by ``use(sequence=...)``; build with :func:`sequence_parallel`.
 
-    ``heads(x, qkv, num_heads, attend, ops, length)`` is that of :class:`SequenceShards` for ``length`` tokens.
+    ``strategy.attention(q, k, v, attend, length)`` is that of :class:`SequenceShards` for ``length`` tokens; one with
+    ``takes_projection`` has ``project_and_attend(x, qkv, heads, attend, length)`` in its place.
     """
 
     group: Group
     plan: Plan
-    heads: Callable[..., Tensor]
+    strategy: Strategy
 
     def __call__(self, length: int) -> "SequenceShards":
         return SequenceShards(self, length)
@@ -52,9 +54,18 @@ class SequenceShards:
         """This rank's tokens (B, rows, F) of all (B, length, F), with zeros for padding."""
         return take_tokens(x, self.rows, self.sequence.group)
 
-    def heads(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps) -> Tensor:
-        """Self-attention of all tokens but its output projection, for this rank's: (B, rows, D) to (B, rows, D)."""
-        return self.sequence.heads(x, qkv, num_heads, attend, ops, self.length)
+    @property
+    def takes_projection(self) -> bool:
+        """Whether the strategy makes q, k, v itself."""
+        return self.sequence.strategy.takes_projection
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+        """The attention output (B, rows, D) of q, k, v (B, H, rows, d) of this rank's tokens, over all tokens."""
+        return self.sequence.strategy.attention(q, k, v, attend, self.length)
+
+    def project_and_attend(self, x: Tensor, qkv: Projection, heads: int, attend: Attend) -> Tensor:
+        """The same of x (B, rows, D), of which ``qkv`` makes q, k, v."""
+        return self.sequence.strategy.project_and_attend(x, qkv, heads, attend, self.length)
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, length, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
@@ -95,14 +106,14 @@ def sequence_parallel(
     memory, why = connect(group, mesh.device) if direct else (None, "not asked for")
     plan = make_plan(kind, mesh.sp_size, shape, groups, Machine(direct=memory is not None))
     if plan.kind == "fastseq":
-        heads = FastSeq(group, keep_gathered) if memory is None else DirectFastSeq(memory, keep_gathered)
+        strategy = FastSeq(group, keep_gathered) if memory is None else DirectFastSeq(memory, keep_gathered)
     elif plan.kind == "usp":
-        heads = UlyssesRing(*map(Group.of, mesh.split_sequence(plan.heads_over)))
+        strategy = UlyssesRing(*map(Group.of, mesh.split_sequence(plan.heads_over)))
     elif plan.kind == "ring":
-        heads = UlyssesRing(Group(None, 0, 1), group)
+        strategy = UlyssesRing(Group(None, 0, 1), group)
     elif memory is not None:
-        heads = DirectUlysses(memory, plan.groups)
+        strategy = DirectUlysses(memory, plan.groups)
     else:
-        heads = UlyssesRing(group, Group(None, 0, 1))
-    way = "symmetric memory" if isinstance(heads, DirectUlysses | DirectFastSeq) else "collectives"
-    return SequenceParallel(group, replace(plan, reason=f"{plan.reason}; by {way} ({why})"), heads)
+        strategy = UlyssesRing(group, Group(None, 0, 1))
+    way = "symmetric memory" if isinstance(strategy, DirectUlysses | DirectFastSeq) else "collectives"
+    return SequenceParallel(group, replace(plan, reason=f"{plan.reason}; by {way} ({why})"), strategy)

@@ -9,13 +9,14 @@ that are here.
 """
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.kernels.exchange_heads import new_heads
-from opendit.models.layers import Attend, BlockOps
+from opendit.models.layers import Attend, Projection
 from opendit.parallel.sequence.layout import column_sums, in_working_dtype, linear_into
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, Rows
 
@@ -27,8 +28,10 @@ class DirectUlysses:
     memory: PeerMemory
     groups: int = 1
 
+    takes_projection: ClassVar[bool] = True  # its product is written where the others read it
+
     @torch.compiler.disable  # what other ranks read and write is in no graph of a compiler
-    def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps, length: int) -> Tensor:
+    def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
         """See :class:`opendit.parallel.sequence.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         layer = Layer(self.memory, self.groups, num_heads, length, x.shape)

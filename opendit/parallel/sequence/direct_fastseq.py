@@ -10,15 +10,16 @@ product that makes the weight's gradient. That of the own input comes last, and 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.kernels.common import kernels_available
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 from opendit.kernels.sum_parts import sum_parts, sum_parts_reference
-from opendit.models.layers import Attend, BlockOps
+from opendit.models.layers import Attend, Projection
 from opendit.parallel.sequence.direct import Collect, Depart, Layer
 from opendit.parallel.sequence.layout import (
     in_working_dtype,
@@ -38,8 +39,10 @@ class DirectFastSeq:
     memory: PeerMemory
     keep_gathered: bool = False
 
+    takes_projection: ClassVar[bool] = True  # inputs travel beside their products
+
     @torch.compiler.disable  # what other ranks read and write is in no graph of a compiler
-    def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps, length: int) -> Tensor:
+    def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
         """See :class:`opendit.parallel.sequence.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         layer = _Layer(self.memory, 1, num_heads, length, x.shape)

@@ -7,12 +7,13 @@ A rank receives (P - 1)/P of the sequence N x D, while the q, k, v of the shards
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opendit.models.layers import Attend, BlockOps
+from opendit.models.layers import Attend, Projection
 from opendit.parallel.sequence.collectives import Exchange, Flight, Group, Ring, start_gather
 from opendit.parallel.sequence.layout import (
     in_working_dtype,
@@ -34,15 +35,9 @@ class FastSeq:
     group: Group
     keep_gathered: bool = False
 
-    def __call__(
-        self,
-        x: Tensor,
-        qkv: nn.Linear,
-        num_heads: int,
-        attend: Attend,
-        ops: BlockOps,
-        length: int,
-    ) -> Tensor:
+    takes_projection: ClassVar[bool] = True  # inputs travel beside their products
+
+    def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
         """See :class:`opendit.parallel.sequence.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         gathered = None if self.keep_gathered else _GatheredAgain(self.group)

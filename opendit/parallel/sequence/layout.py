@@ -95,16 +95,14 @@ def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return _Unpack.apply(packed, length)
 
 
-def pack(qkv: Tensor, num_heads: int, ranks: int) -> Tensor:
-    """qkv (B, n, 3 D) of this rank's tokens as (P, B, n, 3, h, d) to send: row p holds the heads p h to (p + 1) h of
-    rank p."""
-    B, n, width = qkv.shape
-    by_rank = qkv.view(B, n, 3, ranks, num_heads // ranks, width // (3 * num_heads))
-    return by_rank.permute(3, 0, 1, 2, 4, 5).contiguous()
+def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Tensor:
+    """q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send: row p holds the heads p h to (p + 1) h
+    of rank p."""
+    return torch.stack([part.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4) for part in (q, k, v)], dim=3)
 
 
 def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
-    """What heads (B, h, N, d) have seen, as (P, B, n, h, d) to send: row p holds the n = ``rows`` tokens of rank p,
+    """The attention output (B, h, N, d) as (P, B, n, h, d) to send: row p holds the n = ``rows`` tokens of rank p,
     with zeros for padding."""
     by_token, missing = heads.transpose(1, 2), ranks * rows - heads.shape[2]
     if missing:

@@ -9,11 +9,12 @@ each with some of the heads for their tokens together, and ring attention goes o
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from opendit.models.layers import Attend, BlockOps
+from opendit.models.layers import Attend
 from opendit.parallel.sequence.collectives import Exchange, Group, Ring
 from opendit.parallel.sequence.layout import pack, side_by_side, tokens_by_rank, unpack
 from opendit.parallel.sequence.ring import ring_attention
@@ -26,17 +27,19 @@ class UlyssesRing:
     heads: Group
     ring: Group
 
-    def __call__(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend: Attend, ops: BlockOps, length: int) -> Tensor:
+    takes_projection: ClassVar[bool] = False
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, length: int) -> Tensor:
         """See :class:`opendit.parallel.sequence.SequenceShards`."""
-        rows, block = x.shape[1], x.shape[1] * self.heads.size
+        rows, block = q.shape[2], q.shape[2] * self.heads.size
         lengths = [min(max(length - i * block, 0), block) for i in range(self.ring.size)]
         mine = lengths[self.ring.rank]
         if self.ring.size > 1:
             attend = partial(ring_attention, ring=Ring(self.ring), lengths=lengths)
         if self.heads.size == 1:
-            seen = attend(*(part[:, :, :mine] for part in ops.linear_heads(x, qkv, num_heads))).transpose(1, 2)
-            return F.pad(seen.flatten(2), (0, 0, 0, rows - mine)) if mine < rows else seen.reshape(x.shape)
+            output = attend(*(part[:, :, :mine] for part in (q, k, v))).transpose(1, 2).flatten(2)
+            return F.pad(output, (0, 0, 0, rows - mine)) if mine < rows else output
         ranks = self.heads.size
-        arrived = Exchange(self.heads).start(pack(qkv(x), num_heads, ranks)).finish()
-        seen = attend(*unpack(arrived, mine))
-        return side_by_side(Exchange(self.heads).start(tokens_by_rank(seen, rows, ranks)).finish())
+        arrived = Exchange(self.heads).start(pack(q, k, v, ranks)).finish()
+        output = attend(*unpack(arrived, mine))
+        return side_by_side(Exchange(self.heads).start(tokens_by_rank(output, rows, ranks)).finish())
