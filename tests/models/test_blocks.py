@@ -13,6 +13,8 @@ from opendit.models import DiT, DiTConfig, build_model
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import is_cut, run_blocks
 from opendit.models.layers import TORCH_OPS, BlockOps
+from opendit.models.zoo import plan_of
+from opendit.parallel.rules import shard_units
 from tests.models.test_zoo import CONFIGS, every_config, inputs, model_of
 from tests.numbers import largest
 from tests.ranks import run_ranks
@@ -135,18 +137,17 @@ def test_what_tells_that_a_block_is_cut_is_there():
 
 
 def sharded(mesh, configs: list) -> list[float]:
-    """The worst relative error of outputs and gradients with FSDP2 around every block and its modulation, each rank
-    having samples of its own, against all samples in one process."""
+    """The worst relative error of outputs and gradients with FSDP2 around the shard units of the plan, each rank having
+    samples of its own, against all samples in one process."""
     found = []
     for config, reshard, checkpointed in configs:
         model, arguments = model_of(config), inputs(config, 4)
         want = outcome(model, arguments)
         model.zero_grad()
         model.grad_checkpoint = checkpointed
-        for block in model.blocks:
-            fully_shard(block.adaLN_modulation, reshard_after_forward=reshard)
-            fully_shard(block, reshard_after_forward=reshard)
-        fully_shard(model)
+        units = [*shard_units(plan_of(config), dict(model.named_parameters()))]
+        for unit in sorted(units, key=lambda name: -len(name)):  # what is inside first, the whole model last
+            fully_shard(model.get_submodule(unit), reshard_after_forward=reshard)
         assert all(map(is_cut, model.blocks))
         weights = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(1), dtype=want[0].dtype)
 

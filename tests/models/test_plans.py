@@ -120,4 +120,5 @@ def test_a_new_architecture_has_rules(threefold):
     rules = plan_of(threefold).rules(threefold)
     assert rule_of(rules, "blocks.2.mlp.fc1.weight") == Column(3)
     assert all(rule_of(rules, name) for name in names)
-    assert set(shard_units(PLAN, names)) == {"", "blocks.0", "blocks.1", "blocks.2"}
+    blocks = {f"blocks.{i}" for i in range(3)}
+    assert set(shard_units(PLAN, names)) == {"", *blocks, *(f"{block}.adaLN_modulation" for block in blocks)}

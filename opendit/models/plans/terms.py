@@ -162,7 +162,7 @@ class Plan:
         -> number. A model without the key can't use the group.
     memory: what a block keeps; backward: the units that its backward pass takes at its worst beyond that.
     units: patterns of modules that are shard units, each gathered and freed as a whole; what is outside of all of
-        them is one more.
+        them is one more. A block's modulation is a unit inside the block's, because ``Block.modulate`` uses it apart.
     """
 
     rules: Callable[["DiTConfig"], dict[str, Rule]]
@@ -171,7 +171,7 @@ class Plan:
     backward: Callable[["DiTConfig", Execution], float]
     flops: tuple[FlopTerm, ...]
     stages: StageCuts
-    units: tuple[str, ...] = ("blocks.*",)
+    units: tuple[str, ...] = ("blocks.*.adaLN_modulation", "blocks.*")
 
     def kept(self, config: "DiTConfig", execution: Execution) -> Kept:
         """What a block keeps for its backward pass: the sum of the memory terms."""
