@@ -57,8 +57,9 @@ class LocalAttention:
         if backend in ("cudnn", PACKAGE) and torch.compiler.is_compiling():
             backend = "flash"
         if backend == PACKAGE:
-            seen = flash_attn()[0](*(x.transpose(1, 2) for x in (q, k, v)))
-            return (seen[0] if isinstance(seen, tuple) else seen).transpose(1, 2)  # some give the log-sum-exp, too
+            output = flash_attn()[0](*(x.transpose(1, 2) for x in (q, k, v)))
+            output = output[0] if isinstance(output, tuple) else output  # some give the log-sum-exp, too
+            return output.transpose(1, 2)
         with sdpa_kernel(BACKENDS[backend]):
             return F.scaled_dot_product_attention(q, k, v)
 

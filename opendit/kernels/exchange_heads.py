@@ -1,7 +1,7 @@
 """Tokens by rank to heads by rank and back, straight between GPUs: no packing, no collective, one pass over the links.
 
 The ranks of a group hold their tokens in memory that the others can address: *rows* (B, n, S, H, d), S = 3 for q, k and
-v of a projection's output, 1 for what the heads have seen, with all heads. *Heads* are S tensors (B, h, N, d) of this
+v of a projection's output, 1 for the attention output, with all heads. *Heads* are S tensors (B, h, N, d) of this
 rank, with h of the heads, H / P or fewer, and all N tokens, n of them of each rank:
 
     heads[s][b, i, p n + t] = rows of rank p [b, t, s, first + i]

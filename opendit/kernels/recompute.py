@@ -1,11 +1,12 @@
-"""Activations of a block that are made again in the backward pass instead of being kept for it (``--recompute``).
+"""Rematerialization policies: activations of a block that are recomputed in the backward pass instead of being kept for
+it (``--recompute``).
 
 A block keeps, in tensors of tokens x D, with the fused kernels: its input 1, the first LayerNorm's output 1 (for qkv's
 weight gradient), q, k, v 3, the attention's output 1, its projection 1 (for the gate's gradient), the residual stream
 between the branches 1, the second LayerNorm's output 1 (fc1), fc1's output 4 (GELU), GELU's output 4 (fc2), fc2's
 output 1: 18 in all.
 
-    norms   not the LayerNorms' outputs: 16. A pass over memory each makes them again.
+    norms   not the LayerNorms' outputs: 16. A pass over memory each recomputes them.
     cheap   nor GELU's, likewise: 12.
     mlp     nor fc1's output, which takes its product again, a ninth of all of a block's products: 8.
     half    mlp in every other block, cheap in the others: 10 on average.
@@ -13,8 +14,8 @@ output 1: 18 in all.
 Without the fused LayerNorm + modulate, the normalised input of the modulation is one more tensor at each of the two
 (20 in all), and not kept either.
 
-In place of such a tensor autograd keeps its :class:`Recipe`. The same functions on the same inputs make the same bits
-again, but for one: a LayerNorm's output, where the forward pass makes it together with the residual stream
+In place of such a tensor autograd keeps a :class:`Recomputed`. The same functions on the same inputs make the same
+bits, but for one: a LayerNorm's output, where the forward pass makes it together with the residual stream
 (gate_residual_layernorm_modulate), backward makes from that stream by the LayerNorm's own kernel. They normalise alike,
 but a GPU may add a row up in another order, so that a number in half precision now and then rounds to its neighbour.
 """
@@ -34,22 +35,22 @@ from opendit.models import DiT
 from opendit.models.layers import BlockOps, Projection
 
 
-class Recipe:
-    """How to make a tensor again: ``make(*inputs)``, without gradients, under the autocast that is on now.
+class Recomputed:
+    """How to recompute a tensor: ``make(*inputs)``, without gradients, under the autocast that is on now.
 
-    Inputs are tensors, which are kept, or recipes. Every use is announced by ``share`` and met by ``take``: the tensor
-    is made for the first and let go with the last of them, so that several uses cost one ``make``; another backward
-    pass through the same graph makes it once more.
+    Inputs are tensors, which are kept, or recomputed themselves. Every use is announced by ``share`` and met by
+    ``take``: the tensor is made for the first and let go with the last of them, so that several uses cost one ``make``;
+    another backward pass through the same graph makes it once more.
     """
 
-    def __init__(self, device: torch.device, make: Callable[..., Tensor], *inputs: "Tensor | Recipe"):
+    def __init__(self, device: torch.device, make: Callable[..., Tensor], *inputs: "Tensor | Recomputed"):
         self._make, self._device = make, device.type
-        self._inputs = [i.share() if isinstance(i, Recipe) else i.detach() for i in inputs]
+        self._inputs = [i.share() if isinstance(i, Recomputed) else i.detach() for i in inputs]
         self._autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
         self._uses = self._left = 0
         self._result: Tensor | None = None
 
-    def share(self) -> "Recipe":
+    def share(self) -> "Recomputed":
         """Announces one more use; returns itself."""
         self._uses += 1
         return self
@@ -57,7 +58,7 @@ class Recipe:
     def take(self) -> Tensor:
         """The tensor, made for the first of the announced uses and let go with the last."""
         if self._result is None:
-            inputs = [i.take() if isinstance(i, Recipe) else i for i in self._inputs]
+            inputs = [i.take() if isinstance(i, Recomputed) else i for i in self._inputs]
             enabled, dtype = self._autocast
             with torch.no_grad(), torch.autocast(self._device, dtype, enabled=enabled, cache_enabled=False):
                 self._result = self._make(*inputs)
@@ -70,22 +71,26 @@ class Recipe:
 
 
 def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """``tensor``, which make(*inputs) has made, with its recipe; the inputs' own recipes stand for them."""
+    """``tensor``, which make(*inputs) has made, and how it can be recomputed; inputs that can be are."""
     if torch.is_grad_enabled():
-        tensor.recipe = Recipe(tensor.device, make, *(getattr(i, "recipe", i) for i in inputs))
+        tensor.recomputed = Recomputed(tensor.device, make, *(getattr(i, "recomputed", i) for i in inputs))
     return tensor
 
 
 def _not_keeping(tensor: Tensor) -> AbstractContextManager:
-    """Inside, autograd keeps the recipe of ``tensor``, if it has one, wherever it would keep ``tensor``."""
-    recipe = getattr(tensor, "recipe", None)
-    if recipe is None:
+    """Inside, autograd keeps how to recompute ``tensor``, if that is known, wherever it would keep ``tensor``.
+
+    It is known again by its place in memory, and so are views of it: what autograd hands to these hooks is a new tensor
+    each time, with nothing else in common with the one that was given. That costs the host a comparison.
+    """
+    recomputed = getattr(tensor, "recomputed", None)
+    if recomputed is None:
         return nullcontext()
     place = tensor.data_ptr(), tensor.numel()
 
     def pack(kept: Tensor):
         # (A matrix product keeps a view of its input, (tokens, D).)
-        return (recipe.share(), kept.shape) if (kept.data_ptr(), kept.numel()) == place else kept
+        return (recomputed.share(), kept.shape) if (kept.data_ptr(), kept.numel()) == place else kept
 
     def unpack(packed) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed[0].take().view(packed[1])
@@ -94,7 +99,8 @@ def _not_keeping(tensor: Tensor) -> AbstractContextManager:
 
 
 def _as_a_linear_sees(x: Tensor) -> Tensor:
-    """``x`` in autocast's dtype. A linear layer would make this copy by itself, and keep it: nobody knew its recipe."""
+    """``x`` in autocast's dtype. A linear layer would make this copy by itself, and keep it: it could not be
+    recomputed."""
     if not torch.is_autocast_enabled(x.device.type):
         return x
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -169,7 +175,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
 
 def recompute_in(model: DiT, level: str) -> None:
-    """Has the blocks and the final layer of ``model`` (any of the models with BlockOps) make again what ``level`` says:
+    """Has the blocks and the final layer of ``model`` (any of the models with BlockOps) recompute what ``level`` says:
     none, norms, cheap, half or mlp. After ``model.use``, which sets the operations that this wraps."""
     for number, block in enumerate(model.blocks):
         alternating = "mlp" if number % 2 else "cheap"

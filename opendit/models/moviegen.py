@@ -24,7 +24,7 @@ class MovieGenConfig(DiTConfig):
 
     kind: ClassVar[str] = "moviegen"
     float8: ClassVar[bool] = False  # nothing writes RMSNorm + modulate and SwiGLU in FP8
-    recompute: ClassVar[bool] = False  # nor makes them again
+    recompute: ClassVar[bool] = False  # nor recomputes them
 
     bias: bool = False
     positions: str = "learned"

@@ -1,4 +1,4 @@
-"""What is made again in the backward pass instead of being kept: same gradients, less memory, for any operations."""
+"""What is recomputed in the backward pass instead of being kept: same gradients, less memory, for any operations."""
 
 import gc
 import weakref
@@ -124,29 +124,29 @@ def test_fc1s_product_is_made_once():
 
 
 def test_memory_is_released():
-    """After the backward pass nothing made again is left, and after the graph's end no recipe."""
+    """After the backward pass nothing recomputed is left, and after the graph's end nothing that could recompute it."""
     seen = []
     model = model_of(LABELS, SpeedFlags(), "mlp")
-    made = recompute.Recipe.__init__
+    made = recompute.Recomputed.__init__
 
     def watch(self, *args):
         made(self, *args)
         seen.append(weakref.ref(self))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recompute.Recipe, "__init__", watch)
+        patch.setattr(recompute.Recomputed, "__init__", watch)
         loss = model(*inputs(LABELS)).square().mean()
     loss.backward(retain_graph=True)
-    alive = [recipe() for recipe in seen if recipe() is not None]
-    assert len(alive) >= 8 and all(recipe._result is None for recipe in alive)
+    alive = [made() for made in seen if made() is not None]
+    assert len(alive) >= 8 and all(made._result is None for made in alive)
     del alive, loss
     gc.collect()
-    assert not any(recipe() for recipe in seen)
+    assert not any(made() for made in seen)
 
 
-def test_without_gradients_there_are_no_recipes():
+def test_without_gradients_nothing_can_be_recomputed():
     model = model_of(LABELS, SpeedFlags(), "mlp")
     with torch.no_grad():
         y = model.blocks[0].ops.layernorm_modulate(torch.randn(1, 6, 72), *torch.randn(2, 1, 72))
-        assert not hasattr(y, "recipe")
+        assert not hasattr(y, "recomputed")
         assert torch.equal(model(*inputs(LABELS)), model_of(LABELS, SpeedFlags(), "none")(*inputs(LABELS)))

@@ -127,8 +127,8 @@ class _Costs:
         return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
     def direct_ulysses(self, groups: int) -> float:
-        """One group's q, k, v are never hidden, nor what it has seen, nor their gradients; the other groups' are, by
-        attention. What the heads have seen is copied once on the way, and a group of few heads may leave
+        """One group's q, k, v are never hidden, nor its attention output, nor their gradients; the other groups'
+        are, by attention. The attention output is copied once on the way, and a group of few heads may leave
         multiprocessors idle."""
         s, m, P = self.shape, self.machine, self.ranks
         exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier

@@ -1,7 +1,7 @@
 """Ulysses without collectives: every rank reads and writes the others' memory (peer_memory.py).
 
     x ─▶ q k v of own tokens in the input buffer ─barrier─▶ own heads read ─▶ attention
-      ─▶ what they have seen written to the others' output buffers ─barrier─▶ all heads, own tokens
+      ─▶ the attention output written to the others' output buffers ─barrier─▶ all heads, own tokens
 
 The backward pass is the same with gradients, in the opposite direction. Heads go in groups: a kernel carries the first
 group that attention needs and the last that it leaves, and the copy engines all others, under the attention to those
@@ -53,7 +53,7 @@ class Layer:
     shape: tuple[int, int, int]  # (B, n, D)
     held: list = field(default_factory=list)  # what copy engines read
     arriving: dict = field(default_factory=dict)  # a group's event
-    dseen: dict = field(default_factory=dict)  # a group's gradient, there or still arriving, of its heads
+    doutput: dict = field(default_factory=dict)  # a group's gradient, there or still arriving, of its heads
 
     def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> Rows:
         """(B, n, parts, H, d) of every rank: its own tokens, all heads."""
@@ -80,7 +80,7 @@ class Layer:
         return found
 
     def send_gradient(self, grad: Tensor) -> None:
-        """The gradient (B, n, D) of what all heads have seen of this rank's tokens, to the ranks of the heads."""
+        """The gradient (B, n, D) of this rank's tokens' attention output, to the ranks of the heads."""
         if self.groups > 1:
             self.rows(Buffer.INPUT, 1, grad.dtype).of[self.memory.group.rank].view(grad.shape).copy_(grad)
             found = [heads[0] for heads in self.pull(1, grad, self.groups - 1)]
@@ -91,7 +91,7 @@ class Layer:
             self.memory.send(grad.contiguous().view(B, n, self.num_heads, d), heads, self.length)
             self.memory.ready(Buffer.INPUT)
             found = [heads.of[self.memory.group.rank].transpose(1, 2)]  # read by attention's backward pass only
-        self.dseen.update(enumerate(found))
+        self.doutput.update(enumerate(found))
 
     def real(self, rank: int) -> int:
         """Of a rank's n tokens, those that are no padding."""
@@ -124,14 +124,15 @@ class Layer:
         own[:, self.real(self.memory.group.rank) :].zero_()
         return own
 
-    def push_seen(self, seen: Tensor, group: int) -> None:
-        """What a group of heads has seen, to this rank's and group's slot of every owner. Over the links contiguous
-        rows go faster than such with gaps (4 H200s, a loop of 20: 29 us and 41), and one pass has to follow anyway."""
-        slot = self._slots(seen.dtype)[self.memory.group.rank * self.groups + group]
-        self.push((seen,), slot, 0, beside=group < self.groups - 1)
+    def push_output(self, output: Tensor, group: int) -> None:
+        """The attention output of a group of heads, to this rank's and group's slot of every owner. Over the links
+        contiguous rows go faster than such with gaps (4 H200s, a loop of 20: 29 us and 41), and one pass has to follow
+        anyway."""
+        slot = self._slots(output.dtype)[self.memory.group.rank * self.groups + group]
+        self.push((output,), slot, 0, beside=group < self.groups - 1)
 
-    def seen(self, dtype: torch.dtype) -> Tensor:
-        """(B, n, D): what all heads have seen, with zeros for padding."""
+    def output(self, dtype: torch.dtype) -> Tensor:
+        """(B, n, D): the attention output of all heads, with zeros for padding."""
         self._all_there()
         rank = self.memory.group.rank
         joined = torch.cat([slot.of[rank].flatten(2) for slot in self._slots(dtype)], dim=2)
@@ -201,18 +202,19 @@ class _Arrive(torch.autograd.Function):
 
 
 class Depart(torch.autograd.Function):
-    """What a group of heads has seen leaves for the owners of the tokens; its gradient comes from :class:`Collect`."""
+    """The attention output of a group of heads leaves for the owners of the tokens; its gradient comes from
+    :class:`Collect`."""
 
     @staticmethod
-    def forward(ctx, seen: Tensor, layer: Layer, group: int):
+    def forward(ctx, output: Tensor, layer: Layer, group: int):
         ctx.layer, ctx.group = layer, group
-        layer.push_seen(seen, group)
-        return _unread(seen)
+        layer.push_output(output, group)
+        return _unread(output)
 
     @staticmethod
     def backward(ctx, unread: Tensor):
         ctx.layer.arrived(ctx.group)
-        return ctx.layer.dseen.pop(ctx.group), None, None
+        return ctx.layer.doutput.pop(ctx.group), None, None
 
 
 class Collect(torch.autograd.Function):
@@ -222,7 +224,7 @@ class Collect(torch.autograd.Function):
     def forward(ctx, layer: Layer, shard: Tensor | None, *sent: Tensor):
         ctx.save_for_backward(shard)
         ctx.layer = layer
-        return layer.seen(sent[0].dtype)
+        return layer.output(sent[0].dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -231,4 +233,4 @@ class Collect(torch.autograd.Function):
         (shard,) = ctx.saved_tensors
         if shard is not None:
             layer.gather_again(shard)
-        return None, None, *(_unread(layer.dseen[group]) for group in range(layer.groups))
+        return None, None, *(_unread(layer.doutput[group]) for group in range(layer.groups))

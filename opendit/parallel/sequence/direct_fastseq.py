@@ -1,7 +1,7 @@
 """FastSeq without collectives: copy engines carry inputs and their gradients beside the products.
 
     x_p in the input buffer ─barrier─▶ q, k, v of own heads: own tokens, and the others' as they arrive ─▶ attention
-      ─▶ what the heads have seen goes back as in Ulysses (direct.py)
+      ─▶ the attention output goes back as in Ulysses (direct.py)
 
 In the backward pass copy engines take the input to the others once more, beside attention. Then the gradients of the
 others' inputs are made, in the gradient buffer; after the barrier copy engines bring them to their owners, beside the
@@ -46,8 +46,8 @@ class DirectFastSeq:
         """See :class:`opendit.parallel.sequence.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         layer = _Layer(self.memory, 1, num_heads, length, x.shape)
-        seen = attend(*own_heads(x, weight, bias, layer, self.keep_gathered))
-        return Collect.apply(layer, None if self.keep_gathered else x.detach(), Depart.apply(seen, layer, 0))
+        output = attend(*own_heads(x, weight, bias, layer, self.keep_gathered))
+        return Collect.apply(layer, None if self.keep_gathered else x.detach(), Depart.apply(output, layer, 0))
 
 
 @dataclass

@@ -41,10 +41,10 @@ class FastSeq:
         """See :class:`opendit.parallel.sequence.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         gathered = None if self.keep_gathered else _GatheredAgain(self.group)
-        seen = attend(*unpack(own_heads(x, weight, bias, num_heads, Ring(self.group), gathered), length))
+        output = attend(*unpack(own_heads(x, weight, bias, num_heads, Ring(self.group), gathered), length))
         if gathered is not None:
-            seen = _GatherAhead.apply(seen, x.detach(), gathered)
-        sent = Exchange(self.group).start(tokens_by_rank(seen, x.shape[1], self.group.size))
+            output = _GatherAhead.apply(output, x.detach(), gathered)
+        sent = Exchange(self.group).start(tokens_by_rank(output, x.shape[1], self.group.size))
         return side_by_side(sent.finish())
 
 
@@ -70,10 +70,10 @@ class _GatherAhead(torch.autograd.Function):
     the backward pass of attention, which hides it."""
 
     @staticmethod
-    def forward(ctx, seen: Tensor, shard: Tensor, gathered: _GatheredAgain):
+    def forward(ctx, output: Tensor, shard: Tensor, gathered: _GatheredAgain):
         ctx.save_for_backward(shard)
         ctx.gathered = gathered
-        return seen.view_as(seen)
+        return output.view_as(output)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
