@@ -38,7 +38,7 @@ from opendit.kernels.split_heads import head_views
 from opendit.models.attention import TokenGrid
 from opendit.models.dit import DiTBlock
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.parallel.sequence import SequenceParallel, SequenceShards, sequence_parallel
+from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel
 from opendit.parallel.sequence.choose import MOST_GROUPS, Plan, Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
@@ -130,7 +130,7 @@ class Layer:
         self.whole = torch.randn(1, tokens, hidden, device=mesh.device).to(dtype)
         self.c, self.weights = torch.randn(1, hidden, device=mesh.device).to(dtype), torch.randn_like(self.whole)
 
-    def step(self, shards: SequenceShards | None, tokens: int | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def step(self, shards: SharedSequence | None, tokens: int | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(output, gradient of x, gradients of the weights), for this rank's tokens or, without shards, for all or the
         first ``tokens``."""
         x, weights = (t[:, :tokens] if shards is None else shards.take(t) for t in (self.whole, self.weights))

@@ -22,7 +22,7 @@ Strategy = FastSeq | DirectFastSeq | DirectUlysses | UlyssesRing
 class SequenceParallel:
     """What a model is given by ``use(sequence=...)``; build with :func:`sequence_parallel`.
 
-    ``strategy.attention(q, k, v, attend, length)`` is that of :class:`SequenceShards` for ``length`` tokens; one with
+    ``strategy.attention(q, k, v, attend, length)`` is that of :class:`SharedSequence` for ``length`` tokens; one with
     ``takes_projection`` has ``project_and_attend(x, qkv, heads, attend, length)`` in its place.
     """
 
@@ -30,12 +30,12 @@ class SequenceParallel:
     plan: Plan
     strategy: Strategy
 
-    def __call__(self, length: int) -> "SequenceShards":
-        return SequenceShards(self, length)
+    def __call__(self, length: int) -> "SharedSequence":
+        return SharedSequence(self, length)
 
 
 @dataclass(frozen=True)
-class SequenceShards:
+class SharedSequence:
     """A sequence of ``length`` tokens: every rank has ``rows`` of them, the last ones with padding at the end.
 
     Padding goes through the layers as zeros or garbage, is cut off before every attention and from the result, and has

@@ -32,7 +32,7 @@ class DirectUlysses:
 
     @torch.compiler.disable  # what other ranks read and write is in no graph of a compiler
     def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
-        """See :class:`opendit.parallel.sequence.SequenceShards`."""
+        """See :class:`opendit.models.attention.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         layer = Layer(self.memory, self.groups, num_heads, length, x.shape)
         parts, sent = project(x, weight, bias, layer), []

@@ -43,7 +43,7 @@ class DirectFastSeq:
 
     @torch.compiler.disable  # what other ranks read and write is in no graph of a compiler
     def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
-        """See :class:`opendit.parallel.sequence.SequenceShards`."""
+        """See :class:`opendit.models.attention.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         layer = _Layer(self.memory, 1, num_heads, length, x.shape)
         output = attend(*own_heads(x, weight, bias, layer, self.keep_gathered))

@@ -38,7 +38,7 @@ class FastSeq:
     takes_projection: ClassVar[bool] = True  # inputs travel beside their products
 
     def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
-        """See :class:`opendit.parallel.sequence.SequenceShards`."""
+        """See :class:`opendit.models.attention.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
         gathered = None if self.keep_gathered else _GatheredAgain(self.group)
         output = attend(*unpack(own_heads(x, weight, bias, num_heads, Ring(self.group), gathered), length))

@@ -30,7 +30,7 @@ class UlyssesRing:
     takes_projection: ClassVar[bool] = False
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, length: int) -> Tensor:
-        """See :class:`opendit.parallel.sequence.SequenceShards`."""
+        """See :class:`opendit.models.attention.SequenceShards`."""
         rows, block = q.shape[2], q.shape[2] * self.heads.size
         lengths = [min(max(length - i * block, 0), block) for i in range(self.ring.size)]
         mine = lengths[self.ring.rank]
