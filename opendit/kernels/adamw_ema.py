@@ -66,8 +66,8 @@ def adamw_ema_reference(
         eps=eps,
         maximize=False,
     )
-    for pieces, decay in zip(averages, decays, strict=True):
-        torch._foreach_lerp_(pieces, masters, 1.0 - decay)
+    for shards, decay in zip(averages, decays, strict=True):
+        torch._foreach_lerp_(shards, masters, 1.0 - decay)
     if working:
         torch._foreach_copy_(working, masters)
 
@@ -234,7 +234,7 @@ class FusedStep:
                 device, in float64; it must not wait for the device.
             updates: 0-dim tensor on the device that counts them; changed in place.
         """
-        self.averages = [self._checked(pieces, "averages") for pieces in averages]
+        self.averages = [self._checked(shards, "averages") for shards in averages]
         self.decays, self.updates = decays, updates
 
     def _checked(self, tensors: Sequence[Tensor], name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -367,7 +367,7 @@ class FusedStep:
             self._gradients[part],
             *(tensors[part] for tensors in self.state),
             self.working[part],
-            [pieces[part] for pieces in self.averages],
+            [shards[part] for shards in self.averages],
             [1.0 - weight for weight in weights],
             count=self.count.item(),
             coefficient=coefficient,

@@ -10,7 +10,7 @@ from opendit.parallel.engines import Engine
 
 
 class EMA:
-    """Every rank averages its own pieces of the masters: no communication in a step, and for each decay 4 bytes x
+    """Every rank averages its own shards of the masters: no communication in a step, and for each decay 4 bytes x
     parameters / ranks of memory.
 
     Args:
@@ -24,7 +24,7 @@ class EMA:
         self.decays = tuple(decays) if isinstance(decays, Sequence) else (decays,)
         masters = engine.masters()
         device = next(iter(masters.values())).device
-        self.averages = [{name: piece.detach().clone() for name, piece in masters.items()} for _ in self.decays]
+        self.averages = [{name: shard.detach().clone() for name, shard in masters.items()} for _ in self.decays]
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # earlier parts of a resumed run included
         self._decays = torch.tensor(self.decays, dtype=torch.float64).to(device)
         self._in_the_step = engine.attach_averages(self.averages, self.decays_after, self.updates)
@@ -46,23 +46,23 @@ class EMA:
         if self._in_the_step or not finite:
             return
         masters = list(self.engine.masters().values())
-        for decay, pieces in zip(self.decays_after(self.updates).tolist(), self.averages, strict=True):
-            torch._foreach_lerp_(list(pieces.values()), masters, 1.0 - decay)
+        for decay, shards in zip(self.decays_after(self.updates).tolist(), self.averages, strict=True):
+            torch._foreach_lerp_(list(shards.values()), masters, 1.0 - decay)
         self.updates += 1
 
     def bytes_per_rank(self) -> int:
-        """Memory of this rank's pieces of all averages."""
-        return sum(piece.numel() * piece.element_size() for pieces in self.averages for piece in pieces.values())
+        """Memory of this rank's shards of all averages."""
+        return sum(shard.numel() * shard.element_size() for shards in self.averages for shard in shards.values())
 
     def gather(self, which: int = 0) -> Iterator[tuple[str, Tensor]]:
         """(name, full fp32 tensor) of every parameter of one average in turn; collective, the same on every rank."""
-        for name, piece in self.averages[which].items():
-            yield name, self.engine.gather(name, piece)
+        for name, shard in self.averages[which].items():
+            yield name, self.engine.layout.gather(name, shard)
 
     @torch.no_grad()
     def load(self, which: int, name: str, full: Tensor) -> None:
         """Sets one average of one parameter from its full tensor."""
-        self.averages[which][name].copy_(full.reshape(-1)[slice(*self.engine.span(name))])
+        self.averages[which][name].copy_(self.engine.layout.take(name, full))
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:

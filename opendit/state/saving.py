@@ -170,19 +170,19 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ the copy, while training waits
 
-    def _pieces(self) -> Iterator[tuple[str, str, str, Tensor]]:
-        """(file, parameter, name in the file, this rank's piece) of the whole state, in the same order on all ranks."""
+    def _shards(self) -> Iterator[tuple[str, str, str, Tensor]]:
+        """(file, parameter, name in the file, this rank's shard) of the whole state, in the same order on all ranks."""
         for name in self.engine.shapes:
             yield MODEL, name, name, self.engine.master(name)
-            for file, pieces in zip(self._averages, self.ema.averages, strict=True):
-                yield file, name, name, pieces[name]
-            for key, piece in self.engine.moments(name).items():
-                yield OPTIMIZER, name, f"{key}.{name}", piece
+            for file, shards in zip(self._averages, self.ema.averages, strict=True):
+                yield file, name, name, shards[name]
+            for moment, shard in self.engine.moments(name).items():
+                yield OPTIMIZER, name, f"{moment}.{name}", shard
 
     def _copy(self) -> Files:
         rank, offset, files = self.mesh.rank, 0, {}
-        for file, parameter, name, piece in self._pieces():
-            full = self.engine.gather(parameter, piece)
+        for file, parameter, name, shard in self._shards():
+            full = self.engine.layout.gather(parameter, shard)
             if self._owner[file, parameter] != rank:
                 continue
             space = self._buffer[offset : offset + full.numel()].view(full.shape)

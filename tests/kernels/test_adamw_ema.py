@@ -91,8 +91,8 @@ class Case:
                 mean = exp_avgs[i] / (1 - BETAS[0] ** number)
                 square = exp_avg_sqs[i] / (1 - BETAS[1] ** number)
                 masters[i] = masters[i] * (1 - lr * WEIGHT_DECAY) - lr * mean / (square.sqrt() + EPS)
-            for decay, pieces in zip(self.decays, averages, strict=True):
-                pieces[i] = decay * pieces[i] + (1 - decay) * masters[i]
+            for decay, shards in zip(self.decays, averages, strict=True):
+                shards[i] = decay * shards[i] + (1 - decay) * masters[i]
         return norm
 
     def compare(self):

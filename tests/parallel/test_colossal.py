@@ -30,7 +30,7 @@ def loss_of(module, precision: str, step: int, rank: int):
     return module(x).float().square().mean()
 
 
-def pieces(optimizer):
+def shards(optimizer):
     """This rank's masters without padding."""
     return [m[:n] for m, n in zip(optimizer._masters, optimizer._own_sizes(), strict=True)]
 
@@ -43,8 +43,8 @@ def several_steps(mesh, bucket: int):
     colossal_zero.GATHER_BYTES = bucket
     module, optimizer = build("fp32", clip=0.05)
     optimizer._reduce_bucket_size = bucket
-    averages = [[m.clone() for m in pieces(optimizer)] for _ in DECAYS]
-    expected = [[m.clone() for m in pieces(optimizer)] for _ in DECAYS]
+    averages = [[m.clone() for m in shards(optimizer)] for _ in DECAYS]
+    expected = [[m.clone() for m in shards(optimizer)] for _ in DECAYS]
     updates = torch.zeros(())
     optimizer.attach_averages(averages, constant_decays(DECAYS, mesh.device), updates)
     norms = []
@@ -54,7 +54,7 @@ def several_steps(mesh, bucket: int):
         optimizer.step()
         norms.append(optimizer.grad_norm.item())
         for decay, kept in zip(DECAYS, expected, strict=True):
-            for average, master in zip(kept, pieces(optimizer), strict=True):
+            for average, master in zip(kept, shards(optimizer), strict=True):
                 average.lerp_(master, 1 - decay)
     assert updates.item() == 3 and all(p.grad is None for p in module.parameters())
     for got, want in zip(averages, expected, strict=True):

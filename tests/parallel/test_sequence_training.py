@@ -63,7 +63,7 @@ def engine_run(mesh: Mesh, kind: str, plugin: str, precision: str, checkpointed:
             engine.backward(loss)
         assert engine.step().finite
         losses.append((mesh.sum(loss.detach()) / mesh.world_size).item())
-    return losses, {name: engine.gather(name, engine.moments(name)["exp_avg"]).clone() for name in engine.shapes}
+    return losses, {name: engine.layout.gather(name, engine.moments(name)["exp_avg"]).clone() for name in engine.shapes}
 
 
 # Ranks of a sequence group, type, plugin, precision, checkpointed.

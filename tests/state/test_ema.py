@@ -17,7 +17,7 @@ def averaged(mesh, plugin: str, precision: str, warmup: bool):
     engine = build_engine(build_model(), mesh, plugin=plugin, precision=precision, lr=1e-2)
 
     def masters():
-        return {name: engine.gather(name, engine.master(name)).clone() for name in engine.shapes}
+        return {name: engine.layout.gather(name, engine.master(name)).clone() for name in engine.shapes}
 
     ema, history = EMA(engine, DECAYS, warmup), [masters()]
     for step in range(STEPS):

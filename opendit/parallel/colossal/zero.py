@@ -90,15 +90,15 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     def _collect(self, keep: int) -> None:
         """Takes the shards of all reductions but the last ``keep`` (the device waits for them, not the host)."""
         while len(self._in_flight) > keep:
-            work, params, shard = self._in_flight.pop(0)
+            work, params, received = self._in_flight.pop(0)
             work.wait()
             widths = [self.working_to_master_param[id(p)].numel() for p in params]
-            pieces = shard.split([width + -width % ALIGNMENT for width in widths])
-            for param, piece, width in zip(params, pieces, widths, strict=True):
+            shards = received.split([width + -width % ALIGNMENT for width in widths])
+            for param, shard, width in zip(params, shards, widths, strict=True):
                 if id(param) in self._shards:  # a further micro-batch
-                    self._shards[id(param)] += piece[:width]
+                    self._shards[id(param)] += shard[:width]
                 else:
-                    self._shards[id(param)] = piece[:width]
+                    self._shards[id(param)] = shard[:width]
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -126,7 +126,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         """The steps also update these averages; see :meth:`FusedStep.attach`.
 
         ``averages``: for each average its tensors, in the order of the trained parameters, each of the size of this
-        rank's piece without padding.
+        rank's shard without padding.
         """
         self._average = averages, decays, updates
         if self._fused is not None:

@@ -1,9 +1,8 @@
 """What every training engine offers: forward, backward, step, and where the state lies.
 
-Whatever the plugin, the fp32 master weights, the optimizer's moments and the EMA are seen the same way:
-every rank holds one *piece* of every parameter, a flat fp32 slice ``[start, stop)`` of it. ``spans`` names
-the slices of all ranks, so pieces can be gathered into canonical full tensors, and full tensors loaded,
-under any plugin and any number of ranks.
+Whatever the plugin, the fp32 master weights, the optimizer's moments and the EMA are seen the same way: every rank
+holds one fp32 shard of every parameter, and ``layout`` says which slices of the canonical tensor it is, so shards can
+be gathered into canonical full tensors, and full tensors loaded, under any plugin and any number of ranks.
 """
 
 import contextlib
@@ -12,16 +11,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from opendit.parallel.colossal import plugins as colossal
+from opendit.parallel.layout import Layout, flat_cut
 from opendit.parallel.mesh import Mesh
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-Span = tuple[int, int]
 
 
 @dataclass
@@ -125,54 +122,52 @@ class Engine(ABC):
 
     # ---------------------------------------------------------------- state
 
-    spans: dict[str, list[Span]]  # per parameter: the slice that each rank holds
-    _holders: dict[str, Tensor | None]  # per parameter: the tensor the optimizer's state is keyed by
+    layout: Layout  # of the masters, the moments and whatever else is kept by parameter
+    _optimizer_keys: dict[str, Tensor | None]  # per parameter: the tensor the optimizer's state is keyed by
 
     @abstractmethod
     def _locate(self) -> None:
-        """Fills ``spans`` and ``_holders``."""
+        """Fills ``layout`` and ``_optimizer_keys``."""
 
     @abstractmethod
     def master(self, name: str) -> Tensor:
-        """This rank's live fp32 piece of a parameter, flat; a view: changed by steps."""
+        """This rank's live fp32 shard of a parameter; a view: changed by steps."""
 
-    @abstractmethod
+    @torch.no_grad()
     def load_master(self, name: str, full: Tensor) -> None:
-        """Takes this rank's piece out of the full tensor (call on every rank, then finish_loading)."""
+        """Takes this rank's shard out of the full tensor (call on every rank, then finish_loading)."""
+        self.master(name).copy_(self.layout.take(name, full))
 
     def finish_loading(self) -> None:
         """Makes the working weights those of the masters (nothing to do where they are the same)."""
         return None
 
-    def span(self, name: str) -> Span:
-        """The slice of a flat parameter that this rank holds."""
-        return self.spans[name][self.mesh.rank]
-
     def masters(self) -> dict[str, Tensor]:
-        """This rank's live fp32 pieces of all parameters, by name."""
+        """This rank's live fp32 shards of all parameters, by name."""
         return {name: self.master(name) for name in self.shapes}
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """This rank's pieces of the optimizer's moments of one parameter (zeros before the first step)."""
-        holder = self._holders[name]
-        if holder is None:
-            return {key: torch.empty(0, device=self.mesh.device) for key in MOMENTS}
-        state, (start, stop) = self.adam.init_state(holder), self.span(name)
-        return {key: state[key].view(-1)[: stop - start] for key in MOMENTS}
+        """This rank's shards of the optimizer's moments of one parameter (zeros before the first step)."""
+        key, shard = self._optimizer_keys[name], self.layout.local(name)
+        if key is None:
+            return {moment: torch.empty(0, device=self.mesh.device) for moment in MOMENTS}
+        state = self.adam.init_state(key)
+        return {moment: state[moment].view(-1)[: shard.numel].view(shard.shape) for moment in MOMENTS}
 
     def load_moments(self, name: str, full: dict[str, Tensor], step: int) -> None:
         """Sets the moments of one parameter from full tensors, and its step count."""
-        for key, piece in self.moments(name).items():
-            piece.copy_(full[key].reshape(-1)[slice(*self.span(name))])
-        holder = self._holders[name]
-        if holder is not None:
-            state = self.adam.state[holder]
+        for moment, shard in self.moments(name).items():
+            shard.copy_(self.layout.take(name, full[moment]))
+        key = self._optimizer_keys[name]
+        if key is not None:
+            state = self.adam.state[key]
             state["step"] = step if isinstance(state["step"], int) else torch.full_like(state["step"], step)
 
     def optimizer_steps(self) -> int:
         """Steps the optimizer has taken (skipped ones not counted)."""
-        holder = next((h for h in self._holders.values() if h is not None and h in self.adam.state), None)
-        return 0 if holder is None else int(self.adam.init_state(holder)["step"])
+        keys = (key for key in self._optimizer_keys.values() if key is not None and key in self.adam.state)
+        key = next(keys, None)
+        return 0 if key is None else int(self.adam.init_state(key)["step"])
 
     def scaler_state(self) -> dict[str, float]:
         """The fp16 loss scaler's numbers; empty in other precisions."""
@@ -190,26 +185,7 @@ class Engine(ABC):
     def _scaler(self):
         return None
 
-    @torch.no_grad()
-    def gather(self, name: str, piece: Tensor) -> Tensor:
-        """The full tensor of a parameter from every rank's piece of it; collective, on every rank."""
-        spans = self.spans[name]
-        full = torch.empty(math.prod(self.shapes[name]), dtype=piece.dtype, device=piece.device)
-        if len(spans) == 1:
-            full.copy_(piece[: full.numel()])
-        else:
-            width = max(stop - start for start, stop in spans)
-            send = torch.zeros(width, dtype=piece.dtype, device=piece.device)
-            start, stop = self.span(name)
-            send[: stop - start] = piece[: stop - start]
-            received = torch.empty(width * len(spans), dtype=piece.dtype, device=piece.device)
-            dist.all_gather_into_tensor(received, send, group=self.mesh.group("world"))
-            for (start, stop), row in zip(spans, received.view(len(spans), width), strict=True):
-                full[start:stop] = row[: stop - start]
-        return full.view(self.shapes[name])
-
-
-def even_spans(numel: int, parts: int) -> list[Span]:
-    """Flat slices of equal width, the last ones shorter or empty where ``parts`` does not divide ``numel``."""
-    width = -(-numel // parts)
-    return [(min(i * width, numel), min((i + 1) * width, numel)) for i in range(parts)]
+    def _even_layout(self) -> Layout:
+        """Every parameter flat and even over all ranks."""
+        cuts = {n: [flat_cut("world", math.prod(s), self.mesh.world_size)] for n, s in self.shapes.items()}
+        return Layout(self.mesh, self.shapes, cuts)

@@ -5,18 +5,18 @@ import math
 
 import torch
 
-from opendit.parallel.engines.base import MOMENTS, Engine, StepResult, even_spans
+from opendit.parallel.engines.base import MOMENTS, Engine, StepResult
 
 
 class DDPEngine(Engine):
-    """Whole fp32 weights on every rank, autocast in the forward pass; state is *viewed* as even pieces."""
+    """Whole fp32 weights on every rank, autocast in the forward pass; state is *viewed* as even shards."""
 
     no_graph = "torch's DDP steers its reductions from the host (--plugin ddp)"
 
     def _locate(self):
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        self.spans = {n: even_spans(p.numel(), self.mesh.world_size) for n, p in self._params.items()}
-        self._holders = dict(self._params)
+        self.layout = self._even_layout()
+        self._optimizer_keys = dict(self._params)
         self._torch_scaler = torch.amp.GradScaler(
             self.mesh.device.type, init_scale=2.0**16, enabled=self.precision == "fp16"
         )
@@ -51,7 +51,7 @@ class DDPEngine(Engine):
         return self._on_host(norm, scale)
 
     def master(self, name):
-        return self._params[name].detach().view(-1)[slice(*self.span(name))]
+        return self.layout.take(name, self._params[name].detach())
 
     @torch.no_grad()
     def load_master(self, name, full):
@@ -59,12 +59,12 @@ class DDPEngine(Engine):
 
     def moments(self, name):
         state = self.adam.init_state(self._params[name])
-        return {key: state[key].view(-1)[slice(*self.span(name))] for key in MOMENTS}
+        return {moment: self.layout.take(name, state[moment]) for moment in MOMENTS}
 
     def load_moments(self, name, full, step):
         super().load_moments(name, full, step)
-        for key in MOMENTS:  # whole on every rank
-            self.adam.state[self._params[name]][key].copy_(full[key].view(self.shapes[name]))
+        for moment in MOMENTS:  # whole on every rank
+            self.adam.state[self._params[name]][moment].copy_(full[moment].view(self.shapes[name]))
 
     def scaler_state(self):
         state = self._torch_scaler.state_dict()

@@ -5,10 +5,11 @@ import math
 import torch
 
 from opendit.parallel.engines.base import Engine, StepResult
+from opendit.parallel.layout import Cut, Layout
 
 
 class GeminiEngine(Engine):
-    """ZeRO stage 3 by chunks: a parameter's piece is where it overlaps this rank's shard of its chunk."""
+    """ZeRO stage 3 by chunks: a parameter's shard is where it overlaps this rank's part of its chunk."""
 
     whole = False
     no_graph = "Gemini fetches and frees weights from the host (--plugin gemini)"
@@ -17,25 +18,24 @@ class GeminiEngine(Engine):
         manager = self.optimizer.chunk_manager
         self._skipped = False
         self._watch_skips()
-        self.spans, self._slices, self._holders = {}, {}, dict.fromkeys(self.shapes)
+        self._slices, self._optimizer_keys, cuts = {}, dict.fromkeys(self.shapes), {}
         by_name = dict(self.model.named_parameters())
         for name in self.shapes:
             chunk = manager.get_chunk(by_name[name])
             info = chunk.tensors_info[by_name[name]]
-            ranks = range(self.mesh.world_size)
-            begin = [0 if chunk.keep_gathered else r * chunk.shard_size for r in ranks]
-            size = chunk.chunk_size if chunk.keep_gathered else chunk.shard_size
-            low = [max(info.offset, b) for b in begin]
-            high = [max(lo, min(info.end, b + size)) for lo, b in zip(low, begin, strict=True)]
-            self.spans[name] = [
-                (min(lo - info.offset, info.end - info.offset), hi - info.offset) if hi > lo else (0, 0)
-                for lo, hi in zip(low, high, strict=True)
-            ]
-            mine, origin = self.mesh.rank, begin[self.mesh.rank]
-            self._slices[name] = (chunk, slice(low[mine] - origin, high[mine] - origin))
+            if chunk.keep_gathered:
+                cuts[name], origin, ranges = [], 0, [(info.offset, info.end)] * self.mesh.world_size
+            else:
+                begin = [rank * chunk.shard_size for rank in range(self.mesh.world_size)]
+                ranges = [_overlap(info.offset, info.end, b, b + chunk.shard_size) for b in begin]
+                held = tuple(((start - info.offset, stop - info.offset),) for start, stop in ranges)
+                cuts[name], origin = [Cut("world", None, held)], begin[self.mesh.rank]
+            start, stop = ranges[self.mesh.rank]
+            self._slices[name] = (chunk, slice(start - origin, stop - origin))
+        self.layout = Layout(self.mesh, self.shapes, cuts)
         real_to_name = {id(p): n for n, p in by_name.items()}
         for number, fake in self.optimizer.id_to_fake_params.items():
-            self._holders[real_to_name[id(self.optimizer.id_to_real_params[number])]] = fake
+            self._optimizer_keys[real_to_name[id(self.optimizer.id_to_real_params[number])]] = fake
 
     def _watch_skips(self) -> None:
         mixin = self.optimizer.mix_precision_mixin
@@ -59,18 +59,14 @@ class GeminiEngine(Engine):
     def master(self, name):
         # Read the fp32 chunk, never its half-precision pair: that one's memory is reused for gradients.
         chunk, where = self._slices[name]
-        return chunk.paired_chunk.payload[where]
+        return chunk.paired_chunk.payload[where].view(self.layout.local(name).shape)
 
     def moments(self, name):
-        holder = self._holders[name]
-        if holder is not None and holder not in self.adam.state:
-            holder.data = self.master(name)  # the optimizer leaves it empty between steps
-            self.adam.init_state(holder)
+        key = self._optimizer_keys[name]
+        if key is not None and key not in self.adam.state:
+            key.data = self.master(name)  # the optimizer leaves it empty between steps
+            self.adam.init_state(key)
         return super().moments(name)
-
-    @torch.no_grad()
-    def load_master(self, name, full):
-        self.master(name).copy_(full.reshape(-1)[slice(*self.span(name))])
 
     @torch.no_grad()
     def finish_loading(self):
@@ -79,3 +75,9 @@ class GeminiEngine(Engine):
 
     def _scaler(self):
         return getattr(self.optimizer.mix_precision_mixin, "grad_scaler", None)
+
+
+def _overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:
+    """What of [start, stop) lies in [low, high); empty and at ``start`` if nothing does."""
+    first, last = max(start, low), min(stop, high)
+    return (first, last) if first < last else (start, start)

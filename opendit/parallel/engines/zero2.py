@@ -1,9 +1,8 @@
 """ZeRO stage 2, by Colossal-AI's plugin and the optimizer of opendit/parallel/colossal/zero.py."""
 
-import torch
 from torch import Tensor
 
-from opendit.parallel.engines.base import Engine, StepResult, even_spans
+from opendit.parallel.engines.base import Engine, StepResult
 
 
 class Zero2Engine(Engine):
@@ -30,21 +29,16 @@ class Zero2Engine(Engine):
         return StepResult(self.optimizer.grad_norm, self.optimizer.finite, scale)
 
     def attach_averages(self, averages, decays, updates):
-        self.optimizer.attach_averages([[pieces[name] for name in self.shapes] for pieces in averages], decays, updates)
+        self.optimizer.attach_averages([[shards[name] for name in self.shapes] for shards in averages], decays, updates)
         return True
 
     def _locate(self):
         named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        self.spans = {n: even_spans(p.numel(), self.mesh.world_size) for n, p in named.items()}
-        self._holders = {n: self.optimizer.working_to_master_param[id(p)] for n, p in named.items()}
+        self.layout = self._even_layout()
+        self._optimizer_keys = {n: self.optimizer.working_to_master_param[id(p)] for n, p in named.items()}
 
     def master(self, name):
-        start, stop = self.span(name)
-        return self._holders[name][: stop - start]  # without the padding of the last shards
-
-    @torch.no_grad()
-    def load_master(self, name, full):
-        self.master(name).copy_(full.reshape(-1)[slice(*self.span(name))])
+        return self._optimizer_keys[name][: self.layout.local(name).numel]  # without the padding of the last shards
 
     def finish_loading(self):
         self.optimizer.gather_working_params()

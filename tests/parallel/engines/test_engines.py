@@ -90,8 +90,8 @@ def engine_run(mesh, plugin: str, precision: str, accumulation: int, checkpointe
         result = engine.step()
         assert result.finite and result.grad_norm > CLIP
         losses.append((mesh.sum(total) / accumulation / mesh.world_size).item())
-    masters = {name: engine.gather(name, engine.master(name)).clone() for name in engine.shapes}
-    moments = {name: engine.gather(name, engine.moments(name)["exp_avg"]).clone() for name in engine.shapes}
+    masters = {name: engine.layout.gather(name, engine.master(name)).clone() for name in engine.shapes}
+    moments = {name: engine.layout.gather(name, engine.moments(name)["exp_avg"]).clone() for name in engine.shapes}
     return losses, masters, moments
 
 
@@ -141,23 +141,42 @@ def test_every_plugin_gives_the_single_process_curve(world):
     assert all(torch.equal(results[0][0][1][n], other[0][1][n]) for other in results for n in weights)
 
 
-def masters_before_training(mesh, plugin: str, precision: str):
+def state_before_training(mesh, cases: list[tuple[str, str]]) -> list:
+    """Per plugin: full masters and moments, buffers, and what this rank holds of each: its slices, master, moment."""
     from opendit.parallel.engines import build_engine
 
-    engine = build_engine(build_model(), mesh, plugin=plugin, precision=precision)
-    return (
-        {n: engine.gather(n, engine.master(n)) for n in engine.shapes},
-        {n: b.clone() for n, b in engine.module.named_buffers()},
-    )
+    results = []
+    for plugin, precision in cases:
+        engine = build_engine(build_model(), mesh, plugin=plugin, precision=precision)
+        for name, weight in build_model().named_parameters():
+            full = weight.detach()
+            engine.load_moments(name, {"exp_avg": full + 1, "exp_avg_sq": full + 2}, step=3)
+        masters = {n: engine.layout.gather(n, engine.master(n)) for n in engine.shapes}
+        moments = {n: engine.layout.gather(n, engine.moments(n)["exp_avg_sq"]) for n in engine.shapes}
+        held = {n: (engine.layout.local(n).slices, engine.master(n), engine.moments(n)) for n in engine.shapes}
+        buffers = {n: b.clone() for n, b in engine.module.named_buffers()}
+        results.append((masters, moments, buffers, held, engine.optimizer_steps()))
+    return results
 
 
-@pytest.mark.parametrize("plugin", ["zero2", "gemini"])
-def test_masters_are_the_fp32_initialisation(plugin):
-    model = build_model()
-    ((masters, buffers), _) = run_ranks(2, masters_before_training, plugin, "bf16")
-    for name, weight in model.named_parameters():
-        assert torch.equal(masters[name], weight), name
-    assert torch.equal(buffers["pos_embed"], model.pos_embed)  # fp32, not rounded
+@pytest.mark.parametrize("world", [2, 4])
+def test_masters_are_the_fp32_initialisation_and_shards_its_slices(world):
+    model, cases = build_model(), [("zero2", "bf16"), ("gemini", "bf16"), ("ddp", "bf16")]
+    ranks = run_ranks(world, state_before_training, cases)
+    for which, case in enumerate(cases):
+        covered = {name: torch.zeros(weight.numel(), dtype=torch.int) for name, weight in model.named_parameters()}
+        for masters, moments, buffers, held, steps in (rank[which] for rank in ranks):
+            assert torch.equal(buffers["pos_embed"], model.pos_embed)  # fp32, not rounded
+            for name, weight in model.named_parameters():
+                assert torch.equal(masters[name], weight) and torch.equal(moments[name], weight + 2), (case, name)
+                slices, master, own = held[name]
+                ((dim, ((start, stop),)),) = slices
+                expected = weight.detach().numpy().ravel()[start:stop]
+                assert dim is None and (master.numpy() == expected).all(), (case, name)
+                assert (own["exp_avg"].numpy() == expected + 1).all(), (case, name)
+                covered[name][start:stop] += 1
+            assert steps == 3
+        assert all((count == 1).all() for count in covered.values()), case
 
 
 def poisoned_steps(mesh, plugin: str, precision: str, accumulation: int):
