@@ -84,8 +84,7 @@ def several_programs() -> None:
 def context(fresh: bool = False) -> multiprocessing.context.BaseContext:
     """How ranks are started; ``fresh``: each in an interpreter of its own."""
     chosen = multiprocessing.get_context("spawn" if fresh or torch.cuda.is_available() else "forkserver")
-    programs = ["opendit.training.run", "opendit.inference.run"]  # train.py and sample.py import no torch themselves
-    chosen.set_forkserver_preload([*programs, "sklearn.datasets", "torch.utils.tensorboard", "torchvision"])
+    chosen.set_forkserver_preload(["tests.preload"])
     return chosen
 
 

@@ -1,5 +1,8 @@
 """What ZeroOptimizer adds to Colossal-AI's: buckets, averages in the step, loss scaling, a count that can be loaded."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,8 +16,9 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 
 def build(precision: str, clip: float = 0.0):
     """A net whose parameter counts don't divide by 2, and a parameter that no loss uses."""
-    from opendit.parallel.colossal import plugins as colossal
+    from opendit.parallel.colossal import load
 
+    colossal = load()
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
     module.register_parameter("unused", nn.Parameter(torch.ones(3)))
@@ -38,6 +42,9 @@ def shards(optimizer):
 def several_steps(mesh, bucket: int):
     """Gradients in buckets of ``bucket`` elements and gathers of as many bytes; averages kept by hand as well."""
     from opendit.kernels.adamw_ema import constant_decays
+    from opendit.parallel.colossal import load
+
+    load()
     from opendit.parallel.colossal import zero as colossal_zero
 
     colossal_zero.GATHER_BYTES = bucket
@@ -155,3 +162,18 @@ def test_the_count_of_steps_is_taken_from_the_state():
     ((_, fresh),) = run_ranks(1, step_after_loading, 0)
     assert all(torch.equal(a, b) for a, b in zip(by_number, by_tensor, strict=True))
     assert not any(torch.allclose(a, b, rtol=0.1) for a, b in zip(by_number[1:], fresh[1:], strict=True))
+
+
+def test_colossalai_is_imported_and_mended_by_a_call_alone():
+    code = """
+import pkgutil, sys, opendit, torch.distributed as dist
+patched = hasattr(dist, "is_hccl_available")
+for module in pkgutil.walk_packages(opendit.__path__, "opendit."):
+    if not module.name.endswith("__main__") and not module.name.startswith("opendit.parallel.colossal."):
+        __import__(module.name)
+assert not [name for name in sys.modules if name.partition(".")[0] == "colossalai"]
+assert hasattr(dist, "is_hccl_available") == patched
+from opendit.parallel.colossal import load
+assert load() is load() and "colossalai" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

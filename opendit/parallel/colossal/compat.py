@@ -1,8 +1,6 @@
-"""Makes Colossal-AI 0.5.0 importable without its pinned companions, and runnable on a CPU with gloo.
+"""Makes Colossal-AI 0.5.0 importable without its pinned companions, and runnable on a CPU with gloo."""
 
-Import :mod:`opendit.parallel.colossal.plugins` instead: it imports this first.
-"""
-
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -42,6 +40,21 @@ def _placeholder(name: str) -> type:
     return type(name, (), {})
 
 
+@functools.cache
+def prepare() -> None:
+    """Imports Colossal-AI and changes in it what all plugins need changed; further calls do nothing."""
+    _import_colossalai()
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # Gemini asks for storage sizes that way
+    from colossalai.zero.gemini import gemini_ddp
+
+    # Gemini would cast every float input to half, timesteps too; our models cast what they want cast.
+    gemini_ddp._cast_float = lambda value, dtype: value
+    if not torch.cuda.is_available():
+        from opendit.parallel.colossal.cpu import stand_in_for_a_gpu
+
+        stand_in_for_a_gpu()
+
+
 def _import_colossalai() -> None:
     # Those that are there stay out too: peft, imported now, would take bitsandbytes' stand-in for real.
     hidden = [n for n in _OPTIONAL if n not in sys.modules]
@@ -64,89 +77,3 @@ def _import_colossalai() -> None:
         # diffusers and transformers ask sys.modules whether peft is there: they must not see a placeholder.
         for name in [m for m in sys.modules if m.partition(".")[0] in hidden]:
             del sys.modules[name]
-
-
-_import_colossalai()
-warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # Gemini asks for storage sizes that way
-
-from colossalai.accelerator import set_accelerator  # noqa: E402
-from colossalai.accelerator.cpu_accelerator import CpuAccelerator  # noqa: E402
-from colossalai.zero.gemini import gemini_ddp  # noqa: E402
-from colossalai.zero.gemini.chunk import chunk as gemini_chunk  # noqa: E402
-
-
-class _Idle:
-    """A stream or event that has nothing to wait for."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        return None
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: None
-
-
-class _CpuAsCuda(CpuAccelerator):
-    """The CPU under the name "cuda", which Colossal-AI's ZeRO and Gemini insist on."""
-
-    def __init__(self):
-        super().__init__()
-        self._name = "cuda"
-
-    def synchronize(self, device=None):
-        return None
-
-    def empty_cache(self):
-        return None
-
-    def manual_seed(self, seed):
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def current_device(self):
-        return 0
-
-    def device_count(self):
-        return 1
-
-    def memory_allocated(self, device=None):
-        return 0
-
-    max_memory_allocated = memory_allocated
-
-    def _idle(self, *args, **kwargs):
-        return _Idle()
-
-    Stream = Event = current_stream = default_stream = stream = _idle
-
-    def set_stream(self, stream_):
-        return None
-
-
-def _keep_chunks_in_one_memory() -> None:
-    """Gemini tells a "cuda" shard from a "cpu" shard and moves it between the two; on a CPU both are the
-    same memory, so a shard stays what it was born as: a "cuda" shard."""
-    close, paired_move = gemini_chunk.Chunk.close_chunk, gemini_chunk.Chunk._Chunk__paired_shard_move
-
-    def close_chunk(self):
-        self.shard_device = torch.device("cuda")  # a name only: nothing is allocated there
-        close(self)
-
-    def shard_move(self, device, force_copy=False, non_blocking=False):
-        if not self.optim_sync_flag:
-            paired_move(self, non_blocking=non_blocking)
-            self.optim_sync_flag = True
-
-    gemini_chunk.Chunk.close_chunk = close_chunk
-    gemini_chunk.Chunk.shard_move = shard_move
-
-
-if not torch.cuda.is_available():
-    set_accelerator(_CpuAsCuda())
-    _keep_chunks_in_one_memory()
-
-# Gemini would cast every float input to half, timesteps too; our models cast what they want cast.
-gemini_ddp._cast_float = lambda value, dtype: value

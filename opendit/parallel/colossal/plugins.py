@@ -1,7 +1,6 @@
 """Colossal-AI's side of training: its optimizers, Gemini with what had to be corrected, the Booster.
 
-This file, colossal_zero.py (ZeRO) and colossal_compat.py (which makes the package importable) are the only ones that
-know Colossal-AI.
+Import it by ``opendit.parallel.colossal.load()``, which makes the imports below work.
 """
 
 import contextlib
@@ -11,12 +10,6 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim.adamw import adamw
-
-import opendit.parallel.colossal.compat  # noqa: F401  (first: it makes the imports below work)
-
-# isort: split
 from colossalai.amp.naive_amp.mixed_precision_mixin import BF16MixedPrecisionMixin
 from colossalai.booster import Booster
 from colossalai.booster.plugin import (
@@ -27,6 +20,8 @@ from colossalai.booster.plugin import (
 )
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.zero.gemini import gemini_optimizer
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from opendit.kernels.common import kernels_available
 from opendit.parallel.colossal.zero import ZeroOptimizer
@@ -80,9 +75,6 @@ class FusedAdamW(torch.optim.AdamW):
             )
 
 
-gemini_optimizer._AVAIL_OPTIM_LIST.add(FusedAdamW)
-
-
 class ResumableHybridAdam(HybridAdam):
     """Colossal-AI's HybridAdam; its state can be made before the first step, so that it can be loaded."""
 
@@ -93,9 +85,6 @@ class ResumableHybridAdam(HybridAdam):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
             self._post_state_init(p)
         return state
-
-
-gemini_optimizer._AVAIL_OPTIM_LIST.add(ResumableHybridAdam)
 
 
 def build_optimizer(
@@ -127,7 +116,11 @@ def build_optimizer(
     return FusedAdamW(params, **settings), f"fused AdamW ({reason})"
 
 
-low_level_zero_plugin.LowLevelZeroOptimizer = ZeroOptimizer
+def register() -> None:
+    """Makes Colossal-AI's plugins take the optimizers of this project."""
+    gemini_optimizer._AVAIL_OPTIM_LIST.update({FusedAdamW, ResumableHybridAdam})
+    low_level_zero_plugin.LowLevelZeroOptimizer = ZeroOptimizer
+
 
 # ------------------------------------------------------------------------------------------ Gemini
 

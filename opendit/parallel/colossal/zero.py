@@ -2,13 +2,9 @@
 
 import torch
 import torch.distributed as dist
+from colossalai.zero import LowLevelZeroOptimizer
 from torch import Tensor, nn
 from torch.nn import functional
-
-import opendit.parallel.colossal.compat  # noqa: F401  (first: it makes the imports below work)
-
-# isort: split
-from colossalai.zero import LowLevelZeroOptimizer
 
 from opendit.kernels.adamw_ema import FusedStep
 

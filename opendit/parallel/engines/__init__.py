@@ -1,9 +1,9 @@
-"""Training engines, one file for each plugin: a new one is a subclass of Engine and a line in ENGINES (and one in
+"""Training engines, one file for each plugin: a new one is a subclass of Engine and its name in ENGINES (and in
 opendit/parallel/names.py, which the flags are checked by)."""
 
 from torch import nn
 
-from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, StepResult
+from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings, StepResult
 from opendit.parallel.engines.ddp import DDPEngine
 from opendit.parallel.engines.gemini import GeminiEngine
 from opendit.parallel.engines.zero2 import Zero2Engine
@@ -11,7 +11,7 @@ from opendit.parallel.mesh import Mesh
 
 __all__ = ["ENGINES", "MOMENTS", "PRECISIONS", "Engine", "StepResult", "build_engine"]
 
-ENGINES = {"zero2": Zero2Engine, "ddp": DDPEngine, "gemini": GeminiEngine}
+ENGINES = {engine.plugin: engine for engine in (Zero2Engine, DDPEngine, GeminiEngine)}
 
 
 def build_engine(
@@ -30,18 +30,21 @@ def build_engine(
 
     Args:
         module: a plain module with fp32 weights.
-        plugin: zero2, ddp or gemini (gemini: bf16 and fp16 only).
+        plugin: one of ENGINES.
         betas: of AdamW, both at least 0 and below 1.
         grad_clip: bound of the global gradient norm; 0 means none.
         grad_accumulation: micro-batches a step (gemini has to know).
 
     Raises:
-        ValueError: unknown plugin or precision, or gemini with fp32.
+        ValueError: unknown plugin or precision, or one that the plugin does not work in.
     """
     if plugin not in ENGINES or precision not in PRECISIONS:
         raise ValueError(f"plugin {plugin} with precision {precision}: plugins are {', '.join(ENGINES)}")
-    if plugin == "gemini" and precision == "fp32":
-        raise ValueError("--plugin gemini works in bf16 and fp16 only; use --mixed_precision bf16 or --plugin zero2")
-    adam = dict(lr=lr, weight_decay=weight_decay, betas=betas)
-    settings = dict(adam=adam, grad_clip=grad_clip, grad_accumulation=grad_accumulation)
-    return ENGINES[plugin](module, mesh, plugin, precision, settings)
+    engine = ENGINES[plugin]
+    if precision not in engine.precisions:
+        works = " and ".join(engine.precisions)
+        raise ValueError(
+            f"--plugin {plugin} works in {works} only; use --mixed_precision {engine.precisions[0]} or --plugin zero2"
+        )
+    settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation)
+    return engine(module, mesh, precision, settings)

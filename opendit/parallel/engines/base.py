@@ -9,11 +9,11 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opendit.parallel.colossal import plugins as colossal
 from opendit.parallel.layout import Layout, flat_cut
 from opendit.parallel.mesh import Mesh
 
@@ -36,13 +36,25 @@ class StepResult:
     loss: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Of AdamW: lr, weight_decay, betas. grad_clip: bound of the global gradient norm, 0 for none. grad_accumulation:
+    micro-batches a step."""
+
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    grad_clip: float
+    grad_accumulation: int
+
+
 class Engine(ABC):
     """Drives a module under one plugin. Build with :func:`build_engine`.
 
     skipped, skipped_in_a_row: steps that were not taken, 0-dim int64 tensors on the device.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, plugin: str, precision: str, settings: dict):
+    def __init__(self, module: nn.Module, mesh: Mesh, precision: str, settings: Settings):
         self.mesh, self.precision, self.dtype = mesh, precision, PRECISIONS[precision]
         self.shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
         # Plugins cast weights and buffers to half before they make their fp32 copies; the masters must be
@@ -50,17 +62,9 @@ class Engine(ABC):
         trained = ((n, p.detach()) for n, p in module.named_parameters() if p.requires_grad)
         initial = {n: p.to("cpu", torch.float32, copy=True) for n, p in trained}
         buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
-        adam, self.optimizer_name = colossal.build_optimizer(module, plugin, **settings["adam"])
-        self.model, self.optimizer = colossal.boost(
-            plugin,
-            precision,
-            module,
-            adam,
-            grad_clip=settings["grad_clip"],
-            accumulate=settings["grad_accumulation"] > 1,
-        )
+        self.model, self.optimizer, adam, self.optimizer_name = self._wrap(module, settings)
         self.module, self.adam = module, adam
-        self.grad_clip = settings["grad_clip"]
+        self.grad_clip = settings.grad_clip
         self.skipped = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self.skipped_in_a_row = torch.zeros_like(self.skipped)
         for name, buffer in module.named_buffers():
@@ -69,6 +73,14 @@ class Engine(ABC):
         for name, value in initial.items():
             self.load_master(name, value)
         self.finish_loading()
+
+    plugin: str  # its name in --plugin
+    precisions = tuple(PRECISIONS)  # those that it works in
+
+    @abstractmethod
+    def _wrap(self, module: nn.Module, settings: Settings) -> tuple[nn.Module, Any, torch.optim.Optimizer, str]:
+        """Puts the module on this rank's device and under the plugin: (what forward calls, what steps, the AdamW that
+        has the learning rate and the state, one line that says which AdamW it is and why)."""
 
     # ---------------------------------------------------------------- training
 
@@ -171,18 +183,10 @@ class Engine(ABC):
 
     def scaler_state(self) -> dict[str, float]:
         """The fp16 loss scaler's numbers; empty in other precisions."""
-        scaler = self._scaler()
-        if scaler is None:
-            return {}
-        return dict(scale=scaler.scale.item(), growth=scaler._growth_step, hysteresis=scaler._hysteresis_step)
+        return {}
 
     def load_scaler_state(self, state: dict[str, float]) -> None:
-        scaler = self._scaler()
-        if scaler is not None and state:
-            scaler._scale.fill_(state["scale"])
-            scaler._growth_step, scaler._hysteresis_step = int(state["growth"]), int(state.get("hysteresis", 0))
-
-    def _scaler(self):
+        """Sets the fp16 loss scaler's numbers, if this engine has one."""
         return None
 
     def _even_layout(self) -> Layout:

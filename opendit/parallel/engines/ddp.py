@@ -5,12 +5,14 @@ import math
 
 import torch
 
-from opendit.parallel.engines.base import MOMENTS, Engine, StepResult
+from opendit.parallel.engines.base import MOMENTS, StepResult
+from opendit.parallel.engines.booster import BoosterEngine
 
 
-class DDPEngine(Engine):
+class DDPEngine(BoosterEngine):
     """Whole fp32 weights on every rank, autocast in the forward pass; state is *viewed* as even shards."""
 
+    plugin = "ddp"
     no_graph = "torch's DDP steers its reductions from the host (--plugin ddp)"
 
     def _locate(self):

@@ -4,13 +4,16 @@ import math
 
 import torch
 
-from opendit.parallel.engines.base import Engine, StepResult
+from opendit.parallel.engines.base import StepResult
+from opendit.parallel.engines.booster import BoosterEngine
 from opendit.parallel.layout import Cut, Layout
 
 
-class GeminiEngine(Engine):
+class GeminiEngine(BoosterEngine):
     """ZeRO stage 3 by chunks: a parameter's shard is where it overlaps this rank's part of its chunk."""
 
+    plugin = "gemini"
+    precisions = ("bf16", "fp16")
     whole = False
     no_graph = "Gemini fetches and frees weights from the host (--plugin gemini)"
 

@@ -2,12 +2,14 @@
 
 from torch import Tensor
 
-from opendit.parallel.engines.base import Engine, StepResult
+from opendit.parallel.engines.base import StepResult
+from opendit.parallel.engines.booster import BoosterEngine
 
 
-class Zero2Engine(Engine):
+class Zero2Engine(BoosterEngine):
     """ZeRO stage 2: gradients, masters and moments sharded flat and even, working weights whole."""
 
+    plugin = "zero2"
     no_graph = ""
 
     @property

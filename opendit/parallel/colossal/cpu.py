@@ -1,0 +1,81 @@
+"""Colossal-AI's ZeRO and Gemini on a CPU, which they take for a GPU."""
+
+import torch
+from colossalai.accelerator import set_accelerator
+from colossalai.accelerator.cpu_accelerator import CpuAccelerator
+from colossalai.zero.gemini.chunk import chunk as gemini_chunk
+
+
+def stand_in_for_a_gpu() -> None:
+    """Gives Colossal-AI the CPU as its accelerator."""
+    set_accelerator(_CpuAsCuda())
+    _keep_chunks_in_one_memory()
+
+
+class _Idle:
+    """A stream or event that has nothing to wait for."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+class _CpuAsCuda(CpuAccelerator):
+    """The CPU under the name "cuda", which Colossal-AI's ZeRO and Gemini insist on."""
+
+    def __init__(self):
+        super().__init__()
+        self._name = "cuda"
+
+    def synchronize(self, device=None):
+        return None
+
+    def empty_cache(self):
+        return None
+
+    def manual_seed(self, seed):
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def current_device(self):
+        return 0
+
+    def device_count(self):
+        return 1
+
+    def memory_allocated(self, device=None):
+        return 0
+
+    max_memory_allocated = memory_allocated
+
+    def _idle(self, *args, **kwargs):
+        return _Idle()
+
+    Stream = Event = current_stream = default_stream = stream = _idle
+
+    def set_stream(self, stream_):
+        return None
+
+
+def _keep_chunks_in_one_memory() -> None:
+    """Gemini tells a "cuda" shard from a "cpu" shard and moves it between the two; on a CPU both are the
+    same memory, so a shard stays what it was born as: a "cuda" shard."""
+    close, paired_move = gemini_chunk.Chunk.close_chunk, gemini_chunk.Chunk._Chunk__paired_shard_move
+
+    def close_chunk(self):
+        self.shard_device = torch.device("cuda")  # a name only: nothing is allocated there
+        close(self)
+
+    def shard_move(self, device, force_copy=False, non_blocking=False):
+        if not self.optim_sync_flag:
+            paired_move(self, non_blocking=non_blocking)
+            self.optim_sync_flag = True
+
+    gemini_chunk.Chunk.close_chunk = close_chunk
+    gemini_chunk.Chunk.shard_move = shard_move
