@@ -179,7 +179,8 @@ def plain_step(mesh, plugin: str):
     for number in range(4):
         x0, noise = (normal(seed, number, index, Stream.NOISE, (3, 5)) for seed in (5, 6))
         given.append(MicroBatch(x0, objective.times(0, number, index), noise, index))
-    true_backward, true_step = engine.backward, engine.step
+    true_around, true_backward, true_step = engine.micro_batch, engine.backward, engine.step
+    engine.micro_batch = lambda last: (order.append(f"last {last}"), true_around(last))[1]
     engine.backward = lambda loss: (order.append("backward"), true_backward(loss))
     engine.step = lambda: (order.append("step"), true_step())[1]
     runner = build_runner(engine, objective, micro_batches=3, after_forward=forward_ended)
@@ -219,7 +220,8 @@ def plain_steps(mesh) -> list:
 def test_a_step_is_the_mean_of_its_micro_batches():
     losses, gradient = by_hand(2)
     one = ["forward", "backward"]
-    expected = ["load 0", *one, "load 1", *one, "load 2", *one, "before update", "step"]
+    expected = ["load 0", "last False", *one, "load 1", "last False", *one, "load 2", "last True", *one]
+    expected += ["before update", "step"]
     for rank, plugins in enumerate(run_ranks(2, plain_steps)):
         for order, stepped, loss, norm in plugins:
             assert order == expected  # one micro-batch is loaded when the one before is done
