@@ -302,7 +302,7 @@ def build_loader(
     on_skip: Callable[[str], None] | None = None,
     as_bytes: bool = False,
     patience: float = 0.0,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
     on_hang: Callable[[str], None] | None = None,
 ) -> BatchIterator:
     """The batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (or for ever).
@@ -311,7 +311,7 @@ def build_loader(
     global batch. The worker processes live until ``close()``; 0 workers read in this process, with the same
     result. ``on_skip`` is told of every unreadable file once; a share of them past ``max_bad`` is a DataError.
     as_bytes: clips stay uint8, a quarter of the bytes to pin and send; ``to_pixels`` makes them float32 on the device.
-    patience, say, on_hang: of a file that takes for ever, see ``ReadAhead``.
+    patience, log, on_hang: of a file that takes for ever, see ``ReadAhead``.
     """
     if dp_size * batch_size * micro_batches != schedule.global_batch:
         raise ValueError(
@@ -330,7 +330,7 @@ def build_loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         patience=patience,
-        say=say,
+        log=log,
         on_hang=on_hang,
     )
     return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, dataset.verification(dp_rank, dp_size))

@@ -105,7 +105,7 @@ def make_latents(
             num_workers=num_workers,
             pin_memory=pin_memory,
             patience=patience,
-            say=Progress.write,
+            log=Progress.write,
             on_hang=on_hang,
         ) as batches,
     ):

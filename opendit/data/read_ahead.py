@@ -41,7 +41,7 @@ class ReadAhead:
         reader: turns a request into a result; its ``dataset`` is the MediaDataset that it reads.
         requests: what to read, an iterable.
         patience: seconds that a single file may take while its batch is awaited, before DataError names it; 0: any.
-        say: is told, at half of them, which file it is.
+        log: is told, at half of them, which file it is.
         on_hang: of 0 workers, where nothing can interrupt a read: called with the error's text, by another thread.
     """
 
@@ -53,10 +53,10 @@ class ReadAhead:
         num_workers: int,
         pin_memory: bool,
         patience: float = 0.0,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         on_hang: Callable[[str], None] | None = None,
     ):
-        self.dataset, self.patience, self.say = reader.dataset, patience, say
+        self.dataset, self.patience, self.log = reader.dataset, patience, log
         self.reading = _Reading(max(1, num_workers))
         reader.dataset.on_read = self.reading.begin
         # A process that this one's main thread starts can be told to end with it.
@@ -207,8 +207,8 @@ def _watch(reads: "weakref.ref[ReadAhead]", on_hang: Callable[[str], None] | Non
         waited = 0.0 if asked is None else time.monotonic() - asked
         if waited < patience / 2:
             told = False
-        elif not told and ahead.say and (late := ahead._late(patience / 2)):
-            ahead.say(f"note: no data for {waited:.0f} s: {late}; the run ends at {patience:g} s")
+        elif not told and ahead.log and (late := ahead._late(patience / 2)):
+            ahead.log(f"note: no data for {waited:.0f} s: {late}; the run ends at {patience:g} s")
             told = True
         if waited >= patience and (late := ahead._late(patience)):
             if ahead._workers:

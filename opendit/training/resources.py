@@ -48,7 +48,7 @@ def open_loader(job: Job, supervisor: Supervisor) -> BatchIterator:
         on_skip=partial(say_skipped, mesh),
         as_bytes=True,  # a quarter of the memory traffic and of the transfer; the device makes the floats
         patience=flags.data_timeout,
-        say=lambda text: Progress.write(f"rank {mesh.rank}: {text}"),
+        log=lambda text: Progress.write(f"rank {mesh.rank}: {text}"),
         on_hang=supervisor.fail,
     )
     supervisor.closes(lambda _: loader.close())
