@@ -1,6 +1,7 @@
 """What ranks would else import one by one; they are forked from a process that has imported this (tests/ranks.py)."""
 
 import sklearn.datasets  # noqa: F401
+import torch._dynamo  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 import torchvision  # noqa: F401
 

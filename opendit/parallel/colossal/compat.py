@@ -1,5 +1,6 @@
 """Makes Colossal-AI 0.5.0 importable without its pinned companions, and runnable on a CPU with gloo."""
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -55,6 +56,18 @@ def prepare() -> None:
         stand_in_for_a_gpu()
 
 
+@contextlib.contextmanager
+def _nothing_compiled():
+    """torch.compile does nothing inside. Colossal-AI decorates functions of its FP8 communication by it, which nothing
+    here calls; the decoration alone imports torch's compiler, 1 s of CPU time."""
+    compiler = torch.compile
+    torch.compile = lambda function=None, **options: function or (lambda function: function)
+    try:
+        yield
+    finally:
+        torch.compile = compiler
+
+
 def _import_colossalai() -> None:
     # Those that are there stay out too: peft, imported now, would take bitsandbytes' stand-in for real.
     hidden = [n for n in _OPTIONAL if n not in sys.modules]
@@ -63,7 +76,7 @@ def _import_colossalai() -> None:
     finder = _StandIn(hidden)
     sys.meta_path.insert(0, finder)
     try:
-        with warnings.catch_warnings():  # about optional packages that nobody asked for
+        with _nothing_compiled(), warnings.catch_warnings():  # about optional packages that nobody asked for
             warnings.simplefilter("ignore")
             import colossalai.booster.plugin
             import colossalai.nn.optimizer  # noqa: F401

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from opendit.common.compiler import not_compiled
 from opendit.kernels.exchange_heads import new_heads
 from opendit.models.layers import Attend, Projection
 from opendit.parallel.sequence.layout import column_sums, in_working_dtype, linear_into
@@ -30,7 +31,7 @@ class DirectUlysses:
 
     takes_projection: ClassVar[bool] = True  # its product is written where the others read it
 
-    @torch.compiler.disable  # what other ranks read and write is in no graph of a compiler
+    @not_compiled  # what other ranks read and write is in no graph of a compiler
     def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)

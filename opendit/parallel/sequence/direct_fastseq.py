@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from opendit.common.compiler import not_compiled
 from opendit.kernels.common import kernels_available
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 from opendit.kernels.sum_parts import sum_parts, sum_parts_reference
@@ -41,7 +42,7 @@ class DirectFastSeq:
 
     takes_projection: ClassVar[bool] = True  # inputs travel beside their products
 
-    @torch.compiler.disable  # what other ranks read and write is in no graph of a compiler
+    @not_compiled  # what other ranks read and write is in no graph of a compiler
     def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
         x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
