@@ -2,6 +2,7 @@
 every other test in the process into interpreted ones. So they run in processes of their own (test_interpreter.py), one
 for each line."""
 
+import dataclasses
 import os
 
 import torch
@@ -68,7 +69,19 @@ def replace_the_language_once_a_launch() -> None:
     interpreter._patch_lang = patched
 
 
+def leave_overflow_unchecked() -> None:
+    """Triton's interpreter repeats every sum and product of integers in 64 bits to see whether 32 were enough. It took
+    40 % of its time; the indices of tensors as small as here don't come near."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
 if INTERPRETING:
+    leave_overflow_unchecked()
     round_float8_as_hardware_does()
     let_old_interpreters_loop()
     replace_the_language_once_a_launch()

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import train
+from tests.ranks import run_ranks
+
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = "--recipe digits --global_batch_size 8 --log_every 1 --sample_every 0 --sample_steps 2 --ckpt_every 0".split()
 # Slurm on one machine: a node is a process, SLURM_NODEID tells them apart; what signals a step signals all of them.
@@ -109,16 +112,17 @@ def test_a_failure_shows_what_the_ranks_wrote_and_is_not_queued_again(tmp_path):
     assert "exit code 3" in log and "node 0 broke" in log and "node 1 broke" in log and "attempt 2" in log
 
 
+def training(mesh, argv: list[str]) -> None:
+    train.main(argv)
+
+
 @pytest.mark.timeout(600)
 def test_two_agents_train_as_one_and_a_job_that_nears_its_limit_goes_on(tmp_path):
-    """One agent of two processes, undisturbed, against two agents, stopped by USR1 and queued again."""
+    """Two processes, undisturbed, against two agents of one each, stopped by USR1 and queued again."""
     steps = 40
     argv = [*DIGITS, "--max_steps", str(steps)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     outputs = tmp_path / "one"
-    quiet = dict(env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    done = subprocess.run([*torchrun, *argv, "--outputs", str(outputs)], **quiet)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run_ranks(2, training, [*argv, "--outputs", str(outputs)])
 
     two, number = tmp_path / "two", free_job_number()
     argv += ["--outputs", str(two)]
