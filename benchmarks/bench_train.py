@@ -40,7 +40,7 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.state.ema import EMA
-from opendit.training.job import make_deterministic
+from opendit.training.prepare import make_deterministic
 from opendit.training.runners import GRAPH_WARMUP, MicroBatch, build_runner
 
 SEED, GROUP = 1, 4

@@ -20,7 +20,7 @@ EXCEPTIONS = {
     ("opendit.training.fingerprint", "cli"): "names the flags whose change a resume tells of",
     ("opendit.training.from_flags", "cli"): "takes the flags",
     ("opendit.training.history", "cli"): "writes the flags into config.json",
-    ("opendit.training.job", "cli"): "takes the flags, and the dry run's lines about a preset and memory",
+    ("opendit.training.prepare", "cli"): "takes the flags, and the dry run's lines about a preset and memory",
     ("opendit.training.loop", "cli"): "takes the flags",
     ("opendit.training.run", "cli"): "takes the flags, and does a dry run instead where they ask for one",
     ("opendit.training.summary", "cli"): "prints what a preset came to",
@@ -129,7 +129,7 @@ def test_every_room_has_its_floor():
         ("opendit.models.dit", "if typing.TYPE_CHECKING:\n    pass\nelse:\n    import opendit.cli", {"cli"}),
         ("opendit.training.loop", "from opendit.state import ema\nfrom opendit.models import DiT", set()),
         ("opendit.common.rules", "from opendit.models import DiT", {"models"}),
-        ("opendit.cli.checks", "from opendit.training import job\nfrom opendit.common import rules", set()),
+        ("opendit.cli.checks", "from opendit.training import prepare\nfrom opendit.common import rules", set()),
     ],
 )
 def test_a_climb_is_seen(name, source, expected):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from opendit.data import Batch
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import Engine
-from opendit.training.job import Job
+from opendit.training.prepare import TrainingRun
 from opendit.training.runners import MicroBatch, Runner
 
 KEPT = 8  # micro-batches of a step, at most
@@ -32,7 +32,9 @@ class Diagnosis:
         runner: runs it again.
     """
 
-    def __init__(self, job: Job, engine: Engine, inputs: Callable[[Job, Batch], MicroBatch], runner: Runner):
+    def __init__(
+        self, job: TrainingRun, engine: Engine, inputs: Callable[[TrainingRun, Batch], MicroBatch], runner: Runner
+    ):
         self.job, self.engine, self.inputs, self.runner = job, engine, inputs, runner
         self._channel = ControlGroup(job.mesh)
         self._batches: deque[Batch] = deque(maxlen=KEPT)

@@ -10,11 +10,11 @@ from opendit.models import Condition, DiT, build_model
 from opendit.parallel.engines import Engine
 from opendit.state.ema import EMA
 from opendit.training import monitor as monitoring
-from opendit.training.job import Job, example_captions
 from opendit.training.monitor import Monitor
+from opendit.training.prepare import TrainingRun, example_captions
 
 
-def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -> None:
+def draw_grid(job: TrainingRun, engine: Engine, ema: EMA, monitor: Monitor, step: int) -> None:
     """samples/NNNNNNN.png from the EMA weights, by rank 0 and those that share its samples; the others help to gather
     the weights. Without the latents' VAE there is none.
 
@@ -37,7 +37,7 @@ def draw_grid(job: Job, engine: Engine, ema: EMA, monitor: Monitor, step: int) -
     mesh.barrier()
 
 
-def draw(job: Job, model: DiT, monitor: Monitor, step: int) -> None:
+def draw(job: TrainingRun, model: DiT, monitor: Monitor, step: int) -> None:
     y, captions = what_to_draw(job)
     batches = sample_in_batches(
         model,
@@ -64,7 +64,7 @@ def draw(job: Job, model: DiT, monitor: Monitor, step: int) -> None:
         monitor.picture(path, step)
 
 
-def what_to_draw(job: Job) -> tuple[Condition, list[str]]:
+def what_to_draw(job: TrainingRun) -> tuple[Condition, list[str]]:
     """The conditions of a sample grid, and what to write above the pictures."""
     if job.model_config.text is not None:
         captions = example_captions(job.dataset, count=8 if job.flags.use_video else 16)

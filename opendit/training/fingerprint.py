@@ -26,7 +26,7 @@ from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae import vae_folder
 
 if TYPE_CHECKING:
-    from opendit.training.job import Job
+    from opendit.training.prepare import TrainingRun
 
 # What a difference means.
 CURVE = "the curve is another from here on"
@@ -93,7 +93,7 @@ BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_paral
 # ------------------------------------------------------------------------------------------ what a run is made of
 
 
-def fingerprint(job: "Job") -> dict[str, Any]:
+def fingerprint(job: "TrainingRun") -> dict[str, Any]:
     """The fingerprint of a run, as JSON gives it back. It reads some of the data's files; call it on one rank."""
     flags, mesh, dataset, ops = job.flags, job.mesh, job.dataset, job.kernels.ops
     cuda = mesh.device.type == "cuda"
@@ -129,7 +129,7 @@ def by_value(objective: str) -> list[str]:
     return [name for name in names if name not in FREE | OF_THE_MODEL | MADE_INTO.keys() | others]
 
 
-def _encoders(job: "Job") -> dict[str, str | None]:
+def _encoders(job: "TrainingRun") -> dict[str, str | None]:
     """Which frozen networks see every sample, by their files' contents; None for one that sees none."""
     vae = text = None
     if job.dataset.kind == "pixels":

@@ -14,12 +14,12 @@ from opendit.state.files import sync_folder
 from opendit.state.schema import RUN_CONFIG
 
 if TYPE_CHECKING:
-    from opendit.training.job import Job
+    from opendit.training.prepare import TrainingRun
 
 CONFIG, DAMAGED = "config.json", "config_damaged.json"
 
 
-def write_config(job: "Job") -> None:
+def write_config(job: "TrainingRun") -> None:
     """Adds this start to the run's config.json, which is whole at every moment. Call on one rank. Raises OSError."""
     path, start = job.folder / CONFIG, describe_start(job)
     starts = _earlier_starts(path, job.notes)
@@ -33,7 +33,7 @@ def write_config(job: "Job") -> None:
     sync_folder(job.folder)
 
 
-def describe_start(job: "Job") -> dict[str, Any]:
+def describe_start(job: "TrainingRun") -> dict[str, Any]:
     """What a start used: when, where, with which versions and flags, from which step, and what it changed."""
     flags, found = job.flags, job.fingerprint
     return {

@@ -28,9 +28,9 @@ from opendit.training.diagnosis import Diagnosis
 from opendit.training.drawing import draw_grid
 from opendit.training.from_flags import config_of
 from opendit.training.interrupt import Interrupt
-from opendit.training.job import Job
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
+from opendit.training.prepare import TrainingRun
 from opendit.training.resources import open_checkpoints, open_loader, open_monitor, open_profiler
 from opendit.training.runners import MicroBatch, Runner, build_runner
 from opendit.training.skipped_steps import SkippedSteps
@@ -38,7 +38,7 @@ from opendit.training.step_log import StepLog
 from opendit.training.summary import announce, announce_memory, summarise
 
 
-def train(job: Job, supervisor: Supervisor) -> int:
+def train(job: TrainingRun, supervisor: Supervisor) -> int:
     """Trains to the job's last step, or to the one in which a signal comes; returns how many saves and other writes
     failed, the same on every rank.
 
@@ -96,7 +96,7 @@ def train(job: Job, supervisor: Supervisor) -> int:
 
 
 def step_inputs(
-    job: Job, loader: BatchIterator, monitor: Monitor, pace: Pace, diagnosis: Diagnosis
+    job: TrainingRun, loader: BatchIterator, monitor: Monitor, pace: Pace, diagnosis: Diagnosis
 ) -> Iterator[MicroBatch]:
     """The micro-batches of the next step, each loaded when it is asked for."""
     for _ in range(job.flags.grad_accumulation):
@@ -109,7 +109,7 @@ def step_inputs(
         yield inputs(job, batch)
 
 
-def inputs(job: Job, batch: Batch) -> MicroBatch:
+def inputs(job: TrainingRun, batch: Batch) -> MicroBatch:
     """A loader's batch on the device, as latents; all its randomness is keyed by (seed, step, sample)."""
     device, seed, step = job.mesh.device, job.flags.global_seed, batch.step
     index = batch.index.to(device, non_blocking=True)
@@ -130,7 +130,7 @@ def learning_rate(flags: TrainConfig, step: int, last_step: int) -> float:
     return flags.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def runner_of(job: Job, engine: Engine, pace: Pace) -> Runner:
+def runner_of(job: TrainingRun, engine: Engine, pace: Pace) -> Runner:
     return build_runner(
         engine,
         job.objective,
@@ -141,7 +141,7 @@ def runner_of(job: Job, engine: Engine, pace: Pace) -> Runner:
     )
 
 
-def build_model_and_engine(job: Job) -> Engine:
+def build_model_and_engine(job: TrainingRun) -> Engine:
     flags = job.flags
     torch.manual_seed(flags.global_seed)  # the same initial weights on every rank
     torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU

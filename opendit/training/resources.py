@@ -11,12 +11,12 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
 from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
-from opendit.training.job import Job
 from opendit.training.monitor import Monitor
+from opendit.training.prepare import TrainingRun
 from opendit.training.profiling import StepProfiler
 
 
-def open_monitor(job: Job, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
+def open_monitor(job: TrainingRun, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
     monitor = Monitor(
         job.folder,
         job.mesh,
@@ -31,7 +31,7 @@ def open_monitor(job: Job, supervisor: Supervisor, failures: WriteFailures) -> M
     return monitor
 
 
-def open_loader(job: Job, supervisor: Supervisor) -> BatchIterator:
+def open_loader(job: TrainingRun, supervisor: Supervisor) -> BatchIterator:
     flags, mesh = job.flags, job.mesh
     loader = build_loader(
         job.dataset,
@@ -55,7 +55,9 @@ def open_loader(job: Job, supervisor: Supervisor) -> BatchIterator:
     return loader
 
 
-def open_checkpoints(job: Job, engine: Engine, ema: EMA, monitor: Monitor, supervisor: Supervisor) -> Checkpoints:
+def open_checkpoints(
+    job: TrainingRun, engine: Engine, ema: EMA, monitor: Monitor, supervisor: Supervisor
+) -> Checkpoints:
     checkpoints = Checkpoints(
         job.folder / "checkpoints",
         engine,
@@ -71,7 +73,7 @@ def open_checkpoints(job: Job, engine: Engine, ema: EMA, monitor: Monitor, super
     return checkpoints
 
 
-def open_profiler(job: Job, monitor: Monitor, failures: WriteFailures) -> StepProfiler:
+def open_profiler(job: TrainingRun, monitor: Monitor, failures: WriteFailures) -> StepProfiler:
     return StepProfiler(
         job.flags.profile and job.mesh.is_main,
         job.folder / "profile",

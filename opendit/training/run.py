@@ -8,8 +8,8 @@ from opendit.cli.values import one_line
 from opendit.data import DataError
 from opendit.parallel.mesh import init_mesh
 from opendit.parallel.supervisor import Supervisor
-from opendit.training.job import USER_ERRORS, prepare
 from opendit.training.loop import train
+from opendit.training.prepare import USER_ERRORS, prepare
 
 
 def run(flags: TrainConfig) -> None:

@@ -5,9 +5,9 @@ import torch
 from opendit.data import BatchIterator
 from opendit.parallel.engines import Engine, StepResult
 from opendit.state.saving import Checkpoints
-from opendit.training.job import Job
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
+from opendit.training.prepare import TrainingRun
 
 
 class StepLog:
@@ -18,7 +18,13 @@ class StepLog:
     """
 
     def __init__(
-        self, job: Job, engine: Engine, loader: BatchIterator, checkpoints: Checkpoints, monitor: Monitor, pace: Pace
+        self,
+        job: TrainingRun,
+        engine: Engine,
+        loader: BatchIterator,
+        checkpoints: Checkpoints,
+        monitor: Monitor,
+        pace: Pace,
     ):
         self._job, self._engine, self._loader, self._checkpoints = job, engine, loader, checkpoints
         self._monitor, self._pace = monitor, pace

@@ -18,12 +18,12 @@ from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
 from opendit.training import monitor as monitoring
 from opendit.training.history import write_config
-from opendit.training.job import Job
 from opendit.training.memory import USABLE, advice, card_memory, describe
 from opendit.training.monitor import Monitor
+from opendit.training.prepare import TrainingRun
 
 
-def announce_memory(job: Job) -> None:
+def announce_memory(job: TrainingRun) -> None:
     """What the step will need and, where the GPU has less, the cheapest mitigation: before building runs out of it."""
     if not job.mesh.is_main:
         return
@@ -37,7 +37,9 @@ def announce_memory(job: Job) -> None:
         )
 
 
-def announce(job: Job, failures: WriteFailures, engine: Engine, ema: EMA, graph_note: str, compile_note: str) -> None:
+def announce(
+    job: TrainingRun, failures: WriteFailures, engine: Engine, ema: EMA, graph_note: str, compile_note: str
+) -> None:
     """One block that says what is in use, and why."""
     if not job.mesh.is_main:
         return
@@ -74,7 +76,7 @@ def announce(job: Job, failures: WriteFailures, engine: Engine, ema: EMA, graph_
         print(f"note: {note}", flush=True)
 
 
-def summarise(job: Job, monitor: Monitor, checkpoints: Checkpoints) -> None:
+def summarise(job: TrainingRun, monitor: Monitor, checkpoints: Checkpoints) -> None:
     """What is there now, and what to do with it: no line for what is not."""
     folder, step, failures = job.folder, monitor.last.get("step", job.first_step), monitor.failures
     rows = {"checkpoint": str(checkpoints.newest or "none was saved")}
@@ -97,7 +99,7 @@ def summarise(job: Job, monitor: Monitor, checkpoints: Checkpoints) -> None:
     monitoring.print_block(f"{'Stopped' if step < job.last_step else 'Done'}: step {step}{loss}", rows)
 
 
-def what_next(job: Job, step: int, newest: Path | None) -> str | None:
+def what_next(job: TrainingRun, step: int, newest: Path | None) -> str | None:
     """A command that works on what this run has saved; None if it has nothing."""
     if newest is None:
         return None

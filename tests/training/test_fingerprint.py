@@ -34,7 +34,7 @@ from opendit.training.fingerprint import (
     changes,
     stored_fingerprint,
 )
-from opendit.training.job import prepare
+from opendit.training.prepare import prepare
 from tests.encoders.test_vae import small_vae
 from tests.ranks import run_ranks, several_programs
 

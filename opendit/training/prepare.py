@@ -51,7 +51,7 @@ USER_ERRORS = (ValueError, OSError, DataError)  # of prepare(): the message is e
 
 
 @dataclass
-class Job:
+class TrainingRun:
     """A checked training run."""
 
     flags: TrainConfig
@@ -128,7 +128,7 @@ class Job:
         }
 
 
-def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
+def prepare(flags: TrainConfig, mesh: Mesh) -> TrainingRun:
     """Checks everything that can be wrong with a run, and loads its data set and VAE.
 
     Raises:
@@ -196,7 +196,7 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> Job:
         notes.append(
             f"{resume.folder} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on"
         )
-    job = Job(
+    job = TrainingRun(
         flags=flags,
         mesh=mesh,
         dataset=dataset,

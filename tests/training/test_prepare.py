@@ -9,7 +9,7 @@ from opendit.kernels.attention import LocalAttention
 from opendit.kernels.select import KernelChoice
 from opendit.models import model_config
 from opendit.models.layers import BlockOps
-from opendit.training import job
+from opendit.training import prepare as job
 
 
 @pytest.mark.parametrize(
