@@ -119,8 +119,9 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
     tokens = batch * -(-config.tokens // setup.sequence_parallel)
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers + kept.weights
-    if setup.grad_checkpoint:  # every block's input, and all of one block
-        return config.depth * unit + (block - unit) + backward * unit
+    if setup.grad_checkpoint:  # every block's input and modulation, and all of one block
+        given = unit + size * batch * config.modulation_width
+        return config.depth * given + (block - given) + backward * unit
     return config.depth * block + backward * unit
 
 

@@ -127,8 +127,9 @@ def test_a_clip_model_starts_from_a_picture_model(tmp_path):
     still = x[:, :, None].expand(-1, -1, 2, -1, -1)  # two frames alike are one token, as the picture is
     assert torch.allclose(new.x_embedder(still), old.x_embedder(x), atol=1e-6)
     tokens, c = torch.randn(3, 16, 128), torch.randn(3, 128)
-    frames = new.unpatchify(new.final_layer(tokens, c), (1, 4, 4))
-    assert torch.allclose(frames, old.unpatchify(old.final_layer(tokens, c), (4, 4))[:, :, None].expand_as(frames))
+    clip, picture = (m.final_layer(tokens, m.final_layer.modulate(c)) for m in (new, old))
+    frames = new.unpatchify(clip, (1, 4, 4))
+    assert torch.allclose(frames, old.unpatchify(picture, (4, 4))[:, :, None].expand_as(frames))
     assert set(done.resized) == {"x_embedder.proj.weight", "final_layer.linear.weight", "final_layer.linear.bias"}
 
 

@@ -126,14 +126,14 @@ def test_activations_are_what_a_model_keeps(config, level, dtype):
     assert estimate(config, setup, 4).activations - backward * unit == pytest.approx(kept, rel=0.02)
 
 
-def test_checkpointed_blocks_keep_their_input():
+def test_checkpointed_blocks_keep_their_input_and_modulation():
     model = randomised(DiT(LABELS))
     model.grad_checkpoint = True
     kept = kept_bytes(lambda: model(*inputs(LABELS)))
     model.blocks = torch.nn.ModuleList()
     kept -= kept_bytes(lambda: model(*inputs(LABELS)))
     setup = Setup(precision="fp32", fused=False, grad_checkpoint=True)
-    unit = 2 * LABELS.tokens * LABELS.hidden_size * 4
+    unit = 2 * LABELS.tokens * LABELS.hidden_size * 4 + 2 * 6 * LABELS.hidden_size * 4  # x and m of 2 samples
     one = estimate(DiTConfig(**{**vars(LABELS), "depth": 1}), setup, 2).activations
     assert estimate(LABELS, setup, 2).activations - one == 3 * unit
     assert kept == pytest.approx(4 * unit, rel=0.02)
