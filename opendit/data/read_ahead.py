@@ -88,8 +88,10 @@ class ReadAhead:
             self._results._get_data = lambda: me()._wait_for_result()
         self._asked: float | None = None  # since when the main process waits for a result
         self._hung = ""  # why the workers were given up
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=_watch, args=(me, self._closing, on_hang), name="reading", daemon=True)
         if patience:
-            threading.Thread(target=_watch, args=(me, on_hang), name="reading", daemon=True).start()
+            self._watcher.start()
 
     def __enter__(self) -> "ReadAhead":
         return self
@@ -181,6 +183,9 @@ class ReadAhead:
     def close(self) -> None:
         """Ends the worker processes, within seconds even if they are stuck; may be called twice."""
         results, self._results = self._results, None
+        self._closing.set()
+        if self._watcher.is_alive() and self._watcher is not threading.current_thread():
+            self._watcher.join(timeout=1)  # it must not free the batches either; it may be ending the program itself
         if results is None or not self._workers:
             self.reading.end()
             return
@@ -199,10 +204,10 @@ def _shut_down(results) -> None:
         results._shutdown_workers()
 
 
-def _watch(reads: "weakref.ref[ReadAhead]", on_hang: Callable[[str], None] | None) -> None:
+def _watch(reads: "weakref.ref[ReadAhead]", closing: threading.Event, on_hang: Callable[[str], None] | None) -> None:
     """The thread that loses patience."""
     told = False
-    while (ahead := reads()) is not None and ahead._results is not None:
+    while (ahead := reads()) is not None and not closing.is_set():
         patience, asked = ahead.patience, ahead._asked
         waited = 0.0 if asked is None else time.monotonic() - asked
         if waited < patience / 2:
@@ -213,13 +218,13 @@ def _watch(reads: "weakref.ref[ReadAhead]", on_hang: Callable[[str], None] | Non
         if waited >= patience and (late := ahead._late(patience)):
             if ahead._workers:
                 ahead._give_up(late)
-                time.sleep(5)
+                closing.wait(5)
             if on_hang is not None and ahead._asked is not None and ahead._asked == asked:
                 on_hang(_no_data(late, patience))
             return
         pause = min(POLL, patience / 4)
         del ahead
-        time.sleep(pause)
+        closing.wait(pause)
 
 
 def _no_data(late: str, patience: float) -> str:

@@ -215,6 +215,17 @@ def test_a_loader_that_ends_slowly_is_not_freed_by_its_thread(monkeypatch):
     read_ahead._not_ended.clear()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_thread_that_watches_a_loader_ends_with_it(workers):
+    """One that wakes up while the interpreter ends, and frees batches then, aborts the process after all is well."""
+    given = dict(dp_rank=0, dp_size=1, batch_size=2, num_workers=workers, patience=60.0)
+    iterator = build_loader(Numbers(8), BatchSchedule(8, 2, 0), **given)
+    next(iterator)
+    (watcher,) = (thread for thread in threading.enumerate() if thread.name == "reading")
+    iterator.close()
+    assert not watcher.is_alive()
+
+
 def test_a_worker_that_dies_is_reported():
     data = Numbers(100, deadly=[BatchSchedule(100, 1, 0).rows(20)[0]])
     iterator = build_loader(data, BatchSchedule(100, 1, 0), dp_rank=0, dp_size=1, batch_size=1, num_workers=1)
