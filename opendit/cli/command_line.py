@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import time
 import types
 import typing
 from collections.abc import Collection, Sequence
@@ -276,6 +277,8 @@ class CommandLine(argparse.ArgumentParser):
         more = f" ({self.prog} --help shows all flags)" if hint and "--help" not in str(error) else ""
         if speaks(error):
             print(one_line(f"{self.prog}: error: {error}{more}"), file=sys.stderr, flush=True)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(5)  # torchrun ends all processes once one has ended, and the one that speaks may be slower
         self.exit(2)
 
     def _refuse_strangers(self, words: list[str]) -> None:

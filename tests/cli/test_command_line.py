@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import train
 from opendit.cli.command_line import read_flags
 from opendit.cli.train_flags import TrainConfig
 from opendit.cli.values import Value, one_line
@@ -56,6 +57,19 @@ def test_of_all_ranks_the_first_speaks(capsys, monkeypatch):
         assert bool(refused(["--load", "nowhere"], capsys)) == (local == "0")
     monkeypatch.setenv("RANK", "0")
     assert "--lr nan" in refused(["--lr", "nan"], capsys)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_under_torchrun_the_silent_rank_waits_for_the_one_that_speaks(rank, monkeypatch, capsys):
+    """torchrun ends all processes once one has ended."""
+    waits = []
+    monkeypatch.setattr("opendit.cli.command_line.time.sleep", waits.append)
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "x")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--lr", "inf"])
+    said = "--lr inf: must be above 0" in capsys.readouterr().err
+    assert stop.value.code == 2 and said == (not waits) == (rank == "0")
 
 
 def test_two_processes_say_it_once():
