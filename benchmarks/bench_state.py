@@ -27,6 +27,7 @@ from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
 from opendit.parallel.engines import PRECISIONS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.parallel.names import PLUGINS
 from opendit.state.checkpoint import find_checkpoint, load_checkpoint
 from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--model", default="DiT-XL/2")
     parser.add_argument("--image_size", type=int, default=256)
     parser.add_argument("--batch_size", type=int, default=128, help="per rank")
-    parser.add_argument("--plugin", default="zero2", choices=("zero2", "ddp", "gemini"))
+    parser.add_argument("--plugin", default="zero2", choices=tuple(PLUGINS))
     parser.add_argument("--precision", default="bf16", choices=tuple(PRECISIONS))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)

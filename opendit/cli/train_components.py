@@ -20,7 +20,7 @@ from opendit.cli.values import (
 from opendit.diffusion.names import FLOW_TIMES, PREDICTIONS, SAMPLERS_OF
 from opendit.kernels.names import RECOMPUTE
 from opendit.models.names import POSITIONS
-from opendit.parallel.names import PLUGINS, PRECISIONS
+from opendit.parallel.names import PLUGINS, PRECISIONS, plugin_help
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class PluginFlags(Flags):
 
     group: ClassVar[str] = "Parallelism"
 
-    plugin: str = flag("zero2", "Colossal-AI plugin", choices=PLUGINS)
+    plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS))
 
 
 @dataclass(frozen=True)

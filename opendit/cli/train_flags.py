@@ -9,6 +9,7 @@ from opendit.cli.command_line import check_values, settle_idle
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.kernels.names import PACKAGE
 from opendit.models.names import canonical_name, is_video
+from opendit.parallel.names import PLUGINS, check_precision
 
 KIND_FLAGS = {"full_attention": "ST-DiT", "expert_capacity": "EC-DiT"}
 OBJECTIVE_FLAGS = {"prediction": "ddpm", "min_snr": "ddpm", "ddpm_shift": "ddpm", "flow_shift": "flow",
@@ -79,10 +80,7 @@ class TrainConfig(
             )
 
     def _check_speed(self) -> None:
-        if self.plugin == "gemini" and self.mixed_precision == "fp32":
-            raise ValueError(
-                "--plugin gemini works in bf16 and fp16 only: use --mixed_precision bf16, or --plugin zero2 for fp32"
-            )
+        check_precision(self.plugin, self.mixed_precision)
         if self.deterministic and self.attention in ("cudnn", PACKAGE):
             raise ValueError(
                 f"--attention {self.attention} adds gradients in any order; use flash with --deterministic"
@@ -91,8 +89,11 @@ class TrainConfig(
             raise ValueError(
                 "--attention math builds the N x N matrix, which --enable_flashattn rules out; leave one out"
             )
-        if self.fp8 and self.plugin == "gemini":
-            raise ValueError("--fp8 does not work with --plugin gemini; use --plugin zero2, or leave --fp8 out")
+        if self.fp8 and "fp8" in PLUGINS[self.plugin].refuses:
+            other = next(name for name, plugin in PLUGINS.items() if "fp8" not in plugin.refuses)
+            raise ValueError(
+                f"--fp8 does not work with --plugin {self.plugin}; use --plugin {other}, or leave --fp8 out"
+            )
 
     def _check_optimizer(self) -> None:
         if len(set(self.ema_decays)) < len(self.ema_decays):
@@ -169,7 +170,7 @@ class TrainConfig(
         if self.pretrained is None:
             raise ValueError("--lora adds to trained weights: say which with --pretrained")
         clashes = {
-            "--plugin gemini": self.plugin == "gemini",
+            f"--plugin {self.plugin}": "lora" in PLUGINS[self.plugin].refuses,
             "--fp8": self.fp8,
             "--recompute": self.recompute != "none",
             "--sequence_parallel_size": self.sequence_parallel_size > 1,
@@ -187,10 +188,8 @@ class TrainConfig(
         ):
             if getattr(self, name):
                 raise ValueError(f"--recompute {self.recompute}: --{name} {why}; choose one of the two")
-        why = None
-        if self.plugin == "gemini":
-            why = "--plugin gemini has freed the weights by then"
-        elif self.fp8:
+        why = PLUGINS[self.plugin].ignores.get("recompute")
+        if why is None and self.fp8:
             why = "--fp8 keeps these activations in one byte each, and can't recompute them"
         if why is None:
             return self, []

@@ -28,7 +28,7 @@ def table(names: list[str], image_size: int, frames: int, batch: int, world: int
         )
         memory = []
         for plugin in PLUGINS:
-            possible = plugin != "gemini" or precision != "fp32"
+            possible = precision in PLUGINS[plugin].precisions
             needs = estimate(config, Setup(plugin, precision, world), batch).total / GIB
             memory.append(f"{needs:.1f}" if possible else "-")
         work = f"{3 * config.forward_flops() / 1e9:,.1f}"

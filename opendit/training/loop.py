@@ -20,6 +20,7 @@ from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, build_engine
+from opendit.parallel.names import PLUGINS
 from opendit.parallel.supervisor import Supervisor
 from opendit.state.checkpoint import load_checkpoint
 from opendit.state.ema import EMA
@@ -181,6 +182,5 @@ def why_not_compiled(flags: TrainConfig) -> str | None:
     """Why --compile is not done; None: it is."""
     if not flags.compile:
         return "off (--compile is)"
-    if flags.plugin == "gemini":
-        return "off: Gemini fetches weights in __torch_function__ and frees them after use, which compile can't follow"
-    return None
+    why = PLUGINS[flags.plugin].ignores.get("compile")
+    return None if why is None else f"off: {why}"

@@ -1,17 +1,19 @@
-"""Training engines, one file for each plugin: a new one is a subclass of Engine and its name in ENGINES (and in
-opendit/parallel/names.py, which the flags are checked by)."""
+"""Training engines, one file for each plugin; opendit/parallel/names.py is their registry and says how one is added."""
+
+from importlib import import_module
 
 from torch import nn
 
 from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings, StepResult
-from opendit.parallel.engines.ddp import DDPEngine
-from opendit.parallel.engines.gemini import GeminiEngine
-from opendit.parallel.engines.zero2 import Zero2Engine
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.names import PLUGINS, check_precision
 
-__all__ = ["ENGINES", "MOMENTS", "PRECISIONS", "Engine", "StepResult", "build_engine"]
+__all__ = ["MOMENTS", "PRECISIONS", "Engine", "StepResult", "build_engine", "engine_of"]
 
-ENGINES = {engine.plugin: engine for engine in (Zero2Engine, DDPEngine, GeminiEngine)}
+
+def engine_of(plugin: str) -> type[Engine]:
+    """The engine of a plugin of ``opendit.parallel.names.PLUGINS``, imported when it is asked for."""
+    return import_module(f"{__name__}.{plugin}").ENGINE
 
 
 def build_engine(
@@ -30,7 +32,7 @@ def build_engine(
 
     Args:
         module: a plain module with fp32 weights.
-        plugin: one of ENGINES.
+        plugin: one of ``opendit.parallel.names.PLUGINS``.
         betas: of AdamW, both at least 0 and below 1.
         grad_clip: bound of the global gradient norm; 0 means none.
         grad_accumulation: micro-batches a step (gemini has to know).
@@ -38,13 +40,8 @@ def build_engine(
     Raises:
         ValueError: unknown plugin or precision, or one that the plugin does not work in.
     """
-    if plugin not in ENGINES or precision not in PRECISIONS:
-        raise ValueError(f"plugin {plugin} with precision {precision}: plugins are {', '.join(ENGINES)}")
-    engine = ENGINES[plugin]
-    if precision not in engine.precisions:
-        works = " and ".join(engine.precisions)
-        raise ValueError(
-            f"--plugin {plugin} works in {works} only; use --mixed_precision {engine.precisions[0]} or --plugin zero2"
-        )
+    if plugin not in PLUGINS or precision not in PRECISIONS:
+        raise ValueError(f"plugin {plugin} with precision {precision}: plugins are {', '.join(PLUGINS)}")
+    check_precision(plugin, precision)
     settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation)
-    return engine(module, mesh, precision, settings)
+    return engine_of(plugin)(module, mesh, precision, settings)

@@ -75,7 +75,6 @@ class Engine(ABC):
         self.finish_loading()
 
     plugin: str  # its name in --plugin
-    precisions = tuple(PRECISIONS)  # those that it works in
 
     @abstractmethod
     def _wrap(self, module: nn.Module, settings: Settings) -> tuple[nn.Module, Any, torch.optim.Optimizer, str]:

@@ -76,3 +76,6 @@ class DDPEngine(BoosterEngine):
         if state and self._torch_scaler.is_enabled():
             now = self._torch_scaler.state_dict()
             self._torch_scaler.load_state_dict({**now, "scale": state["scale"], "_growth_tracker": state["growth"]})
+
+
+ENGINE = DDPEngine

@@ -13,7 +13,6 @@ class GeminiEngine(BoosterEngine):
     """ZeRO stage 3 by chunks: a parameter's shard is where it overlaps this rank's part of its chunk."""
 
     plugin = "gemini"
-    precisions = ("bf16", "fp16")
     whole = False
     no_graph = "Gemini fetches and frees weights from the host (--plugin gemini)"
 
@@ -78,6 +77,9 @@ class GeminiEngine(BoosterEngine):
 
     def _scaler(self):
         return getattr(self.optimizer.mix_precision_mixin, "grad_scaler", None)
+
+
+ENGINE = GeminiEngine
 
 
 def _overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:

@@ -47,3 +47,6 @@ class Zero2Engine(BoosterEngine):
 
     def _scaler(self):
         return getattr(self.optimizer.mixed_precision_mixin, "grad_scaler", None)
+
+
+ENGINE = Zero2Engine
