@@ -7,7 +7,6 @@ from opendit.cli import train_components as component
 from opendit.cli.checks import check_exists, check_vae, check_weights, check_workers, check_writable, settle_precision
 from opendit.cli.command_line import check_values, settle_idle
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
-from opendit.kernels.names import PACKAGE
 from opendit.models.names import canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
 
@@ -81,10 +80,8 @@ class TrainConfig(
 
     def _check_speed(self) -> None:
         check_precision(self.plugin, self.mixed_precision)
-        if self.deterministic and self.attention in ("cudnn", PACKAGE):
-            raise ValueError(
-                f"--attention {self.attention} adds gradients in any order; use flash with --deterministic"
-            )
+        if self.deterministic and self.attention == "cudnn":
+            raise ValueError("--attention cudnn adds gradients in any order; use flash with --deterministic")
         if self.enable_flashattn and self.attention == "math":
             raise ValueError(
                 "--attention math builds the N x N matrix, which --enable_flashattn rules out; leave one out"

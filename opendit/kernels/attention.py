@@ -24,12 +24,13 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 HALF = (torch.bfloat16, torch.float16)
+CUTE = "flash_attn.cute"  # FlashAttention 4, of the package flash-attn-4
 
 
 @functools.cache
 def flash_attn() -> tuple[Callable[..., Tensor | tuple], str] | None:
     """(function of q, k, v (B, N, H, d), its package): the newest FlashAttention installed, 4, 3, 2; or None."""
-    for package in ("flash_attn.cute", "flash_attn_interface", "flash_attn"):
+    for package in (CUTE, "flash_attn_interface", PACKAGE):
         try:
             return importlib.import_module(package).flash_attn_func, package
         except (ImportError, OSError, AttributeError):  # absent, or built for another torch
@@ -42,7 +43,8 @@ class LocalAttention:
 
     ``backend`` is one of torch's cudnn, flash, efficient, math, or flash_attn for the package of that name, or auto for
     torch's own choice at each call; :func:`resolve_attention` turns auto into the measured best. torch.compile traces
-    through it, and gets torch's flash in place of cudnn (RIGHT_WHEN_COMPILED says why) and flash_attn.
+    through it, and gets torch's flash in place of cudnn (RIGHT_WHEN_COMPILED says why) and flash_attn. The package is
+    deterministic where torch is told to be.
     """
 
     def __init__(self, backend: str = "auto"):
@@ -57,7 +59,8 @@ class LocalAttention:
         if backend in ("cudnn", PACKAGE) and torch.compiler.is_compiling():
             backend = "flash"
         if backend == PACKAGE:
-            output = flash_attn()[0](*(x.transpose(1, 2) for x in (q, k, v)))
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            output = flash_attn()[0](*(x.transpose(1, 2) for x in (q, k, v)), deterministic=deterministic)
             output = output[0] if isinstance(output, tuple) else output  # some give the log-sum-exp, too
             return output.transpose(1, 2)
         with sdpa_kernel(BACKENDS[backend]):
@@ -90,7 +93,7 @@ def resolve_attention(
             return requested, "asked for" if requested == "math" else f"torch's own choice on {device.type}"
         raise ValueError(f"attention {requested!r} was asked for and needs a CUDA GPU, not {device.type}")
     if requested == PACKAGE and flash_attn() is None:
-        raise ValueError("attention 'flash_attn' was asked for and is not installed: pip install flash-attn")
+        raise ValueError("attention 'flash_attn' was asked for and is not installed: pip install flash-attn-4")
     if requested != "auto":
         if not usable(requested, device, dtype, head_dim, length):
             raise ValueError(f"attention {requested!r} was asked for and does not run here: {shape}")
@@ -128,9 +131,10 @@ def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
     if backend == "math":
         return True
     if backend == PACKAGE:
-        package = flash_attn()[1]
+        package, card = flash_attn()[1], capability(device)
         oldest = (8, 0) if package == PACKAGE else (9, 0)
-        return dtype in HALF and capability(device) >= oldest and head_dim % 8 == 0 and head_dim <= 256
+        largest = 128 if package == CUTE and card[0] in (10, 11) else 256
+        return dtype in HALF and card >= oldest and head_dim % 8 == 0 and head_dim <= largest
     ask = {
         "cudnn": cuda_backends.can_use_cudnn_attention,
         "flash": cuda_backends.can_use_flash_attention,

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from opendit import fused
 from opendit.diffusion.random import Stream, random_bits
 from opendit.kernels.add_table import add_table
-from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.attention import LocalAttention, flash_attn, resolve_attention
 from opendit.kernels.common import Launch, forced_launch, interpreting, kernels_available
 from opendit.kernels.philox import philox_bits
 from opendit.kernels.split_heads import split_heads, split_heads_reference
@@ -231,6 +231,33 @@ def test_attention_of_deterministic_runs_repeats_its_bits(dtype):
     torch.use_deterministic_algorithms(True)
     try:
         runs = [torch.autograd.grad(LocalAttention("flash")(*split_heads(qkv, 16)), qkv, weight)[0] for _ in range(5)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(runs[0], other) for other in runs[1:])
+
+
+@pytest.mark.skipif(flash_attn() is None, reason="no flash_attn package is installed")
+@pytest.mark.parametrize("head_dim", (64, 72, 128))
+@pytest.mark.parametrize("dtype", (BFLOAT16, torch.float16))
+def test_the_flash_attn_package_against_float64(dtype, head_dim):
+    """Output and gradient, of lengths that are no multiple of any tile; told to be deterministic, the same bits."""
+    backend, reason = resolve_attention("flash_attn", "cuda", dtype, head_dim, 257, tiled=True)
+    assert (backend, reason) == ("flash_attn", f"asked for, {flash_attn()[1]}")
+    attend = LocalAttention(backend)
+    torch.manual_seed(0)
+    for length in (1, 257, 1031):
+        qkv = torch.randn(3, length, 3, 4, head_dim, device="cuda", dtype=dtype, requires_grad=True)
+        weight = torch.randn(3, length, 4, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
+        got = attend(*qkv.permute(2, 0, 3, 1, 4))
+        exact = qkv.detach().double().requires_grad_()
+        q, k, v = exact.permute(2, 0, 3, 1, 4)
+        want = torch.softmax(q @ k.transpose(-1, -2) / head_dim**0.5, dim=-1) @ v
+        (dgot,), (dwant,) = torch.autograd.grad(got, qkv, weight), torch.autograd.grad(want, exact, weight.double())
+        for a, b in ((got, want), (dgot, dwant)):
+            assert ((a.double() - b).norm() / b.norm()).item() <= (1e-2 if dtype == BFLOAT16 else 2e-3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [torch.autograd.grad(attend(*qkv.permute(2, 0, 3, 1, 4)), qkv, weight)[0] for _ in range(5)]
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(runs[0], other) for other in runs[1:])

@@ -68,10 +68,14 @@ def test_a_backend_asked_for_is_used_or_refused(card):
 
 @pytest.fixture
 def package(monkeypatch):
-    """Stands for an installed FlashAttention: (B, N, H, d) in, and out or, as version 4, with the log-sum-exp."""
+    """Stands for an installed FlashAttention: (B, N, H, d) in, and out or, as version 4, with the log-sum-exp. The list
+    that it gives holds of every call whether it was to be deterministic."""
 
-    def install(name: str, with_lse: bool = False) -> None:
-        def flash_attn_func(q, k, v):
+    def install(name: str, with_lse: bool = False) -> list[bool]:
+        calls = []
+
+        def flash_attn_func(q, k, v, *, deterministic=False):
+            calls.append(deterministic)
             out = expected(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
             return (out, None) if with_lse else out
 
@@ -79,20 +83,27 @@ def package(monkeypatch):
             found = types.SimpleNamespace(flash_attn_func=flash_attn_func) if module == name else None
             monkeypatch.setitem(sys.modules, module, found)
         attention.flash_attn.cache_clear()
+        return calls
 
     yield install
     attention.flash_attn.cache_clear()
 
 
-@pytest.mark.parametrize("name", ("flash_attn", "flash_attn_interface"))
+@pytest.mark.parametrize("name", ("flash_attn", "flash_attn_interface", "flash_attn.cute"))
 @pytest.mark.parametrize("with_lse", (False, True))
 def test_the_flash_attn_package(package, monkeypatch, name, with_lse):
-    package(name, with_lse)
+    calls = package(name, with_lse)
     monkeypatch.setattr(attention, "capability", lambda device: (9, 0))
     asked = resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256, tiled=True)
     assert asked == ("flash_attn", f"asked for, {name}")
     q, k, v = torch.randn(3, 2, 3, 7, 24, dtype=torch.float64)
     torch.testing.assert_close(LocalAttention("flash_attn")(q, k, v), expected(q, k, v))
+    torch.use_deterministic_algorithms(True)
+    try:
+        LocalAttention("flash_attn")(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert calls == [False, True]
     for dtype, head_dim in ((FLOAT32, 72), (BFLOAT16, 70), (BFLOAT16, 512)):
         with pytest.raises(ValueError, match="does not run here"):
             resolve_attention("flash_attn", "cuda", dtype, head_dim, 256)
@@ -102,11 +113,13 @@ def test_the_flash_attn_package(package, monkeypatch, name, with_lse):
     else:  # made for Hopper
         with pytest.raises(ValueError, match="does not run here"):
             resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256)
+    monkeypatch.setattr(attention, "capability", lambda device: (10, 0))
+    assert attention.usable("flash_attn", "cuda", BFLOAT16, 136, 256) == (name != "flash_attn.cute")
 
 
 def test_a_kernel_that_is_asked_for_by_flag(package):
     package("none of them")
-    with pytest.raises(ValueError, match="--attention: .*pip install flash-attn"):
+    with pytest.raises(ValueError, match="--attention: .*pip install flash-attn-4"):
         choose(SpeedFlags(attention="flash_attn"), "cuda")
     with pytest.raises(ValueError, match="--attention: .*needs a CUDA GPU"):
         choose(SpeedFlags(attention="cudnn"), "cpu")
