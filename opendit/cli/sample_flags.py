@@ -16,7 +16,7 @@ from opendit.cli.checks import (
 from opendit.cli.command_line import Flags, check_values, flag, settle_idle
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.cli.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SEED, SIDE
-from opendit.diffusion.names import ALL_SAMPLERS
+from opendit.diffusion.names import ALL_SAMPLERS, DESCRIPTIONS
 from opendit.models.names import canonical_name
 from opendit.parallel.names import PRECISIONS
 from opendit.parallel.sizes import check_cfg_parallel
@@ -53,7 +53,9 @@ class DrawFlags(Flags):
     num_frames: int | None = flag(None, "frames of a clip; from the checkpoint when left out", **FRAMES)
     num_sampling_steps: int = flag(250, "denoising steps", **SAMPLING_STEPS)
     sampler: str | None = flag(
-        None, "of the model's objective (default: ddpm; flow: euler; edm: heun)", choices=ALL_SAMPLERS
+        None,
+        f"of the model's objective (default of {'; '.join(f'{n}: {d.sampler}' for n, d in DESCRIPTIONS.items())})",
+        choices=ALL_SAMPLERS,
     )
     cfg_scale: float = flag(4.0, "classifier-free guidance; 1: off", **GUIDANCE)
     cfg_interval: list[float] = flag(

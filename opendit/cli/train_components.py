@@ -1,7 +1,7 @@
 """The flags of train.py by component, one frozen dataclass each: name, type, default, one-line help."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, make_dataclass
+from typing import Any, ClassVar
 
 from opendit.cli.command_line import Flags, flag
 from opendit.cli.values import (
@@ -17,7 +17,7 @@ from opendit.cli.values import (
     SIDE,
     WORKERS,
 )
-from opendit.diffusion.names import FLOW_TIMES, PREDICTIONS, SAMPLERS_OF
+from opendit.diffusion.names import DESCRIPTIONS
 from opendit.kernels.names import RECOMPUTE
 from opendit.models.names import POSITIONS
 from opendit.parallel.names import PLUGINS, PRECISIONS, plugin_help
@@ -113,31 +113,24 @@ class LoaderFlags(Flags):
     max_bad: float = flag(0.05, "share of unreadable files at which the run stops", **SHARE)
 
 
+def _settings_of_objectives() -> list[tuple[str, type, Any]]:
+    """A flag for every setting of every objective, as the objectives' own files describe them."""
+    settings = [setting for objective in DESCRIPTIONS.values() for setting in objective.settings.values()]
+    return [(s.flag, s.annotation, flag(s.default, s.help, **s.bounds)) for s in settings]
+
+
 @dataclass(frozen=True)
-class ObjectiveFlags(Flags):
+class ObjectiveFlags(
+    make_dataclass("Settings", _settings_of_objectives(), bases=(Flags,), namespace={"group": "Objective"}, frozen=True)
+):
     """What the model learns to predict."""
 
     group: ClassVar[str] = "Objective"
 
     objective: str = flag(
         "ddpm",
-        "ddpm: noise and variance (the DiT paper); flow: velocity; edm: a preconditioned denoiser",
-        choices=tuple(SAMPLERS_OF),
-    )
-    prediction: str = flag("eps", "of ddpm: the noise, or v, the velocity", choices=PREDICTIONS)
-    min_snr: float | None = flag(None, "of ddpm: gamma of min-SNR loss weights, usually 5", at_least=0.001, at_most=1e6)
-    ddpm_shift: float = flag(1.0, "of ddpm's noise at every timestep, as --flow_shift", at_least=0.01, at_most=100)
-    flow_shift: float = flag(
-        1.0,
-        "of flow's times, above 1 to more noise: large pictures, clips",
-        at_least=0.01,
-        at_most=100,
-    )
-    flow_times: str = flag("uniform", "of flow's training samples", choices=FLOW_TIMES)
-    edm_mean: float = flag(-1.2, "of the log of edm's noise levels in training (P_mean)", at_least=-10, at_most=10)
-    edm_std: float = flag(1.2, "their standard deviation (P_std)", at_least=0.001, at_most=5)
-    edm_sigma_data: float = flag(
-        0.5, "of edm: the standard deviation of what the model learns", at_least=0.001, at_most=1000
+        "; ".join(f"{name}: {objective.predicts}" for name, objective in DESCRIPTIONS.items()),
+        choices=tuple(DESCRIPTIONS),
     )
 
 

@@ -7,12 +7,12 @@ from opendit.cli import train_components as component
 from opendit.cli.checks import check_exists, check_vae, check_weights, check_workers, check_writable, settle_precision
 from opendit.cli.command_line import check_values, settle_idle
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
+from opendit.diffusion.names import DESCRIPTIONS
 from opendit.models.names import canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
 
 KIND_FLAGS = {"full_attention": "ST-DiT", "expert_capacity": "EC-DiT"}
-OBJECTIVE_FLAGS = {"prediction": "ddpm", "min_snr": "ddpm", "ddpm_shift": "ddpm", "flow_shift": "flow",
-                   "flow_times": "flow", "edm_mean": "edm", "edm_std": "edm", "edm_sigma_data": "edm"}  # fmt: skip
+OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
 
 
 @dataclass(frozen=True)

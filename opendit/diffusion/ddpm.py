@@ -20,8 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.diffusion.names import PREDICTIONS
 from opendit.diffusion.prepared import Prepared
+
+PREDICTIONS = ("eps", "v")  # of x_t: the noise, or the velocity
 
 
 def linear_betas(T: int = 1000) -> Tensor:

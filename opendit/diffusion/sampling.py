@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion.guidance import cfg_model, guided_within
-from opendit.diffusion.objective import Objective
+from opendit.diffusion.objectives.base import Objective
 
 if TYPE_CHECKING:
     from opendit.models import Condition, DiT

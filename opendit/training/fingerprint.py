@@ -22,6 +22,7 @@ from opendit.cli.train_flags import OBJECTIVE_FLAGS, TrainConfig
 from opendit.common.hashing import hash_parts
 from opendit.data.contents import hash_files
 from opendit.diffusion import objective_from_dict
+from opendit.diffusion.names import DESCRIPTIONS
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae import vae_folder
 
@@ -204,16 +205,11 @@ def stored_fingerprint(state: dict) -> dict[str, Any]:
         found = {BEFORE.get(name, name): state[name] for name in old if name in state}
         objective = objective_from_dict(state.get("objective"))
         found["objective"] = objective.name
-        found |= {_flag_of(objective.name, setting): value for setting, value in asdict(objective).items()}
+        flag_of = {name: setting.flag for name, setting in DESCRIPTIONS[objective.name].settings.items()}
+        found |= {flag_of[setting]: value for setting, value in asdict(objective).items()}
     decays = list(state["ema"]["files"].values())
     found = {name: value for name, value in found.items() if name != "ema_decay"}
     return {**found, "ema_decay": decays} if decays else found
-
-
-def _flag_of(objective: str, setting: str) -> str:
-    """_flag_of("flow", "times_are") -> "flow_times": the flag of an objective's setting."""
-    name = {"times_are": "times"}.get(setting, setting)
-    return name if name in OBJECTIVE_FLAGS else f"{objective}_{name}"
 
 
 def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:

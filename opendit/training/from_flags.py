@@ -8,7 +8,7 @@ from opendit.cli.sample_flags import SampleConfig
 from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
 from opendit.data.mock import MockDataset
-from opendit.diffusion import Objective, objective_from_dict
+from opendit.diffusion import Objective, objective_from_flags
 from opendit.encoders.text import check_tokens, text_geometry
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
@@ -78,7 +78,7 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset) -> tuple[DiTConfig, Ob
     Raises ValueError or OSError, naming the flag and the fix, for sizes and conditions that do not go together.
     """
     vae, channels, size, frames = _latent_geometry(flags, dataset)
-    objective = _objective(flags)
+    objective = objective_from_flags(flags)
     condition = _condition(flags, dataset)
     config = model_config(
         flags.model,
@@ -147,15 +147,6 @@ def last_step_of(flags: TrainConfig, schedule: BatchSchedule) -> int:
     """The step at which --epochs or --max_steps ends the run."""
     steps = flags.epochs * schedule.steps_per_epoch
     return min(steps, flags.max_steps or steps)
-
-
-def _objective(flags: TrainConfig) -> Objective:
-    settings = {
-        "ddpm": {"prediction": flags.prediction, "min_snr": flags.min_snr, "shift": flags.ddpm_shift},
-        "flow": {"shift": flags.flow_shift, "times_are": flags.flow_times},
-        "edm": {"mean": flags.edm_mean, "std": flags.edm_std, "sigma_data": flags.edm_sigma_data},
-    }
-    return objective_from_dict({"name": flags.objective, **settings[flags.objective]})
 
 
 def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict:

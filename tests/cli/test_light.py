@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,8 @@ def test_the_probe_sees_what_is_imported():
 
 
 def test_the_light_tables_are_what_the_heavy_modules_have():
-    from opendit.diffusion import OBJECTIVES, SAMPLERS, names
-    from opendit.diffusion.flow import TIME_SAMPLING
+    from opendit.diffusion import OBJECTIVES, PREDICTIONS, SAMPLERS, names
+    from opendit.diffusion.objectives import ddpm, flow
     from opendit.kernels import attention
     from opendit.kernels import names as kernels
     from opendit.models.names import KINDS
@@ -51,10 +52,13 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     from opendit.parallel import names as parallel
     from opendit.training.memory import BYTES
 
-    assert tuple(OBJECTIVES) == tuple(names.SAMPLERS_OF)
+    assert tuple(OBJECTIVES) == tuple(names.DESCRIPTIONS)
     for name, objective in OBJECTIVES.items():
-        assert objective.samplers == names.SAMPLERS_OF[name]
-    assert names.FLOW_TIMES == tuple(TIME_SAMPLING)
+        described = names.DESCRIPTIONS[name]
+        assert objective.name == name and objective().samplers[0] == described.sampler
+        assert list(asdict(objective())) == list(described.settings)
+    assert flow.SETTINGS["times_are"]["bounds"]["choices"] == tuple(flow.TIME_SAMPLING)
+    assert ddpm.SETTINGS["prediction"]["bounds"]["choices"] == PREDICTIONS
     files = {path.stem for path in (ROOT / "opendit" / "diffusion" / "samplers").glob("*.py")}
     assert tuple(SAMPLERS) == names.ALL_SAMPLERS and set(SAMPLERS) == files - {"__init__", "base"}
     assert kernels.TORCH_ATTENTION == tuple(attention.BACKENDS)

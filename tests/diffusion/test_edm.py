@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from opendit.diffusion import EDMObjective, EDMTrajectory, edm, sample
-from opendit.diffusion.names import SAMPLERS_OF
+from opendit.diffusion import EDMObjective, EDMTrajectory, sample
+from opendit.diffusion.objectives import edm
 from tests.objectives import losses_of
 
 MU, S = 0.3, 0.6  # of the Gaussian data; S is not sigma_data, so that the network has something to do
@@ -140,7 +140,7 @@ def test_the_schedule_falls_from_80_to_0(steps):
     assert steps == 1 or sigmas[-2].item() == pytest.approx(0.002)
 
 
-@pytest.mark.parametrize("name", SAMPLERS_OF["edm"])
+@pytest.mark.parametrize("name", EDMObjective().samplers)
 def test_progress_callback_dtypes_and_no_grad(name):
     weight, reports, lengths = torch.ones((), requires_grad=True), [], []
 

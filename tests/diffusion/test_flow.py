@@ -10,9 +10,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from scipy import stats
 from torch import Tensor
 
-from opendit.diffusion import FlowTrajectory, flow, sample
+from opendit.diffusion import FlowTrajectory, sample
 from opendit.diffusion.names import ALL_SAMPLERS
-from opendit.diffusion.objectives import DDPMObjective, FlowObjective, objective_from_dict
+from opendit.diffusion.objectives import DDPMObjective, FlowObjective, flow, objective_from_dict
 from tests.objectives import losses_of
 
 MU, S = 0.7, 0.3

@@ -18,7 +18,6 @@ from opendit.diffusion import (
     keyed_noise,
     sample,
 )
-from opendit.diffusion.names import SAMPLERS_OF
 
 
 def randn(*shape, seed=0):
@@ -114,7 +113,7 @@ def test_guidance_refuses():
         cfg_model(lambda x, t, y: x[:, :3], Y, NULL, 2.0)(X, T)
 
 
-@pytest.mark.parametrize("name", SAMPLERS_OF["ddpm"])
+@pytest.mark.parametrize("name", DDPMObjective().samplers)
 def test_guided_sampling_of_gaussians_lands_where_it_must(name):
     """Data N(y, 0.3^2) under condition y: eps is affine in y, so guidance is the exact eps of the extrapolated mean."""
     schedule = DDPM.linear()

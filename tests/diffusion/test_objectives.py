@@ -21,14 +21,14 @@ from opendit.diffusion import (
     DDPMObjective,
     EDMObjective,
     FlowObjective,
-    edm,
     objective_from_dict,
+    objective_from_flags,
     training_loss,
 )
+from opendit.diffusion.objectives import edm
 from opendit.diffusion.random import Stream, integers, normal, uniform
 from opendit.models import DiT, model_config
 from opendit.state.pretrained import METADATA_KEY
-from opendit.training import from_flags as plan
 from tests.training.test_train import QUIET, TINY, log_of
 
 EVERY = [
@@ -62,7 +62,7 @@ def test_checkpoints_from_before_there_was_a_choice_load_and_resume_unnoted():
 @pytest.mark.parametrize(
     ("stored", "message"),
     [
-        ({"name": "edm2"}, "'edm2': this version knows ddpm, flow, edm"),
+        ({"name": "edm2"}, "'edm2': this version knows ddpm, edm, flow"),
         ({"name": "ddpm", "prediction": "x0"}, "--prediction x0: this version knows eps, v"),
         ({"name": "ddpm", "min_snr": 0.0}, "--min_snr 0.0: must be a number above 0"),
         ({"name": "ddpm", "shift": 0.0}, "--ddpm_shift 0.0: must be a number above 0"),
@@ -216,7 +216,7 @@ def test_defaults_are_those_of_the_papers(tmp_path):
     }
     for name, expected in defaults.items():
         flags = parse(TrainConfig, ["--objective", name, "--outputs", str(tmp_path)])
-        for objective in (OBJECTIVES[name](), plan._objective(flags)):
+        for objective in (OBJECTIVES[name](), objective_from_flags(flags)):
             assert dataclasses.asdict(objective) == expected
     assert (edm.SIGMA_MIN, edm.SIGMA_MAX, edm.RHO) == (0.002, 80.0, 7.0)
     u = torch.tensor([0.5, 0.8413447460685429], dtype=torch.float64)

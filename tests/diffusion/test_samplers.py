@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.diffusion import DDPM, DDPMTrajectory, EDMTrajectory, initial_noise, keyed_noise, sample
-from opendit.diffusion.names import SAMPLERS_OF
+from opendit.diffusion.objectives import DDPMObjective
 from opendit.diffusion.random import Stream, normal
 
 SCHEDULE = DDPM.linear()
-NAMES = SAMPLERS_OF["ddpm"]
+NAMES = DDPMObjective().samplers
 
 
 def along(schedule: DDPM, name: str, model, x, *, clip_denoised: bool = False, **how):

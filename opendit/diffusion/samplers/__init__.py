@@ -1,7 +1,7 @@
 """Samplers: from noise to data along an objective's trajectory. One file each, all with one signature.
 
-To add one, write ``NAME.py`` here with a subclass of ``Sampler`` named by ``SAMPLER``, and put NAME into the rows of
-``opendit.diffusion.names.SAMPLERS_OF`` of the objectives whose trajectories have what it asks for.
+To add one, write ``NAME.py`` here with a subclass of ``Sampler`` named by ``SAMPLER``. It draws from the models of all
+objectives whose trajectories have what it ``needs``.
 """
 
 from collections.abc import Callable, Iterable

@@ -42,6 +42,13 @@ class Sampler(ABC):
     """
 
     even_in_noise: ClassVar[bool] = False  # whether it wants its points even in log(sigma / alpha)
+    needs: ClassVar[str]  # the method of a trajectory that it calls: slope, denoise, or one that not every kind has
+
+    @classmethod
+    def fits(cls, trajectory: type[Trajectory]) -> bool:
+        """Whether it can go along trajectories of this kind: whether they define what it needs."""
+        defined = getattr(trajectory, cls.needs, None)
+        return defined is not None and defined is not getattr(Trajectory, cls.needs, None)
 
     def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
         self.model, self.trajectory, self.noise_fn = model, trajectory, noise_fn

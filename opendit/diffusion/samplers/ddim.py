@@ -26,6 +26,8 @@ class DDIMSampler(Sampler):
     for an ``eta`` outside [0, 1], and for one above 0 without ``noise_fn``.
     """
 
+    needs = "predict"
+
     def __init__(self, model, trajectory, like, noise_fn=None, *, eta: float = 0.0):
         super().__init__(model, trajectory, like, noise_fn)
         if not 0 <= eta <= 1:

@@ -24,6 +24,8 @@ class DDPMSampler(Sampler):
     Raises ValueError without ``noise_fn``.
     """
 
+    needs = "predict"
+
     def __init__(self, model, trajectory, like, noise_fn=None):
         super().__init__(model, trajectory, like, noise_fn)
         if noise_fn is None:

@@ -34,6 +34,7 @@ class DPMSolver2M(Sampler):
     ``respaced`` schedule of 20 they end up further off than DDIM's.
     """
 
+    needs = "denoise"
     even_in_noise = True
 
     def __init__(self, model, trajectory, like, noise_fn=None):

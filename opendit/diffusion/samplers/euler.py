@@ -22,6 +22,8 @@ class EulerSampler(Sampler):
     """Euler's method for dx/dtime = slope(x, time): [K] eq. 1 and 3 with sigma as the time, [L] eq. 1 for rectified
     flow. First order, one evaluation a step, deterministic. ``denoised`` is where the slope leads to at time 0."""
 
+    needs = "slope"
+
     def __init__(self, model, trajectory, like, noise_fn=None):
         super().__init__(model, trajectory, like, noise_fn)
         times = trajectory.times

@@ -1,8 +1,4 @@
-"""What every objective offers: what a model is trained to predict, with the samplers that go with it.
-
-A new objective is a subclass in a file of its own, beside its formulas, and a line in opendit/diffusion/objectives.py
-(and one in opendit/diffusion/names.py, which the flags are checked by).
-"""
+"""What every objective offers: what a model is trained to predict, with the samplers that go with it."""
 
 import math
 from abc import ABC, abstractmethod
@@ -11,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from opendit.diffusion.names import DESCRIPTIONS
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, sample
@@ -18,12 +15,10 @@ from opendit.diffusion.trajectory import Model, Trajectory
 
 
 class Objective(ABC):
-    """name: of the objective. samplers: names of those that can draw from its models, the default one first.
-    preview_sampler: the one for few steps. learn_sigma: whether the network predicts a variance too, in as many
-    channels again."""
+    """name: of the objective, as its file's. preview_sampler: the one for few steps. learn_sigma: whether the network
+    predicts a variance too, in as many channels again."""
 
     name: ClassVar[str]
-    samplers: ClassVar[tuple[str, ...]]
     preview_sampler: ClassVar[str]
     learn_sigma: ClassVar[bool]
 
@@ -73,6 +68,13 @@ class Objective(ABC):
         x = trajectory.start(initial_noise(seed, index, shape))
         noise_fn = keyed_noise(seed, index, shape)
         return sample(name, self.network(model), x, trajectory, noise_fn=noise_fn, progress=progress)
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """Those that can go along its trajectory, the default one first."""
+        default, trajectory = DESCRIPTIONS[self.name].sampler, type(self.trajectory(2))
+        fitting = [name for name, sampler in SAMPLERS.items() if sampler.fits(trajectory)]
+        return tuple(sorted(fitting, key=lambda name: name != default))
 
     def choose(self, sampler: str | None) -> str:
         """The sampler to use. Raises ValueError for one that can't draw from models of this objective."""

@@ -18,11 +18,27 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32
-from opendit.diffusion.names import FLOW_TIMES, SAMPLERS_OF
-from opendit.diffusion.objective import Objective, above_0, one_of
+from opendit.diffusion.objectives.base import Objective, above_0, one_of
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
+
+PREDICTS = "velocity"
+SAMPLER = "euler"
+SETTINGS = {
+    "shift": {
+        "flag": "flow_shift",
+        "default": 1.0,
+        "help": "of flow's times, above 1 to more noise: large pictures, clips",
+        "bounds": {"at_least": 0.01, "at_most": 100},
+    },
+    "times_are": {
+        "flag": "flow_times",
+        "default": "uniform",
+        "help": "of flow's training samples",
+        "bounds": {"choices": ("uniform", "logit_normal", "mode")},
+    },
+}
 
 TIME_SCALE = 1000.0  # the network's timestep at t = 1
 
@@ -102,15 +118,14 @@ class FlowObjective(Objective):
     """Rectified flow. times_are: uniform, logit_normal or mode. shift: of training and sampling times alike."""
 
     name: ClassVar[str] = "flow"
-    samplers: ClassVar[tuple[str, ...]] = SAMPLERS_OF["flow"]
     preview_sampler: ClassVar[str] = "euler"
     learn_sigma: ClassVar[bool] = False
 
-    shift: float = 1.0
-    times_are: str = "uniform"
+    shift: float = SETTINGS["shift"]["default"]
+    times_are: str = SETTINGS["times_are"]["default"]
 
     def __post_init__(self):
-        one_of("--flow_times", self.times_are, FLOW_TIMES)
+        one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
         above_0("--flow_shift", self.shift)
 
     def times(self, seed, step, index):
@@ -139,3 +154,6 @@ class FlowObjective(Objective):
     def noise_level(self, timestep):
         t = timestep / TIME_SCALE
         return t / (1 - t)  # infinite at 1, where no signal is left
+
+
+OBJECTIVE = FlowObjective

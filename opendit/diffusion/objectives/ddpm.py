@@ -5,11 +5,34 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from opendit.diffusion import ddpm
-from opendit.diffusion.ddpm import DDPM
+from opendit.diffusion.ddpm import DDPM, PREDICTIONS
 from opendit.diffusion.ddpm_trajectory import DDPMTrajectory, eps_model
-from opendit.diffusion.names import PREDICTIONS, SAMPLERS_OF
-from opendit.diffusion.objective import Objective, above_0, one_of
+from opendit.diffusion.objectives.base import Objective, above_0, one_of
 from opendit.diffusion.random import Stream, integers
+
+PREDICTS = "noise and variance (the DiT paper)"
+SAMPLER = "ddpm"
+SETTINGS = {
+    "prediction": {
+        "flag": "prediction",
+        "default": "eps",
+        "help": "of ddpm: the noise, or v, the velocity",
+        "bounds": {"choices": ("eps", "v")},
+    },
+    "min_snr": {
+        "flag": "min_snr",
+        "default": None,
+        "type": "float",
+        "help": "of ddpm: gamma of min-SNR loss weights, usually 5",
+        "bounds": {"at_least": 0.001, "at_most": 1e6},
+    },
+    "shift": {
+        "flag": "ddpm_shift",
+        "default": 1.0,
+        "help": "of ddpm's noise at every timestep, as --flow_shift",
+        "bounds": {"at_least": 0.01, "at_most": 100},
+    },
+}
 
 
 @functools.cache
@@ -25,13 +48,12 @@ class DDPMObjective(Objective):
     timestep, in training and sampling alike."""
 
     name: ClassVar[str] = "ddpm"
-    samplers: ClassVar[tuple[str, ...]] = SAMPLERS_OF["ddpm"]
     preview_sampler: ClassVar[str] = "ddim"
     learn_sigma: ClassVar[bool] = True
 
-    prediction: str = "eps"
-    min_snr: float | None = None
-    shift: float = 1.0
+    prediction: str = SETTINGS["prediction"]["default"]
+    min_snr: float | None = SETTINGS["min_snr"]["default"]
+    shift: float = SETTINGS["shift"]["default"]
 
     def __post_init__(self):
         one_of("--prediction", self.prediction, PREDICTIONS)
@@ -73,3 +95,6 @@ class DDPMObjective(Objective):
         """Without what is at its default: as checkpoints from before these settings say it, which so resume unnoted."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}
+
+
+OBJECTIVE = DDPMObjective

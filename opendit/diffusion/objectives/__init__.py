@@ -1,0 +1,49 @@
+"""All objectives by name. One is made from flags for training, and from what a checkpoint says of itself
+(``to_dict``) for sampling.
+
+To add one, write ``NAME.py`` here: its formulas, a subclass of ``Objective`` named by ``OBJECTIVE``, a ``Trajectory``,
+and the constants of ``opendit.diffusion.names.Description``, of which its flags are made. Samplers need not be told:
+each goes along any trajectory that has what it asks for.
+"""
+
+from dataclasses import fields
+from importlib import import_module
+
+from opendit.diffusion.names import DESCRIPTIONS
+from opendit.diffusion.objectives.base import Objective
+from opendit.diffusion.objectives.ddpm import DDPMObjective
+from opendit.diffusion.objectives.edm import EDMObjective
+from opendit.diffusion.objectives.flow import FlowObjective
+
+__all__ = [
+    "OBJECTIVES",
+    "DDPMObjective",
+    "EDMObjective",
+    "FlowObjective",
+    "Objective",
+    "objective_from_dict",
+    "objective_from_flags",
+]
+OBJECTIVES: dict[str, type[Objective]] = {n: import_module(f"{__name__}.{n}").OBJECTIVE for n in DESCRIPTIONS}
+
+
+def objective_from_flags(flags) -> Objective:
+    """The objective of --objective, with the settings of its own flags."""
+    settings = DESCRIPTIONS[flags.objective].settings
+    values = {name: getattr(flags, setting.flag) for name, setting in settings.items()}
+    return objective_from_dict({"name": flags.objective, **values})
+
+
+def objective_from_dict(values: dict | None) -> Objective:
+    """The objective that ``to_dict`` wrote; None, of weights that don't say, is the DiT paper's.
+
+    Raises ValueError for one, or a setting of one, that this version does not know.
+    """
+    values = dict(values or {"name": DDPMObjective.name})
+    name = values.pop("name")
+    if name not in OBJECTIVES:
+        raise ValueError(f"trained by objective {name!r}: this version knows {', '.join(OBJECTIVES)}")
+    known = [field.name for field in fields(OBJECTIVES[name])]
+    if unknown := set(values) - set(known):
+        raise ValueError(f"objective {name} has no {', '.join(sorted(unknown))}: this version knows {', '.join(known)}")
+    return OBJECTIVES[name](**values)
