@@ -39,7 +39,6 @@ setup(
         "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft>=0.17"],
         "dev": ["pre-commit", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft>=0.17"],
         "lora": ["peft>=0.17"],
-        "kernels": ["ninja"],  # with nvcc: builds Colossal-AI's HybridAdam
         "flash": ["flash-attn"],
     },
     classifiers=[

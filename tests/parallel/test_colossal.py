@@ -14,6 +14,38 @@ DECAYS = (0.5, 0.9)
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+@pytest.mark.parametrize("elements", [1, 12, 2**26])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_adamw_is_adamw_by_its_formula(dtype, elements):
+    """As Gemini's optimizer calls it: half-precision gradients, a scale to divide by, some parameters without any."""
+    from opendit.parallel.colossal import load
+
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2), (1,))]
+    lr, betas, decay, eps, scale = 1e-2, (0.9, 0.99), 0.1, 1e-8, 8.0
+    for p in params:
+        p.grad_dtype = None  # of any dtype
+    adam = load().FusedAdamW(params, lr=lr, betas=betas, weight_decay=decay, eps=eps)
+    adam.elements = elements
+    expected = [p.detach().double() for p in params]
+    means, squares = [[torch.zeros_like(w) for w in expected] for _ in range(2)]
+    for step in (1, 2, 3):
+        for i, p in enumerate(params):
+            p.grad = None if i == 2 else torch.randn(p.shape).mul(scale).to(dtype)
+            if p.grad is None:
+                continue
+            g = p.grad.double() / scale
+            means[i] = betas[0] * means[i] + (1 - betas[0]) * g
+            squares[i] = betas[1] * squares[i] + (1 - betas[1]) * g**2
+            update = means[i] / (1 - betas[0] ** step) / ((squares[i] / (1 - betas[1] ** step)).sqrt() + eps)
+            expected[i] = expected[i] * (1 - lr * decay) - lr * update
+        kept = [None if p.grad is None else p.grad.clone() for p in params]
+        adam.step(div_scale=scale)
+        assert all(k is None or torch.equal(k, p.grad) for k, p in zip(kept, params, strict=True))
+    for p, w in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.detach().double(), w, rtol=1e-5, atol=1e-6)
+
+
 def build(precision: str, clip: float = 0.0):
     """A net whose parameter counts don't divide by 2, and a parameter that no loss uses."""
     from opendit.parallel.colossal import load

@@ -3,10 +3,8 @@
 Import it by ``opendit.parallel.colossal.load()``, which makes the imports below work.
 """
 
-import contextlib
-import io
-import shutil
 import warnings
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,7 +16,6 @@ from colossalai.booster.plugin import (
     TorchDDPPlugin,
     low_level_zero_plugin,
 )
-from colossalai.nn.optimizer import HybridAdam
 from colossalai.zero.gemini import gemini_optimizer
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
@@ -32,8 +29,9 @@ from opendit.parallel.colossal.zero import ZeroOptimizer
 class FusedAdamW(torch.optim.AdamW):
     """torch's fused AdamW on fp32 weights, with the ``div_scale`` that Gemini's optimizer passes.
 
-    Gradients may be bf16 or fp16. (Colossal-AI's own CPU Adam ignores ``div_scale`` for bf16 gradients,
-    so that gradient clipping would silently not happen.)
+    Gradients may be bf16 or fp16. (Colossal-AI's own CPU Adam ignores ``div_scale`` for bf16 gradients, so that
+    gradient clipping would silently not happen; and its HybridAdam compiles two extensions by nvcc before the first
+    step, which takes minutes.)
     """
 
     def __init__(self, params, **kwargs):
@@ -49,42 +47,41 @@ class FusedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None, div_scale: float = -1):
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
-            grads = [p.grad.to(p.dtype) for p in params]
-            if div_scale > 0:
-                grads = [g if g is not p.grad else g.clone() for g, p in zip(grads, params, strict=True)]
-                torch._foreach_mul_(grads, 1.0 / div_scale)
-            states = [self.init_state(p) for p in params]
-            adamw(
-                [p.data for p in params],
-                grads,
-                [s["exp_avg"] for s in states],
-                [s["exp_avg_sq"] for s in states],
-                [],
-                [s["step"] for s in states],
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            for params in _by_size([p for p in group["params"] if p.grad is not None], self.elements):
+                grads = [p.grad.to(p.dtype) for p in params]
+                if div_scale > 0:
+                    grads = [g if g is not p.grad else g.clone() for g, p in zip(grads, params, strict=True)]
+                    torch._foreach_mul_(grads, 1.0 / div_scale)
+                states = [self.init_state(p) for p in params]
+                adamw(
+                    [p.data for p in params],
+                    grads,
+                    [s["exp_avg"] for s in states],
+                    [s["exp_avg_sq"] for s in states],
+                    [],
+                    [s["step"] for s in states],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
 
 
-class ResumableHybridAdam(HybridAdam):
-    """Colossal-AI's HybridAdam; its state can be made before the first step, so that it can be loaded."""
-
-    def init_state(self, p: Tensor) -> dict:
-        state = self.state[p]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-            self._post_state_init(p)
-        return state
+def _by_size(params: list[Tensor], elements: int) -> Iterator[list[Tensor]]:
+    """Lists of neighbouring parameters that together have ``elements`` or, by the last of them, more."""
+    taken, size = [], 0
+    for p in params:
+        taken.append(p)
+        size += p.numel()
+        if size >= elements:
+            yield taken
+            taken, size = [], 0
+    if taken:
+        yield taken
 
 
 def build_optimizer(
@@ -92,33 +89,21 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, str]:
     """The optimizer for ``plugin`` and one line that says which and why.
 
-    gemini: HybridAdam where its CUDA kernels can be built, else torch's fused AdamW. zero2 needs of the optimizer only
-    the settings and the state (ZeroOptimizer does the step), ddp is torch's own business: both take FusedAdamW.
+    zero2 needs of it only the settings and the state (ZeroOptimizer does the step).
     """
-    settings = dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8)
-    params = [p for p in module.parameters() if p.requires_grad]
-    if plugin == "zero2":
-        available, why = kernels_available("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
-        kind = "AdamW, averages and working weights in one kernel" if available else "AdamW by torch"
-        return FusedAdamW(params, **settings), f"{kind} ({why})"
-    if plugin == "ddp":
-        return FusedAdamW(params, **settings), "torch's fused AdamW"
-    if not torch.cuda.is_available():
-        reason = "no GPU for HybridAdam"
-    elif shutil.which("nvcc") is None:
-        reason = "nvcc was not found, so HybridAdam's kernels can't be built"
-    else:
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):  # the builder's progress, from every rank
-                return ResumableHybridAdam(params, **settings), "HybridAdam (Colossal-AI's fused kernels)"
-        except Exception as error:  # a failed JIT build raises whatever the compiler driver raises
-            reason = f"HybridAdam's kernels did not build: {str(error).strip().splitlines()[0]}"
-    return FusedAdamW(params, **settings), f"fused AdamW ({reason})"
+    optimizer = FusedAdamW(
+        [p for p in module.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8
+    )
+    if plugin != "zero2":
+        return optimizer, "torch's fused AdamW"
+    available, why = kernels_available("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
+    kind = "AdamW, averages and working weights in one kernel" if available else "AdamW by torch"
+    return optimizer, f"{kind} ({why})"
 
 
 def register() -> None:
     """Makes Colossal-AI's plugins take the optimizers of this project."""
-    gemini_optimizer._AVAIL_OPTIM_LIST.update({FusedAdamW, ResumableHybridAdam})
+    gemini_optimizer._AVAIL_OPTIM_LIST.add(FusedAdamW)
     low_level_zero_plugin.LowLevelZeroOptimizer = ZeroOptimizer
 
 
