@@ -5,18 +5,70 @@ Several GPUs:    torchrun --standalone --nproc_per_node=8 train.py --model DiT-X
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from opendit.cli.command_line import read_flags
 from opendit.cli.console import prepare_console
 from opendit.cli.train_flags import TrainConfig
 
+if TYPE_CHECKING:
+    from opendit.training.build import Run
+
 
 def main(argv: list[str]) -> None:
+    """Trains as the flags say, or for --dry_run says what training would need.
+
+    Ends the program with exit code 1 if a checkpoint, or something else that it writes, could not be written, and as
+    ``Supervisor`` says if the run fails.
+    """
     prepare_console()
     flags = read_flags(TrainConfig, argv)
-    from opendit.training.run import run  # torch and the rest, which a wrong flag need not wait for
+    # torch and the rest, which a wrong flag need not wait for
+    from opendit.cli.dry_run import dry_run
+    from opendit.parallel.mesh import init_mesh
+    from opendit.parallel.supervisor import Supervisor
+    from opendit.training.build import build
+    from opendit.training.prepare import RUN_ERRORS, USER_ERRORS, prepare
 
-    run(flags)
+    if flags.dry_run is not None:
+        return dry_run(flags)
+    with Supervisor(USER_ERRORS) as supervisor:
+        mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size)
+        spec = prepare(flags, mesh)
+        supervisor.started(RUN_ERRORS)
+        with build(spec, supervisor) as run:
+            train(run)
+        failed_writes = run.failed_writes()
+    if failed_writes:
+        sys.exit(1)
+
+
+def train(run: "Run") -> None:
+    """To the run's last step, or to the one in which a signal comes."""
+    for step in range(run.first_step, run.last_step):
+        run.engine.set_lr(lr := run.learning_rate.at(step))
+        micro_batches = run.micro_batches.of_next_step()  # the data: latents, times, noise, conditions
+        # prepare -> model -> loss of each (opendit/training/runners/eager.py), and the optimizer's step
+        result = run.runner.train_step(micro_batches, before_update=run.interrupt.ask)
+        run.ema.update(result.finite)
+        run.monitor.add(result.loss, result.finite)
+        run.profiler.step()
+        done, epoch, stopping = step + 1, run.schedule.epoch(step), run.interrupt.answer()
+        if run.agenda.step_done(done, stopping):
+            run.skipped.look(done, result)  # here alone, and for a line, a save or a drawing, the host waits
+        due = run.agenda.due(run.skipped.skipping, run.skipped.failing)
+        if due.refuse:
+            run.checkpoints.refuse(done, "the gradients of this step were not finite")
+        if due.log:
+            run.log.write(done, epoch, lr, result)
+        with run.monitor.paused(due.save or due.draw):
+            if due.save:
+                state = {"step": done, "epoch": epoch, "skipped": run.log.skipped, "fingerprint": run.fingerprint}
+                run.checkpoints.save(state)
+            if due.draw:
+                run.grids.draw(done)
+        if stopping:
+            break
 
 
 if __name__ == "__main__":

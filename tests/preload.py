@@ -6,7 +6,7 @@ import torch.utils.tensorboard  # noqa: F401
 import torchvision  # noqa: F401
 
 import opendit.inference.run
-import opendit.training.run  # noqa: F401
+import opendit.training.build  # noqa: F401
 from opendit.parallel.colossal import load
 
 load()

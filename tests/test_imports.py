@@ -21,14 +21,13 @@ EXCEPTIONS = {
     ("opendit.training.from_flags", "cli"): "takes the flags",
     ("opendit.training.history", "cli"): "writes the flags into config.json",
     ("opendit.training.prepare", "cli"): "takes the flags, and the dry run's lines about a preset and memory",
-    ("opendit.training.loop", "cli"): "takes the flags",
-    ("opendit.training.run", "cli"): "takes the flags, and does a dry run instead where they ask for one",
+    ("opendit.training.engine", "cli"): "takes the flags",
     ("opendit.training.summary", "cli"): "prints what a preset came to",
 }
 
 
 MODULES = "data diffusion encoders fused kernels.attention models state.export".split()
-MODULES += "training.from_flags training.run inference.run".split()
+MODULES += "training.from_flags training.build inference.run".split()
 # Each in a fork of its own of a process that has imported torch, which alone takes longer than all the rest.
 PROBE = """
 import importlib, os, sys, traceback, torch
@@ -127,7 +126,7 @@ def test_every_room_has_its_floor():
         ("opendit.models.dit", "import_when_used(__name__, {'opendit.state.ema': 'EMA'})", {"state"}),
         ("opendit.models.dit", "if TYPE_CHECKING:\n    from opendit.state.ema import EMA", set()),
         ("opendit.models.dit", "if typing.TYPE_CHECKING:\n    pass\nelse:\n    import opendit.cli", {"cli"}),
-        ("opendit.training.loop", "from opendit.state import ema\nfrom opendit.models import DiT", set()),
+        ("opendit.training.build", "from opendit.state import ema\nfrom opendit.models import DiT", set()),
         ("opendit.common.rules", "from opendit.models import DiT", {"models"}),
         ("opendit.cli.checks", "from opendit.training import prepare\nfrom opendit.common import rules", set()),
     ],

@@ -141,14 +141,15 @@ def rank_of_torchrun_killed(lab: Lab) -> None:
 
 # From step 10 on, on one rank: an exception, or noise that makes loss and gradients infinite.
 FROM_STEP_10 = """
-import os, opendit.training.loop as loop
-true_inputs = loop.inputs
-def inputs(job, batch):
-    given = true_inputs(job, batch)
+import os
+from opendit.training.inputs import Inputs
+true_inputs = Inputs.of
+def inputs(self, batch):
+    given = true_inputs(self, batch)
     if batch.step >= 10 and os.environ.get("RANK", "0") == "{rank}":
         {what}
     return given
-loop.inputs = inputs
+Inputs.of = inputs
 """
 INFINITE = "given = given._replace(noise=given.noise * float('inf'))"
 

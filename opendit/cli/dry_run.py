@@ -1,11 +1,13 @@
 """``--dry_run [GPUS]``: what a run will need, from its flags alone: no weights, no GPU, no process group."""
 
 import math
+import sys
 from pathlib import Path
 
 from opendit.cli.command_line import overridden
 from opendit.cli.recipes import find_recipe
 from opendit.cli.train_flags import TrainConfig
+from opendit.cli.values import one_line
 from opendit.data import DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
 from opendit.models import DiTConfig
@@ -32,9 +34,16 @@ def dry_run(flags: TrainConfig) -> None:
     Without a number they are those of torchrun, or as many as share a sequence. Data that isn't there is said to be
     missing, and random latents of the same kind stand in for it.
 
-    Raises:
-        ValueError, OSError, DataError: as the run itself would, for flags that do not go together.
+    Flags that the run itself would refuse end the program as they end that: one line, exit code 2.
     """
+    try:
+        _dry_run(flags)
+    except (ValueError, OSError, DataError) as error:
+        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _dry_run(flags: TrainConfig) -> None:
     world = flags.world_size()
     flags, notes = flags.settled(world, has_gpu=True)
     notes += recipe_notes(flags)

@@ -7,17 +7,17 @@ not finite changes no weight, and all randomness is keyed by the sample, the pas
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opendit.data import Batch
+from opendit.data import Batch, BatchSchedule, MediaDataset
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import Engine
-from opendit.training.prepare import TrainingRun
-from opendit.training.runners import MicroBatch, Runner
+from opendit.training.inputs import Inputs
+from opendit.training.runners import Runner
 
 KEPT = 8  # micro-batches of a step, at most
 NAMED = 5  # samples
@@ -28,21 +28,30 @@ class Diagnosis:
     """Keeps a step's batches and finds in them what was not finite; build and ask it on every rank.
 
     Args:
+        runner: runs a micro-batch again.
         inputs: makes a batch of the loader the micro-batch that the runner gets.
-        runner: runs it again.
+        dataset, schedule: name the samples of a batch.
+        micro_batches: of a step.
     """
 
     def __init__(
-        self, job: TrainingRun, engine: Engine, inputs: Callable[[TrainingRun, Batch], MicroBatch], runner: Runner
+        self,
+        engine: Engine,
+        runner: Runner,
+        inputs: Inputs,
+        dataset: MediaDataset,
+        schedule: BatchSchedule,
+        micro_batches: int,
     ):
-        self.job, self.engine, self.inputs, self.runner = job, engine, inputs, runner
-        self._channel = ControlGroup(job.mesh)
+        self.engine, self.runner, self.inputs = engine, runner, inputs
+        self.dataset, self.schedule, self.micro_batches = dataset, schedule, micro_batches
+        self._channel = ControlGroup(engine.mesh)
         self._batches: deque[Batch] = deque(maxlen=KEPT)
 
     @property
     def harmless(self) -> bool:
         """Whether a rank that can't look, for lack of memory, say, keeps no other waiting."""
-        return self.engine.whole and self.job.mesh.sp_size == 1
+        return self.engine.whole and self.engine.mesh.sp_size == 1
 
     def keep(self, batch: Batch) -> None:
         """A micro-batch of the step under way, by reference."""
@@ -79,14 +88,14 @@ class Diagnosis:
         return f"{finite}, and so are their gradients when they are recomputed"
 
     def _last_few(self) -> str:
-        parts = self.job.flags.grad_accumulation
+        parts = self.micro_batches
         return "" if parts <= KEPT else f"'s last {KEPT} of {parts} micro-batches"
 
     def _look_forward(self) -> str | None:
         """What this rank found; None if all is finite."""
         found = None
         for batch in list(self._batches):
-            micro_batch = self.inputs(self.job, batch)
+            micro_batch = self.inputs.of(batch)
             here = self._of(batch, "the latents were not finite", micro_batch.x0) or self._of(
                 batch, "the noise was not finite", micro_batch.noise
             )
@@ -103,8 +112,8 @@ class Diagnosis:
         return None if bad is None else text + self._samples(batch, bad)
 
     def _samples(self, batch: Batch, bad: list[int]) -> str:
-        rows = self.job.schedule.rows(batch.step)
-        names = [self.job.dataset.source(rows[batch.index[i]]) for i in bad[:NAMED]]
+        rows = self.schedule.rows(batch.step)
+        names = [self.dataset.source(rows[batch.index[i]]) for i in bad[:NAMED]]
         more = ", ..." if len(bad) > NAMED else ""
         return f" for {len(bad)} of {len(batch.index)} samples ({', '.join(names)}{more})"
 
@@ -113,7 +122,7 @@ class Diagnosis:
         batches = list(self._batches)
         with _eagerly():
             for number, batch in enumerate(batches):
-                self.runner.forward_backward(self.inputs(self.job, batch), last=number == len(batches) - 1)
+                self.runner.forward_backward(self.inputs.of(batch), last=number == len(batches) - 1)
         shards = self.engine.gradient_shards()
         if shards is None:
             return None

@@ -11,64 +11,75 @@ from opendit.parallel.engines import Engine
 from opendit.state.ema import EMA
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
-from opendit.training.prepare import TrainingRun, example_captions
+from opendit.training.prepare import RunSpecification, example_captions
 
 
-def draw_grid(job: TrainingRun, engine: Engine, ema: EMA, monitor: Monitor, step: int) -> None:
-    """samples/NNNNNNN.png from the EMA weights, by rank 0 and those that share its samples; the others help to gather
-    the weights. Without the latents' VAE there is none.
+class SampleGrids:
+    """Draws samples/NNNNNNN.png from the EMA weights; without the latents' VAE nothing."""
 
-    The training module itself takes them for the time; under a plugin that has cut it up, a second one does.
-    """
-    if job.codec is None:
-        return
-    mesh, model, trained = job.mesh, None, monitoring.allocated_gib()
-    if mesh.dp_rank == 0 and engine.whole:
-        model = engine.module
-    elif mesh.dp_rank == 0:
+    def __init__(self, spec: RunSpecification, engine: Engine, ema: EMA, monitor: Monitor):
+        self._spec, self._engine, self._ema, self._monitor = spec, engine, ema, monitor
+
+    def draw(self, step: int) -> None:
+        """By rank 0 and those that share its samples; the others help to gather the weights.
+
+        The training module itself takes them for the time; under a plugin that has cut it up, a second one does.
+        """
+        if self._spec.codec is None:
+            return
+        trained, model = monitoring.allocated_gib(), self._model()
+        with self._ema.applied(model), self._engine.autocast():
+            if model is not None:
+                self._draw(model, step)
+        self._monitor.forget_drawing(trained)
+        self._engine.mesh.barrier()
+
+    def _model(self) -> DiT | None:
+        """What takes the averages; None on ranks that do not draw."""
+        spec, engine, mesh = self._spec, self._engine, self._engine.mesh
+        if mesh.dp_rank > 0:
+            return None
+        if engine.whole:
+            return engine.module
         with mesh.device:
-            model = build_model(job.model_config)
+            model = build_model(spec.model_config)
         model.place(mesh.device, engine.dtype)
-        model.use(ops=job.kernels.ops, attend=job.kernels.attend, sequence=job.sequence)
-    with ema.applied(model), engine.autocast():
-        if model is not None:
-            draw(job, model, monitor, step)
-    monitor.forget_drawing(trained)
-    mesh.barrier()
+        model.use(ops=spec.kernels.ops, attend=spec.kernels.attend, sequence=spec.sequence)
+        return model
 
+    def _draw(self, model: DiT, step: int) -> None:
+        spec, monitor = self._spec, self._monitor
+        y, captions = self._what()
+        batches = sample_in_batches(
+            model,
+            y,
+            spec.conditioner.null(),
+            torch.arange(len(captions)),
+            batch_size=32,
+            seed=spec.flags.global_seed,
+            steps=spec.flags.sample_steps,
+            objective=spec.objective,
+            sampler=spec.objective.preview_sampler,
+            cfg_scale=spec.flags.sample_cfg_scale,
+        )
+        pictures = np.concatenate([to_uint8(spec.codec.decode(latents)) for _, latents in batches])
+        if not spec.mesh.is_main:
+            return
+        path = spec.folder / "samples" / f"{step:07d}.png"
+        with monitor.failures.survive("samples", step):
+            if pictures.ndim == 5:
+                save_contact_sheet(path, pictures, captions)
+            else:
+                save_grid(path, pictures, captions, columns=grid_columns(captions))
+            monitor.say(f"step {step}: drew {path}")
+            monitor.picture(path, step)
 
-def draw(job: TrainingRun, model: DiT, monitor: Monitor, step: int) -> None:
-    y, captions = what_to_draw(job)
-    batches = sample_in_batches(
-        model,
-        y,
-        job.conditioner.null(),
-        torch.arange(len(captions)),
-        batch_size=32,
-        seed=job.flags.global_seed,
-        steps=job.flags.sample_steps,
-        objective=job.objective,
-        sampler=job.objective.preview_sampler,
-        cfg_scale=job.flags.sample_cfg_scale,
-    )
-    pictures = np.concatenate([to_uint8(job.codec.decode(latents)) for _, latents in batches])
-    if not job.mesh.is_main:
-        return
-    path = job.folder / "samples" / f"{step:07d}.png"
-    with monitor.failures.survive("samples", step):
-        if pictures.ndim == 5:
-            save_contact_sheet(path, pictures, captions)
-        else:
-            save_grid(path, pictures, captions, columns=grid_columns(captions))
-        monitor.say(f"step {step}: drew {path}")
-        monitor.picture(path, step)
-
-
-def what_to_draw(job: TrainingRun) -> tuple[Condition, list[str]]:
-    """The conditions of a sample grid, and what to write above the pictures."""
-    if job.model_config.text is not None:
-        captions = example_captions(job.dataset, count=8 if job.flags.use_video else 16)
-        return job.conditioner.encode(captions), captions
-    names = job.dataset.class_names
-    labels = preview_labels(len(names), 4 * len(names) if len(names) <= 10 else 32)
-    return labels.to(job.mesh.device), [names[label] for label in labels]
+    def _what(self) -> tuple[Condition, list[str]]:
+        """The conditions of a sample grid, and what to write above the pictures."""
+        spec = self._spec
+        if spec.model_config.text is not None:
+            captions = example_captions(spec.dataset, count=8 if spec.flags.use_video else 16)
+            return spec.conditioner.encode(captions), captions
+        names = spec.dataset.class_names
+        labels = preview_labels(len(names), 4 * len(names) if len(names) <= 10 else 32)
+        return labels.to(spec.mesh.device), [names[label] for label in labels]

@@ -27,7 +27,7 @@ from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae import vae_folder
 
 if TYPE_CHECKING:
-    from opendit.training.prepare import TrainingRun
+    from opendit.training.prepare import RunSpecification
 
 # What a difference means.
 CURVE = "the curve is another from here on"
@@ -94,9 +94,9 @@ BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_paral
 # ------------------------------------------------------------------------------------------ what a run is made of
 
 
-def fingerprint(job: "TrainingRun") -> dict[str, Any]:
+def fingerprint(spec: "RunSpecification") -> dict[str, Any]:
     """The fingerprint of a run, as JSON gives it back. It reads some of the data's files; call it on one rank."""
-    flags, mesh, dataset, ops = job.flags, job.mesh, job.dataset, job.kernels.ops
+    flags, mesh, dataset, ops = spec.flags, spec.mesh, spec.dataset, spec.kernels.ops
     cuda = mesh.device.type == "cuda"
     found = {name: getattr(flags, name) for name in by_value(flags.objective)}
     found |= {
@@ -105,18 +105,18 @@ def fingerprint(job: "TrainingRun") -> dict[str, Any]:
         "samples": len(dataset),
         "contents": dataset.contents(),
         "random_flip": dataset.random_flip,
-        **_encoders(job),
-        "global_batch": job.schedule.global_batch,
+        **_encoders(spec),
+        "global_batch": spec.schedule.global_batch,
         "split": f"{flags.batch_size} x {mesh.dp_size} x {flags.grad_accumulation}",
         "world_size": mesh.world_size,
-        "last_step": job.last_step if flags.lr_schedule == "cosine" else None,
+        "last_step": spec.last_step if flags.lr_schedule == "cosine" else None,
         "ema_decay": flags.ema_decays,
         "kernels": ops.replaced,
-        "attention": job.kernels.attend.backend,
+        "attention": spec.kernels.attend.backend,
         "fp8": ops.float8,
         # On a CPU the same bits come out of it.
         "recomputed": ("blocks" if flags.grad_checkpoint else flags.recompute) if cuda else "none",
-        "sequence": job.sequence and f"{job.sequence.plan.kind} over {mesh.sp_size} ranks",
+        "sequence": spec.sequence and f"{spec.sequence.plan.kind} over {mesh.sp_size} ranks",
         "processor": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s)",
         **code(),
     }
@@ -130,19 +130,19 @@ def by_value(objective: str) -> list[str]:
     return [name for name in names if name not in FREE | OF_THE_MODEL | MADE_INTO.keys() | others]
 
 
-def _encoders(job: "TrainingRun") -> dict[str, str | None]:
+def _encoders(spec: "RunSpecification") -> dict[str, str | None]:
     """Which frozen networks see every sample, by their files' contents; None for one that sees none."""
     vae = text = None
-    if job.dataset.kind == "pixels":
-        vae = "none" if job.vae == "none" else _network(vae_folder(job.vae))
-    if getattr(job.conditioner, "encoder", None) is not None and getattr(job.dataset, "text_encoder", None) is None:
-        text = _network(encoder_folder(job.flags.text_encoder))
-    base = str(job.initial.path) if job.lora else None
+    if spec.dataset.kind == "pixels":
+        vae = "none" if spec.vae == "none" else _network(vae_folder(spec.vae))
+    if getattr(spec.conditioner, "encoder", None) is not None and getattr(spec.dataset, "text_encoder", None) is None:
+        text = _network(encoder_folder(spec.flags.text_encoder))
+    base = str(spec.initial.path) if spec.lora else None
     return {
         "vae": vae,
-        "vae_path": job.vae,
+        "vae_path": spec.vae,
         "text_encoder": text,
-        "text_encoder_path": job.flags.text_encoder,
+        "text_encoder_path": spec.flags.text_encoder,
         "pretrained": base and hash_files([base]),
         "pretrained_path": base,
     }

@@ -14,38 +14,38 @@ from opendit.state.files import sync_folder
 from opendit.state.schema import RUN_CONFIG
 
 if TYPE_CHECKING:
-    from opendit.training.prepare import TrainingRun
+    from opendit.training.prepare import RunSpecification
 
 CONFIG, DAMAGED = "config.json", "config_damaged.json"
 
 
-def write_config(job: "TrainingRun") -> None:
+def write_config(spec: "RunSpecification") -> None:
     """Adds this start to the run's config.json, which is whole at every moment. Call on one rank. Raises OSError."""
-    path, start = job.folder / CONFIG, describe_start(job)
-    starts = _earlier_starts(path, job.notes)
+    path, start = spec.folder / CONFIG, describe_start(spec)
+    starts = _earlier_starts(path, spec.notes)
     content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
-    content |= {"model_config": job.model_config.to_dict()}
+    content |= {"model_config": spec.model_config.to_dict()}
     content |= {key: start[key] for key in ("steps_per_epoch", "last_step")}
     with replacing(path) as new, open(new, "w") as file:
         json.dump({**content, "starts": [*starts, start]}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(job.folder)
+    sync_folder(spec.folder)
 
 
-def describe_start(job: "TrainingRun") -> dict[str, Any]:
+def describe_start(spec: "RunSpecification") -> dict[str, Any]:
     """What a start used: when, where, with which versions and flags, from which step, and what it changed."""
-    flags, found = job.flags, job.fingerprint
+    flags, found = spec.flags, spec.fingerprint
     return {
         "time": _iso(datetime.now(timezone.utc).timestamp()),
         "host": socket.gethostname(),
         **{key: found[key] for key in ("opendit", "commit", "torch", "colossalai", "triton", "processor")},
-        "world_size": job.mesh.world_size,
-        "first_step": job.first_step,
-        "last_step": job.last_step,
-        "steps_per_epoch": job.schedule.steps_per_epoch,
-        "resumed_from": job.resume and str(job.resume.folder),
-        "changes": [note for note in job.notes if note.startswith("resume: ")],
+        "world_size": spec.mesh.world_size,
+        "first_step": spec.first_step,
+        "last_step": spec.last_step,
+        "steps_per_epoch": spec.schedule.steps_per_epoch,
+        "resumed_from": spec.resume and str(spec.resume.folder),
+        "changes": [note for note in spec.notes if note.startswith("resume: ")],
         "recipe": flags.recipe and {"name": flags.recipe, "changed": list(overridden(flags))},
         "flags": to_dict(flags),
     }

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from opendit.cli.checks import check_writable
 from opendit.cli.dry_run import memory_setup, recipe_notes
@@ -16,11 +15,10 @@ from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
 from opendit.diffusion import Objective
-from opendit.diffusion.random import Stream, normal
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
 from opendit.encoders.folder import KNOWN
 from opendit.encoders.text import load_text_encoder
-from opendit.encoders.vae import ImageCodec, load_codec, sample_moments
+from opendit.encoders.vae import ImageCodec, load_codec
 from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
@@ -44,15 +42,17 @@ from opendit.training.from_flags import (
     sequence_shape,
     settle_captions,
 )
+from opendit.training.inputs import Latents
 from opendit.training.memory import Setup, check_host
 from opendit.training.resume import check_resume
 
-USER_ERRORS = (ValueError, OSError, DataError)  # of prepare(): the message is enough, no traceback needed
+# The message is enough, no traceback needed: of prepare(), and of the run after it.
+USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
 
 
 @dataclass
-class TrainingRun:
-    """A checked training run."""
+class RunSpecification:
+    """A checked training run, of which nothing large is built yet."""
 
     flags: TrainConfig
     mesh: Mesh
@@ -75,25 +75,17 @@ class TrainingRun:
     notes: list[str]
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 
-    def latents(self, x: Tensor, step: int, index: Tensor) -> Tensor:
-        """What the model learns from a batch of the data set: (B, C, h, w) or (B, C, t, h, w) fp32 on the device.
+    @property
+    def latents(self) -> Latents:
+        """How items of the data set become what the model learns from."""
+        dataset = self.dataset
+        cached = (dataset.scaling_factor, dataset.shift_factor) if dataset.kind == "latents" else None
+        return Latents(self.codec, cached, self.vae != "none", self.flags.global_seed)
 
-        Args:
-            x: (B, ...) the data set's items on the device.
-            index: (B,) positions in the global batch; the VAE's noise is keyed by them.
-        """
-        if self.dataset.kind == "latents":
-            scale = (self.dataset.scaling_factor, self.dataset.shift_factor)
-            return sample_moments(x, self._vae_noise(x, step, index), *scale)
-        if self.vae == "none":
-            return self.codec.encode(x, None)
-        moments = self.codec.moments(x)
-        # A VAE on a CPU may answer in channels_last; the backward pass of Gemini's sharded convolution crashes on that.
-        return self.codec.sample(moments, self._vae_noise(moments, step, index)).contiguous()
-
-    def _vae_noise(self, moments: Tensor, step: int, index: Tensor) -> Tensor:
-        shape = (moments.shape[1] // 2, *moments.shape[2:])
-        return normal(self.flags.global_seed, step, index, Stream.VAE, shape)
+    @property
+    def skipped_before(self) -> int:
+        """Steps that the run skipped before it was resumed."""
+        return self.resume.state["skipped"] if self.resume else 0
 
     def memory_setup(self, trained: int) -> Setup:
         """What the estimate of the memory needs to know; ``trained``: how many weights are."""
@@ -128,7 +120,7 @@ class TrainingRun:
         }
 
 
-def prepare(flags: TrainConfig, mesh: Mesh) -> TrainingRun:
+def prepare(flags: TrainConfig, mesh: Mesh) -> RunSpecification:
     """Checks everything that can be wrong with a run, and loads its data set and VAE.
 
     Raises:
@@ -196,7 +188,7 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> TrainingRun:
         notes.append(
             f"{resume.folder} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on"
         )
-    job = TrainingRun(
+    spec = RunSpecification(
         flags=flags,
         mesh=mesh,
         dataset=dataset,
@@ -217,10 +209,10 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> TrainingRun:
         lora=lora,
         notes=notes,
     )
-    job.fingerprint = mesh.broadcast_object(fingerprint(job) if mesh.is_main else None)
+    spec.fingerprint = mesh.broadcast_object(fingerprint(spec) if mesh.is_main else None)
     if resume:
-        notes += changes(stored, job.fingerprint, first_step)
-    return job
+        notes += changes(stored, spec.fingerprint, first_step)
+    return spec
 
 
 def make_deterministic() -> None:

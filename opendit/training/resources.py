@@ -12,36 +12,36 @@ from opendit.parallel.supervisor import Supervisor
 from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
 from opendit.training.monitor import Monitor
-from opendit.training.prepare import TrainingRun
+from opendit.training.prepare import RunSpecification
 from opendit.training.profiling import StepProfiler
 
 
-def open_monitor(job: TrainingRun, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
+def open_monitor(spec: RunSpecification, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
     monitor = Monitor(
-        job.folder,
-        job.mesh,
-        first_step=job.first_step,
-        last_step=job.last_step,
-        samples_per_step=job.schedule.global_batch,
-        flops_per_sample=3 * job.model_config.forward_flops(),
-        precision=job.flags.mixed_precision,
+        spec.folder,
+        spec.mesh,
+        first_step=spec.first_step,
+        last_step=spec.last_step,
+        samples_per_step=spec.schedule.global_batch,
+        flops_per_sample=3 * spec.model_config.forward_flops(),
+        precision=spec.flags.mixed_precision,
         failures=failures,
     )
     supervisor.closes(lambda _: monitor.close())
     return monitor
 
 
-def open_loader(job: TrainingRun, supervisor: Supervisor) -> BatchIterator:
-    flags, mesh = job.flags, job.mesh
+def open_loader(spec: RunSpecification, supervisor: Supervisor) -> BatchIterator:
+    flags, mesh = spec.flags, spec.mesh
     loader = build_loader(
-        job.dataset,
-        job.schedule,
+        spec.dataset,
+        spec.schedule,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         batch_size=flags.batch_size,
         micro_batches=flags.grad_accumulation,
-        start_step=job.first_step,
-        end_step=job.last_step,
+        start_step=spec.first_step,
+        end_step=spec.last_step,
         num_workers=flags.num_workers,
         pin_memory=True,
         max_bad=flags.max_bad,
@@ -56,31 +56,31 @@ def open_loader(job: TrainingRun, supervisor: Supervisor) -> BatchIterator:
 
 
 def open_checkpoints(
-    job: TrainingRun, engine: Engine, ema: EMA, monitor: Monitor, supervisor: Supervisor
+    spec: RunSpecification, engine: Engine, ema: EMA, monitor: Monitor, supervisor: Supervisor
 ) -> Checkpoints:
     checkpoints = Checkpoints(
-        job.folder / "checkpoints",
+        spec.folder / "checkpoints",
         engine,
         ema,
-        job.info(),
-        keep=job.flags.ckpt_keep,
-        in_use=job.resume and job.resume.folder,
+        spec.info(),
+        keep=spec.flags.ckpt_keep,
+        in_use=spec.resume and spec.resume.folder,
         say=monitor.say,
-        enabled=job.flags.save,
+        enabled=spec.flags.save,
         write_failures=monitor.failures,
     )
     supervisor.closes(checkpoints.abandon)
     return checkpoints
 
 
-def open_profiler(job: TrainingRun, monitor: Monitor, failures: WriteFailures) -> StepProfiler:
+def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:
     return StepProfiler(
-        job.flags.profile and job.mesh.is_main,
-        job.folder / "profile",
-        job.mesh.device,
-        steps=job.last_step - job.first_step,
+        spec.flags.profile and spec.mesh.is_main,
+        spec.folder / "profile",
+        spec.mesh.device,
+        steps=spec.last_step - spec.first_step,
         say=monitor.say,
-        failures=failures,
+        failures=monitor.failures,
     )
 
 

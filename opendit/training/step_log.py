@@ -7,11 +7,14 @@ from opendit.parallel.engines import Engine, StepResult
 from opendit.state.saving import Checkpoints
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
-from opendit.training.prepare import TrainingRun
 
 
 class StepLog:
     """Writes log lines; use it on every rank.
+
+    Args:
+        first_step: of this start of the run.
+        skipped_before: steps that the run skipped before it.
 
     Attributes:
         skipped: steps of the run that were skipped up to the last line, those before it was resumed included.
@@ -19,21 +22,22 @@ class StepLog:
 
     def __init__(
         self,
-        job: TrainingRun,
         engine: Engine,
         loader: BatchIterator,
         checkpoints: Checkpoints,
         monitor: Monitor,
         pace: Pace,
+        first_step: int,
+        skipped_before: int,
     ):
-        self._job, self._engine, self._loader, self._checkpoints = job, engine, loader, checkpoints
+        self._engine, self._loader, self._checkpoints = engine, loader, checkpoints
         self._monitor, self._pace = monitor, pace
-        self._skipped_before = self.skipped = job.resume.state["skipped"] if job.resume else 0
-        self._logged = job.first_step  # the step of the last line
+        self._skipped_before = self.skipped = skipped_before
+        self._logged = first_step  # the step of the last line
 
     def write(self, done: int, epoch: int, lr: float, result: StepResult) -> None:
         """A line after ``done`` steps. The host waits for the device."""
-        mesh = self._job.mesh
+        mesh = self._engine.mesh
         grad_norm = result.grad_norm.item() if result.finite else None
         self.skipped = self._skipped_before + int(self._engine.skipped)
         seen = torch.tensor([self._loader.skipped, self._loader.shortened], device=mesh.device)

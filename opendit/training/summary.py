@@ -20,16 +20,16 @@ from opendit.training import monitor as monitoring
 from opendit.training.history import write_config
 from opendit.training.memory import USABLE, advice, card_memory, describe
 from opendit.training.monitor import Monitor
-from opendit.training.prepare import TrainingRun
+from opendit.training.prepare import RunSpecification
 
 
-def announce_memory(job: TrainingRun) -> None:
+def announce_memory(spec: RunSpecification) -> None:
     """What the step will need and, where the GPU has less, the cheapest mitigation: before building runs out of it."""
-    if not job.mesh.is_main:
+    if not spec.mesh.is_main:
         return
-    config, batch = job.model_config, job.flags.batch_size
-    card = card_memory(job.mesh.device)
-    setup = job.memory_setup(lora_parameters(config, job.lora.rank) if job.lora else config.parameters())
+    config, batch = spec.model_config, spec.flags.batch_size
+    card = card_memory(spec.mesh.device)
+    setup = spec.memory_setup(lora_parameters(config, spec.lora.rank) if spec.lora else config.parameters())
     print(f"memory: {describe(config, setup, batch, card)}", flush=True)
     if card is not None and (mitigation := advice(config, setup, batch, USABLE * card)):
         print(
@@ -38,14 +38,14 @@ def announce_memory(job: TrainingRun) -> None:
 
 
 def announce(
-    job: TrainingRun, failures: WriteFailures, engine: Engine, ema: EMA, graph_note: str, compile_note: str
+    spec: RunSpecification, failures: WriteFailures, engine: Engine, ema: EMA, graph_note: str, compile_note: str
 ) -> None:
     """One block that says what is in use, and why."""
-    if not job.mesh.is_main:
+    if not spec.mesh.is_main:
         return
     with failures.survive("config.json"):
-        write_config(job)
-    flags, mesh, config = job.flags, job.mesh, job.model_config
+        write_config(spec)
+    flags, mesh, config = spec.flags, spec.mesh, spec.model_config
     cuda = mesh.device.type == "cuda"
     weights = sum(math.prod(shape) for shape in engine.shapes.values())  # that are trained
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
@@ -53,34 +53,35 @@ def announce(
     rows |= {
         "model": f"{flags.model}: {config.parameters() / 1e6:.1f} M parameters, {config.tokens} tokens, "
         f"{3 * config.forward_flops() / 1e9:.2f} GFLOP a training sample",
-        "data": job.dataset.describe(),
-        "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {job.vae})",
+        "data": spec.dataset.describe(),
+        "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {spec.vae})",
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
-        "trained": f"{weights:,} weights" + (f": {job.lora}, and what is new" if job.lora else ""),
+        "trained": f"{weights:,} weights" + (f": {spec.lora}, and what is new" if spec.lora else ""),
         "optimizer": engine.optimizer_name,
         "EMA": f"decay {', '.join(map(str, ema.decays))}{', warm-up' if ema.warmup else ''}; "
         f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)",
-        "attention": attention_note(job.kernels.attention_note, job.sequence),
-        "sequence": f"over {mesh.sp_size} ranks, {job.sequence.plan}" if job.sequence else "whole on every rank",
-        "kernels": job.kernels.ops_note,
+        "attention": attention_note(spec.kernels.attention_note, spec.sequence),
+        "sequence": f"over {mesh.sp_size} ranks, {spec.sequence.plan}" if spec.sequence else "whole on every rank",
+        "kernels": spec.kernels.ops_note,
         "CUDA graph": graph_note,
         "compile": compile_note,
         "batch": f"{flags.batch_size} x {mesh.dp_size} ranks x {flags.grad_accumulation} micro-batches = "
-        f"{job.schedule.global_batch}; {job.schedule.steps_per_epoch} steps an epoch",
-        "steps": f"{job.first_step} to {job.last_step}" + (f", resumed from {job.resume.folder}" if job.resume else ""),
-        "run folder": str(job.folder),
+        f"{spec.schedule.global_batch}; {spec.schedule.steps_per_epoch} steps an epoch",
+        "steps": f"{spec.first_step} to {spec.last_step}"
+        + (f", resumed from {spec.resume.folder}" if spec.resume else ""),
+        "run folder": str(spec.folder),
     }
     monitoring.print_block("OpenDiT training", rows)
-    for note in job.notes:
+    for note in spec.notes:
         print(f"note: {note}", flush=True)
 
 
-def summarise(job: TrainingRun, monitor: Monitor, checkpoints: Checkpoints) -> None:
+def summarise(spec: RunSpecification, monitor: Monitor, checkpoints: Checkpoints) -> None:
     """What is there now, and what to do with it: no line for what is not."""
-    folder, step, failures = job.folder, monitor.last.get("step", job.first_step), monitor.failures
+    folder, step, failures = spec.folder, monitor.last.get("step", spec.first_step), monitor.failures
     rows = {"checkpoint": str(checkpoints.newest or "none was saved")}
-    if not job.flags.save:
+    if not spec.flags.save:
         rows["checkpoint"] = "none (--no_save)"
     if (folder / "log.jsonl").is_file() and (folder / "log.jsonl").stat().st_size:
         rows["log"] = str(folder / "log.jsonl") + lines_missing(monitor.log_file)
@@ -88,7 +89,7 @@ def summarise(job: TrainingRun, monitor: Monitor, checkpoints: Checkpoints) -> N
         rows["pictures"] = str(folder / "samples")
     if monitor.board.complete:
         rows["curves"] = f"tensorboard --logdir {quote(folder / 'tensorboard')}"
-    if next_step := what_next(job, step, checkpoints.newest):
+    if next_step := what_next(spec, step, checkpoints.newest):
         rows["next"] = next_step
     if checkpoints.failures:
         rows["NOT SAVED"] = "; ".join(checkpoints.failures)
@@ -96,25 +97,26 @@ def summarise(job: TrainingRun, monitor: Monitor, checkpoints: Checkpoints) -> N
         rows["NOT WRITTEN"] = f"{failures.describe()}; the exit code is 1"
     loss = f", last logged loss {monitor.last['loss']:.4f}" if monitor.last.get("loss") is not None else ""
     print()
-    monitoring.print_block(f"{'Stopped' if step < job.last_step else 'Done'}: step {step}{loss}", rows)
+    monitoring.print_block(f"{'Stopped' if step < spec.last_step else 'Done'}: step {step}{loss}", rows)
 
 
-def what_next(job: TrainingRun, step: int, newest: Path | None) -> str | None:
+def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | None:
     """A command that works on what this run has saved; None if it has nothing."""
     if newest is None:
         return None
-    if step < job.last_step:
-        latest = newest_run(job.flags.outputs, job.flags.model)
-        ours = latest is not None and latest.resolve() == job.folder.resolve()
-        return f"the same command with --load {'latest' if ours else quote(job.folder)} goes on to step {job.last_step}"
-    if isinstance(job.dataset, MockDataset):
+    if step < spec.last_step:
+        latest = newest_run(spec.flags.outputs, spec.flags.model)
+        ours = latest is not None and latest.resolve() == spec.folder.resolve()
+        run = "latest" if ours else quote(spec.folder)
+        return f"the same command with --load {run} goes on to step {spec.last_step}"
+    if isinstance(spec.dataset, MockDataset):
         return None  # a model of noise
-    command, info = f"python sample.py --ckpt {quote(job.folder)}", job.info()
-    text = job.model_config.text
+    command, info = f"python sample.py --ckpt {quote(spec.folder)}", spec.info()
+    text = spec.model_config.text
     frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
     for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):
         command += f" --{name} {quote(info[name])}"  # what a file alone names is not loaded
-    return command + ("" if job.codec is not None else "  (the latents' VAE was not at hand)")
+    return command + ("" if spec.codec is not None else "  (the latents' VAE was not at hand)")
 
 
 def quote(path: str | Path) -> str:

@@ -6,7 +6,8 @@ The programs run in this process up to where the work would begin, with everythi
 
 import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -128,7 +129,9 @@ def place(tmp_path, monkeypatch, no_ranks):
         info = {"model": model, "config": config.to_dict(), "vae": "none", "image_size": 8}
         path = tmp_path / f"{name}.safetensors"
         save_file(build_model(config).state_dict(), path, {METADATA_KEY: json.dumps(info)})
-    monkeypatch.setattr("opendit.training.run.train", lambda *_: 0)
+    run = SimpleNamespace(failed_writes=lambda: 0)
+    monkeypatch.setattr("opendit.training.build.build", lambda *_: nullcontext(run))
+    monkeypatch.setattr(train, "train", lambda run: None)
     monkeypatch.setattr("opendit.inference.run.draw", lambda *_: None)
     monkeypatch.setattr(preprocess, "run", lambda *_: None)
     monkeypatch.setattr(export, "convert", lambda *_: None)

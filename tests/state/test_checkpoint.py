@@ -88,7 +88,7 @@ def put(path: Path, content: bytes | None) -> None:
 def test_damage_is_named_before_a_weight_is_touched(tmp_path, no_ranks, capsys, monkeypatch):
     checkpoints = run_to(tmp_path, 2)
     newest, earlier = checkpoints / "step_0000002", checkpoints / "step_0000001"
-    monkeypatch.setattr("opendit.training.loop.build_model_and_engine", lambda job: pytest.fail("weights were made"))
+    monkeypatch.setattr("opendit.training.build.build_model_and_engine", lambda spec: pytest.fail("weights were made"))
 
     def refused() -> str:
         capsys.readouterr()
@@ -200,7 +200,7 @@ def test_weights_of_other_shapes_are_refused_before_a_model_is_made(name, tmp_pa
     tensors["blocks.0.mlp.fc1.weight"] = tensors["blocks.0.mlp.fc1.weight"].t()
     files = {**read_manifest(newest), name: write_tensors(newest / name, tensors, metadata)}
     write_manifest(newest, 2, files)
-    monkeypatch.setattr("opendit.training.loop.build_model_and_engine", lambda job: pytest.fail("weights were made"))
+    monkeypatch.setattr("opendit.training.build.build_model_and_engine", lambda spec: pytest.fail("weights were made"))
     with pytest.raises(SystemExit) as stop:
         run_to(tmp_path, 2, "--load", str(newest))
     said = capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import opendit.training.loop
+import opendit.training.inputs
 import opendit.training.resources
 import sample
 import train
@@ -73,16 +73,16 @@ def test_a_save_refuses_what_is_not_finite(part, ranks, tmp_path, capfd):
 
 def skipping_at_the_end(mesh, outputs: str, steps: int, signalled: bool) -> int | None:
     """From step 4 on one rank's losses are not finite; the run ends, or is told to, in step 5."""
-    true_inputs = opendit.training.loop.inputs
+    true_inputs = opendit.training.inputs.Inputs.of
 
-    def inputs(job, batch):
-        given = true_inputs(job, batch)
+    def inputs(self, batch):
+        given = true_inputs(self, batch)
         if batch.step + 1 == 5 and signalled:
             os.kill(os.getpid(), 15)
         bad = batch.step + 1 >= 4 and mesh.rank == mesh.world_size - 1
         return given._replace(noise=given.noise * float("nan")) if bad else given
 
-    opendit.training.loop.inputs = inputs
+    opendit.training.inputs.Inputs.of = inputs
     try:
         run_to(Path(outputs), steps, "--ckpt_every", "3")
     except SystemExit as stop:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train
-from opendit.training import loop
+from opendit.training.inputs import Inputs
 from tests.ranks import context, free_port
 from tests.state.test_checkpoint import ARGV
 
@@ -121,12 +121,12 @@ def start(tmp_path):
 
 
 def after(steps: int, what: Callable[[], None]) -> Callable:
-    """``loop.inputs`` that does ``what`` in the step of this number."""
-    true_inputs = loop.inputs
+    """``Inputs.of`` that does ``what`` in the step of this number."""
+    true_inputs = Inputs.of
 
-    def inputs(job, batch):
+    def inputs(self, batch):
         if batch.step >= steps:
             what()
-        return true_inputs(job, batch)
+        return true_inputs(self, batch)
 
     return inputs

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from opendit.training import loop
+from opendit.training import build as building
+from opendit.training.inputs import Inputs
 from tests.state.test_checkpoint import ARGV
 from tests.training.programs import LONG, after
 
@@ -14,18 +15,18 @@ from tests.training.programs import LONG, after
 
 def weight_spoilt_from_step_3() -> None:
     """One weight of rank 1's third block becomes infinite, in the place from which the forward pass reads it."""
-    true_build, true_inputs, engines = loop.build_model_and_engine, loop.inputs, []
+    true_build, true_inputs, engines = building.build_model_and_engine, Inputs.of, []
 
-    def build(job):
-        engines.append(true_build(job))
+    def build(spec):
+        engines.append(true_build(spec))
         return engines[0]
 
-    def inputs(job, batch):
+    def inputs(self, batch):
         if batch.step >= 3:
             engines[0].module.blocks[2].mlp.fc1.weight.data[0, 0] = float("inf")
-        return true_inputs(job, batch)
+        return true_inputs(self, batch)
 
-    loop.build_model_and_engine, loop.inputs = build, inputs
+    building.build_model_and_engine, Inputs.of = build, inputs
 
 
 @pytest.mark.parametrize("plugin", ["zero2", "ddp", "gemini"])
@@ -44,19 +45,19 @@ def test_the_first_module_that_is_not_finite_is_named(start, plugin):
 
 
 def latents_spoilt_from_step_3() -> None:
-    true_inputs = loop.inputs
+    true_inputs = Inputs.of
 
-    def inputs(job, batch):
-        given = true_inputs(job, batch)
+    def inputs(self, batch):
+        given = true_inputs(self, batch)
         if batch.step >= 3:
             given.x0[2] = float("inf")
         return given
 
-    loop.inputs = inputs
+    Inputs.of = inputs
 
 
 def slow_rank() -> None:
-    loop.inputs = after(0, lambda: time.sleep(0.5))
+    Inputs.of = after(0, lambda: time.sleep(0.5))
 
 
 def test_a_rank_that_is_slow_is_named_in_the_log(start):

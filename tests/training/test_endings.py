@@ -12,9 +12,9 @@ import pytest
 
 import opendit.parallel.supervisor
 import opendit.training.drawing
-import opendit.training.run
+import opendit.training.prepare
 from opendit.data.digits import DigitsDataset
-from opendit.training import loop
+from opendit.training.inputs import Inputs
 from tests.state.test_checkpoint import steps_in
 from tests.training.programs import LONG, ROOT, SOON, after
 
@@ -25,7 +25,7 @@ def raise_at_step_3() -> None:
     def fail():
         raise KeyError("a defect")
 
-    loop.inputs = after(3, fail)
+    Inputs.of = after(3, fail)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -53,20 +53,20 @@ def test_a_run_stopped_by_steps_that_are_not_finite_leaves_no_process(start):
 
 
 def nan_from_step_3() -> None:
-    true_inputs = loop.inputs
+    true_inputs = Inputs.of
 
-    def inputs(job, batch):
-        given = true_inputs(job, batch)
+    def inputs(self, batch):
+        given = true_inputs(self, batch)
         return given._replace(noise=given.noise * (float("nan") if batch.step >= 3 else 1.0))
 
-    loop.inputs = inputs
+    Inputs.of = inputs
 
 
 def fail_to_draw() -> None:
     def draw(*_):
         raise RuntimeError("no picture")
 
-    opendit.training.drawing.draw = draw
+    opendit.training.drawing.SampleGrids._draw = draw
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -170,7 +170,7 @@ def wait_in_prepare() -> None:
         print("preparing", flush=True)
         time.sleep(1000)
 
-    opendit.training.run.prepare = prepare
+    opendit.training.prepare.prepare = prepare
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
@@ -194,7 +194,7 @@ def test_sigterm_still_saves_however_long_the_step_takes(start):
 
 
 def slow_steps() -> None:
-    loop.inputs = after(1, lambda: time.sleep(4))
+    Inputs.of = after(1, lambda: time.sleep(4))
 
 
 def test_a_rank_lost_under_torchrun_ends_the_run(tmp_path):

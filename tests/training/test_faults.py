@@ -20,7 +20,7 @@ import opendit.state.saving
 import train
 from opendit.state.checkpoint import read_state
 from opendit.state.files import damage
-from opendit.training import loop
+from opendit.training.inputs import Inputs
 from opendit.training.interrupt import Interrupt
 from tests.ranks import context, free_port, run_ranks, several_programs
 from tests.state.test_checkpoint import ARGV, run_to, steps_in
@@ -119,14 +119,14 @@ def test_a_failure_on_one_rank_is_every_ranks(tmp_path):
 def bad_steps(mesh, outputs: str) -> str:
     """Rank 1's losses are not finite in steps 3 and 4, and then from step 8 on; the other rank's always are."""
     several_programs()
-    true_inputs, bad = loop.inputs, {3, 4}
+    true_inputs, bad = Inputs.of, {3, 4}
 
-    def inputs(job, batch):
-        given = true_inputs(job, batch)
+    def inputs(self, batch):
+        given = true_inputs(self, batch)
         worse = float("inf") if mesh.rank == 1 and batch.step + 1 in bad else 1.0
         return given._replace(noise=given.noise * worse)
 
-    loop.inputs = inputs
+    Inputs.of = inputs
     run_to(Path(outputs), 7, "--ckpt_every", "3")
     bad = set(range(8, 100))
     with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(io.StringIO()) as err:

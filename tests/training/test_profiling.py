@@ -48,7 +48,7 @@ ARGV = "--model DiT-Ti/2 --image_size 16 --vae none --mixed_precision fp32 --bat
 
 
 def test_a_run_writes_its_profile(tmp_path, no_ranks, capsys, monkeypatch):
-    monkeypatch.setattr("opendit.training.loop.draw_grid", lambda *_: None)
+    monkeypatch.setattr("opendit.training.drawing.SampleGrids.draw", lambda *_: None)
     train.main([*ARGV.split(), "--max_steps", str(WARMUP + STEPS), "--outputs", str(tmp_path)])
     folder = tmp_path / "000-DiT-Ti-2" / "profile"
     trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
@@ -65,7 +65,7 @@ def test_a_run_that_is_too_short_says_so_at_its_start(tmp_path, no_ranks, capsys
     def first_step(*_):
         raise FirstStep
 
-    monkeypatch.setattr("opendit.training.loop.inputs", first_step)
+    monkeypatch.setattr("opendit.training.inputs.Inputs.of", first_step)
     for short in (1, 0):
         with pytest.raises(SystemExit):
             train.main([*ARGV.split(), "--max_steps", str(WARMUP + STEPS - short), "--outputs", str(tmp_path)])

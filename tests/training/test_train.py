@@ -16,7 +16,7 @@ from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion import DDPM, training_loss
 from opendit.diffusion.random import Stream, integers, normal, uniform
 from opendit.models import DiT, model_config
-from opendit.training.loop import learning_rate
+from opendit.training.learning_rate import LearningRate
 from tests.numbers import off_by
 from tests.ranks import run_ranks
 
@@ -170,6 +170,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, no_ranks, capsys):
 
 def test_learning_rate_schedule():
     flags = parse(TrainConfig, ["--lr", "2", "--warmup_steps", "4", "--lr_schedule", "cosine"])
-    rates = [learning_rate(flags, step, 104) for step in range(104)]
+    rate = LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, last_step=104)
+    rates = [rate.at(step) for step in range(104)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0
     assert rates[54] == pytest.approx(1.0) and 0 < rates[-1] < 0.01

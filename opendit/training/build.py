@@ -1,0 +1,128 @@
+"""What a run works with, made in the order in which it can be: memory estimate, model and engine, averages, runner,
+log, loader, checkpoints."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from opendit.common.records import WriteFailures
+from opendit.data import BatchSchedule
+from opendit.data.progress import Progress
+from opendit.parallel.engines import Engine
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.supervisor import Supervisor
+from opendit.state.checkpoint import load_checkpoint
+from opendit.state.ema import EMA
+from opendit.state.saving import Checkpoints
+from opendit.training.agenda import Agenda
+from opendit.training.diagnosis import Diagnosis
+from opendit.training.drawing import SampleGrids
+from opendit.training.engine import COMPILED, build_model_and_engine, why_not_compiled
+from opendit.training.inputs import Inputs
+from opendit.training.interrupt import Interrupt
+from opendit.training.learning_rate import LearningRate
+from opendit.training.micro_batches import MicroBatches
+from opendit.training.monitor import Monitor
+from opendit.training.pace import Pace
+from opendit.training.prepare import RunSpecification
+from opendit.training.profiling import StepProfiler
+from opendit.training.resources import open_checkpoints, open_loader, open_monitor, open_profiler
+from opendit.training.runners import Runner, build_runner
+from opendit.training.skipped_steps import SkippedSteps
+from opendit.training.step_log import StepLog
+from opendit.training.summary import announce, announce_memory, summarise
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the loop works with, open while it does.
+
+    micro_batches: of the next step. interrupt: whether the run was told to end. agenda: what is due after a step.
+    skipped: steps whose gradients were not finite. fingerprint: see :mod:`opendit.training.fingerprint`.
+    """
+
+    mesh: Mesh
+    schedule: BatchSchedule
+    first_step: int
+    last_step: int
+    engine: Engine
+    ema: EMA
+    runner: Runner
+    micro_batches: MicroBatches
+    learning_rate: LearningRate
+    interrupt: Interrupt
+    agenda: Agenda
+    skipped: SkippedSteps
+    monitor: Monitor
+    profiler: StepProfiler
+    log: StepLog
+    checkpoints: Checkpoints
+    grids: SampleGrids
+    fingerprint: dict[str, Any]
+
+    def failed_writes(self) -> int:
+        """How many saves and other writes failed, the same on every rank: collective."""
+        return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # rank 0's
+
+
+@contextlib.contextmanager
+def build(spec: RunSpecification, supervisor: Supervisor) -> Iterator[Run]:
+    """The run of a specification, announced; at the end it is put away and summed up.
+
+    Whatever owns a process, a thread or a file is closed on every way out.
+    """
+    flags, mesh, failures = spec.flags, spec.mesh, WriteFailures(Progress.write)
+    with spec.lock:
+        announce_memory(spec)
+        engine = build_model_and_engine(spec)
+        ema = EMA(engine, flags.ema_decays, flags.ema_warmup)
+        if spec.resume:
+            load_checkpoint(spec.resume, engine, ema)
+        pace = Pace(mesh, Progress.write)
+        runner = build_runner(
+            engine,
+            spec.objective,
+            micro_batches=flags.grad_accumulation,
+            graph=flags.enable_cuda_graph,
+            after_forward=pace.end,
+            say=Progress.write,
+        )
+        announce(spec, failures, engine, ema, runner.note, why_not_compiled(flags) or COMPILED)
+        inputs = Inputs(
+            spec.latents, spec.objective, spec.conditioner, mesh.device, flags.global_seed, flags.label_drop
+        )
+        diagnosis = Diagnosis(engine, runner, inputs, spec.dataset, spec.schedule, flags.grad_accumulation)
+        with (
+            open_monitor(spec, supervisor, failures) as monitor,
+            open_loader(spec, supervisor) as loader,
+            open_checkpoints(spec, engine, ema, monitor, supervisor) as checkpoints,
+            open_profiler(spec, monitor) as profiler,
+            supervisor.announced(),
+            Interrupt(mesh) as interrupt,
+        ):
+            yield Run(
+                mesh=mesh,
+                schedule=spec.schedule,
+                first_step=spec.first_step,
+                last_step=spec.last_step,
+                engine=engine,
+                ema=ema,
+                runner=runner,
+                micro_batches=MicroBatches(loader, inputs, flags.grad_accumulation, monitor, pace, diagnosis),
+                learning_rate=LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, spec.last_step),
+                interrupt=interrupt,
+                agenda=Agenda(flags, spec.last_step),
+                skipped=SkippedSteps(engine, diagnosis, flags.max_bad_steps, monitor.say),
+                monitor=monitor,
+                profiler=profiler,
+                log=StepLog(engine, loader, checkpoints, monitor, pace, spec.first_step, spec.skipped_before),
+                checkpoints=checkpoints,
+                grids=SampleGrids(spec, engine, ema, monitor),
+                fingerprint=spec.fingerprint,
+            )
+            profiler.close()
+            loader.close()
+            checkpoints.wait()
+        if mesh.is_main:
+            summarise(spec, monitor, checkpoints)

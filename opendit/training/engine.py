@@ -1,0 +1,57 @@
+"""The model on its plugin, as a run's specification says."""
+
+import torch
+
+from opendit.cli.train_flags import TrainConfig
+from opendit.models import build_model
+from opendit.models.adapt import adapt
+from opendit.models.lora import add_lora
+from opendit.parallel.apply import apply_parallel
+from opendit.parallel.engines import Engine, build_engine
+from opendit.parallel.names import PLUGINS
+from opendit.training.from_flags import config_of
+from opendit.training.prepare import RunSpecification
+
+
+def build_model_and_engine(spec: RunSpecification) -> Engine:
+    flags = spec.flags
+    torch.manual_seed(flags.global_seed)  # the same initial weights on every rank
+    torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
+    with spec.mesh.device:
+        model = build_model(spec.model_config)
+    if spec.initial is not None:
+        start = adapt(model, spec.initial, config_of(spec.initial, flags.model), spec.dataset.class_names)
+        spec.notes += [f"--pretrained: {line}" for line in start.describe()]
+        if spec.lora is not None:
+            add_lora(model, spec.lora, start.untrained)
+    apply_parallel(
+        model,
+        ops=spec.kernels.ops,
+        attend=spec.kernels.attend,
+        sequence=spec.sequence,
+        recompute=flags.recompute,
+        grad_checkpoint=flags.grad_checkpoint,
+        compiled=why_not_compiled(flags) is None,
+    )
+    return build_engine(
+        model.train(),
+        spec.mesh,
+        plugin=flags.plugin,
+        precision=flags.mixed_precision,
+        lr=flags.lr,
+        weight_decay=flags.weight_decay,
+        betas=(flags.adam_beta1, flags.adam_beta2),
+        grad_clip=flags.grad_clip,
+        grad_accumulation=flags.grad_accumulation,
+    )
+
+
+COMPILED = "blocks and final layer, when they first meet a shape"
+
+
+def why_not_compiled(flags: TrainConfig) -> str | None:
+    """Why --compile is not done; None: it is."""
+    if not flags.compile:
+        return "off (--compile is)"
+    why = PLUGINS[flags.plugin].ignores.get("compile")
+    return None if why is None else f"off: {why}"
