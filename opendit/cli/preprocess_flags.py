@@ -5,6 +5,7 @@ import argparse
 from opendit.cli.checks import check_exists, check_file, check_output_file, check_vae, check_workers, check_writable
 from opendit.cli.command_line import CommandLine, refuse_idle
 from opendit.cli.values import BATCH, FRAMES, SIDE, WORKERS, Value, one_of, whole
+from opendit.data.names import named_sources
 
 TEXT, FRAMES_OF_A_CLIP = Value(), Value(int, **FRAMES)
 CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips")
@@ -98,6 +99,6 @@ def _check_latents(options: dict, given: set[str]) -> None:
     check_vae(vae)
     if encoder == "bytes":
         raise ValueError("--text_encoder bytes is trained with the model, so it can't be cached: leave it out")
-    if data != "digits":
+    if data not in named_sources():
         check_exists(data, "--data_path", "digits, or a folder or CSV that does")
     check_writable(options["output"], "--output")

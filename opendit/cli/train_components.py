@@ -17,6 +17,7 @@ from opendit.cli.values import (
     SIDE,
     WORKERS,
 )
+from opendit.data.names import taken
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.kernels.names import RECOMPUTE
 from opendit.models.names import POSITIONS
@@ -84,7 +85,7 @@ class DataFlags(Flags):
 
     group: ClassVar[str] = "Data"
 
-    data_path: str = flag("digits", "digits, a FOLDER of pictures, a CSV, LATENTS, or mock: random ones")
+    data_path: str = flag("digits", taken())
     image_size: int = flag(256, "side of the training pictures in pixels", **SIDE)
     use_video: bool = flag(False, "train a vDiT on clips")
     num_frames: int = flag(16, "frames of a clip", **FRAMES)

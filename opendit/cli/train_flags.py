@@ -7,6 +7,7 @@ from opendit.cli import train_components as component
 from opendit.cli.checks import check_exists, check_vae, check_weights, check_workers, check_writable, settle_precision
 from opendit.cli.command_line import check_values, settle_idle
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
+from opendit.data.names import named_sources
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.models.names import canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
@@ -105,7 +106,7 @@ class TrainConfig(
         if self.dry_run is None:
             if self.pretrained is not None:
                 check_weights(self.pretrained, "--pretrained")
-            if self.data_path not in ("digits", "mock"):
+            if self.data_path not in named_sources():
                 check_exists(self.data_path, "--data_path", "digits, or a folder or CSV that does")
             check_writable(self.outputs, "--outputs")
 
@@ -132,7 +133,7 @@ class TrainConfig(
             idle |= dict.fromkeys(
                 ("random_flip", "frame_interval", "short_clips"), "does nothing with --data_path mock"
             )
-        if mock or self.data_path == "digits":
+        if self.data_path in named_sources():
             idle["max_bad"] = f"does nothing with --data_path {self.data_path}, which has no files"
         if self.pretrained and self.lora is None and self.load not in (None, "latest"):
             idle["pretrained"] = "does nothing with --load, which brings its own weights"

@@ -1,26 +1,17 @@
-"""Media in: the built-in digits, picture folders, CSVs of captioned media, torchvision's data sets, cached latents."""
+"""Media in: the built-in digits, picture folders, CSVs of captioned media, torchvision's data sets, cached latents.
+A name's module is imported when it is first used: ``names`` needs no torch."""
 
-from opendit.data.base import BadSample, DataError, Item, MediaDataset, SampleKey
-from opendit.data.captioned import CaptionedDataset
-from opendit.data.digits import digits_split
-from opendit.data.latents import LatentDataset
-from opendit.data.loader import Batch, BatchIterator, BatchSchedule, BucketSchedule, build_loader, build_schedule
-from opendit.data.resolve import build_dataset
+from opendit.common.lazy import import_when_used
 
-__all__ = [
-    "BadSample",
-    "Batch",
-    "BatchIterator",
-    "BatchSchedule",
-    "BucketSchedule",
-    "CaptionedDataset",
-    "DataError",
-    "Item",
-    "LatentDataset",
-    "MediaDataset",
-    "SampleKey",
-    "build_dataset",
-    "build_loader",
-    "build_schedule",
-    "digits_split",
-]
+__getattr__, __all__ = import_when_used(
+    __name__,
+    {
+        "opendit.common.errors": "DataError",
+        "opendit.data.base": "BadSample Item MediaDataset SampleKey",
+        "opendit.data.captioned": "CaptionedDataset",
+        "opendit.data.digits": "digits_split",
+        "opendit.data.latents": "LatentDataset",
+        "opendit.data.loader": "Batch BatchIterator BatchSchedule BucketSchedule build_loader build_schedule",
+        "opendit.data.resolve": "build_dataset",
+    },
+)

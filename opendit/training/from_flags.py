@@ -7,7 +7,6 @@ from pathlib import Path
 from opendit.cli.sample_flags import SampleConfig
 from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
-from opendit.data.mock import MockDataset
 from opendit.diffusion import Objective, objective_from_flags
 from opendit.encoders.text import check_tokens, text_geometry
 from opendit.encoders.vae import codec_geometry
@@ -22,20 +21,9 @@ from opendit.training.memory import BYTES
 
 
 def open_data(flags: TrainConfig, data_path: str | None = None) -> MediaDataset:
-    """The data set of --data_path, or of another one. Raises as ``build_dataset`` and ``MockDataset``."""
-    data_path = data_path or flags.data_path
-    if data_path == "mock":
-        return MockDataset(
-            flags.image_size,
-            flags.num_frames if flags.use_video else None,
-            vae=flags.vae,
-            seed=flags.global_seed,
-            num_classes=flags.num_classes,
-            text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
-            max_text_tokens=flags.max_text_tokens,
-        )
+    """The data set of --data_path, or of another one. Raises as ``build_dataset``."""
     return build_dataset(
-        data_path,
+        data_path or flags.data_path,
         flags.image_size,
         seed=flags.global_seed,
         random_flip=flags.random_flip,
@@ -44,6 +32,10 @@ def open_data(flags: TrainConfig, data_path: str | None = None) -> MediaDataset:
         num_frames=flags.num_frames,
         frame_interval=flags.frame_interval,
         short_clips=flags.short_clips,
+        vae=flags.vae,
+        num_classes=flags.num_classes,
+        text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
+        max_text_tokens=flags.max_text_tokens,
     )
 
 

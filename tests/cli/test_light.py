@@ -41,6 +41,7 @@ def test_the_probe_sees_what_is_imported():
 
 
 def test_the_light_tables_are_what_the_heavy_modules_have():
+    from opendit.data.names import FALLBACK, SOURCES, named_sources
     from opendit.diffusion import OBJECTIVES, PREDICTIONS, SAMPLERS, names
     from opendit.diffusion.objectives import ddpm, flow
     from opendit.kernels import attention
@@ -63,6 +64,8 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     assert tuple(SAMPLERS) == names.ALL_SAMPLERS and set(SAMPLERS) == files - {"__init__", "base"}
     assert kernels.TORCH_ATTENTION == tuple(attention.BACKENDS)
     assert kernels.RECOMPUTE == tuple(BACKWARD)
+    assert all(callable(importlib.import_module(f"opendit.data.sources.{name}").open_source) for name in SOURCES)
+    assert FALLBACK in SOURCES and set(named_sources()) == {"digits", "mock"}
     assert tuple(KINDS) == tuple(CLASSES)
     assert all(engines.engine_of(name).plugin == name for name in parallel.PLUGINS)
     files = {path.stem for path in (ROOT / "opendit" / "parallel" / "engines").glob("*.py")}
@@ -70,7 +73,7 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     assert set(parallel.PRECISIONS) == set(engines.PRECISIONS) == set(BYTES)
 
 
-@pytest.mark.parametrize("package", ["models", "diffusion", "export"])
+@pytest.mark.parametrize("package", ["models", "data", "diffusion", "export"])
 def test_every_name_of_a_lazy_package_is_there(package):
     module = importlib.import_module(f"opendit.{package}")
     assert module.__all__ and all(getattr(module, name) is not None for name in module.__all__)

@@ -7,19 +7,20 @@ import pytest
 from PIL import Image
 
 from opendit.data import build_dataset, resolve
+from opendit.data.sources import latents
 
 
 @pytest.mark.parametrize(
     ("data_path", "says"),
     [
-        ("", "--data_path is empty; give digits, a CSV of captioned media, a folder of pictures"),
+        ("", "--data_path is empty; give a CSV of captioned media, a folder of cached latents, a folder of pictures"),
         ("  ", "--data_path is empty"),
         ("digit", r"--data_path digit doesn't exist \(is digits meant\?\)"),
         ("CIFAR-10", r"--data_path CIFAR-10 doesn't exist \(a torchvision data set is named by the folder"),
         ("~nobody-at-all/pictures", "the home folder of that user is not known; write the path out"),
         ("a\0b", r"--data_path a\\x00b can't be read \(embedded null"),
         ("x" * 300, r"can't be read \(File name too long\)"),
-        ("pipe", "--data_path pipe is a named pipe; give digits"),
+        ("pipe", "--data_path pipe is a named pipe; give a CSV"),
         ("pipe.csv", "--data_path pipe.csv is a named pipe"),
         ("/dev/zero", "--data_path /dev/zero is a device"),
         ("socket", "--data_path socket is a socket"),
@@ -29,7 +30,7 @@ from opendit.data import build_dataset, resolve
         ("data.zip", "is an archive; unpack it"),
         ("data.tsv", "is a file; captions come as a .csv of path,text"),
         ("latents.json", "is a file; give the folder of cached latents that it is in"),
-        ("odd", "is a file; give digits"),
+        ("odd", "is a file; give a CSV"),
     ],
 )
 def test_each_mistake_is_one_line_that_says_what_to_do(tmp_path, monkeypatch, data_path, says):
@@ -63,8 +64,8 @@ def test_latents_among_pictures_say_so(tmp_path, monkeypatch):
         def __init__(self, *args, **options):
             pass
 
-    monkeypatch.setattr(resolve, "read_index", lambda path: {})
-    monkeypatch.setattr(resolve, "LatentDataset", Latents)
+    monkeypatch.setattr(latents, "read_index", lambda path: {})
+    monkeypatch.setattr(latents, "LatentDataset", Latents)
     assert build_dataset(str(tmp_path), 8, seed=0).note == ""
     (tmp_path / "cats").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "cats" / "1.png")
