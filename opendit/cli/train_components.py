@@ -1,7 +1,8 @@
 """The flags of train.py by component, one frozen dataclass each: name, type, default, one-line help."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, make_dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from opendit.cli.command_line import Flags, flag
 from opendit.cli.values import (
@@ -17,15 +18,22 @@ from opendit.cli.values import (
     SIDE,
     WORKERS,
 )
+from opendit.common.settings import Setting
 from opendit.data.names import taken
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.kernels.names import RECOMPUTE
-from opendit.models.names import POSITIONS
+from opendit.models.names import KINDS, POSITIONS
 from opendit.parallel.names import PLUGINS, PRECISIONS, plugin_help
 
 
+def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
+    """A component with a flag for each of these settings, which architectures and objectives describe."""
+    fields = [(s.flag, s.annotation, flag(s.default, s.help, **s.bounds)) for s in settings]
+    return make_dataclass(f"{group}Settings", fields, bases=(Flags,), namespace={"group": group}, frozen=True)
+
+
 @dataclass(frozen=True)
-class ModelFlags(Flags):
+class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for setting in kind.settings))):
     """The network: its kind, size and options."""
 
     group: ClassVar[str] = "Model"
@@ -42,13 +50,11 @@ class ModelFlags(Flags):
     positions: str | None = flag(
         None, "how tokens know their places (default: sincos; MovieGen: learned)", choices=POSITIONS
     )
-    full_attention: bool | None = flag(None, "of ST-DiT: attend to all tokens of a clip too")
-    expert_capacity: float | None = flag(None, "of EC-DiT: experts of a token, on average (2)", above=0, at_most=1024)
 
     @property
     def architecture(self) -> dict:
         """The flags that say how a model of this kind and size is made; None: as its kind is."""
-        names = ("qk_norm", "adaln_lora", "bias", "positions", "full_attention", "expert_capacity")
+        names = ["qk_norm", "adaln_lora", "bias", "positions", *(s.flag for k in KINDS.values() for s in k.settings)]
         return {name: getattr(self, name) for name in names}
 
 
@@ -114,16 +120,8 @@ class LoaderFlags(Flags):
     max_bad: float = flag(0.05, "share of unreadable files at which the run stops", **SHARE)
 
 
-def _settings_of_objectives() -> list[tuple[str, type, Any]]:
-    """A flag for every setting of every objective, as the objectives' own files describe them."""
-    settings = [setting for objective in DESCRIPTIONS.values() for setting in objective.settings.values()]
-    return [(s.flag, s.annotation, flag(s.default, s.help, **s.bounds)) for s in settings]
-
-
 @dataclass(frozen=True)
-class ObjectiveFlags(
-    make_dataclass("Settings", _settings_of_objectives(), bases=(Flags,), namespace={"group": "Objective"}, frozen=True)
-):
+class ObjectiveFlags(_with_flags("Objective", (s for of in DESCRIPTIONS.values() for s in of.settings.values()))):
     """What the model learns to predict."""
 
     group: ClassVar[str] = "Objective"

@@ -9,10 +9,10 @@ from opendit.cli.command_line import check_values, settle_idle
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.data.names import named_sources
 from opendit.diffusion.names import DESCRIPTIONS
-from opendit.models.names import canonical_name, is_video
+from opendit.models.names import KINDS, canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
 
-KIND_FLAGS = {"full_attention": "ST-DiT", "expert_capacity": "EC-DiT"}
+KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
 
 

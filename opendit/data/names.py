@@ -9,7 +9,7 @@ FALLBACK = "pictures"  # what a folder is that no other source knows
 
 
 @dataclass(frozen=True)
-class Description:
+class SourceDescription:
     """What a source's file says of it, in constants that are literals and are read without running it.
 
     name: NAME, what ``--data_path`` says to ask for it; None of one that is recognised by the path. takes: TAKES, what
@@ -20,13 +20,13 @@ class Description:
     takes: str
 
     @classmethod
-    def read(cls, path: Path) -> "Description":
+    def read(cls, path: Path) -> "SourceDescription":
         found = literals_of(path, "NAME", "TAKES")
         return cls(found["NAME"], found["TAKES"])
 
 
 _FILES = module_files(Path(__file__).parent / "sources", "base")
-SOURCES = {name: Description.read(path) for name, path in _FILES.items()}
+SOURCES = {name: SourceDescription.read(path) for name, path in _FILES.items()}
 
 
 def named_sources() -> dict[str, str]:

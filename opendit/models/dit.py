@@ -316,3 +316,6 @@ class DiT(nn.Module):
         order = [axis for i in range(axes) for axis in (1 + i, 1 + axes + i)]  # row, row in patch, column, ...
         sides = (g * p for g, p in zip(grid, patch, strict=True))
         return x.permute(0, 1 + 2 * axes, *order).reshape(x.shape[0], self.config.out_channels, *sides)
+
+
+ARCHITECTURE = DiTConfig, DiT

@@ -122,3 +122,6 @@ class ECDiT(DiT):
         c = self.config
         mlp = ExpertMlp(c.hidden_size, c.mlp_hidden, c.bias, c.experts, c.expert_hidden, c.expert_capacity)
         return DiTBlock(c.hidden_size, c.num_heads, c.mlp_ratio, c.cross_attention, c.options, mlp)
+
+
+ARCHITECTURE = ECDiTConfig, ECDiT

@@ -92,3 +92,6 @@ class MovieGen(DiT):
 
     def make_block(self) -> MovieGenBlock:
         return MovieGenBlock(self.config)
+
+
+ARCHITECTURE = MovieGenConfig, MovieGen

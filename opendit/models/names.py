@@ -1,10 +1,16 @@
 """The models by name, KIND-SIZE/PATCH: DiT-XL/2 (patch 2 x 2), vDiT-XL/222 or vDiT-XL/2x2x2 (frames, rows, columns).
 Needs no torch, so flags are checked by it; zoo makes the models.
+
+To add an architecture, write ``opendit/models/NAME.py`` with its configuration and network named by ``ARCHITECTURE``,
+``opendit/models/plans/NAME.py`` with its ``PLAN``, and a line in :data:`KINDS`; NAME is its name there in small letters
+without dashes.
 """
 
 import difflib
 import re
 from dataclasses import dataclass, field
+
+from opendit.common.settings import Setting
 
 POSITIONS = ("sincos", "learned", "rope")  # how tokens know their places
 # name: hidden size, depth, heads. Ti is for the embedded demo and for tests; S to XL are the DiT paper's (Peebles & Xie
@@ -32,6 +38,8 @@ class Kind:
     clips: bool = True
     cross_attention: bool = False  # attends to captions whatever the flag says
     revision_1: dict[str, dict] = field(default_factory=dict)  # what sizes needed in configurations of revision 1
+    settings: tuple[Setting, ...] = ()  # fields of its configuration that no other architecture has
+    plan: str | None = None  # the file of its plan, where that is another architecture's
 
 
 _PLAIN = {size: (*values, {}) for size, values in SIZES.items()}
@@ -43,11 +51,18 @@ KINDS = {
             "1B": (1152, 28, 16, {"mlp_ratio": 3.75, "experts": 64, "expert_hidden": 144}),
         },
         ("2",),
+        settings=(
+            Setting(
+                "expert_capacity", None, "of EC-DiT: experts of a token, on average (2)", "float",
+                {"above": 0, "at_most": 1024},
+            ),
+        ),
     ),
-    "vDiT": Kind(_PLAIN, ("122", "222"), pictures=False),
+    "vDiT": Kind(_PLAIN, ("122", "222"), pictures=False, plan="dit"),
     "ST-DiT": Kind(
         {size: _PLAIN[size] for size in ("Ti", "B", "XL")}, ("122", "222"),
         pictures=False, cross_attention=True,
+        settings=(Setting("full_attention", None, "of ST-DiT: attend to all tokens of a clip too", "bool"),),
     ),
     "MovieGen": Kind(
         {
@@ -65,6 +80,11 @@ KINDS = {
 _LISTED = [f"{name}-{size}/{patch}" for name, kind in KINDS.items() for size in kind.sizes for patch in kind.patches]
 NAMES = tuple(name for name in _LISTED if len(name.rpartition("/")[2]) == 1)
 VIDEO_NAMES = tuple(name for name in _LISTED if name not in NAMES)
+
+
+def module_of(kind: str) -> str:
+    """The file of an architecture: "ecdit" of EC-DiT. It is the name that its configurations are stored by, too."""
+    return kind.lower().replace("-", "")
 
 
 def nearest(name: str, names) -> str:

@@ -81,3 +81,6 @@ class STDiT(DiT):
 
     def make_block(self) -> STDiTBlock:
         return STDiTBlock(self.config)
+
+
+ARCHITECTURE = STDiTConfig, STDiT

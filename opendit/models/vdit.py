@@ -19,3 +19,6 @@ class VDiTConfig(DiTConfig):
 
 class VDiT(DiT):
     """Diffusion Transformer on latents (B, C, T, H, W): DiT, with every token attending to those of all frames."""
+
+
+ARCHITECTURE = VDiTConfig, VDiT

@@ -1,16 +1,12 @@
 """The models of ``names``, made: their configurations and networks."""
 
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.ecdit import ECDiT, ECDiTConfig
-from opendit.models.moviegen import MovieGen, MovieGenConfig
-from opendit.models.names import KINDS, parse_name
-from opendit.models.plans import dit, ecdit, moviegen, stdit
+from opendit.models.names import KINDS, module_of, parse_name
 from opendit.models.plans.terms import Plan
-from opendit.models.stdit import STDiT, STDiTConfig
-from opendit.models.vdit import VDiT, VDiTConfig
 
 
 @dataclass(frozen=True)
@@ -22,13 +18,13 @@ class Classes:
     plan: Plan
 
 
-CLASSES = {
-    "DiT": Classes(DiTConfig, DiT, dit.PLAN),
-    "EC-DiT": Classes(ECDiTConfig, ECDiT, ecdit.PLAN),
-    "vDiT": Classes(VDiTConfig, VDiT, dit.PLAN),
-    "ST-DiT": Classes(STDiTConfig, STDiT, stdit.PLAN),
-    "MovieGen": Classes(MovieGenConfig, MovieGen, moviegen.PLAN),
-}
+def _find(kind: str) -> Classes:
+    model, plan = module_of(kind), KINDS[kind].plan or module_of(kind)
+    config, network = import_module(f"opendit.models.{model}").ARCHITECTURE
+    return Classes(config, network, import_module(f"opendit.models.plans.{plan}").PLAN)
+
+
+CLASSES = {kind: _find(kind) for kind in KINDS}
 
 
 def model_config(

@@ -3,7 +3,7 @@
 import importlib
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,7 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     from opendit.diffusion.objectives import ddpm, flow
     from opendit.kernels import attention
     from opendit.kernels import names as kernels
-    from opendit.models.names import KINDS
+    from opendit.models.names import KINDS, module_of
     from opendit.models.plans.dit import BACKWARD
     from opendit.models.zoo import CLASSES
     from opendit.parallel import engines
@@ -67,6 +67,11 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     assert all(callable(importlib.import_module(f"opendit.data.sources.{name}").open_source) for name in SOURCES)
     assert FALLBACK in SOURCES and set(named_sources()) == {"digits", "mock"}
     assert tuple(KINDS) == tuple(CLASSES)
+    for name, made in CLASSES.items():
+        assert made.config.kind == module_of(name) and made.config.kind == made.model.__module__.rpartition(".")[2]
+        known = {field.name: field.default for field in fields(made.config)}
+        for setting in KINDS[name].settings:
+            assert setting.flag in known and setting.default in (None, known[setting.flag])
     assert all(engines.engine_of(name).plugin == name for name in parallel.PLUGINS)
     files = {path.stem for path in (ROOT / "opendit" / "parallel" / "engines").glob("*.py")}
     assert set(parallel.PLUGINS) == files - {"__init__", "base", "booster"}

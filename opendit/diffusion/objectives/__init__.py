@@ -2,8 +2,8 @@
 (``to_dict``) for sampling.
 
 To add one, write ``NAME.py`` here: its formulas, a subclass of ``Objective`` named by ``OBJECTIVE``, a ``Trajectory``,
-and the constants of ``opendit.diffusion.names.Description``, of which its flags are made. Samplers need not be told:
-each goes along any trajectory that has what it asks for.
+and the constants of ``opendit.diffusion.names.ObjectiveDescription``, of which its flags are made. Samplers need not
+be told: each goes along any trajectory that has what it asks for.
 """
 
 from dataclasses import fields
