@@ -16,6 +16,7 @@ import importlib
 import itertools
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import append
-from opendit.kernels.attention import BACKENDS, LocalAttention, flash_attn
+from opendit.kernels.attention import BACKENDS, LocalAttention, flash_attn, package_attention
 from opendit.kernels.names import PACKAGE
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -66,10 +67,16 @@ class Kernel:
 
 
 def local(backend: str) -> Callable[[], Attend]:
+    return lambda: LocalAttention(backend)
+
+
+def package(head_size: int = 0) -> Callable[[], Attend]:
+    """The package as it is, with heads filled up to at least ``head_size``."""
+
     def attend() -> Attend:
-        if backend == PACKAGE and flash_attn() is None:
+        if flash_attn() is None:
             importlib.import_module("flash_attn.cute")  # raises what is wrong with it
-        return LocalAttention(backend)
+        return lambda q, k, v: package_attention(q, k, v, max(q.shape[-1], head_size))
 
     return attend
 
@@ -77,8 +84,11 @@ def local(backend: str) -> Callable[[], Attend]:
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        *(Kernel(name, local(name)) for name in (*BACKENDS, PACKAGE)),
-        *(Kernel(f"{name}-deterministic", local(name), deterministic=True) for name in ("cudnn", "flash", PACKAGE)),
+        *(Kernel(name, local(name)) for name in BACKENDS),
+        *(Kernel(f"{name}-deterministic", local(name), deterministic=True) for name in ("cudnn", "flash")),
+        Kernel(PACKAGE, package()),
+        Kernel(f"{PACKAGE}-deterministic", package(), deterministic=True),
+        *(Kernel(f"{PACKAGE}-pad{size}", package(size)) for size in (80, 96, 128)),
         Kernel("flex", flex_attention, lengths=LENGTHS[:1]),  # compiled anew for every shape, which takes seconds
     )
 }
@@ -252,8 +262,9 @@ def main(argv: list[str] | None = None) -> None:
     args.type = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     trials, kernels = Trials(args.seconds), [KERNELS[name] for name in args.kernels]
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    package = flash_attn()[1] if flash_attn() else "not installed"
-    print(f"{where}, torch {torch.__version__}, {args.dtype}; {PACKAGE}: {package}")
+    installed = flash_attn()[1] if flash_attn() else "not installed"
+    print(f"{where}, torch {torch.__version__}, {args.dtype}; {PACKAGE}: {installed}")
+    warnings.filterwarnings("ignore", category=UserWarning)  # of what a kernel that fails was not
     rows = error_table(kernels, args, trials) + speed_table(kernels, args, trials)
     if trials.skipped:
         print(f"no time left for {len(trials.skipped)}: {'; '.join(dict.fromkeys(trials.skipped))}")

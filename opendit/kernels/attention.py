@@ -6,6 +6,7 @@ Every kernel but ``math`` works in tiles and never builds the N x N matrix of sc
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 
 import torch
@@ -38,13 +39,59 @@ def flash_attn() -> tuple[Callable[..., Tensor | tuple], str] | None:
     return None
 
 
+def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor:
+    """Attention (B, H, N, d) by the package, of heads that are filled up to ``head_size`` with zeros, which change
+    nothing. Deterministic where torch is told to be."""
+    d = q.shape[-1]
+    parts = (x.transpose(1, 2) for x in (q, k, v))
+    parts = parts if head_size == d else (F.pad(x, (0, head_size - d)) for x in parts)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    output = flash_attn()[0](*parts, softmax_scale=d**-0.5, deterministic=deterministic)
+    output = output[0] if isinstance(output, tuple) else output  # some give the log-sum-exp, too
+    return output[..., :d].transpose(1, 2)
+
+
+def right_head_size(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> int | None:
+    """The size to which :func:`package_attention` must fill heads of ``head_dim`` up so that it is right here:
+    ``head_dim`` or the next multiple of 32; None: neither is.
+
+    Not every version is: flash-attn-4 4.0.0b36 on Hopper rounds head sizes up to a multiple of 16 in its kernel and to
+    one of 32 around it, and where these differ its dq is wrong (H200, head size 72: relative error 1.1; right at 64 and
+    128). So it is tried on a few tokens, once, when a run chooses its kernels.
+    """
+    return _right_head_size(torch.device(device).type, dtype, head_dim, flash_attn()[1])
+
+
+@functools.cache
+def _right_head_size(device: str, dtype: torch.dtype, head_dim: int, package: str) -> int | None:
+    sizes = sorted({head_dim, -(-head_dim // 32) * 32})
+    return next((size for size in sizes if _is_right(device, dtype, head_dim, size)), None)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _is_right(device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool:
+    """Whether output and gradients for heads filled up to ``size`` are those of the formula in float64."""
+    generator = torch.Generator().manual_seed(0)
+    *leaves, grad = (torch.randn(2, 3, 193, head_dim, generator=generator).to(device, dtype) for _ in range(4))
+    made, exact = ([x.to(kind).requires_grad_() for x in leaves] for kind in (dtype, torch.float64))
+    try:
+        out = package_attention(*made, size)
+        found = [out, *torch.autograd.grad(out, made, grad)]
+    except Exception:  # of its compiler, its assertions: whatever it is, the package is of no use here
+        return False
+    q, k, v = exact
+    out = torch.softmax(q @ k.mT / math.sqrt(head_dim), dim=-1) @ v
+    wanted = [out, *torch.autograd.grad(out, exact, grad.double())]
+    return all((a.double() - b).norm() < 0.02 * b.norm() for a, b in zip(found, wanted, strict=True))  # 0.0025 in bf16
+
+
 class LocalAttention:
     """softmax(q k^T / sqrt(d)) v over all tokens of a sample: q, k, v (B, H, N, d) to (B, H, N, d).
 
     ``backend`` is one of torch's cudnn, flash, efficient, math, or flash_attn for the package of that name, or auto for
     torch's own choice at each call; :func:`resolve_attention` turns auto into the measured best. torch.compile traces
-    through it, and gets torch's flash in place of cudnn (RIGHT_WHEN_COMPILED says why) and flash_attn. The package is
-    deterministic where torch is told to be.
+    through it, and gets torch's flash in place of cudnn (RIGHT_WHEN_COMPILED says why) and flash_attn.
     """
 
     def __init__(self, backend: str = "auto"):
@@ -59,10 +106,7 @@ class LocalAttention:
         if backend in ("cudnn", PACKAGE) and torch.compiler.is_compiling():
             backend = "flash"
         if backend == PACKAGE:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            output = flash_attn()[0](*(x.transpose(1, 2) for x in (q, k, v)), deterministic=deterministic)
-            output = output[0] if isinstance(output, tuple) else output  # some give the log-sum-exp, too
-            return output.transpose(1, 2)
+            return package_attention(q, k, v, right_head_size(q.device, q.dtype, q.shape[-1]))
         with sdpa_kernel(BACKENDS[backend]):
             return F.scaled_dot_product_attention(q, k, v)
 
@@ -76,7 +120,7 @@ def resolve_attention(
     """(backend for :class:`LocalAttention`, why).
 
     Args:
-        requested: auto, or one of the kernels (``--attention``). auto leaves flash_attn out: it is not measured.
+        requested: auto, or one of the kernels (``--attention``).
         device, dtype, head_dim, length: of q, k and v (B, H, length, head_dim).
         tiled: never build the N x N matrix (``--enable_flashattn``): math is out of the question.
 
@@ -96,27 +140,52 @@ def resolve_attention(
         raise ValueError("attention 'flash_attn' was asked for and is not installed: pip install flash-attn-4")
     if requested != "auto":
         if not usable(requested, device, dtype, head_dim, length):
-            raise ValueError(f"attention {requested!r} was asked for and does not run here: {shape}")
-        return requested, "asked for" if requested != PACKAGE else f"asked for, {flash_attn()[1]}"
-    for backend, why in preferences(capability(device), dtype):
+            wrong = f", or {flash_attn()[1]} is wrong here" if requested == PACKAGE else ""
+            raise ValueError(f"attention {requested!r} was asked for and does not run here{wrong}: {shape}")
+        return requested, "asked for" + (_how(device, dtype, head_dim) if requested == PACKAGE else "")
+    note = ""
+    for backend, why in preferences(capability(device), dtype, head_dim, length):
         if backend == "math" and tiled:
             continue
         if usable(backend, device, dtype, head_dim, length):
-            return backend, f"{why} ({shape})"
+            how = _how(device, dtype, head_dim) if backend == PACKAGE else ""
+            return backend, f"{why}{how} ({shape}){note}"
+        if backend == PACKAGE:
+            note = f"; not {flash_attn()[1]}, which is installed: its results or gradients are wrong here"
     raise ValueError(f"no attention kernel avoids the N x N matrix here: {shape}")
 
 
-def preferences(compute_capability: tuple[int, int], dtype: torch.dtype) -> list[tuple[str, str]]:
+def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Of the package: which it is, and what it needs."""
+    size = right_head_size(device, dtype, head_dim)
+    return f", {flash_attn()[1]}" + (f" with heads filled up to {size}" if size != head_dim else "")
+
+
+def preferences(
+    compute_capability: tuple[int, int], dtype: torch.dtype, head_dim: int, length: int
+) -> list[tuple[str, str]]:
     """Backends with a reason each, the fastest first.
 
-    Measured on an H200, bf16, head size 72, TFLOP/s forward/backward: 256 tokens flash 171/93, cuDNN 245/171; 8,192
-    tokens flash 239/192, cuDNN 355/318. So the length does not change the order. Cards after Hopper get its order.
+    Measured on an H200, bf16, TFLOP/s forward/backward (benchmarks/bench_attention.py; results.csv has all):
+
+    head size, tokens    flash     cuDNN     FlashAttention 4    the same, deterministic
+    72, 256            150/107   246/160
+    72, 8,192          235/192   355/323
+    128, 256           261/177   409/240             335/227                    318/193
+    128, 1,024         327/269   565/426             535/475                    514/417
+    128, 8,192         355/314   614/538             670/605                    667/585
+    128, 74,240        346/316   607/551             681/601                    625/612
+
+    Cards after Hopper get its order, but for FlashAttention 4, which was not measured there.
     """
     order = [("efficient", "the tiled kernel that takes this dtype and head size"), ("math", "no tiled kernel fits")]
     if dtype in HALF:
         order.insert(0, ("flash", "the fastest tiled kernel that runs here"))
         if compute_capability >= (9, 0):
             order.insert(0, ("cudnn", "fastest measured, on Hopper: at 256 tokens 1.4 x flash, backward 1.8 x"))
+        measured = compute_capability == (9, 0) and head_dim == 128 and length >= 4096
+        if measured and (flash_attn() or ("", ""))[1] == CUTE:
+            order.insert(0, (PACKAGE, "fastest measured, on Hopper: at 8,192 tokens 1.1 x cuDNN"))
     return order
 
 
@@ -127,14 +196,15 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> bool:
     """Whether torch would run this backend, forward and backward, on such q, k, v (asked of torch, not run); of
-    flash_attn, whether its documentation says so."""
+    flash_attn, whether it does what its documentation says (which is tried)."""
     if backend == "math":
         return True
     if backend == PACKAGE:
         package, card = flash_attn()[1], capability(device)
         oldest = (8, 0) if package == PACKAGE else (9, 0)
         largest = 128 if package == CUTE and card[0] in (10, 11) else 256
-        return dtype in HALF and card >= oldest and head_dim % 8 == 0 and head_dim <= largest
+        documented = dtype in HALF and card >= oldest and head_dim % 8 == 0 and head_dim <= largest
+        return documented and right_head_size(device, dtype, head_dim) is not None
     ask = {
         "cudnn": cuda_backends.can_use_cudnn_attention,
         "flash": cuda_backends.can_use_flash_attention,

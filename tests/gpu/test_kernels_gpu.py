@@ -240,9 +240,10 @@ def test_attention_of_deterministic_runs_repeats_its_bits(dtype):
 @pytest.mark.parametrize("head_dim", (64, 72, 128))
 @pytest.mark.parametrize("dtype", (BFLOAT16, torch.float16))
 def test_the_flash_attn_package_against_float64(dtype, head_dim):
-    """Output and gradient, of lengths that are no multiple of any tile; told to be deterministic, the same bits."""
+    """Output and gradient, of lengths that are no multiple of any tile; told to be deterministic, the same bits; from a
+    CUDA graph, too. (At 72 heads are filled up, by what is known of flash-attn-4 4.0.0b36.)"""
     backend, reason = resolve_attention("flash_attn", "cuda", dtype, head_dim, 257, tiled=True)
-    assert (backend, reason) == ("flash_attn", f"asked for, {flash_attn()[1]}")
+    assert backend == "flash_attn" and reason.startswith(f"asked for, {flash_attn()[1]}")
     attend = LocalAttention(backend)
     torch.manual_seed(0)
     for length in (1, 257, 1031):
@@ -255,6 +256,11 @@ def test_the_flash_attn_package_against_float64(dtype, head_dim):
         (dgot,), (dwant,) = torch.autograd.grad(got, qkv, weight), torch.autograd.grad(want, exact, weight.double())
         for a, b in ((got, want), (dgot, dwant)):
             assert ((a.double() - b).norm() / b.norm()).item() <= (1e-2 if dtype == BFLOAT16 else 2e-3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (replayed,) = torch.autograd.grad(attend(*qkv.permute(2, 0, 3, 1, 4)), qkv, weight)
+    graph.replay()
+    assert ((replayed.double() - dwant).norm() / dwant.norm()).item() <= (1e-2 if dtype == BFLOAT16 else 2e-3)
     torch.use_deterministic_algorithms(True)
     try:
         runs = [torch.autograd.grad(attend(*qkv.permute(2, 0, 3, 1, 4)), qkv, weight)[0] for _ in range(5)]

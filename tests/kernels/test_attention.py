@@ -68,25 +68,44 @@ def test_a_backend_asked_for_is_used_or_refused(card):
 
 @pytest.fixture
 def package(monkeypatch):
-    """Stands for an installed FlashAttention: (B, N, H, d) in, and out or, as version 4, with the log-sum-exp. The list
-    that it gives holds of every call whether it was to be deterministic."""
+    """Stands for an installed FlashAttention: (B, N, H, d) in, and out or, as version 4, with the log-sum-exp; dq is
+    wrong for the head sizes ``wrong``. The list that it gives holds of every call its head size, and whether it was to
+    be deterministic."""
 
-    def install(name: str, with_lse: bool = False) -> list[bool]:
+    def install(name: str, with_lse: bool = False, wrong: tuple[int, ...] = ()) -> list[tuple[int, bool]]:
         calls = []
 
-        def flash_attn_func(q, k, v, *, deterministic=False):
-            calls.append(deterministic)
-            out = expected(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        def flash_attn_func(q, k, v, *, softmax_scale, deterministic=False):
+            calls.append((q.shape[-1], deterministic))
+            scale = softmax_scale * q.shape[-1] ** 0.5
+            query = WrongGradient.apply(q) if q.shape[-1] in wrong else q
+            out = expected(*(x.transpose(1, 2) for x in (query * scale, k, v))).transpose(1, 2)
             return (out, None) if with_lse else out
 
         for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
             found = types.SimpleNamespace(flash_attn_func=flash_attn_func) if module == name else None
             monkeypatch.setitem(sys.modules, module, found)
-        attention.flash_attn.cache_clear()
+        clear()
         return calls
 
+    def clear():
+        attention.flash_attn.cache_clear()
+        attention._right_head_size.cache_clear()
+
     yield install
-    attention.flash_attn.cache_clear()
+    clear()
+
+
+class WrongGradient(torch.autograd.Function):
+    """x, with a gradient that is another tensor's."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.flip(-1)
 
 
 @pytest.mark.parametrize("name", ("flash_attn", "flash_attn_interface", "flash_attn.cute"))
@@ -94,6 +113,7 @@ def package(monkeypatch):
 def test_the_flash_attn_package(package, monkeypatch, name, with_lse):
     calls = package(name, with_lse)
     monkeypatch.setattr(attention, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "right_head_size", lambda device, dtype, head_dim: head_dim)  # there is no GPU
     asked = resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256, tiled=True)
     assert asked == ("flash_attn", f"asked for, {name}")
     q, k, v = torch.randn(3, 2, 3, 7, 24, dtype=torch.float64)
@@ -103,7 +123,7 @@ def test_the_flash_attn_package(package, monkeypatch, name, with_lse):
         LocalAttention("flash_attn")(q, k, v)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert calls == [False, True]
+    assert calls == [(24, False), (24, True)]
     for dtype, head_dim in ((FLOAT32, 72), (BFLOAT16, 70), (BFLOAT16, 512)):
         with pytest.raises(ValueError, match="does not run here"):
             resolve_attention("flash_attn", "cuda", dtype, head_dim, 256)
@@ -115,6 +135,52 @@ def test_the_flash_attn_package(package, monkeypatch, name, with_lse):
             resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256)
     monkeypatch.setattr(attention, "capability", lambda device: (10, 0))
     assert attention.usable("flash_attn", "cuda", BFLOAT16, 136, 256) == (name != "flash_attn.cute")
+
+
+@pytest.mark.parametrize(("wrong", "size"), (((), 24), ((24,), 32), ((24, 32), None)))
+def test_a_package_is_tried_and_heads_are_filled_up_where_it_is_wrong(package, monkeypatch, wrong, size):
+    package("flash_attn.cute", with_lse=True, wrong=wrong)
+    found = attention.right_head_size("cpu", BFLOAT16, 24)
+    assert found == size
+    monkeypatch.setattr(attention, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "right_head_size", lambda device, dtype, head_dim: found)
+    if size is None:
+        with pytest.raises(ValueError, match="or flash_attn.cute is wrong here: bf"):
+            resolve_attention("flash_attn", "cuda", BFLOAT16, 24, 256)
+        return
+    asked = resolve_attention("flash_attn", "cuda", BFLOAT16, 24, 256)
+    assert asked == ("flash_attn", "asked for, flash_attn.cute" + (" with heads filled up to 32" if wrong else ""))
+    leaves = [torch.randn(2, 3, 7, 24, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    weight = torch.randn(2, 3, 7, 24, dtype=torch.float64)
+    got, want = LocalAttention("flash_attn")(*leaves), expected(*leaves)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(*(torch.autograd.grad(out, leaves, weight) for out in (got, want)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_package_that_raises_is_not_right(package, monkeypatch):
+    package("flash_attn.cute")
+    monkeypatch.setattr(attention, "package_attention", lambda *args: 1 / 0)
+    assert attention.right_head_size("cpu", BFLOAT16, 24) is None
+
+
+def test_auto_takes_the_package_where_it_was_measured_to_be_faster(package, card, monkeypatch):
+    package("flash_attn.cute")
+    card((9, 0), "flash_attn", "cudnn")
+    monkeypatch.setattr(attention, "right_head_size", lambda device, dtype, head_dim: head_dim)
+    backend, reason = resolve_attention("auto", "cuda", BFLOAT16, 128, 8192)
+    assert backend == "flash_attn" and "flash_attn.cute" in reason and "cuDNN" in reason
+    for capability, head_dim, length in (((9, 0), 72, 8192), ((9, 0), 128, 1024), ((10, 0), 128, 8192)):
+        card(capability, "flash_attn", "cudnn")
+        assert resolve_attention("auto", "cuda", BFLOAT16, head_dim, length)[0] == "cudnn"
+    card((9, 0), "cudnn")  # the package is wrong
+    backend, reason = resolve_attention("auto", "cuda", BFLOAT16, 128, 8192)
+    assert backend == "cudnn" and reason.endswith("not flash_attn.cute, which is installed: its results or gradients "
+                                                  "are wrong here")  # fmt: skip
+    for other in ("flash_attn", "none"):  # of version 2 there is no measurement
+        package(other)
+        card((9, 0), "flash_attn", "cudnn")
+        assert resolve_attention("auto", "cuda", BFLOAT16, 128, 8192)[0] == "cudnn"
 
 
 def test_a_kernel_that_is_asked_for_by_flag(package):
