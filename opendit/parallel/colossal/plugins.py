@@ -34,6 +34,8 @@ class FusedAdamW(torch.optim.AdamW):
     step, which takes minutes.)
     """
 
+    elements = 2**26  # of the parameters that are updated together, whose gradients are copied to fp32 at one time
+
     def __init__(self, params, **kwargs):
         super().__init__(params, fused=True, **kwargs)
 
