@@ -28,8 +28,9 @@ from opendit.models import DiT, model_config
 from opendit.parallel.engines import PRECISIONS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.names import PLUGINS
-from opendit.state.checkpoint import find_checkpoint, load_checkpoint
+from opendit.state.checkpoint import find_checkpoint
 from opendit.state.ema import EMA
+from opendit.state.loading import load_checkpoint
 from opendit.state.saving import Checkpoints
 from opendit.training.monitor import resident_gib
 from opendit.training.runners import build_runner

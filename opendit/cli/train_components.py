@@ -24,6 +24,7 @@ from opendit.diffusion.names import DESCRIPTIONS
 from opendit.kernels.names import RECOMPUTE
 from opendit.models.names import KINDS, POSITIONS
 from opendit.parallel.names import PLUGINS, PRECISIONS, plugin_help
+from opendit.state.names import CHECKPOINT_FORMATS
 
 
 def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
@@ -239,6 +240,11 @@ class SaveFlags(Flags):
     save: bool = flag(True, "write checkpoints; --no_save: none, to time steps")
     ckpt_every: int = flag(1000, "steps between checkpoints; 0: only the one at the end", **FROM_0)
     ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", **FROM_0)
+    checkpoint_format: str = flag(
+        "auto",
+        "whole: whole tensors; sharded: each rank writes its shards, for models larger than a host",
+        choices=CHECKPOINT_FORMATS,
+    )
 
 
 @dataclass(frozen=True)

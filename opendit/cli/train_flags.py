@@ -120,7 +120,7 @@ class TrainConfig(
         if not self.use_video:
             idle |= dict.fromkeys(("num_frames", "frame_interval", "short_clips"), "does nothing without --use_video")
         if not self.save:
-            idle["ckpt_keep"] = "does nothing with --no_save"
+            idle |= dict.fromkeys(("ckpt_keep", "checkpoint_format"), "does nothing with --no_save")
             if mock or self.sample_every is not None:  # otherwise grids follow it
                 other = "--data_path mock" if mock else f"--sample_every {self.sample_every}"
                 idle["ckpt_every"] = f"does nothing with --no_save and {other}"

@@ -21,7 +21,6 @@ but a GPU may add a row up in another order, so that a number in half precision 
 """
 
 import functools
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -78,28 +77,20 @@ def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> T
     return tensor
 
 
-def _has_all_of(kept: Tensor, tensor: Tensor) -> bool:
-    """Whether ``kept`` is ``tensor``, or that viewed in another shape, as a matrix product keeps its input (tokens,
-    D)."""
-    if kept.shape == tensor.shape:
-        return kept.is_set_to(tensor)
-    return kept.numel() == tensor.numel() and tensor.is_contiguous() and kept.is_set_to(tensor.view(kept.shape))
-
-
 def _not_keeping(tensor: Tensor) -> AbstractContextManager:
     """Inside, autograd keeps how to recompute ``tensor``, if that is known, wherever it would keep ``tensor``.
 
-    Autograd hands a new tensor object to these hooks each time. It is the same tensor if storage, offset, sizes and
-    strides are; the storage can't be another's, because ``tensor`` lives as long as the hooks are on. (Only so long:
-    autograd keeps the hooks with what it has saved, so they hold no reference to it.)
+    It is known again by its place in memory, and so are views of it: what autograd hands to these hooks is a new tensor
+    each time, with nothing else in common with the one that was given. That costs the host a comparison.
     """
     recomputed = getattr(tensor, "recomputed", None)
     if recomputed is None:
         return nullcontext()
-    known = weakref.ref(tensor)
+    place = tensor.data_ptr(), tensor.numel()
 
     def pack(kept: Tensor):
-        return (recomputed.share(), kept.shape) if _has_all_of(kept, known()) else kept
+        # (A matrix product keeps a view of its input, (tokens, D).)
+        return (recomputed.share(), kept.shape) if (kept.data_ptr(), kept.numel()) == place else kept
 
     def unpack(packed) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed[0].take().view(packed[1])

@@ -88,11 +88,14 @@ def adapt(model: DiT, weights: "Weights", found: DiTConfig, class_names: Sequenc
     pictures and clips rows go to rows and columns to columns, and the table of frames is fresh or left out. Sine-cosine
     tables are those of the new size, counted from 0 as always: they are computed, not interpolated.
     """
-    done, config, theirs = Adaptation(), model.config, dict(weights.state)
+    done, config, theirs = Adaptation(), model.config, weights.state
+    unused = dict.fromkeys(theirs)  # in the order of the file; each of its tensors is read when it is its turn
     buffers = {name for name, _ in model.named_buffers()}
     other_words = _text_name(found) != _text_name(config)
     for name, own in model.state_dict().items():
-        value, why = theirs.pop(_stored_as(name, found, config), None), None
+        stored, why = _stored_as(name, found, config), None
+        value = theirs[stored] if stored in unused else None
+        unused.pop(stored, None)
         if value is not None and other_words and name.startswith(("y_embedder.", "text_encoder.")):
             done.left_out[name], value = value.numel(), None
         if value is not None and name == TABLE:
@@ -107,7 +110,7 @@ def adapt(model: DiT, weights: "Weights", found: DiTConfig, class_names: Sequenc
         kind[name] = own.numel()
         if why is not None and value is not None:
             done.why[name] = why
-    done.left_out.update((name, value.numel()) for name, value in theirs.items())
+    done.left_out.update((name, theirs[name].numel()) for name in unused)
     return done
 
 

@@ -102,6 +102,22 @@ class Shard:
         """Elements of the shard."""
         return math.prod(self.shape)
 
+    def take(self, full: Tensor) -> Tensor:
+        """The shard of a full tensor: a view of it if every cut leaves one range, otherwise a copy."""
+        shard = full
+        for dim, ranges in self.slices:
+            shard = shard.reshape(-1) if dim is None else shard
+            parts = [shard.narrow(dim or 0, start, stop - start) for start, stop in ranges or ((0, 0),)]
+            shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim or 0)
+        return shard
+
+    def flat_part(self, part: int, parts: int) -> "Shard":
+        """One of ``parts`` even flat parts of the shard; the whole for one."""
+        if parts == 1:
+            return self
+        ranges = _even(self.numel, parts)[part]
+        return Shard((ranges[0][1] - ranges[0][0],), (*self.slices, (None, ranges)))
+
 
 class Layout:
     """The shards of a set of parameters on this rank of a mesh.
@@ -140,13 +156,15 @@ class Layout:
         return self._local[name]
 
     def take(self, name: str, full: Tensor) -> Tensor:
-        """This rank's shard of a full tensor: a view of it if every cut leaves one range, otherwise a copy."""
-        shard = full
-        for dim, ranges in self._local[name].slices:
-            shard = shard.reshape(-1) if dim is None else shard
-            parts = [shard.narrow(dim or 0, start, stop - start) for start, stop in ranges or ((0, 0),)]
-            shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim or 0)
-        return shard
+        """This rank's shard of a full tensor, as :meth:`Shard.take`."""
+        return self._local[name].take(full)
+
+    def replicas(self, name: str) -> list[int]:
+        """The ranks that hold what this one holds of a parameter, this one among them, in order: those that differ
+        from it in no group of its cuts."""
+        dims, groups = self.mesh.dims, {cut.group for cut in self.cuts[name]}
+        mine = [dims.coordinate(group, self.mesh.rank) for group in groups]
+        return [r for r in range(self.mesh.world_size) if [dims.coordinate(group, r) for group in groups] == mine]
 
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:

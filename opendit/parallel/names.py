@@ -19,13 +19,15 @@ class Plugin:
     """What is known of a plugin before its engine is imported.
 
     summary: what ranks share, for --help. precisions: those that it works in. refuses: flags that are an error with it.
-    ignores: flags that do nothing with it, which a run says -> why.
+    ignores: flags that do nothing with it, which a run says -> why. sharded_checkpoints: what --checkpoint_format auto
+    means with it.
     """
 
     summary: str
     precisions: tuple[str, ...] = PRECISIONS
     refuses: frozenset[str] = frozenset()
     ignores: Mapping[str, str] = field(default_factory=dict)
+    sharded_checkpoints: bool = False
 
 
 PLUGINS = {

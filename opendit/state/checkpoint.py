@@ -1,4 +1,5 @@
-"""Checkpoints on disk: where they are, how they are found, verified and loaded. (opendit/state/saving.py writes them.)
+"""Checkpoints on disk: where they are, how they are found and verified. (opendit/state/saving.py writes them,
+opendit/state/loading.py loads them.)
 
     step_0000100/
       model.safetensors        fp32 master weights and buffers, the configuration in the metadata
@@ -7,27 +8,33 @@
       state.json               counters, loss scaler, what the run was
       manifest.json            size and SHA-256 of every other file
 
-Tensors are full and canonical whatever the plugin and the number of ranks. So a checkpoint resumes exactly under the
+One of shards (``--checkpoint_format sharded``) has in the place of the safetensors files, for each of the sets SET =
+model, ema, ema_DECAY, exp_avg, exp_avg_sq:
+
+      SET.shards.json          the index: which file holds which slices of which tensor (opendit/state/index.py)
+      SET-shard-RRRRR-of-NNNNN.safetensors  what rank RRRRR of NNNNN wrote
+
+Names and shapes are canonical whatever the plugin and the number of ranks. So a checkpoint resumes exactly under the
 same plugin and world, and under others up to rounding: masters and moments are stored in fp32, and everything random is
 keyed by (seed, step, sample), so that data order, flips and noise follow from the step number alone.
 """
 
 import contextlib
 import os
-import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import safe_open
 
 from opendit.common.strict_files import read_file
-from opendit.common.tensor_files import open_mapped
+from opendit.common.tensor_files import open_safetensors
 from opendit.data.base import DataError
 from opendit.parallel.control_group import ControlGroup
-from opendit.parallel.engines import MOMENTS, Engine
+from opendit.parallel.engines import MOMENTS
 from opendit.parallel.mesh import Mesh
-from opendit.state.ema import EMA
+from opendit.state.copying import AVERAGE_SET, MODEL_SET
 from opendit.state.files import (
     CHECKPOINTS,
     LATEST,
@@ -36,24 +43,22 @@ from opendit.state.files import (
     checkpoints_in,
     file_id,
     intact_before,
-    not_finite,
     point_to,
     root_of,
     step_of,
     sync_folder,
     verified_files,
 )
+from opendit.state.index import SUFFIX as SHARDED
 from opendit.state.run_folders import run_folders
 from opendit.state.schema import ANY_STATE, STATE_FILE
+from opendit.state.shards import ShardFiles
+from opendit.state.tensor_set import ShardedTensors, TensorSet, open_set
+from opendit.state.whole import SUFFIX as WHOLE
+from opendit.state.whole import WholeTensorFiles
 
-FORMAT_VERSION = 2
-MODEL, AVERAGE, STATE = "model.safetensors", "ema.safetensors", "state.json"
-OPTIMIZER_FILE = r"optimizer_[0-9]{3,}\.safetensors"
-
-
-def average_files(decays: tuple[float, ...]) -> list[str]:
-    """The file of every average: the first is the default one of sampling."""
-    return [AVERAGE, *(f"ema_{decay}.safetensors" for decay in decays[1:])]
+STATE = "state.json"
+VERSIONS = {WholeTensorFiles.version: WHOLE, ShardFiles.version: SHARDED}  # of state.json: what names of files end with
 
 
 # ------------------------------------------------------------------------------------------ runs and their folders
@@ -90,12 +95,34 @@ class Checkpoint:
         """The folder of the run that it belongs to, None if it stands alone."""
         return self.folder.parent.parent if self.folder.parent.name == CHECKPOINTS else None
 
-    def open(self, name: str) -> safe_open:
-        """One of its safetensors files. Raises Unloadable if it is not the file that was verified."""
-        path = self.folder / name
-        if name not in self.files or file_id(path, root_of(self.folder)) != self.files[name]:
+    @property
+    def model(self) -> Path:
+        """The file that stands for the master weights."""
+        return self.folder / (MODEL_SET + VERSIONS[self.state["version"]])
+
+    @property
+    def averages(self) -> dict[float, str]:
+        """The name of the file that stands for the average of a decay."""
+        return {decay: name for name, decay in self.state["ema"]["files"].items()}
+
+    @property
+    def average(self) -> Path:
+        """The file that stands for the average to sample from."""
+        return self.folder / (AVERAGE_SET + VERSIONS[self.state["version"]])
+
+    def open(self, name: str) -> TensorSet:
+        """The tensors of one of its files or indices. Raises Unloadable, now or when they are read, if that is not as
+        it was verified."""
+        self._same(self.folder / name)
+        return open_set(self.folder / name, self._open_file)
+
+    def _same(self, path: Path) -> None:
+        if path.name not in self.files or file_id(path, root_of(self.folder)) != self.files[path.name]:
             raise Unloadable(f"--load: {path} was changed after it had been verified; start the run again")
-        return open_mapped(path)
+
+    def _open_file(self, path: Path) -> safe_open:
+        self._same(path)
+        return open_safetensors(path)
 
 
 def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoint | None:
@@ -141,7 +168,8 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
         if folders := checkpoints_in(path):
             return folders, False, None
         if path.is_dir() and (
-            step_of(path.resolve()) >= 0 or any((path / n).exists() for n in (MANIFEST, STATE, MODEL, AVERAGE))
+            step_of(path.resolve()) >= 0
+            or any((path / n).exists() for n in (MANIFEST, STATE, MODEL_SET + WHOLE, AVERAGE_SET + WHOLE))
         ):
             real = path.resolve()
             return [real if real.parent == path.parent.resolve() else path], True, None
@@ -158,13 +186,27 @@ def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict, str | 
     try:
         files = verified_files(folder, mesh.rank, mesh.world_size)
         state = read_state(folder)
-        for name in (STATE, MODEL, AVERAGE, *state["ema"]["files"]):
-            if name not in files:
-                raise ValueError(f"{folder} is damaged: {MANIFEST} does not list {name!r:.80}, which is needed")
+        ending = VERSIONS[state["version"]]
+        sets = [MODEL_SET + ending, AVERAGE_SET + ending, *state["ema"]["files"]]
+        if ending == SHARDED:
+            sets += [moment + ending for moment in MOMENTS]
+        _check_listed(folder, (STATE, *sets), files)
+        for name in sets if ending == SHARDED else ():
+            with open_set(folder / name) as tensors:
+                if not isinstance(tensors, ShardedTensors) or tensors.index.step != state["step"]:
+                    raise ValueError(f"{folder / name} is not the index of step {state['step']}")
+                _check_listed(folder, tensors.index.files, files)
+                tensors.check_files(mesh.rank, mesh.world_size)
     except (ValueError, OSError) as error:
         other = _another_version(folder)  # which may have another kind of manifest
         return {}, {}, other or str(error), other is not None
     return files, state, None, False
+
+
+def _check_listed(folder: Path, names: Iterable[str], files: dict[str, FileId]) -> None:
+    for name in names:
+        if name not in files:
+            raise ValueError(f"{folder} is damaged: {MANIFEST} does not list {name!r:.80}, which is needed")
 
 
 def _another_version(folder: Path) -> str | None:
@@ -191,73 +233,15 @@ def read_state(folder: Path) -> dict:
     try:
         file_id(path, root_of(folder))
         version = read_file(path, ANY_STATE)["version"]
-        if version == FORMAT_VERSION:
+        if version in VERSIONS:
             return read_file(path, STATE_FILE)
     except OSError as error:
         raise ValueError(f"{path} can't be read ({error.strerror})") from error
     raise AnotherVersion(
-        f"{folder} has checkpoint version {version}, this program reads {FORMAT_VERSION}: resume it with "
-        f"the OpenDiT that wrote it, or start a new run from its weights with --pretrained {folder / AVERAGE}"
+        f"{folder} has checkpoint version {version}, this program reads {' and '.join(map(str, VERSIONS))}: resume it "
+        f"with the OpenDiT that wrote it, or start a new run from its weights with --pretrained "
+        f"{folder / (AVERAGE_SET + WHOLE)}"
     )
-
-
-# ------------------------------------------------------------------------------------------ loading
-
-
-def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
-    """Puts a checkpoint into the engine and the averages; call on every rank. Only its verified files are read.
-
-    A decay that the checkpoint has no average of goes on from its first one.
-
-    Raises:
-        Unloadable: what it holds is not what the engine needs (nothing has been changed then).
-        FloatingPointError: it is not finite.
-    """
-    state = checkpoint.state
-    files = {decay: name for name, decay in state["ema"]["files"].items()}
-    with contextlib.ExitStack() as stack:
-
-        def read(name: str) -> safe_open:
-            return stack.enter_context(checkpoint.open(name))
-
-        model, averages = read(MODEL), [read(files.get(decay, AVERAGE)) for decay in ema.decays]
-        optimizer = [read(name) for name in sorted(checkpoint.files) if re.fullmatch(OPTIMIZER_FILE, name)]
-        for file in (model, *averages):
-            _tensors(checkpoint.folder, [file], engine.shapes)
-        shapes = {f"{key}.{name}": shape for name, shape in engine.shapes.items() for key in MOMENTS}
-        moments = _tensors(checkpoint.folder, optimizer, shapes)
-        for name in engine.shapes:
-            master, means = model.get_tensor(name), [average.get_tensor(name) for average in averages]
-            full = {key: moments[f"{key}.{name}"].get_tensor(f"{key}.{name}") for key in MOMENTS}
-            if not_finite({"weights": master, **full, **dict(enumerate(means))}):
-                raise FloatingPointError(
-                    f"--load: in {checkpoint.folder} what is stored of {name} is not finite (NaN or infinity); --load "
-                    "an earlier checkpoint"
-                )
-            engine.load_master(name, master)
-            for which, mean in enumerate(means):
-                ema.load(which, name, mean)
-            engine.load_moments(name, full, state["optimizer_steps"])
-    ema.updates.fill_(state["ema"]["updates"])
-    engine.load_scaler_state(state["scaler"])
-    engine.finish_loading()
-
-
-def _tensors(folder: Path, files: list[safe_open], shapes: dict[str, tuple[int, ...]]) -> dict[str, safe_open]:
-    """The file of every tensor. Raises Unloadable unless those of ``shapes`` are there, of these shapes and once."""
-    found = {}
-    for file in files:
-        for name in file.keys():  # noqa: SIM118 (it is no dictionary)
-            if name in found:
-                raise Unloadable(f"--load: {folder} is damaged: two of its files hold {name}; load another checkpoint")
-            found[name] = file
-    for name, shape in shapes.items():
-        if name not in found:
-            raise Unloadable(f"--load: {folder} does not fit this model: it has no {name}")
-        there = tuple(found[name].get_slice(name).get_shape())
-        if there != shape:
-            raise Unloadable(f"--load: {folder} does not fit this model: {name} is {there} there and {shape} here")
-    return found
 
 
 # ------------------------------------------------------------------------------------------ the folder of checkpoints

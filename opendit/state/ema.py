@@ -60,9 +60,9 @@ class EMA:
             yield name, self.engine.layout.gather(name, shard)
 
     @torch.no_grad()
-    def load(self, which: int, name: str, full: Tensor) -> None:
-        """Sets one average of one parameter from its full tensor."""
-        self.averages[which][name].copy_(self.engine.layout.take(name, full))
+    def set(self, which: int, name: str, shard: Tensor) -> None:
+        """Sets this rank's shard (``engine.layout``) of one average of one parameter."""
+        self.averages[which][name].copy_(shard)
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -232,10 +232,8 @@ def point_to(latest: Path, final: Path) -> None:
         raise
 
 
-def intact_before(folder: Path, only: Collection[str] | None = None) -> Path | None:
-    """The newest of a run's checkpoints before this one that is not damaged (in the files named by ``only``)."""
+def intact_before(folder: Path, problem: Callable[[Path], str | None] = damage) -> Path | None:
+    """The newest of a run's checkpoints before this one in which there is no ``problem``."""
     folder = folder.resolve()
     earlier = [other for other in folder.parent.glob("step_*") if step_of(other) < step_of(folder)]
-    return next(
-        (other for other in sorted(earlier, key=step_of, reverse=True) if damage(other, only=only) is None), None
-    )
+    return next((other for other in sorted(earlier, key=step_of, reverse=True) if problem(other) is None), None)

@@ -1,20 +1,23 @@
-"""Weights in: our safetensors (the configuration is inside) and Meta's .pt files."""
+"""Weights in: our safetensors (the configuration is inside), whole or in several files, and Meta's .pt files."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import safe_open
+import torch
 from torch import Tensor
 
-from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.names import SIZES, canonical_name, is_video
+from opendit.models.shapes import Shapes
 from opendit.models.zoo import build_model, config_from_dict, model_config
 from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
 from opendit.state.header import check_shapes, check_size, compare
+from opendit.state.index import SUFFIX as SHARDED
 from opendit.state.pickled import read_pickled
 from opendit.state.schema import checked_metadata
+from opendit.state.tensor_set import PARTS_SUFFIX, TensorSet, files_of, is_set, open_set
 
 METADATA_KEY = "opendit"
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
@@ -22,9 +25,10 @@ LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 @dataclass
 class Weights:
-    """A state dict in the canonical layout, and what its file says about it."""
+    """A state dict in the canonical layout, and what its file says about it. The tensors of safetensors files are read
+    when they are asked for."""
 
-    state: dict[str, Tensor]
+    state: Mapping[str, Tensor]
     path: Path
     info: dict = field(default_factory=dict)  # of our files: model, config, class_names, vae, image_size, step
     num_classes: int | None = None  # of Meta's files: by their training arguments, where they have them, or by the user
@@ -35,7 +39,8 @@ class Weights:
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
-    """The weights file of a path: a file, a checkpoint folder, or a run folder (its newest checkpoint).
+    """The file that stands for the weights of a path: a file, a folder with some, a checkpoint folder, or a run folder
+    (its newest checkpoint). That is a .safetensors or .pt file, or the index of several.
 
     A file that a checkpoint has lost is returned too: :func:`read_weights` says what to do about it.
 
@@ -46,12 +51,21 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
     if path.is_file():
         return path
     for folder in (*checkpoints_in(path)[:1], path):
-        if (folder / f"{which}.safetensors").is_file() or (folder / MANIFEST).is_file() or folder != path:
-            return folder / f"{which}.safetensors"
+        file = weights_in(folder, which)
+        if file.is_file() or (folder / MANIFEST).is_file() or folder != path:
+            return file
+    if len(indices := list(path.glob(f"*{PARTS_SUFFIX}"))) == 1:
+        return indices[0]
     raise FileNotFoundError(
-        f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors, "
-        "or a run folder with checkpoints/latest"
+        f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors or one "
+        f"*{PARTS_SUFFIX}, or a run folder with checkpoints/latest"
     )
+
+
+def weights_in(folder: Path, which: str) -> Path:
+    """The file of a checkpoint that stands for one of its sets of weights; whole tensors' if there is none."""
+    names = [which + suffix for suffix in (".safetensors", SHARDED, PARTS_SUFFIX)]
+    return folder / next((name for name in names if (folder / name).is_file()), names[0])
 
 
 def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None) -> Weights:
@@ -65,7 +79,7 @@ def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = 
     if not folders or notes is None:
         return read_weights(find_weights(path, which))
     for folder in folders:
-        file = folder / f"{which}.safetensors"
+        file = weights_in(folder, which)
         if problem := _damage(file):
             damaged.append(problem)
             continue
@@ -78,15 +92,15 @@ def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = 
 def read_info(path: Path) -> dict:
     """What one of our safetensors files says of itself, checked (opendit.state.schema) and without reading its weights;
     {} for other files. Raises ValueError with one line that names the file and the field."""
-    if path.suffix != ".safetensors":
+    if not is_set(path):
         return {}
-    with open_safetensors(path) as file:
-        return _info(file, path)
+    with open_set(path) as tensors:
+        return _info(tensors)
 
 
-def _info(file: safe_open, path: Path) -> dict:
-    text = (file.metadata() or {}).get(METADATA_KEY)
-    return {} if text is None else checked_metadata(text, path)
+def _info(tensors: TensorSet) -> dict:
+    text = tensors.metadata.get(METADATA_KEY)
+    return {} if text is None else checked_metadata(text, tensors.path)
 
 
 def read_config(path: Path) -> DiTConfig | None:
@@ -107,37 +121,43 @@ def read_weights(path: Path) -> Weights:
             are not finite.
     """
     if problem := _damage(path):
-        earlier = intact_before(path.parent, only=[path.name])
+        which = path.name.removesuffix(SHARDED).removesuffix(".safetensors")
+        earlier = intact_before(path.parent, lambda folder: _damage(weights_in(folder, which)))
         fix = f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
         raise ValueError(f"{problem}; {fix}")
     return _read(path)
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a weights file by the manifest beside it; None if nothing is, or for a file that stands
+    """What is wrong with weights by the manifest beside their file; None if nothing is, or for files that stand
     alone."""
-    if path.suffix != ".safetensors" or (path.is_file() and not (path.parent / MANIFEST).is_file()):
+    if not is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
         return None
-    return damage(path.parent, only=[path.name])
+    if problem := damage(path.parent, only=[path.name]):
+        return problem
+    try:
+        return damage(path.parent, only=files_of(path))
+    except (ValueError, OSError) as error:
+        return str(error)
 
 
 def _read(path: Path) -> Weights:
-    """A file that is as it was written."""
-    if path.suffix != ".safetensors":
+    """Weights that are as they were written."""
+    if not is_set(path):
         state, num_classes = read_pickled(path)
         return refuse_unless_finite(Weights(state, path, num_classes=num_classes))
-    with open_safetensors(path) as file:
-        info, shapes = _info(file, path), shapes_in(file, path)
-        weights = Weights({}, path, info)
-        if weights.config is not None and "lora" not in info:
-            check_shapes(weights.config, shapes, path)
-        weights.state = {name: file.get_tensor(name) for name in shapes}
+    tensors = open_set(path)
+    tensors.check_floats()
+    tensors.check_files()
+    weights = Weights(tensors, path, _info(tensors))
+    if weights.config is not None and "lora" not in weights.info:
+        check_shapes(weights.config, tensors.shapes, path)
     return refuse_unless_finite(weights)
 
 
 def refuse_unless_finite(weights: Weights) -> Weights:
     """The same weights. Raises ValueError, naming the file and the tensor, if one holds a NaN or an infinity."""
-    if name := not_finite(weights.state):
+    if name := next((name for name in weights.state if not_finite({name: weights.state[name]})), None):
         raise ValueError(
             f"{weights.path}: {name} holds values that are not finite (NaN or infinity); take an earlier checkpoint"
         )
@@ -212,9 +232,16 @@ def assumption(weights: Weights, config: DiTConfig) -> list[str]:
 
 def load_state(model: DiT, weights: Weights) -> None:
     """Strictly loads weights into a model. Raises ValueError naming the first differences."""
-    own, theirs = ({n: tuple(t.shape) for n, t in state.items()} for state in (model.state_dict(), weights.state))
-    compare(own, theirs, weights.path)
-    model.load_state_dict(weights.state)
+    own = model.state_dict()
+    compare({name: tuple(tensor.shape) for name, tensor in own.items()}, shapes_of(weights.state), weights.path)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(weights.state[name])
+
+
+def shapes_of(state: Mapping[str, Tensor]) -> Shapes:
+    """The shape of every tensor; of those in files without reading them."""
+    return state.shapes if isinstance(state, TensorSet) else {name: tuple(t.shape) for name, t in state.items()}
 
 
 def load_pretrained(
@@ -280,7 +307,7 @@ def _with_lora(weights: Weights, added: Weights, name: str | None) -> tuple[DiT,
     from opendit.models.lora import check_lora, merge_lora
 
     _check_name(added, name)
-    shapes = {n: tuple(t.shape) for n, t in (*weights.state.items(), *added.state.items())}
+    shapes = shapes_of(weights.state) | shapes_of(added.state)
     check_size(added.config, shapes, added.path)
     check_lora(added)
     found = weights.config or infer_config(weights.state, added.info["model"], weights.path, weights.num_classes)

@@ -1,63 +1,28 @@
 """Saves a run: training waits only for the copy off the device, files are written in the background.
 
-The work is shared out by file: every file has one rank that writes it, so nothing is written by two machines, and a
-checksum covers what was in memory. A rank that owns model.safetensors, an average, or some parameters' moments gathers
-them parameter by parameter into one buffer in host memory, page-locked where there is a GPU. The buffers of all ranks
-together hold (3 + averages) x 4 bytes x parameters, however many saves there are: for DiT-XL/2 10.8 GB.
+What each rank copies and writes is decided by one of two kinds: whole tensors (opendit/state/whole.py), or the shards
+that it holds (opendit/state/shards.py). Either way a checksum covers what was in memory.
 """
 
 import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from opendit.common.records import WriteFailures
-from opendit.common.tensor_files import write_file, write_tensors
+from opendit.common.tensor_files import write_file
 from opendit.parallel.control_group import ControlGroup
-from opendit.parallel.engines import MOMENTS, Engine
+from opendit.parallel.engines import Engine
 from opendit.parallel.supervisor import CLOSING
-from opendit.state.checkpoint import (
-    FORMAT_VERSION,
-    MODEL,
-    STATE,
-    average_files,
-    incomplete,
-    prune,
-    put_in_place,
-    step_folder,
-    tidy,
-)
+from opendit.state.checkpoint import STATE, incomplete, prune, put_in_place, step_folder, tidy
+from opendit.state.copying import Files
 from opendit.state.ema import EMA
 from opendit.state.files import LATEST, not_finite, sync_folder, write_manifest
 from opendit.state.pretrained import METADATA_KEY
-
-OPTIMIZER = "optimizer"
-Files = dict[str, dict[str, Tensor]]  # what one rank writes: file, name of the tensor, tensor
-
-
-def share_out(sizes: dict[str, int], weight_files: list[str], ranks: int) -> dict[tuple[str, str], int]:
-    """The rank that writes each (file, parameter), so that all write about as much.
-
-    A weights file belongs to one rank; the moments (file ``OPTIMIZER``) go parameter by parameter, the biggest first,
-    to the rank that has the least.
-    """
-    load, owner = [0] * ranks, {}
-
-    def give(keys: list[tuple[str, str]], size: int) -> None:
-        rank = load.index(min(load))
-        load[rank] += size
-        owner.update(dict.fromkeys(keys, rank))
-
-    for file in weight_files:
-        give([(file, name) for name in sizes], sum(sizes.values()))
-    for name in sorted(sizes, key=sizes.get, reverse=True):
-        give([(OPTIMIZER, name)], len(MOMENTS) * sizes[name])
-    return owner
+from opendit.state.shards import ShardFiles
+from opendit.state.whole import WholeTensorFiles
 
 
 class Checkpoints:
@@ -71,6 +36,7 @@ class Checkpoints:
         info: what the weights files say of themselves (model, config, class names, VAE, ...).
         keep: how many to keep, 0 for all.
         in_use: the checkpoint that this run was resumed from; it is not deleted.
+        sharded: every rank writes its own shards, rather than whole tensors.
         say: shows a line to people; called from another thread.
         enabled: False for a run that saves nothing, which then needs no host memory for it.
         write_failures: counts what goes wrong beside the checkpoints themselves, with ``latest``.
@@ -90,6 +56,7 @@ class Checkpoints:
         *,
         keep: int = 0,
         in_use: Path | None = None,
+        sharded: bool = False,
         say: Callable[[str], None] = print,
         enabled: bool = True,
         write_failures: WriteFailures | None = None,
@@ -102,12 +69,8 @@ class Checkpoints:
         self.stall_s = self.write_s = 0.0
         self._channel = ControlGroup(self.mesh)  # the writing threads'
         self._thread: threading.Thread | None = None
-        self._averages = average_files(ema.decays)
-        sizes = {name: torch.Size(shape).numel() for name, shape in engine.shapes.items()}
-        self._owner = share_out(sizes, [MODEL, *self._averages], self.mesh.world_size)
-        mine = [(file, name) for (file, name), rank in self._owner.items() if rank == self.mesh.rank]
-        total = sum(sizes[name] * (len(MOMENTS) if file == OPTIMIZER else 1) for file, name in mine)
-        self._buffer = _host_buffer(total if enabled else 0, self.mesh.device)
+        kind = ShardFiles if sharded else WholeTensorFiles
+        self._kind = kind(engine, ema, self._channel, enabled)
         if self.mesh.is_main:
             self.in_use = self.newest = tidy(folder, in_use)
         self.mesh.barrier()
@@ -120,7 +83,7 @@ class Checkpoints:
             self.abandon(CLOSING)
             return
         self.wait()
-        _page_unlock(self._buffer)
+        self._kind.buffer.free()
 
     def abandon(self, seconds: float) -> None:
         """Waits only so long for the write in flight: the run has failed."""
@@ -130,7 +93,7 @@ class Checkpoints:
     @property
     def host_bytes(self) -> int:
         """Size of this rank's buffer in host memory."""
-        return self._buffer.numel() * self._buffer.element_size()
+        return self._kind.buffer.bytes
 
     def save(self, state: dict) -> None:
         """Takes a copy of everything and starts to write it; waits before that for the last save's end.
@@ -140,15 +103,15 @@ class Checkpoints:
         """
         started = time.perf_counter()
         self.wait()
-        files = self._copy()
+        files = self._kind.copy()
         full = {
             **state,
-            "version": FORMAT_VERSION,
+            "version": self._kind.version,
             "model": self.info["model"],
             "optimizer_steps": self.engine.optimizer_steps(),
             "scaler": self.engine.scaler_state(),
             "ema": {
-                "files": dict(zip(self._averages, self.ema.decays, strict=True)),
+                "files": dict(zip(self._kind.averages, self.ema.decays, strict=True)),
                 "updates": int(self.ema.updates),
             },
         }
@@ -167,34 +130,6 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    # ------------------------------------------------------------------ the copy, while training waits
-
-    def _shards(self) -> Iterator[tuple[str, str, str, Tensor]]:
-        """(file, parameter, name in the file, this rank's shard) of the whole state, in the same order on all ranks."""
-        for name in self.engine.shapes:
-            yield MODEL, name, name, self.engine.master(name)
-            for file, shards in zip(self._averages, self.ema.averages, strict=True):
-                yield file, name, name, shards[name]
-            for moment, shard in self.engine.moments(name).items():
-                yield OPTIMIZER, name, f"{moment}.{name}", shard
-
-    def _copy(self) -> Files:
-        rank, offset, files = self.mesh.rank, 0, {}
-        for file, parameter, name, shard in self._shards():
-            full = self.engine.layout.gather(parameter, shard)
-            if self._owner[file, parameter] != rank:
-                continue
-            space = self._buffer[offset : offset + full.numel()].view(full.shape)
-            offset += full.numel()
-            space.copy_(full, non_blocking=True)
-            path = f"{OPTIMIZER}_{rank:03d}.safetensors" if file == OPTIMIZER else file
-            files.setdefault(path, {})[name] = space
-        for path in files.keys() - {f"{OPTIMIZER}_{rank:03d}.safetensors"}:
-            files[path].update({n: b.detach().to("cpu", copy=True) for n, b in self.engine.module.named_buffers()})
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-        return files
 
     # ------------------------------------------------------------------ the writing, in a thread of its own
 
@@ -221,16 +156,15 @@ class Checkpoints:
 
     def _write_together(self, final: Path, files: Files, state: dict) -> str | None:
         """What went wrong on any rank, the same text on all of them; None if the checkpoint is in its place."""
-        info = {**self.info, "step": state["step"], "version": FORMAT_VERSION}
+        info = {**self.info, "step": state["step"], "version": self._kind.version}
         metadata, folder = {"format": "pt", METADATA_KEY: json.dumps(info)}, incomplete(final)
-        written, problem = {}, None
+        step, written, problem = state["step"], {}, None
         try:
             for name, tensors in files.items():
                 if bad := not_finite(tensors):
                     raise ValueError(f"{bad} in {name} is not finite")
             folder.mkdir(parents=True, exist_ok=True)
-            for name, tensors in files.items():
-                written[name] = write_tensors(folder / name, tensors, metadata)
+            written = self._kind.write(folder, files, step, metadata)
         except Exception as error:  # whatever it is: the other ranks must hear of it
             problem = f"rank {self.mesh.rank}: {error}"
         reports = self._channel.gather((written, problem))
@@ -238,10 +172,11 @@ class Checkpoints:
         if problem is None and self.mesh.is_main:
             try:
                 manifest = {name: entry for entries, _ in reports for name, entry in entries.items()}
+                manifest |= self._kind.finish(folder, step, metadata)
                 manifest[STATE] = write_file(folder / STATE, iter([json.dumps(state, indent=1).encode()]))
-                write_manifest(folder, FORMAT_VERSION, manifest)
+                write_manifest(folder, self._kind.version, manifest)
                 sync_folder(folder)
-                with self._write_failures.survive(f"checkpoints/{LATEST}", state["step"]):
+                with self._write_failures.survive(f"checkpoints/{LATEST}", step):
                     if unlinked := put_in_place(final):
                         raise unlinked
                 prune(self.folder, self.keep, final, self.in_use)
@@ -252,19 +187,3 @@ class Checkpoints:
     def _say(self, text: str) -> None:
         if self.mesh.is_main:
             self.say(text)
-
-
-def _host_buffer(numel: int, device: torch.device) -> Tensor:
-    """(numel,) fp32 in host memory, page-locked for a GPU's copies; :func:`_page_unlock` undoes that."""
-    buffer = torch.empty(numel, dtype=torch.float32)
-    if device.type == "cuda" and numel:
-        # Not pin_memory=True: torch's pinned allocator rounds up to a power of two, 16 GiB for 10.8 GB.
-        size = buffer.numel() * buffer.element_size()
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
-    return buffer
-
-
-def _page_unlock(buffer: Tensor) -> None:
-    """The driver would take the pages for locked for ever: the next buffer at this address could not be."""
-    if buffer.is_pinned():
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr()))

@@ -12,8 +12,8 @@ from opendit.data.progress import Progress
 from opendit.parallel.engines import Engine
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
-from opendit.state.checkpoint import load_checkpoint
 from opendit.state.ema import EMA
+from opendit.state.loading import load_checkpoint
 from opendit.state.saving import Checkpoints
 from opendit.training.agenda import Agenda
 from opendit.training.diagnosis import Diagnosis

@@ -28,7 +28,7 @@ from opendit.models.zoo import of_revision
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
-from opendit.state.checkpoint import MODEL, Checkpoint, find_checkpoint
+from opendit.state.checkpoint import Checkpoint, find_checkpoint
 from opendit.state.lock import lock_folder
 from opendit.state.pretrained import Weights, read_config, read_info
 from opendit.state.run_folders import new_run_folder
@@ -149,7 +149,7 @@ def prepare(flags: TrainConfig, mesh: Mesh) -> RunSpecification:
         notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
     stored = stored_fingerprint(resume.state) if resume else {}
     if resume:
-        resumed = read_config(resume.folder / MODEL)
+        resumed = read_config(resume.model)
         config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
         notes += check_resume(resume, config, objective, bool(flags.lora))
     # LoRA's checkpoints hold what it adds: the weights it is added to are read each time.
@@ -304,7 +304,7 @@ def _lora(flags: TrainConfig, initial: Weights, resume: Checkpoint | None, notes
     check_peft()
     lora = Lora(flags.lora, flags.lora_alpha or flags.lora, str(initial.path.resolve()))
     if resume is not None:
-        stored = Lora(**read_info(resume.folder / MODEL)["lora"])
+        stored = Lora(**read_info(resume.model)["lora"])
         if (stored.rank, stored.alpha) != (lora.rank, lora.alpha):
             made = f"--lora {stored.rank} --lora_alpha {stored.alpha:g}"
             raise ValueError(f"--load: {resume.folder} was made with {made}")

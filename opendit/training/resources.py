@@ -1,6 +1,8 @@
 """What a run holds open while it trains. Whoever owns a process, a thread or a file is told to the Supervisor, which
 closes it where the run ends by an error."""
 
+import math
+import os
 from functools import partial
 
 from opendit.common.records import WriteFailures
@@ -8,12 +10,17 @@ from opendit.data import BatchIterator, build_loader
 from opendit.data.progress import Progress
 from opendit.parallel.engines import Engine
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.names import PLUGINS
 from opendit.parallel.supervisor import Supervisor
 from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
+from opendit.state.whole import most_bytes_of_a_host
+from opendit.training.memory import GIB
 from opendit.training.monitor import Monitor
 from opendit.training.prepare import RunSpecification
 from opendit.training.profiling import StepProfiler
+
+USABLE_OF_A_HOST = 0.8  # for the buffers of saves: loaders, libraries and the page cache need the rest
 
 
 def open_monitor(spec: RunSpecification, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
@@ -65,12 +72,34 @@ def open_checkpoints(
         spec.info(),
         keep=spec.flags.ckpt_keep,
         in_use=spec.resume and spec.resume.folder,
+        sharded=sharded_checkpoints(spec, engine, monitor),
         say=monitor.say,
         enabled=spec.flags.save,
         write_failures=monitor.failures,
     )
     supervisor.closes(checkpoints.abandon)
     return checkpoints
+
+
+def sharded_checkpoints(spec: RunSpecification, engine: Engine, monitor: Monitor) -> bool:
+    """Whether every rank writes its own shards: as --checkpoint_format says; auto leaves it to the plugin, and to
+    whether the buffers of whole tensors fit the hosts. The same on every rank."""
+    asked = spec.flags.checkpoint_format
+    if asked != "auto":
+        return asked == "sharded"
+    if PLUGINS[spec.flags.plugin].sharded_checkpoints:
+        return True
+    sizes = {name: math.prod(shape) for name, shape in engine.shapes.items()}
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = most_bytes_of_a_host(sizes, len(spec.flags.ema_decays), spec.mesh.world_size, ranks)
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    too_large = spec.mesh.broadcast_object(needed > USABLE_OF_A_HOST * there)
+    if too_large and spec.flags.save and spec.mesh.is_main:
+        monitor.say(
+            f"checkpoints: in shards, because whole tensors would take {needed / GIB:,.1f} GiB of a host's memory "
+            f"({there / GIB:,.1f} GiB)"
+        )
+    return too_large
 
 
 def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:

@@ -1,10 +1,9 @@
 """What a resumed run checks of the checkpoint that it goes on from."""
 
-from opendit.common.tensor_files import shapes_in
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.models import DiTConfig, config_from_dict
 from opendit.models.shapes import model_shapes
-from opendit.state.checkpoint import MODEL, Checkpoint
+from opendit.state.checkpoint import Checkpoint
 from opendit.state.header import compare
 from opendit.state.pretrained import read_info
 
@@ -18,9 +17,9 @@ def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective
         ValueError: it holds another model, weights that are not those of its configuration, or a model that learned
             another objective.
     """
-    folder, info = checkpoint.folder, read_info(checkpoint.folder / MODEL)
+    folder, info = checkpoint.folder, read_info(checkpoint.model)
     if "config" not in info:
-        raise ValueError(f"--load: {folder / MODEL} does not say which model it holds; load another checkpoint")
+        raise ValueError(f"--load: {checkpoint.model} does not say which model it holds; load another checkpoint")
     found = config_from_dict(info["config"])
     if ("lora" in info) != adds:
         raise ValueError(f"--load: {folder} was made with{'out' if adds else ''} --lora; do so again")
@@ -48,8 +47,8 @@ def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective
 def _check_shapes(checkpoint: Checkpoint, config: DiTConfig) -> None:
     """Raises ValueError unless the weights and averages are those of such a model; from the files' headers."""
     own = model_shapes(config)[0]
-    for name in (MODEL, *checkpoint.state["ema"]["files"]):
-        path = checkpoint.folder / name
-        with checkpoint.open(name) as file:
-            theirs = {key: shape for key, shape in shapes_in(file, path).items() if key in own}
-        compare(own, theirs, path)
+    for name in (checkpoint.model.name, *checkpoint.state["ema"]["files"]):
+        with checkpoint.open(name) as tensors:
+            tensors.check_floats()
+            theirs = {key: shape for key, shape in tensors.shapes.items() if key in own}
+        compare(own, theirs, checkpoint.folder / name)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 import train
 from opendit.models import MovieGen, MovieGenConfig, model_config
 from opendit.models.configuration import DiTConfig
-from opendit.state.checkpoint import MODEL
+from opendit.state.copying import MODEL_SET
 from opendit.state.pretrained import read_config
 from tests.models.revision_1 import RECORDED, record
 from tests.models.test_dit import randomised
@@ -91,15 +91,15 @@ def test_an_old_run_goes_on_as_it_was(model, tmp_path, no_ranks, monkeypatch, ca
         old.setattr(DiTConfig, "to_dict", before_revisions)
         whole = train_on(model, tmp_path / "whole", 4)
         parts = train_on(model, tmp_path / "parts", 2)
-    stored = read_config((parts / "checkpoints" / "latest").resolve() / MODEL)
+    stored = read_config((parts / "checkpoints" / "latest").resolve() / f"{MODEL_SET}.safetensors")
     assert stored.revision == 1 and not stored.shared_modulation and not stored.positions_in_blocks
     assert train_on(model, tmp_path / "parts", 4, "--load", "latest") == parts
     assert [line["loss"] for line in log_of(parts)] == [line["loss"] for line in log_of(whole)]
     assert bits(parts) == bits(whole)
-    assert read_config((parts / "checkpoints" / "latest").resolve() / MODEL) == stored
+    assert read_config((parts / "checkpoints" / "latest").resolve() / f"{MODEL_SET}.safetensors") == stored
 
     new = train_on(model, tmp_path / "new", 1)  # another model by the same flags
-    assert read_config((new / "checkpoints" / "latest").resolve() / MODEL).revision == 2
+    assert read_config((new / "checkpoints" / "latest").resolve() / f"{MODEL_SET}.safetensors").revision == 2
     tuned = train_on(model, tmp_path / "tuned", 1, "--pretrained", str(parts))
-    assert read_config((tuned / "checkpoints" / "latest").resolve() / MODEL) == stored
+    assert read_config((tuned / "checkpoints" / "latest").resolve() / f"{MODEL_SET}.safetensors") == stored
     assert "reused" in capsys.readouterr().out

@@ -17,7 +17,7 @@ import train
 from opendit.common.tensor_files import write_tensors
 from opendit.state.files import damage, read_manifest, write_manifest
 from opendit.state.pretrained import load_pretrained, read_info
-from opendit.state.saving import OPTIMIZER, share_out
+from opendit.state.whole import OPTIMIZER, share_out
 
 ARGV = "--model DiT-Ti/2 --image_size 8 --vae none --num_workers 0 --log_every 1 --sample_every 0".split()
 ARGV += "--mixed_precision fp32 --sample_steps 1 --sample_cfg_scale 1 --batch_size 4".split()
@@ -131,7 +131,7 @@ def test_damaged_weights_are_named_before_one_is_read(which, tmp_path, no_ranks,
         for main, argv in commands:
             capsys.readouterr()
             with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-                patch.setattr(opendit.state.pretrained, "safe_open", lambda *_, **__: pytest.fail("weights were read"))
+                patch.setattr(opendit.state.pretrained, "open_set", lambda *_, **__: pytest.fail("weights were read"))
                 main(argv)
             message = capsys.readouterr().err
             assert stop.value.code == 2 and message.startswith("error: "), (form, argv)

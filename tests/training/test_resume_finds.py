@@ -309,7 +309,7 @@ def test_what_does_not_fit_is_named_before_anything_is_changed(run, no_ranks, ca
     first = folder / "optimizer_000.safetensors"
     whole = load_file(first)
     assert name in whole
-    monkeypatch.setattr("opendit.parallel.engines.Engine.load_moments", lambda *_: pytest.fail("moments were loaded"))
+    monkeypatch.setattr("opendit.parallel.engines.Engine.set_moments", lambda *_: pytest.fail("moments were loaded"))
 
     def refused() -> str:
         list_anew(folder)

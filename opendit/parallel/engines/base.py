@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opendit.parallel.layout import Layout, flat_cut
+from opendit.parallel.layout import Layout, Shard, flat_cut
 from opendit.parallel.mesh import Mesh
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -144,10 +144,19 @@ class Engine(ABC):
     def master(self, name: str) -> Tensor:
         """This rank's live fp32 shard of a parameter; a view: changed by steps."""
 
+    def held(self, name: str) -> Shard:
+        """What of a parameter's master and moments this rank has in memory, and so must be given when they are set;
+        more than ``layout`` says where that is a view of whole tensors."""
+        return self.layout.local(name)
+
     @torch.no_grad()
+    def set_master(self, name: str, part: Tensor) -> None:
+        """Sets what this rank holds (:meth:`held`) of a parameter's master; finish_loading follows."""
+        self.master(name).copy_(part)
+
     def load_master(self, name: str, full: Tensor) -> None:
-        """Takes this rank's shard out of the full tensor (call on every rank, then finish_loading)."""
-        self.master(name).copy_(self.layout.take(name, full))
+        """:meth:`set_master` of the full tensor's part (call on every rank, then finish_loading)."""
+        self.set_master(name, self.held(name).take(full))
 
     def finish_loading(self) -> None:
         """Makes the working weights those of the masters (nothing to do where they are the same)."""
@@ -165,10 +174,17 @@ class Engine(ABC):
         state = self.adam.init_state(key)
         return {moment: state[moment].view(-1)[: shard.numel].view(shard.shape) for moment in MOMENTS}
 
-    def load_moments(self, name: str, full: dict[str, Tensor], step: int) -> None:
-        """Sets the moments of one parameter from full tensors, and its step count."""
+    def set_moments(self, name: str, parts: dict[str, Tensor], step: int) -> None:
+        """Sets what this rank holds (:meth:`held`) of the moments of one parameter, and its step count."""
         for moment, shard in self.moments(name).items():
-            shard.copy_(self.layout.take(name, full[moment]))
+            shard.copy_(parts[moment])
+        self._set_step(name, step)
+
+    def load_moments(self, name: str, full: dict[str, Tensor], step: int) -> None:
+        """:meth:`set_moments` of the full tensors' parts."""
+        self.set_moments(name, {moment: self.held(name).take(tensor) for moment, tensor in full.items()}, step)
+
+    def _set_step(self, name: str, step: int) -> None:
         key = self._optimizer_keys[name]
         if key is not None:
             state = self.adam.state[key]

@@ -7,6 +7,7 @@ import torch
 
 from opendit.parallel.engines.base import MOMENTS, StepResult
 from opendit.parallel.engines.booster import BoosterEngine
+from opendit.parallel.layout import Shard
 
 
 class DDPEngine(BoosterEngine):
@@ -55,18 +56,22 @@ class DDPEngine(BoosterEngine):
     def master(self, name):
         return self.layout.take(name, self._params[name].detach())
 
+    def held(self, name):
+        return Shard(self.shapes[name], ())
+
     @torch.no_grad()
-    def load_master(self, name, full):
-        self._params[name].copy_(full)
+    def set_master(self, name, part):
+        self._params[name].copy_(part)
 
     def moments(self, name):
         state = self.adam.init_state(self._params[name])
         return {moment: self.layout.take(name, state[moment]) for moment in MOMENTS}
 
-    def load_moments(self, name, full, step):
-        super().load_moments(name, full, step)
-        for moment in MOMENTS:  # whole on every rank
-            self.adam.state[self._params[name]][moment].copy_(full[moment].view(self.shapes[name]))
+    def set_moments(self, name, parts, step):
+        state = self.adam.init_state(self._params[name])
+        for moment in MOMENTS:
+            state[moment].copy_(parts[moment].view(self.shapes[name]))
+        self._set_step(name, step)
 
     def scaler_state(self):
         state = self._torch_scaler.state_dict()

@@ -1,0 +1,69 @@
+"""A run's state, and a copy of it in host memory: what of a save training waits for."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from opendit.parallel.engines import Engine
+from opendit.state.ema import EMA
+
+MODEL_SET, AVERAGE_SET = "model", "ema"
+Files = dict[str, dict[str, Tensor]]  # what one rank writes: file, name of the tensor, tensor in host memory
+
+
+def average_sets(decays: tuple[float, ...]) -> list[str]:
+    """The name of every average among the sets of tensors: the first is the one to sample from."""
+    return [AVERAGE_SET, *(f"ema_{decay}" for decay in decays[1:])]
+
+
+def state_tensors(engine: Engine, ema: EMA) -> Iterator[tuple[str, str, Tensor]]:
+    """(set, parameter, this rank's shard) of the masters, averages and moments, in the same order on all ranks."""
+    averages = average_sets(ema.decays)
+    for name in engine.shapes:
+        yield MODEL_SET, name, engine.master(name)
+        for which, shards in zip(averages, ema.averages, strict=True):
+            yield which, name, shards[name]
+        for moment, shard in engine.moments(name).items():
+            yield moment, name, shard
+
+
+def buffers_of(engine: Engine) -> dict[str, Tensor]:
+    """Copies of the model's buffers in host memory."""
+    return {name: buffer.detach().to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
+
+
+class HostBuffer:
+    """fp32 numbers in host memory, page-locked for a GPU's copies until :meth:`free`."""
+
+    def __init__(self, numel: int, device: torch.device):
+        self.device = device
+        self._numbers, self._used = torch.empty(numel, dtype=torch.float32), 0
+        if device.type == "cuda" and numel:
+            # Not pin_memory=True: torch's pinned allocator rounds up to a power of two, 16 GiB for 10.8 GB.
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._numbers.data_ptr(), self.bytes, 0))
+
+    @property
+    def bytes(self) -> int:
+        return self._numbers.numel() * self._numbers.element_size()
+
+    def clear(self) -> None:
+        """The next copy overwrites the first one."""
+        self._used = 0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor in the buffer; there when :meth:`wait` has returned."""
+        space = self._numbers[self._used : self._used + tensor.numel()].view(tensor.shape)
+        self._used += tensor.numel()
+        return space.copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        """Until the copies are made."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Unlocks the pages: the driver would take them for locked for ever, and the next buffer at this address could
+        not be."""
+        if self._numbers.is_pinned():
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._numbers.data_ptr()))

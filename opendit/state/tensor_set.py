@@ -1,0 +1,223 @@
+"""Named tensors as they lie on disk, whatever the kind: one safetensors file, files that share out the tensors
+(``*.safetensors.index.json``, as transformers and diffusers write them), or shards of tensors (``*.shards.json``).
+
+Files are mapped: what is not asked for is not read.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from opendit.common.rules import mapping, optional, plain, record, string
+from opendit.common.strict_files import FILE, FileKind, read_file
+from opendit.common.tensor_files import FLOATS, open_safetensors, shapes_in
+from opendit.parallel.layout import Shard
+from opendit.parallel.runs import Runs, copy_overlap, runs_of
+from opendit.state.files import file_id, root_of
+from opendit.state.index import INDEX_FILE, SUFFIX, ShardIndex, index_from
+
+PARTS_SUFFIX = ".safetensors.index.json"
+PARTS_FILE = FileKind(
+    record({"weight_map": mapping(string(1024), FILE, 1 << 20)}, {"metadata": optional(record({}, others=plain(4)))}),
+    64 << 20,
+)
+SHARD_OF = "shard_of"  # in the metadata of a shard: ShardIndex.mark
+Opener = Callable[[Path], safe_open]
+
+
+class TensorSet(Mapping[str, Tensor]):
+    """Tensors by name, each read when it is asked for. Build with :func:`open_set`.
+
+    path: the file that stands for it. shapes: canonical, by name. metadata: as of a safetensors file.
+    """
+
+    def __init__(self, path: Path, open_file: Opener):
+        self.path, self._open = path, open_file
+        self._files: dict[str, safe_open] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}
+
+    def read(self, name: str, shard: Shard | None = None) -> Tensor:
+        """A tensor in its stored dtype, or a shard of it, of which alone is read; it may be a view of the file.
+
+        Raises ValueError if a file that has some of it is not as the index says, or OSError."""
+        raise NotImplementedError
+
+    def check_files(self, part: int = 0, parts: int = 1) -> None:
+        """Opens this share of its files and compares their headers with the index. Raises ValueError."""
+
+    def close(self) -> None:
+        self._files.clear()
+
+    def __enter__(self) -> "TensorSet":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def check_floats(self) -> None:
+        """Raises ValueError if a tensor holds no floating-point numbers."""
+        for name, dtype in self.dtypes.items():
+            if dtype not in FLOATS:
+                raise ValueError(f"{self.path}: {name[:100]!r} holds {dtype}; weights are one of {', '.join(FLOATS)}")
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._files:
+            self._files[name] = self._open(self.path.parent / name)
+        return self._files[name]
+
+
+class WholeTensors(TensorSet):
+    """Whole tensors, in one file or shared out among several."""
+
+    def __init__(self, path: Path, open_file: Opener, place: dict[str, str]):
+        super().__init__(path, open_file)
+        self._place: dict[str, str] = {}
+        for name in dict.fromkeys(place.values()) or [path.name]:
+            file = self._file(name)
+            self.metadata |= file.metadata() or {}
+            for key in file.keys():  # noqa: SIM118 (it is no dictionary)
+                found = file.get_slice(key)
+                if place and place.get(key) != name:
+                    raise ValueError(f"{path} does not say that {path.with_name(name)} holds {key[:100]!r}")
+                self._place[key] = name
+                self.shapes[key], self.dtypes[key] = tuple(found.get_shape()), found.get_dtype()
+        if missing := place.keys() - self.shapes.keys():
+            raise ValueError(f"{path}: {min(missing)[:100]!r} is not in the file that it names")
+
+    def read(self, name, shard=None):
+        full = self._file(self._place[name]).get_tensor(name)
+        return full if shard is None else shard.take(full)
+
+
+class ShardedTensors(TensorSet):
+    """Tensors that ranks have written in shards."""
+
+    def __init__(self, path: Path, open_file: Opener, index: ShardIndex):
+        super().__init__(path, open_file)
+        self.index, self.metadata = index, index.metadata
+        for name, tensor in index.tensors.items():
+            self.shapes[name], self.dtypes[name] = tensor.shape, tensor.dtype
+
+    def check_files(self, part=0, parts=1):
+        for name in self.index.files[part::parts]:
+            self._file(name)
+
+    def _file(self, name):
+        if name in self._files:
+            return self._files[name]
+        path, file = self.path.with_name(name), super()._file(name)
+        mark = (file.metadata() or {}).get(SHARD_OF)
+        if mark != self.index.mark:
+            raise ValueError(f"{path} is a shard of {str(mark)[:100]}, not of {self.index.mark} as its index says")
+        held = {key: t for key, t in self.index.tensors.items() if name in t.shards}
+        found = shapes_in(file, path, floats=False)
+        for key, tensor in held.items():
+            if found.get(key) != tensor.shards[name].shape or file.get_slice(key).get_dtype() != tensor.dtype:
+                raise ValueError(f"{path} does not hold of {key[:100]!r} what {self.path.name} says")
+        return file
+
+    def read(self, name, shard=None):
+        tensor = self.index.tensors[name]
+        wanted = runs_of(tensor.shape, shard.slices if shard else ())
+        full = torch.empty(shard.shape if shard else tensor.shape, dtype=_torch_dtype(tensor.dtype))
+        left = full.numel()
+        for file, stored in tensor.shards.items():
+            if not left:
+                break
+            runs = runs_of(tensor.shape, stored.slices)
+            if _may_overlap(wanted, runs):
+                left -= copy_overlap(full.view(-1), wanted, self._file(file).get_tensor(name).reshape(-1), runs)
+        return full
+
+
+def _may_overlap(one: Runs, other: Runs) -> bool:
+    """Whether they lie in the same part of the tensor: most of the files hold nothing of what a rank needs."""
+    if not len(one.start) or not len(other.start):
+        return False
+    return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    return {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I64": torch.int64,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }[name]
+
+
+def is_set(path: Path) -> bool:
+    """Whether a file of this name is one that :func:`open_set` takes."""
+    return path.name.endswith((".safetensors", SUFFIX, PARTS_SUFFIX))
+
+
+def files_of(path: Path) -> list[str]:
+    """The other files that hold the tensors of the set that a file stands for. Raises as :func:`open_set`."""
+    if path.name.endswith(SUFFIX):
+        return read_index(path).files
+    return sorted(set(_places(path).values()))
+
+
+def _places(path: Path) -> dict[str, str]:
+    """The file of every tensor by an index of whole ones; {} if the path is of a single file."""
+    if not path.name.endswith(PARTS_SUFFIX):
+        return {}
+    places = read_file(path, PARTS_FILE)["weight_map"]
+    if not places:
+        raise ValueError(f"{path} names no weights")
+    return places
+
+
+def open_set(path: Path, open_file: Opener | None = None) -> TensorSet:
+    """The tensors that a file stands for. No file outside of the folder that it is in, or of its run, is read.
+
+    open_file: opens a safetensors file, with checks of its own.
+
+    Raises:
+        ValueError: in one line, what is damaged, missing or not to be believed. OSError: it can't be opened.
+    """
+    open_file = open_file or open_safetensors
+    if path.name.endswith(SUFFIX):
+        return ShardedTensors(path, open_file, read_index(path))
+    place = _places(path)
+    for name in sorted(set(place.values())):
+        file_id(path.with_name(name), root_of(path.parent))
+    return WholeTensors(path, open_file, place)
+
+
+def read_index(path: Path) -> ShardIndex:
+    """An index whose files are there, large enough, and hold every element once by what it says; none is opened.
+
+    Raises:
+        ValueError: in one line that names the file at fault. OSError: the index can't be opened.
+    """
+    try:
+        index = index_from(read_file(path, INDEX_FILE))
+        if path.name != index.tensors_are + SUFFIX:
+            raise ValueError(f"it is the index of {index.tensors_are}")
+        root = root_of(path.parent)
+        for name, size in index.bytes_in().items():
+            there = file_id(path.with_name(name), root).size
+            if there < size:
+                raise ValueError(f"{path.with_name(name)} has {there:,} bytes and should hold {size:,} of tensors")
+        index.check_cover()
+    except ValueError as error:
+        raise ValueError(str(error) if str(path.parent) in str(error) else f"{path}: {error}") from error
+    return index
