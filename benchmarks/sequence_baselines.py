@@ -63,7 +63,10 @@ class BlockingFastSeq:
     group: Group
     takes_projection: ClassVar[bool] = True
 
-    def project_and_attend(self, x: Tensor, qkv: nn.Linear, num_heads: int, attend, length: int) -> Tensor:
+    def project_and_attend(
+        self, x: Tensor, qkv: nn.Linear, num_heads: int, attend, length: int, float8: bool = False
+    ) -> Tensor:
+        assert not float8
         (B, n, D), P, own = x.shape, self.group.size, self.group.rank
         everyone = _AllGather.apply(x, self.group).view(P, B, n, D).transpose(0, 1).flatten(1, 2)[:, :length]
         weight, bias = (p.unflatten(0, (3, P, -1))[:, own].flatten(0, 1) for p in (qkv.weight, qkv.bias))

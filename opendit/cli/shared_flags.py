@@ -43,8 +43,6 @@ class ParallelFlags(Flags):
     def check_parallel(self, world_size: int) -> None:
         """Raises ValueError for sizes and combinations that can't work."""
         check_sequence_parallel(self.sequence_parallel_size, world_size)
-        if self.fp8 and self.sequence_parallel_size > 1:
-            raise ValueError("--fp8 does not work with --sequence_parallel_size above 1; leave one of them out")
         if self.sequence_parallel_size == 1:
             idle = ("sequence_parallel_type", "keep_gathered")
             settle_idle(self, dict.fromkeys(idle, "does nothing without --sequence_parallel_size above 1"))

@@ -179,11 +179,12 @@ def transposed(x: Tensor) -> Tensor:
 
 def product(
     a: Tensor, b: Tensor, descales: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None,
-    fast: bool = True,
+    fast: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """a (M, K) times b (N, K) transposed, both float8 with K and N multiples of 16, as (M, N) of ``dtype``; + bias.
 
     fast: the sums stay in the tensor cores, which keep some 14 bits of them, over the whole of K.
+    out: (M, N) of ``dtype``, contiguous, to write to.
     """
-    scale_a, scale_b = descales
-    return torch._scaled_mm(a, b.t(), scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    options = dict(zip(("scale_a", "scale_b"), descales, strict=True), bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(a, b.t(), **options, **({} if out is None else {"out": out}))

@@ -82,7 +82,8 @@ class Modulated:
         return function(*make, **(kwargs or {}))
 
 
-def _quantized(x: Tensor | Quantized | Modulated) -> Quantized:
+def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
+    """x (B, N, D) in float8, made of what it is, or as it is."""
     if isinstance(x, Quantized):
         return x
     if isinstance(x, Modulated):
@@ -204,19 +205,19 @@ class _LinearGateResidualLayerNormModulate(Function):
 
 def linear_heads(x, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, N, d) of x (B, N, D), views of one projection whose product is in float8."""
-    x = _quantized(x)
+    x = quantized(x)
     return _LinearHeads.apply(x.stand_in, x.data, linear.weight, linear.bias, num_heads)
 
 
 def linear_gelu(x, linear: Projection) -> Quantized:
     """GELU(linear(x)), tanh form, for the next linear layer."""
-    x = _quantized(x)
+    x = quantized(x)
     return Quantized(*_LinearGelu.apply(x.stand_in, x.data, linear.weight, linear.bias))
 
 
 def linear_gate_residual(x: Tensor, gate: Tensor, z, linear: Projection) -> Tensor:
     """x + gate * linear(z)."""
-    z = _quantized(z)
+    z = quantized(z)
     return _LinearGateResidual.apply(x, gate, z.stand_in, z.data, linear.weight, linear.bias)
 
 
@@ -224,7 +225,7 @@ def linear_gate_residual_layernorm_modulate(
     x: Tensor, gate: Tensor, z, linear: Projection, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Quantized]:
     """h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
-    z = _quantized(z)
+    z = quantized(z)
     h, stand_in, data = _LinearGateResidualLayerNormModulate.apply(
         x, gate, z.stand_in, z.data, linear.weight, linear.bias, shift, scale
     )

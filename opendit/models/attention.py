@@ -49,8 +49,11 @@ class SequenceShards(Protocol):
         """The attention output (B, n, D) of this rank's tokens over those of all ranks; q, k, v (B, H, n, d) are of
         this rank's, before they are normalised and rotated, which ``attend`` does."""
 
-    def project_and_attend(self, x: Tensor, qkv: "Projection | MadeProjection", heads: int, attend: Attend) -> Tensor:
-        """The same of x (B, n, D), of which ``qkv`` makes q, k, v of so many heads each."""
+    def project_and_attend(
+        self, x: Tensor, qkv: "Projection | MadeProjection", heads: int, attend: Attend, float8: bool = False
+    ) -> Tensor:
+        """The same of x (B, n, D), of which ``qkv`` makes q, k, v of so many heads each; ``float8``: by products in
+        float8, and x may be what such operations hand over."""
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, N, F), on every rank, from this rank's (B, n, F)."""
@@ -86,7 +89,9 @@ class Attention(nn.Module):
 
         shards = None if grid is None else grid.shards
         if shards is not None and shards.takes_projection:
-            return shards.project_and_attend(x, self._qkv_of_every_head(), self.num_heads, attend)
+            # Heads that share keys are projected by torch, in one process as well.
+            float8 = self.kv_heads == self.num_heads and ops.in_float8("linear_heads")
+            return shards.project_and_attend(x, self._qkv_of_every_head(), self.num_heads, attend, float8)
         q, k, v = self.project(x, ops)
         if shards is not None:
             return shards.attention(q, *_for_every_head(q, k, v), attend)

@@ -159,6 +159,11 @@ class BlockOps:
         """Whether the linear layers of a block compute in float8."""
         return any(kernel.float8 for kernel in self.kernels)
 
+    def in_float8(self, operation: str) -> bool:
+        """Whether this operation's product is in float8."""
+        kernel = self.kernel(operation)
+        return kernel is not None and kernel.float8
+
     def by_reference(self, operations: Collection[str]) -> "BlockOps":
         """The same with the torch references of these operations."""
         references = {item.name: item.default for item in fields(self) if item.name in operations}

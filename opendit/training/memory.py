@@ -147,7 +147,7 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
 
     def shared(world: int) -> str | None:
         sizes = [size for size in range(setup.sequence_parallel + 1, world + 1) if world % size == 0]
-        if not config.sequence_types or setup.fp8 or setup.trained is not None:
+        if not config.sequence_types or setup.trained is not None:
             return None
         for flag, changes in (("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))):
             for size in sizes:

@@ -75,7 +75,6 @@ def test_unknown_flags_are_refused(capsys):
         (["--plugin", "gemini", "--mixed_precision", "fp32"], "use --mixed_precision bf16"),
         (["--plugin", "gemini"], "--plugin gemini works in bf16"),  # the CPU fallback is fp32
         (["--plugin", "gemini", "--mixed_precision", "bf16", "--fp8"], "--fp8 does not work with --plugin gemini"),
-        (["--fp8", "--sequence_parallel_size", "2"], "--fp8 does not work with --sequence_parallel_size"),
         (["--deterministic", "--attention", "cudnn"], "--attention cudnn adds gradients in any order"),
         (["--batch_size", "0"], "--batch_size 0"),
         (["--lr", "-1"], "--lr"),

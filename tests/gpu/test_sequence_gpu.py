@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from opendit.cli.shared_flags import SpeedFlags
+from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig
 from opendit.parallel.engines import build_engine
@@ -45,9 +46,9 @@ def model_on(device: torch.device, checkpointed: bool = False) -> DiT:
     return model
 
 
-def use(model: DiT, dtype: torch.dtype, device: torch.device, sequence=None) -> DiT:
+def use(model: DiT, dtype: torch.dtype, device: torch.device, sequence=None, fp8: bool = False) -> DiT:
     head = CONFIG.hidden_size // CONFIG.num_heads
-    kernels = select_kernels(SpeedFlags(True, True, True), device, dtype, head, CONFIG.tokens)
+    kernels = select_kernels(SpeedFlags(True, True, True, fp8=fp8), device, dtype, head, CONFIG.tokens)
     return model.use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
 
 
@@ -74,16 +75,18 @@ def distances(ours: tuple, exact: tuple) -> tuple[float, dict[str, float]]:
     return ((output - exact_output).norm() / exact_output.norm()).item(), apart
 
 
-def all_types(mesh: Mesh) -> list:
+def all_types(mesh: Mesh, fp8: bool) -> list:
     """[distances of one GPU, then of every type] from one GPU in fp32."""
     torch.set_float32_matmul_precision("highest")
     mesh, device = init_mesh(sequence_parallel=mesh.world_size), mesh.device
     shape, half = Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, SAMPLES), torch.bfloat16
     exact = gradients(use(model_on(device), torch.float32, device), device)
-    results = [distances(gradients(use(model_on(device).place(device, half), half, device), device), exact)]
+    results = [distances(gradients(use(model_on(device).place(device, half), half, device, fp8=fp8), device), exact)]
     for i, settings in enumerate(types(mesh.world_size)):
         model = model_on(device, checkpointed=i % 2 == 1).place(device, half)
-        output, grads = gradients(use(model, half, device, sequence_parallel(mesh, shape=shape, **settings)), device)
+        output, grads = gradients(
+            use(model, half, device, sequence_parallel(mesh, shape=shape, **settings), fp8), device
+        )
         for grad in grads.values():
             dist.all_reduce(grad)
             grad /= mesh.world_size
@@ -99,11 +102,27 @@ def needs(world: int) -> None:
 @ranks
 def test_outputs_and_every_gradient_are_those_of_one_gpu_in_bf16(world):
     needs(world)
-    for one_gpu, *others in run_ranks(world, all_types):
+    for one_gpu, *others in run_ranks(world, all_types, False):
         output, grads = one_gpu
         assert 1e-4 < output < 2e-2
         for settings, (ours, our_grads) in zip(types(world), others, strict=True):
             assert ours < 1.5 * output, settings
+            for name, distance in our_grads.items():
+                assert distance < 1.5 * grads[name] + 1e-3, (settings, name, distance, grads[name])
+
+
+@ranks
+def test_in_fp8_they_are_as_near_as_those_of_one_gpu_in_fp8(world):
+    needs(world)
+    if not float8_available("cuda", torch.bfloat16)[0]:
+        pytest.skip("needs FP8")
+    for one_gpu, *others in run_ranks(world, all_types, True):
+        output, grads = one_gpu
+        assert 1e-2 < output < 0.1
+        together = sum(distance**2 for distance in grads.values())
+        for settings, (ours, our_grads) in zip(types(world), others, strict=True):
+            assert ours < 1.1 * output, settings
+            assert sum(distance**2 for distance in our_grads.values()) < 1.1**2 * together, settings
             for name, distance in our_grads.items():
                 assert distance < 1.5 * grads[name] + 1e-3, (settings, name, distance, grads[name])
 

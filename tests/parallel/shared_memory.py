@@ -81,7 +81,7 @@ class SharedMemory:
     @staticmethod
     def _spoil(targets: Iterable[Tensor]) -> None:
         for target in targets:
-            target.fill_(torch.nan)
+            target.fill_(torch.nan if target.is_floating_point() else 255)  # in bytes of float8 NaN as well
 
     def _later(self, works: list[Callable[[], None]]) -> list[int]:
         self._late += works

@@ -64,9 +64,9 @@ def test_a_weights_gradient_is_zero_but_for_the_own_rows(rank, ranks, monkeypatc
     for s, part in enumerate(grad.split(own, 1)):
         expected[s * width + rank * own : s * width + (rank + 1) * own] = part.T @ x
     # Memory that nobody writes to would often be zero anyway.
-    monkeypatch.setattr(Tensor, "new_empty", lambda like, *shape: torch.full(shape, torch.nan, dtype=like.dtype))
+    monkeypatch.setattr(Tensor, "new_empty", lambda like, *shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
     group = Group(None, rank, ranks)
-    whole = zeros_but_own(torch.randn(3 * own, width, dtype=torch.float64), group)
+    whole = zeros_but_own(torch.randn(3 * own, width), torch.float64, group)
     torch.testing.assert_close(weight_gradient(grad, x, group, whole), expected, rtol=1e-12, atol=1e-12)
 
 

@@ -23,7 +23,7 @@ class SequenceParallel:
     """What a model is given by ``use(sequence=...)``; build with :func:`sequence_parallel`.
 
     ``strategy.attention(q, k, v, attend, length)`` is that of :class:`SharedSequence` for ``length`` tokens; one with
-    ``takes_projection`` has ``project_and_attend(x, qkv, heads, attend, length)`` in its place.
+    ``takes_projection`` has ``project_and_attend(x, qkv, heads, attend, length, float8)`` in its place.
     """
 
     group: Group
@@ -63,9 +63,11 @@ class SharedSequence:
         """The attention output (B, rows, D) of q, k, v (B, H, rows, d) of this rank's tokens, over all tokens."""
         return self.sequence.strategy.attention(q, k, v, attend, self.length)
 
-    def project_and_attend(self, x: Tensor, qkv: Projection, heads: int, attend: Attend) -> Tensor:
-        """The same of x (B, rows, D), of which ``qkv`` makes q, k, v."""
-        return self.sequence.strategy.project_and_attend(x, qkv, heads, attend, self.length)
+    def project_and_attend(
+        self, x: Tensor, qkv: Projection, heads: int, attend: Attend, float8: bool = False
+    ) -> Tensor:
+        """The same of x (B, rows, D), of which ``qkv`` makes q, k, v; ``float8``: by products in float8."""
+        return self.sequence.strategy.project_and_attend(x, qkv, heads, attend, self.length, float8)
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, length, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""

@@ -18,8 +18,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from opendit.common.compiler import not_compiled
 from opendit.kernels.exchange_heads import new_heads
 from opendit.models.layers import Attend, Projection
-from opendit.parallel.sequence.layout import column_sums, in_working_dtype, linear_into
+from opendit.parallel.sequence.layout import column_sums
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, Rows
+from opendit.parallel.sequence.products import Products, taken_over
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,17 @@ class DirectUlysses:
     takes_projection: ClassVar[bool] = True  # its product is written where the others read it
 
     @not_compiled  # what other ranks read and write is in no graph of a compiler
-    def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
+    def project_and_attend(
+        self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int, float8: bool = False
+    ) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
-        x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
-        layer = Layer(self.memory, self.groups, num_heads, length, x.shape)
-        parts, sent = project(x, weight, bias, layer), []
+        taken = taken_over(x, qkv, float8)
+        layer = Layer(self.memory, self.groups, num_heads, length, taken.x.shape)
+        parts, departed = project(*taken, layer), []
         for group in range(self.groups):
             q, k, v = _Arrive.apply(layer, group, *parts[3 * group : 3 * group + 3])
-            sent.append(Depart.apply(attend(q, k, v), layer, group))
-        return Collect.apply(layer, None, *sent)
+            departed.append(Depart.apply(attend(q, k, v), layer, group))
+        return Collect.apply(layer, None, *departed)
 
 
 @dataclass
@@ -157,36 +160,41 @@ def _unread(like: Tensor) -> Tensor:
     return like.new_empty(1).expand(like.shape)
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer) -> tuple[Tensor, ...]:
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: Layer
+) -> tuple[Tensor, ...]:
     """q, k, v (B, h, N, d) of each group of this rank's heads: the first group's, the second's, ...; they are still
     arriving.
 
-    x: (B, n, D) of this rank; weight: (3 D, D) and bias (3 D,), whole, in the canonical layout, of x's dtype; or
-        no bias.
+    x: (B, n, D) of this rank, and the rest of :class:`Projected`: weight (3 D, D) and bias (3 D,) or None.
     """
     parameters = (weight, bias)
     if has_torch_function(parameters):
         # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
-        return handle_torch_function(project, parameters, x, *parameters, layer)
-    return _Project.apply(x, weight, bias, layer)
+        return handle_torch_function(project, parameters, x, *parameters, sent, products, layer)
+    return _Project.apply(x, weight, bias, sent, products, layer)
 
 
 class _Project(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Layer):
-        ctx.save_for_backward(x, weight)
-        ctx.layer = layer
-        linear_into(layer.rows(Buffer.INPUT, 3, x.dtype).of[layer.memory.group.rank], x, weight, bias)
+    def forward(ctx, x, weight, bias, sent, products: Products, layer: Layer):
+        factor = products.factor(weight)
+        ctx.save_for_backward(sent, *factor)
+        ctx.products, ctx.layer, ctx.dtype = products, layer, x.dtype
+        products.project(layer.rows(Buffer.INPUT, 3, x.dtype).of[layer.memory.group.rank], sent, factor, bias)
         return tuple(part for heads in layer.pull(3, x, 0) for part in heads)
 
     @staticmethod
     def backward(ctx, *unread: Tensor):
-        x, weight = ctx.saved_tensors
-        dqkv = ctx.layer.gradients(x.dtype).flatten(0, 1)
-        dx = (dqkv @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        dweight = dqkv.t() @ x.reshape(-1, x.shape[2]) if ctx.needs_input_grad[1] else None
+        (sent, *factor), products, dx, dweight = ctx.saved_tensors, ctx.products, None, None
+        dqkv = ctx.layer.gradients(ctx.dtype).flatten(0, 1)
+        grad = products.gradient(dqkv)
+        if ctx.needs_input_grad[0]:
+            dx = products.input_gradient(grad, products.columns(factor)).view(sent.shape)
+        if ctx.needs_input_grad[1]:
+            dweight = products.weight_gradient(grad, sent.reshape(-1, sent.shape[2]))
         dbias = column_sums(dqkv) if ctx.needs_input_grad[2] else None
-        return dx, dweight, dbias, None
+        return dx, dweight, dbias, None, None, None
 
 
 class _Arrive(torch.autograd.Function):

@@ -22,15 +22,9 @@ from opendit.kernels.split_heads import split_heads, split_heads_reference
 from opendit.kernels.sum_parts import sum_parts, sum_parts_reference
 from opendit.models.layers import Attend, Projection
 from opendit.parallel.sequence.direct import Collect, Depart, Layer
-from opendit.parallel.sequence.layout import (
-    in_working_dtype,
-    linear_into,
-    own_rows,
-    weight_gradient,
-    whole_rows,
-    zeros_but_own,
-)
+from opendit.parallel.sequence.layout import own_rows, whole_rows, zeros_but_own
 from opendit.parallel.sequence.peer_memory import Buffer, Pair, PeerMemory
+from opendit.parallel.sequence.products import Products, Saved, taken_over
 
 
 @dataclass(frozen=True)
@@ -43,12 +37,14 @@ class DirectFastSeq:
     takes_projection: ClassVar[bool] = True  # inputs travel beside their products
 
     @not_compiled  # what other ranks read and write is in no graph of a compiler
-    def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
+    def project_and_attend(
+        self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int, float8: bool = False
+    ) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
-        x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
-        layer = _Layer(self.memory, 1, num_heads, length, x.shape)
-        output = attend(*own_heads(x, weight, bias, layer, self.keep_gathered))
-        return Collect.apply(layer, None if self.keep_gathered else x.detach(), Depart.apply(output, layer, 0))
+        taken = taken_over(x, qkv, float8)
+        layer = _Layer(self.memory, 1, num_heads, length, taken.x.shape)
+        output = attend(*own_heads(*taken, layer, self.keep_gathered))
+        return Collect.apply(layer, None if self.keep_gathered else taken.sent, Depart.apply(output, layer, 0))
 
 
 @dataclass
@@ -119,20 +115,19 @@ def _sample_by_sample(targets: Tensor, sources: Tensor) -> list[Pair]:
 
 
 def own_heads(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer, keep_gathered: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: _Layer, keep_gathered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, h, N, d) of this rank's heads for the tokens of all ranks.
 
-    x: (B, n, D) of this rank; weight: (3 D, D) and bias (3 D,), whole, in the canonical layout, of x's dtype; or no
-        bias.
+    x: (B, n, D) of this rank, and the rest of :class:`Projected`: weight (3 D, D) and bias (3 D,) or None.
     """
     if has_torch_function((weight, bias)):
         # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
-        return handle_torch_function(own_heads, (weight, bias), x, weight, bias, layer, keep_gathered)
+        return handle_torch_function(own_heads, (weight, bias), x, weight, bias, sent, products, layer, keep_gathered)
     group = layer.memory.group
     # The kernel that puts the gradients of q, k, v together sums them up for the bias, too.
     split = split_heads if kernels_available(x.device, x.dtype)[0] else split_heads_reference
-    qkv, own_bias = _OwnProjection.apply(x, weight, bias, layer, keep_gathered)
+    qkv, own_bias = _OwnProjection.apply(x, weight, bias, sent, products, layer, keep_gathered)
     return split(qkv, layer.num_heads // group.size, own_bias)
 
 
@@ -140,58 +135,62 @@ class _OwnProjection(torch.autograd.Function):
     """(B, N, 3 h d) of all tokens, and the bias (3 h d,) that it contains: its gradient is made elsewhere."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer, keep_gathered: bool):
+    def forward(ctx, x, weight, bias, sent, products: Products, layer: _Layer, keep_gathered: bool):
         group = layer.memory.group
         own_bias = None if bias is None else own_rows(bias, group)
-        layer.gather(x)
+        layer.gather(sent)
         # A copy, under the inputs' way. The three blocks of rows as they lie would be three products, whose few tiles
         # leave more multiprocessors idle at the end, or one batch of three, which takes no bias.
-        own_weight = own_rows(weight, group)
-        qkv = x.new_empty(len(x), layer.length, len(own_weight))
-        for rank, shard in layer.shards(x):
+        own_weight = products.factor(own_rows(weight, group))
+        qkv = x.new_empty(len(x), layer.length, len(own_weight[0]))
+        for rank, shard in layer.shards(sent):
             for out, tokens in zip(qkv[:, layer.tokens_of(rank)], shard, strict=True):  # sample by sample
-                linear_into(out, tokens, own_weight, own_bias)
+                products.project(out, tokens, own_weight, own_bias)
         everyone = None
         if keep_gathered:
-            everyone = layer.inputs(Buffer.INPUT, x.dtype)[group.rank].clone()
-            everyone[:, layer.tokens_of(group.rank)] = x[:, : layer.real(group.rank)]
+            everyone = layer.inputs(Buffer.INPUT, sent.dtype)[group.rank].clone()
+            everyone[:, layer.tokens_of(group.rank)] = sent[:, : layer.real(group.rank)]
         # The copy of the own rows, and not the weight, of which another would have to be made: 3 D D / P a layer.
-        ctx.save_for_backward(own_weight, everyone)
-        ctx.layer = layer
+        ctx.save_for_backward(everyone, *own_weight)
+        ctx.layer, ctx.products, ctx.dtypes = layer, products, (sent.dtype, weight.dtype)
         return qkv, own_bias
 
     @staticmethod
     def backward(ctx, dqkv: Tensor, own_dbias: Tensor | None):
-        (own_weight, everyone), layer = ctx.saved_tensors, ctx.layer
+        (everyone, *own_weight), layer, products = ctx.saved_tensors, ctx.layer, ctx.products
         memory, group, dweight, dbias = layer.memory, layer.memory.group, None, None
+        made, columns, (sent, weight) = products.gradient(dqkv), products.columns(own_weight), ctx.dtypes
         for peer in layer.others:
-            _input_gradient(dqkv, own_weight, layer, peer, layer.gradient_for(peer, group.rank, dqkv.dtype))
+            out = layer.gradient_for(peer, group.rank, dqkv.dtype)
+            _input_gradient(products, made[:, layer.tokens_of(peer)], columns, out)
         there = memory.ready_beside(Buffer.GRADIENT)
         if ctx.needs_input_grad[2]:  # small things, while a rank may have to wait for another
             dbias = whole_rows(own_dbias, group)
         if ctx.needs_input_grad[1]:
-            dweight = zeros_but_own(own_weight, group)
+            dweight = zeros_but_own(own_weight[0], weight, group)
         memory.wait(there)
         parts = layer.fetch_gradients(dqkv)
         if dweight is not None:
-            everyone = layer.inputs(Buffer.EVERYONE, dqkv.dtype)[group.rank] if everyone is None else everyone
-            dweight = weight_gradient(dqkv.flatten(0, 1), everyone.flatten(0, 1), group, dweight)
+            everyone = layer.inputs(Buffer.EVERYONE, sent)[group.rank] if everyone is None else everyone
+            dweight = products.own_weight_gradient(made.flatten(0, 1), everyone.flatten(0, 1), group, dweight)
         memory.wait()
         layer.held.clear()
         dx = parts[0] if len(parts) == 1 else _sum(parts)
-        _input_gradient(dqkv, own_weight, layer, group.rank, dx[:, : layer.real(group.rank)], add=True)
-        return dx, dweight, dbias, None, None
+        own = made[:, layer.tokens_of(group.rank)]
+        _input_gradient(products, own, columns, dx[:, : layer.real(group.rank)], add=True)
+        return dx, dweight, dbias, None, None, None, None
 
 
 def _sum(parts: Tensor) -> Tensor:
     return (sum_parts if kernels_available(parts.device, parts.dtype)[0] else sum_parts_reference)(parts)
 
 
-def _input_gradient(dqkv: Tensor, own_weight: Tensor, layer: _Layer, rank: int, out: Tensor, add: bool = False) -> None:
-    """The gradient of a rank's input, as far as it comes through this rank's heads, written to ``out`` or added.
+def _input_gradient(products: Products, grad: Tensor, columns: Saved, out: Tensor, add: bool = False) -> None:
+    """The gradient (B, n, D) of a rank's input, as far as it comes through this rank's heads, written to ``out`` or
+    added; grad: (B, n, 3 h d) of the products with its tokens.
 
     Made whether it is needed or not (before the first block everything may be frozen): without the gradient buffer's
     turn, the input buffer would be used twice in a row.
     """
-    for target, rows in zip(out, dqkv[:, layer.tokens_of(rank)], strict=True):  # sample by sample
-        torch.addmm(target, rows, own_weight, beta=int(add), out=target)
+    for target, rows in zip(out, grad, strict=True):  # sample by sample
+        products.input_gradient_into(target, rows, columns, add)

@@ -16,16 +16,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 from opendit.models.layers import Attend, Projection
 from opendit.parallel.sequence.collectives import Exchange, Flight, Group, Ring, start_gather
 from opendit.parallel.sequence.layout import (
-    in_working_dtype,
-    linear_into,
     own_rows,
     side_by_side,
     tokens_by_rank,
     unpack,
-    weight_gradient,
     whole_rows,
     zeros_but_own,
 )
+from opendit.parallel.sequence.products import Products, taken_over
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,15 @@ class FastSeq:
 
     takes_projection: ClassVar[bool] = True  # inputs travel beside their products
 
-    def project_and_attend(self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int) -> Tensor:
+    def project_and_attend(
+        self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int, float8: bool = False
+    ) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
-        x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
+        taken = taken_over(x, qkv, float8)
         gathered = None if self.keep_gathered else _GatheredAgain(self.group)
-        output = attend(*unpack(own_heads(x, weight, bias, num_heads, Ring(self.group), gathered), length))
+        output = attend(*unpack(own_heads(*taken, num_heads, Ring(self.group), gathered), length))
         if gathered is not None:
-            output = _GatherAhead.apply(output, x.detach(), gathered)
+            output = _GatherAhead.apply(output, taken.sent, gathered)
         sent = Exchange(self.group).start(tokens_by_rank(output, x.shape[1], self.group.size))
         return side_by_side(sent.finish())
 
@@ -82,43 +82,54 @@ class _GatherAhead(torch.autograd.Function):
 
 
 def own_heads(
-    x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, ring: Ring, gathered: _GatheredAgain | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sent: Tensor,
+    products: Products,
+    num_heads: int,
+    ring: Ring,
+    gathered: _GatheredAgain | None,
 ) -> Tensor:
     """q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d): see layout.py.
 
-    x: (B, n, D) of this rank; weight: (3 D, D) and bias (3 D,), whole, in the canonical layout, of x's dtype.
+    x: (B, n, D) of this rank, and the rest of :class:`Projected`: weight (3 D, D) and bias (3 D,) or None.
     gathered: will hold the input of all ranks in the backward pass; None: it is kept.
     """
     if has_torch_function((weight, bias)):
         # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
-        return handle_torch_function(own_heads, (weight, bias), x, weight, bias, num_heads, ring, gathered)
-    return _OwnHeads.apply(x, weight, bias, num_heads, ring, gathered)
+        return handle_torch_function(
+            own_heads, (weight, bias), x, weight, bias, sent, products, num_heads, ring, gathered
+        )
+    return _OwnHeads.apply(x, weight, bias, sent, products, num_heads, ring, gathered)
 
 
 class _OwnHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, num_heads, ring, gathered):
+    def forward(ctx, x, weight, bias, sent, products, num_heads, ring, gathered):
         (B, n, D), group = x.shape, ring.group
-        own_weight, own_bias = own_rows(weight, group), None if bias is None else own_rows(bias, group)
-        packed = x.new_empty(group.size, B, n, len(own_weight))
-        kept = x.new_empty(group.size, B, n, D) if gathered is None else None
-        for source, shard in ring.arriving(x, into=kept):
-            linear_into(packed[source], shard, own_weight, own_bias)
-        ctx.save_for_backward(weight, kept)
-        ctx.ring, ctx.gathered, ctx.shape = ring, gathered, x.shape
+        own_weight = products.factor(own_rows(weight, group))
+        own_bias = None if bias is None else own_rows(bias, group)
+        packed = x.new_empty(group.size, B, n, len(own_weight[0]))
+        kept = sent.new_empty(group.size, B, n, D) if gathered is None else None
+        for source, shard in ring.arriving(sent, into=kept):
+            products.project(packed[source], shard, own_weight, own_bias)
+        ctx.save_for_backward(kept, *own_weight)
+        ctx.products, ctx.ring, ctx.gathered, ctx.shape, ctx.dtype = products, ring, gathered, x.shape, weight.dtype
         return packed.unflatten(3, (3, num_heads // group.size, -1))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        weight, kept = ctx.saved_tensors
-        (B, n, D), group, grads = ctx.shape, ctx.ring.group, {}
-        own_weight, rows = own_rows(weight, group), grad.flatten(3).flatten(1, 2)  # rows: (P, B n, ...)
+        kept, *own_weight = ctx.saved_tensors
+        (B, n, D), group, products, grads = ctx.shape, ctx.ring.group, ctx.products, {}
+        exact = grad.flatten(3).flatten(1, 2)  # (P, B n, ...)
+        rows, columns = products.gradient(exact), products.columns(own_weight)
 
         def weights() -> None:
             shards = ctx.gathered.take() if kept is None else kept
-            flat = rows.flatten(0, 1)
-            grads["weight"] = weight_gradient(flat, shards.view(-1, D), group, zeros_but_own(own_weight, group))
-            grads["bias"] = whole_rows(flat.sum(0), group) if ctx.needs_input_grad[2] else None
+            whole = zeros_but_own(own_weight[0], ctx.dtype, group)
+            grads["weight"] = products.own_weight_gradient(rows.flatten(0, 1), shards.view(-1, D), group, whole)
+            grads["bias"] = whole_rows(exact.flatten(0, 1).sum(0), group) if ctx.needs_input_grad[2] else None
 
-        dx = ctx.ring.reduce_scatter(lambda rank: rows[rank] @ own_weight, meanwhile=weights)
-        return dx.view(B, n, D), grads["weight"], grads["bias"], None, None, None
+        dx = ctx.ring.reduce_scatter(lambda rank: products.input_gradient(rows[rank], columns), meanwhile=weights)
+        return dx.view(B, n, D), grads["weight"], grads["bias"], None, None, None, None, None

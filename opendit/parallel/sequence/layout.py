@@ -12,15 +12,6 @@ from torch import Tensor
 from opendit.parallel.sequence.collectives import Group
 
 
-def in_working_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What autocast would hand to a linear layer: before anything is sent, which then is half as much."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
-
-
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """``F.linear`` of x (..., in), written to ``out``, contiguous and with as many rows of weight's length."""
     out, x = out.view(-1, len(weight)), x.reshape(-1, x.shape[-1])
@@ -48,10 +39,10 @@ def whole_rows(rows: Tensor, group: Group) -> Tensor:
     return whole.flatten(0, 2)
 
 
-def zeros_but_own(own_weight: Tensor, group: Group) -> Tensor:
-    """(3, P, h d, D) for the gradient of the weight whose own rows are (3 h d, D): zeros for the other heads, and those
-    of the own ones are anything."""
-    whole = own_weight.new_empty(3, group.size, len(own_weight) // 3, own_weight.shape[1])
+def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
+    """(3, P, h d, D) of ``dtype`` for the gradient of the weight whose own rows are (3 h d, D): zeros for the other
+    heads, and those of the own ones are anything."""
+    whole = own_weight.new_empty(3, group.size, len(own_weight) // 3, own_weight.shape[1], dtype=dtype)
     others = [part for rows in whole for part in (rows[: group.rank], rows[group.rank + 1 :]) if part.numel()]
     if others:
         torch._foreach_zero_(others)  # contiguous each, and one kernel for all

@@ -1,0 +1,78 @@
+"""FP8 with sequence parallelism: every strategy is as near the gradients in fp32 as one process in FP8 is.
+
+In Triton's interpreter, on gloo ranks; tests/gpu/test_sequence_gpu.py has the same on GPUs.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from opendit.kernels.operations import FLOAT8, chosen
+from opendit.models import DiT, DiTConfig
+from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.sequence import products
+from tests.kernels import conftest  # noqa: F401  (ranks round as hardware does, too)
+from tests.kernels.test_kernels_in_models import with_vectors
+from tests.parallel.test_sequence import fresh, run, strategy
+from tests.ranks import run_ranks
+
+CONFIG = DiTConfig((6, 10), 2, 2, 64, 1, 4, num_classes=5)  # 15 tokens; of 4 heads a rank of 4 has one: 48 rows of qkv
+TYPES = {
+    2: ["fastseq", "fastseq, kept", "ulysses", "ring", "direct ulysses", "direct fastseq", "direct fastseq, kept"],
+    4: ["fastseq", "usp", "direct ulysses", "direct fastseq, early"],
+}
+SIZES = {2: (6, 10), 4: (2, 10)}  # 5 tokens on 4 ranks are 2, 2, 1, 0
+Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def distances(found: Result, exact: Result) -> dict[str, float]:
+    """Relative errors of the output, of all gradients together and of each one."""
+    (output, grads), (exact_output, exact_grads) = found, exact
+    errors = {"output": ((output - exact_output).norm() / exact_output.norm()).item()}
+    errors |= {name: ((grads[name] - grad).norm() / grad.norm()).item() for name, grad in exact_grads.items()}
+    total, size = (sum(t.double().square().sum() for t in tensors) for tensors in (
+        [grads[name] - grad for name, grad in exact_grads.items()], exact_grads.values()
+    ))  # fmt: skip
+    return errors | {"all": (total / size).sqrt().item()}
+
+
+def model_in_float8() -> DiT:
+    return with_vectors(fresh(CONFIG)).use(ops=chosen({FLOAT8}))
+
+
+def of_every_type(mesh: Mesh) -> list[dict[str, float]]:
+    """Distances from one process in fp32: of one process in FP8, then of every type."""
+    ranks = mesh.world_size
+    mesh, index, size = init_mesh(sequence_parallel=ranks), torch.arange(2), SIZES[ranks]
+    exact = run(with_vectors(fresh(CONFIG)), index, size)
+    found = [distances(run(model_in_float8(), index, size), exact)]
+    for name in TYPES[ranks]:
+        model = model_in_float8()
+        ops = model.ops
+        output, grads = run(model.use(ops=ops, sequence=strategy(mesh, name, CONFIG)), index, size)
+        for grad in grads.values():
+            dist.all_reduce(grad)
+            grad /= ranks
+        found.append(distances((output, grads), exact))
+    return found
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_gradients_are_as_near_as_those_of_one_process(ranks):
+    for alone, *shared in run_ranks(ranks, of_every_type):
+        assert 0.01 < alone["blocks.0.attn.qkv.weight"] < 0.1
+        for kind, errors in zip(TYPES[ranks], shared, strict=True):
+            assert errors["output"] < 1.1 * alone["output"] and errors["all"] < 1.1 * alone["all"], (kind, errors)
+            for name, error in errors.items():
+                assert error < 1.25 * alone[name] + 0.01, (kind, name, error, alone[name])
+
+
+def test_heads_that_do_not_fit_are_named():
+    x = torch.randn(1, 4, 64)
+    with pytest.raises(ValueError, match=r"multiples of 16, not a weight of \(24, 64\), of the heads of one rank"):
+        products.Float8Products((x.dtype, x.dtype), torch.ones(1)).factor(torch.randn(24, 64))
+
+
+def test_an_input_without_an_agreed_scale_is_refused():
+    with pytest.raises(AssertionError, match="have not agreed"):
+        products.taken_over(torch.randn(1, 4, 64), torch.nn.Linear(64, 192), float8=True)
