@@ -1,0 +1,13 @@
+"""An example of a sampler: the midpoint method, whose slope is that half a step of Euler's further on."""
+
+from opendit.diffusion.samplers.base import State
+from opendit.diffusion.samplers.euler import EulerSampler
+
+
+class MidpointSampler(EulerSampler):
+    def mean_slope(self, model, state: State, inputs, slope):
+        half = inputs.length / 2
+        return self.trajectory.slope(model, state.x + half * slope, inputs.point + half)
+
+
+SAMPLER = MidpointSampler
