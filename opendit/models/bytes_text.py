@@ -62,6 +62,11 @@ class BytesEncoder(nn.Module):
         self.register_buffer("positions", sincos_position_table(text.width, text.max_tokens).unsqueeze(0))
         self.blocks = nn.ModuleList(BytesBlock(text.width) for _ in range(LAYERS))
 
+    def fill_tables(self) -> None:
+        """Computes the table of positions, in place: an encoder that was built on the meta device has none."""
+        _, length, width = self.positions.shape
+        self.positions.copy_(sincos_position_table(width, length, device=self.positions.device))
+
     def forward(self, ids: Tensor) -> TextCondition:
         mask = ids != PADDING
         x = self.embedding(ids)

@@ -15,6 +15,7 @@ from opendit.models.blocks import Block, Context, Deferred, run_blocks
 from opendit.models.bytes_text import BytesEncoder
 from opendit.models.conditioning import CaptionEmbedder, Condition
 from opendit.models.configuration import DiTConfig, times
+from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, XavierUniform, initialize
 from opendit.models.layers import (
     PLAIN,
     BlockOps,
@@ -56,10 +57,6 @@ class DiTBlock(Block):
         self.mlp = mlp or Mlp(dim, int(dim * mlp_ratio), options.bias)
         self.adaLN_modulation = modulation(dim, 6, options)
 
-    def zero_layers(self) -> list[nn.Linear]:
-        """Those that are zero at first, so that the block does nothing."""
-        return [self.adaLN_modulation[-1], *([] if self.cross_attn is None else [self.cross_attn.proj])]
-
     def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = m.chunk(6, dim=1)
         x, y = self.begin(start, shift_a, scale_a)
@@ -71,6 +68,14 @@ class DiTBlock(Block):
             x = x + self.cross_attn(layer_norm(x), *context)
             y = self.ops.layernorm_modulate(x, shift_m, scale_m)
         return self.mlp.deferred(x, gate_m, y, self.ops)
+
+
+def initial_attention(name: str, output: Distribution | None = None) -> dict[str, Distribution]:
+    """The initial distributions of an attention called ``name``, to tokens of its own (qkv) or others (q, kv);
+    ``output``: that of its projection (None: Xavier's)."""
+    inputs = {f"{name}.{layer}.weight": XavierUniform() for layer in ("qkv", "q", "kv")}
+    norms = {f"{name}.{norm}.weight": Constant(1) for norm in ("q_norm", "k_norm")}
+    return {**inputs, **norms, f"{name}.proj.weight": output or XavierUniform()}
 
 
 class FinalLayer(nn.Module):
@@ -116,37 +121,43 @@ class DiT(nn.Module):
         self.ops = BlockOps()
         self.grad_checkpoint = False
         self.sequence: Callable[[int], SequenceShards] | None = None  # N tokens as the ranks of a group share them
-        self.initialize_weights()
+        if self.device.type != "meta":
+            initialize(self, seed=torch.randint(2**62, (), device="cpu").item())
 
     def make_block(self) -> nn.Module:
         config = self.config
         return DiTBlock(config.hidden_size, config.num_heads, config.mlp_ratio, config.cross_attention, config.options)
 
-    def initialize_weights(self) -> None:
-        """Meta's initialisation: Xavier everywhere, N(0, 0.02) embedders, zero modulation and output.
+    def initial_distributions(self) -> dict[str, Distribution]:
+        """Patterns of parameters' names -> what their initial values are drawn from; every parameter fits exactly one.
 
-        The output of cross-attention starts at zero too, so that a block with it starts as one without.
+        Meta's initialisation: Xavier everywhere, N(0, 0.02^2) embedders, zero modulation and output. The output of
+        cross-attention starts at zero too, so that a block with it starts as one without.
         """
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, LearnedPositions):
-                for table in module.axes:
-                    nn.init.normal_(table.weight, std=0.02)
-        projection = self.x_embedder.proj
-        nn.init.xavier_uniform_(projection.weight.view(projection.weight.shape[0], -1))
-        nn.init.zeros_(projection.bias)
-        if self.config.text is None:
-            nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
-        for i in (0, 2):
-            nn.init.normal_(self.t_embedder.mlp[i].weight, std=0.02)
-        zero = [layer for block in self.blocks for layer in block.zero_layers()]
-        zero += [] if self.shared_modulation is None else [self.shared_modulation[-1]]
-        for layer in (*zero, self.final_layer.adaLN_modulation[-1], self.final_layer.linear):
-            for parameter in layer.parameters():
-                nn.init.zeros_(parameter)
+        xavier, embedder, zero = XavierUniform(), Normal(0.02), Constant(0)
+        full = self.config.adaln_lora is None
+        return {
+            "**.bias": zero,
+            "x_embedder.proj.weight": xavier,
+            "t_embedder.mlp.*.weight": embedder,
+            "y_embedder.embedding_table.weight": embedder,
+            "y_embedder.mlp.*.weight": xavier,
+            "y_embedder.tokens.weight": xavier,
+            "text_encoder.embedding.weight": Normal(1),
+            "text_encoder.blocks.*.*.*.weight": xavier,
+            "learned_positions.axes.*.weight": embedder,
+            "shared_modulation.1.weight": zero,
+            "blocks.*.adaLN_modulation.1.weight": zero if full else xavier,
+            "blocks.*.adaLN_modulation.2.weight": zero,
+            **initial_attention("blocks.*.attn"),
+            **initial_attention("blocks.*.cross_attn", output=zero),
+            "blocks.*.mlp.fc1.weight": xavier,
+            "blocks.*.mlp.fc2.weight": xavier,
+            "final_layer.adaLN_modulation.1.weight": zero,
+            "final_layer.linear.weight": zero,
+            "**.lora_A.default.weight": FanInUniform(),  # as peft draws what a run with --lora adds
+            "**.lora_B.default.weight": zero,
+        }
 
     def use(
         self, *, ops: BlockOps | None = None, attend=None, sequence: Callable[[int], SequenceShards] | None = None
@@ -254,12 +265,24 @@ class DiT(nn.Module):
         """Makes the positions of the configured size: fixed tables, learned ones, or none where heads are rotated."""
         dim, grid = self.config.hidden_size, self.config.grid
         self.learned_positions = LearnedPositions(grid, dim) if self.config.positions == "learned" else None
+        # Buffers, the first under the name of Meta's frozen parameter: saved and loaded, never trained or sharded.
+        for name, sizes in self._tables().items():
+            self.register_buffer(name, sincos_position_table(dim, *sizes).unsqueeze(0))
+
+    def _tables(self) -> dict[str, tuple[int, ...]]:
+        """The fixed tables of positions, by buffer: the sides of the grid that they are of."""
         if self.config.positions != "sincos":
-            return
-        # A buffer under the name of Meta's frozen parameter: saved and loaded, never trained or sharded.
-        self.register_buffer("pos_embed", sincos_position_table(dim, *grid[-2:]).unsqueeze(0))
-        if self.config.is_video:
-            self.register_buffer("temporal_embed", sincos_position_table(dim, grid[0]).unsqueeze(0))
+            return {}
+        grid = self.config.grid
+        return {"pos_embed": grid[-2:], **({"temporal_embed": grid[:1]} if self.config.is_video else {})}
+
+    def fill_tables(self) -> None:
+        """Computes the fixed tables of positions, in place: a model that was built on the meta device has none."""
+        for name, sizes in self._tables().items():
+            buffer = self.get_buffer(name)
+            buffer.copy_(sincos_position_table(self.config.hidden_size, *sizes, device=buffer.device))
+        if self.text_encoder is not None:
+            self.text_encoder.fill_tables()
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
         """(1, N, D) positions of a grid of patches: fp32 tables, a clip's the sum of a temporal and a spatial one, both

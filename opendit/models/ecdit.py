@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT, DiTBlock
+from opendit.models.initialization import Distribution, XavierUniform
 from opendit.models.layers import BlockOps, Mlp
 
 
@@ -76,11 +77,8 @@ class ExpertMlp(Mlp):
         super().__init__(dim, hidden, bias)
         self.capacity = _ratio(capacity)
         self.router = nn.Linear(dim, experts, bias=False)
-        self.expert_fc1 = nn.Parameter(torch.empty(experts, dim, expert_hidden))
-        self.expert_fc2 = nn.Parameter(torch.empty(experts, expert_hidden, dim))
-        for stack in (self.expert_fc1, self.expert_fc2):
-            bound = math.sqrt(6 / (dim + expert_hidden))  # Xavier's, of one expert
-            nn.init.uniform_(stack, -bound, bound)
+        self.expert_fc1 = nn.Parameter(torch.randn(experts, dim, expert_hidden) / math.sqrt(dim))
+        self.expert_fc2 = nn.Parameter(torch.randn(experts, expert_hidden, dim) / math.sqrt(expert_hidden))
 
     def routed(self, y: Tensor) -> Tensor:
         """What the experts add to y's tokens, (B, N, D), without the shared MLP."""
@@ -122,6 +120,10 @@ class ECDiT(DiT):
         c = self.config
         mlp = ExpertMlp(c.hidden_size, c.mlp_hidden, c.bias, c.experts, c.expert_hidden, c.expert_capacity)
         return DiTBlock(c.hidden_size, c.num_heads, c.mlp_ratio, c.cross_attention, c.options, mlp)
+
+    def initial_distributions(self) -> dict[str, Distribution]:
+        experts = {f"blocks.*.mlp.expert_{layer}": XavierUniform(stacked=True) for layer in ("fc1", "fc2")}
+        return super().initial_distributions() | {"blocks.*.mlp.router.weight": XavierUniform(), **experts}
 
 
 ARCHITECTURE = ECDiTConfig, ECDiT

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.initialization import initialize_parameter
 from opendit.models.layers import BlockOps
+from opendit.models.parameter_names import canonical_name
 from opendit.models.shapes import model_shapes
 from opendit.models.zoo import build_model
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from opendit.state.pretrained import Weights
 
 LAYERS = ("qkv", "q", "kv", "proj", "fc1", "fc2")
-A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer"  # in peft's names of parameters
+A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # in peft's names of parameters
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,17 @@ def lora_parameters(config: DiTConfig, rank: int) -> int:
     return rank * sum(layer.in_features + layer.out_features for layer in layers)
 
 
-def add_lora(model: DiT, lora: Lora, train_too: Collection[str]) -> None:
-    """Puts peft's layers around the targets, and leaves only their weights and ``train_too`` to be trained."""
+def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> None:
+    """Puts peft's layers around the targets, with the initial weights of ``seed``, and leaves only their weights and
+    ``train_too`` to be trained."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets(model), bias="none")
     inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
-        if name.replace(BASE, "") in train_too:
+        if name.endswith((A, B)):
+            initialize_parameter(model, seed, name)
+        elif canonical_name(name) in train_too:
             parameter.requires_grad_(True)
 
 

@@ -9,12 +9,13 @@ there, cross-attention's output is added to the residual stream before the MLP, 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from opendit.models.attention import Attention, CrossAttention, TokenGrid
 from opendit.models.blocks import Block, Context, Deferred
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
+from opendit.models.initialization import Constant, Distribution
 from opendit.models.layers import RMSNorm, SwiGlu, modulation
 
 
@@ -69,9 +70,6 @@ class MovieGenBlock(Block):
         self.mlp = SwiGlu(dim, config.mlp_hidden, options.bias)
         self.adaLN_modulation = modulation(dim, 6, options)
 
-    def zero_layers(self) -> list[nn.Linear]:
-        return [self.adaLN_modulation[-1], *([] if self.cross_attn is None else [self.cross_attn.proj])]
-
     def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = m.chunk(6, dim=1)
         if grid is not None and grid.learned is not None:
@@ -92,6 +90,10 @@ class MovieGen(DiT):
 
     def make_block(self) -> MovieGenBlock:
         return MovieGenBlock(self.config)
+
+    def initial_distributions(self) -> dict[str, Distribution]:
+        norms = ("attn_norm", "cross_norm", "mlp_norm")
+        return super().initial_distributions() | {f"blocks.*.{norm}.weight": Constant(1) for norm in norms}
 
 
 ARCHITECTURE = MovieGenConfig, MovieGen

@@ -6,11 +6,12 @@ As in Latte (Ma et al. 2024) and Open-Sora, with a modulation for each part of a
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from opendit.models.attention import Attention, CrossAttention, FrameAttention, TemporalAttention, TokenGrid
 from opendit.models.blocks import Block, Context, Deferred
-from opendit.models.dit import DiT
+from opendit.models.dit import DiT, initial_attention
+from opendit.models.initialization import Distribution
 from opendit.models.layers import Mlp, modulation
 from opendit.models.vdit import VDiTConfig
 
@@ -53,9 +54,6 @@ class STDiTBlock(Block):
         """Those between the clip's own tokens, in their order."""
         return [part for part in (self.spatial_attn, self.temporal_attn, self.full_attn) if part is not None]
 
-    def zero_layers(self) -> list[nn.Linear]:
-        return [self.adaLN_modulation[-1]]  # all gates; another zero behind one of them would stop its gradient
-
     def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         modulations = iter(m.unflatten(1, (self.parts, 3, -1)).unbind(1))
         shift, scale, gate = next(modulations).unbind(1)
@@ -81,6 +79,13 @@ class STDiT(DiT):
 
     def make_block(self) -> STDiTBlock:
         return STDiTBlock(self.config)
+
+    def initial_distributions(self) -> dict[str, Distribution]:
+        distributions = super().initial_distributions()
+        # All parts have gates, which are zero: cross-attention's output, zero too, would stop its own gate's gradient.
+        for name in ("spatial_attn", "temporal_attn", "full_attn", "cross_attn"):
+            distributions |= initial_attention(f"blocks.*.{name}")
+        return distributions
 
 
 ARCHITECTURE = STDiTConfig, STDiT

@@ -3,8 +3,11 @@
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 
+import torch
+
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.initialization import initialize
 from opendit.models.names import KINDS, module_of, parse_name
 from opendit.models.plans.terms import Plan
 
@@ -113,9 +116,18 @@ def config_from_dict(values: dict) -> DiTConfig:
     return _classes(values.get("kind", DiTConfig.kind)).config.from_dict(values)
 
 
-def build_model(config: DiTConfig) -> DiT:
-    """The network of a configuration, with fresh weights. Raises ValueError for what can't be built."""
-    return _classes(config.kind).model(config)
+def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
+    """The network of a configuration on torch's default device, with the initial weights of ``seed``; None: of a seed
+    that torch's generator gives. On the meta device it has none. Raises ValueError for what can't be built."""
+    network = _classes(config.kind).model
+    if seed is None:
+        return network(config)
+    device = torch.get_default_device()
+    with torch.device("meta"):
+        model = network(config)
+    if device.type != "meta":
+        initialize(model.to_empty(device=device), seed)
+    return model
 
 
 def plan_of(config: DiTConfig) -> Plan:

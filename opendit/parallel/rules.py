@@ -2,14 +2,13 @@
 sizes divide. Pure functions of shapes, names and numbers: nothing here holds a tensor or a process group.
 """
 
-import functools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from opendit.common.patterns import fits, value_of
 from opendit.models import DiTConfig, plan_of
 from opendit.models.plans.terms import Column, Expert, Heads, Plan, Replicated, Row, Rule, Vocabulary
 
@@ -19,23 +18,9 @@ FLAGS = {"tp": "--tensor_parallel_size", "ep": "--expert_parallel_size"}
 # ------------------------------------------------------------------------------------------------- rules of parameters
 
 
-def fits(pattern: str, name: str) -> bool:
-    """Whether a name fits a pattern: ``*`` is one part between dots, ``**`` one or more."""
-    return _expression(pattern).fullmatch(name) is not None
-
-
-@functools.cache
-def _expression(pattern: str) -> re.Pattern:
-    words = {"*": r"[^.]+", "**": r".+"}
-    return re.compile(r"\.".join(words.get(word, re.escape(word)) for word in pattern.split(".")))
-
-
 def rule_of(rules: Mapping[str, Rule], name: str) -> Rule:
     """The rule of a parameter. Raises ValueError unless exactly one pattern fits its name."""
-    found = [pattern for pattern in rules if fits(pattern, name)]
-    if len(found) != 1:
-        raise ValueError(f"parameter {name}: one pattern of the plan has to fit it, not {len(found)} {found}")
-    return rules[found[0]]
+    return value_of(name, rules, "the plan")
 
 
 def group_of(rule: Rule) -> str | None:

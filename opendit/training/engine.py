@@ -15,15 +15,14 @@ from opendit.training.prepare import RunSpecification
 
 def build_model_and_engine(spec: RunSpecification) -> Engine:
     flags = spec.flags
-    torch.manual_seed(flags.global_seed)  # the same initial weights on every rank
     torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
     with spec.mesh.device:
-        model = build_model(spec.model_config)
+        model = build_model(spec.model_config, flags.global_seed)
     if spec.initial is not None:
         start = adapt(model, spec.initial, config_of(spec.initial, flags.model), spec.dataset.class_names)
         spec.notes += [f"--pretrained: {line}" for line in start.describe()]
         if spec.lora is not None:
-            add_lora(model, spec.lora, start.untrained)
+            add_lora(model, spec.lora, start.untrained, flags.global_seed)
     apply_parallel(
         model,
         ops=spec.kernels.ops,

@@ -27,7 +27,7 @@ from opendit.diffusion import (
 )
 from opendit.diffusion.objectives import edm
 from opendit.diffusion.random import Stream, integers, normal, uniform
-from opendit.models import DiT, model_config
+from opendit.models import build_model, model_config
 from opendit.state.pretrained import METADATA_KEY
 from tests.training.test_train import QUIET, TINY, log_of
 
@@ -95,8 +95,8 @@ def plain_losses(argv: list[str], steps: int) -> list[float]:
     schedule = BatchSchedule(len(dataset), flags.batch_size, flags.global_seed)
     loader = build_loader(dataset, schedule, dp_rank=0, dp_size=1, batch_size=flags.batch_size, num_workers=0)
     is_edm = flags.objective == "edm"
-    torch.manual_seed(flags.global_seed)
-    model = DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10, learn_sigma=not is_edm))
+    config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10, learn_sigma=not is_edm)
+    model = build_model(config, flags.global_seed)
     adam = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0)
     schedule, losses = DDPM.linear(shift=flags.ddpm_shift), []
     ac = schedule.alphas_cumprod

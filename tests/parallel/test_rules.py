@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from opendit.common.patterns import fits
 from opendit.models import NAMES, VIDEO_NAMES, DiTConfig, build_model, plan_of
 from opendit.models.plans.terms import Column, Expert, Heads, Replicated, Row, Rule, Vocabulary
 from opendit.models.zoo import CLASSES
@@ -19,7 +20,6 @@ from opendit.parallel.rules import (
     check_divisible,
     check_stages,
     divided_dimension,
-    fits,
     group_of,
     local_slices,
     local_tensor,

@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
+from scipy.stats import ks_2samp
 from torch.func import functional_call
 
 import sample
 import train
 from opendit.models import DiT, TextConfig, build_model, encode_bytes, model_config
 from opendit.models.adapt import adapt
+from opendit.models.initialization import initialize
 from opendit.models.layers import BlockOps
 from opendit.models.lora import A, B, Lora, add_lora, lora_ops, merge_lora, targets
+from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
 from opendit.state.pretrained import METADATA_KEY, Weights, load_pretrained
 from tests.models.test_dit import randomised
@@ -218,7 +222,7 @@ def test_other_blocks_are_refused_before_weights_are_made(argv, message, tmp_pat
 
 
 def with_lora(of: DiT, rank: int = 3, alpha: float = 5.0, also=()) -> DiT:
-    add_lora(of, Lora(rank, alpha, "base"), also)
+    add_lora(of, Lora(rank, alpha, "base"), also, seed=0)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in of.named_parameters():
         if name.endswith(B):  # zero at first
@@ -255,6 +259,33 @@ def test_peft_s_layers_are_the_product_and_merging_is_the_same_model(name, tmp_p
     state = {name: p.detach() for name, p in trained.items()}
     merge_lora(base, Weights(state, tmp_path, {"lora": Lora(3, 5.0, "base").to_dict()}))
     assert torch.allclose(base(x, t, y), out, rtol=1e-5, atol=1e-6)  # merged in fp32
+
+
+@pytest.mark.parametrize("text", [None, TextConfig("bytes", 32, 9)])
+def test_initial_weights_of_lora_are_keyed_and_as_peft_draws_them(text):
+    """A from U(-b, b), b = 1 / sqrt(fan in), B zero; the layers that it is added to keep their weights."""
+    config = model_config("DiT-Ti/2", **SIZES, text=text, num_classes=None if text else 5)
+    plain, one = build_model(config, seed=3), build_model(config, seed=3)
+    add_lora(one, Lora(16, 16, "base"), (), seed=3)
+    torch.manual_seed(9)
+    peft_s, two = build_model(config), build_model(config, seed=3)
+    layers = LoraConfig(r=16, lora_alpha=16, target_modules=targets(peft_s), bias="none")
+    peft_s = dict(inject_adapter_in_model(layers, peft_s).named_parameters())
+    add_lora(two, Lora(16, 16, "base"), (), seed=4)
+    two, before = dict(two.named_parameters()), dict(plain.named_parameters())
+    for name, parameter in one.named_parameters():
+        if name.endswith(A):
+            a, b = parameter.detach().flatten(), peft_s[name].detach().flatten()
+            assert ks_2samp(a, b).pvalue > 1e-5 and not torch.equal(parameter, two[name])
+            assert 0.99 < a.abs().max() * math.sqrt(parameter.shape[1]) <= 1
+        elif name.endswith(B):
+            assert not parameter.any() and not peft_s[name].any()
+        else:
+            assert torch.equal(parameter, before[canonical_name(name)])
+    initialize(one, seed=4)  # of everything, wrapped or not
+    assert all(torch.equal(p, two[name]) for name, p in one.named_parameters() if name.endswith((A, B)))
+    afresh = dict(build_model(config, seed=4).named_parameters())
+    assert all(torch.equal(p, afresh[canonical_name(n)]) for n, p in one.named_parameters() if "lora_" not in n)
 
 
 def test_operations_that_look_past_a_layer_are_replaced():

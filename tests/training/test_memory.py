@@ -32,7 +32,7 @@ def own_bytes(mesh, plugin: str, precision: str, rank: int | None = None) -> tup
 
     model = randomised(DiT(LABELS))
     if rank is not None:
-        add_lora(model, Lora(rank, rank, ""), ())
+        add_lora(model, Lora(rank, rank, ""), (), seed=0)
     engine = build_engine(model, mesh, plugin=plugin, precision=precision)
     ema = EMA(engine, [0.9, 0.99])
     with engine.micro_batch(last=True):
@@ -83,7 +83,7 @@ def test_lora_s_weights_are_counted_without_making_them(name):
     text = TextConfig("t5", 12, 6, cross_attention=True)
     config = model_config(name, input_size=(8, 8), in_channels=2, frames=frames, text=text)
     model = build_model(config)
-    add_lora(model, Lora(3, 6, ""), ())
+    add_lora(model, Lora(3, 6, ""), (), seed=0)
     assert lora_parameters(config, 3) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -96,7 +96,7 @@ def test_lora_keeps_no_more_activations_than_training_all_weights(config):
     kept = []
     for train_too in ((), ("t_embedder.mlp.2.weight",)):
         model = randomised(DiT(config))
-        add_lora(model, Lora(1, 1, ""), train_too)
+        add_lora(model, Lora(1, 1, ""), train_too, seed=0)
         whole = kept_bytes(lambda model=model: model(*inputs(config, 4)))
         model.blocks = torch.nn.ModuleList()
         kept.append(whole - kept_bytes(lambda model=model: model(*inputs(config, 4))))
@@ -288,7 +288,7 @@ def test_what_is_needed_is_said_before_it_is_allocated(card, rank, tmp_path, no_
     assert ("the cheapest mitigation is --" in out) == (card is not None)
 
 
-def out_of_memory(config: DiTConfig):
+def out_of_memory(config: DiTConfig, seed: int):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 

@@ -15,7 +15,7 @@ from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion import DDPM, training_loss
 from opendit.diffusion.random import Stream, integers, normal, uniform
-from opendit.models import DiT, model_config
+from opendit.models import DiT, build_model, model_config
 from opendit.training.learning_rate import LearningRate
 from tests.numbers import off_by
 from tests.ranks import run_ranks
@@ -38,8 +38,7 @@ def plain_losses(steps: int, batch: int) -> list[float]:
     dataset = build_dataset("digits", 8, seed=flags.global_seed)
     schedule = BatchSchedule(len(dataset), batch, flags.global_seed)
     loader = build_loader(dataset, schedule, dp_rank=0, dp_size=1, batch_size=batch, num_workers=0)
-    torch.manual_seed(flags.global_seed)
-    model = DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10))
+    model = build_model(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10), flags.global_seed)
     adam = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0)
     diffusion, losses = DDPM.linear(), []
     for _, item in zip(range(steps), loader, strict=False):

@@ -13,7 +13,7 @@ from opendit.cli.command_line import parse
 from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion.random import Stream, normal, uniform
-from opendit.models import DiT, model_config
+from opendit.models import build_model, model_config
 from opendit.state.pretrained import METADATA_KEY
 from tests.ranks import run_ranks
 from tests.training.test_train import QUIET, TINY, log_of, start
@@ -27,8 +27,8 @@ def plain_losses(steps: int, batch: int, shift: float) -> list[float]:
     dataset = build_dataset("digits", 8, seed=flags.global_seed)
     schedule = BatchSchedule(len(dataset), batch, flags.global_seed)
     loader = build_loader(dataset, schedule, dp_rank=0, dp_size=1, batch_size=batch, num_workers=0)
-    torch.manual_seed(flags.global_seed)
-    model = DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10, learn_sigma=False))
+    config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=10, learn_sigma=False)
+    model = build_model(config, flags.global_seed)
     adam = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0)
     losses = []
     for _, item in zip(range(steps), loader, strict=False):

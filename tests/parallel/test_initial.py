@@ -1,0 +1,124 @@
+"""Shards that are drawn by themselves against those taken out of the whole."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opendit.models import build_model
+from opendit.models.initialization import initialize
+from opendit.parallel import initial
+from opendit.parallel.initial import initial_values, read_shard
+from opendit.parallel.layout import Cut, Layout, dim_cut, flat_cut
+from opendit.parallel.sizes import ParallelDims
+from tests.models.test_zoo import CONFIGS
+from tests.parallel import test_layout
+from tests.parallel.test_layout import mesh_of, numbered
+
+
+def reader(full: torch.Tensor):
+    """Reads ranges of a tensor, and refuses to read beyond it."""
+    flat = full.reshape(-1)
+
+    def read(start: int, out: torch.Tensor) -> None:
+        assert start + len(out) <= len(flat) and len(out)
+        out.copy_(flat[start : start + len(out)])
+
+    return read
+
+
+@pytest.mark.parametrize("rows", [1, initial.ROWS])
+@pytest.mark.parametrize("dims", test_layout.MESHES, ids=str)
+def test_shards_of_every_kind_of_cut(dims, rows, monkeypatch):
+    monkeypatch.setattr(initial, "ROWS", rows)
+    for rank in range(dims.world_size):
+        for case in test_layout.cases(dims, rank):
+            layout = Layout(mesh_of(dims, rank), {case.name: case.shape}, {case.name: case.cuts})
+            shard = read_shard(case.shape, layout.local(case.name), reader(numbered(case.shape)))
+            assert torch.equal(shard, layout.take(case.name, numbered(case.shape))), case.name
+
+
+@st.composite
+def cuts(draw, size: int, group: str, dim: int | None):
+    """A cut of 2 ranks into up to four ranges in any order, some of them empty."""
+    edges = [0, *sorted(draw(st.lists(st.integers(0, size), max_size=3))), size]
+    ranges, held = list(zip(edges, edges[1:], strict=False)), ([], [])
+    for part in draw(st.permutations(ranges)):
+        held[draw(st.integers(0, 1))].append(part)
+    return Cut(group, dim, tuple(map(tuple, held)))
+
+
+@st.composite
+def layouts(draw):
+    """A rank's layout of one tensor that is cut up to three times: dimensions, then perhaps flat ranges."""
+    dims = ParallelDims(tp=2, dp_replicate=2, dp_shard=2)
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    mesh, chain, left = mesh_of(dims, draw(st.integers(0, 7))), [], shape
+    for group in draw(st.lists(st.sampled_from(("tp", "dp_shard", "dp_replicate")), unique=True, max_size=3)):
+        mesh.groups[group] = None
+        dim = draw(st.sampled_from([None, *range(len(left))]))
+        cut = draw(cuts(math.prod(left) if dim is None else left[dim], group, dim))
+        chain.append(cut)
+        left = cut.shape(left, mesh.coordinate(group))
+    return shape, Layout(mesh, {"w": shape}, {"w": chain})
+
+
+@settings(max_examples=300, database=None)
+@given(layouts())
+def test_shards_of_any_chain_of_cuts(made):
+    shape, layout = made
+    shard = read_shard(shape, layout.local("w"), reader(numbered(shape)))
+    assert torch.equal(shard, layout.take("w", numbered(shape)))
+
+
+def test_only_what_is_held_is_read_where_rows_are_whole():
+    count, layout = [], Layout(mesh_of(ParallelDims(dp_shard=4), 2), {"w": (9, 5)}, {"w": [flat_cut("world", 45, 4)]})
+    shard = read_shard((9, 5), layout.local("w"), lambda start, out: count.append((start, len(out))))
+    assert count == [(24, 12)] and shard.shape == (12,)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_draw_what_one_process_draws(config, world):
+    """Every parameter of every architecture, by rows and flat, from a model on the meta device, bit for bit."""
+    whole = build_model(replace(config, depth=1), seed=3)
+    with torch.device("meta"):
+        model = build_model(replace(config, depth=1))
+    shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
+    rows = {name: [dim_cut("world", 0, shape[0], world)] for name, shape in shapes.items()}
+    flat = {name: [flat_cut("world", math.prod(shape), world)] for name, shape in shapes.items()}
+    for chain in (rows, flat):
+        layouts = [Layout(mesh_of(ParallelDims(dp_shard=world), rank), shapes, chain) for rank in range(world)]
+        for name, parameter in whole.named_parameters():
+            shards = [initial_values(model, 3, name, layout.local(name)) for layout in layouts]
+            assert torch.equal(torch.cat(shards).view_as(parameter), parameter), name
+
+
+def test_columns_of_heads_after_a_division_over_tensor_parallel_ranks():
+    """A large parameter, of which a rank draws ranges of rows in several chunks."""
+    config = replace(CONFIGS[0], hidden_size=1200, num_heads=4, depth=1, adaln_lora=None)
+    whole = build_model(config, seed=3)
+    name, dims = "blocks.0.mlp.fc2.weight", ParallelDims(dp_shard=2, tp=2)
+    full = whole.get_parameter(name).detach()
+    for rank in range(4):
+        columns, rows = dim_cut("tp", 1, full.shape[1], 2), dim_cut("fsdp", 0, full.shape[0], 2)
+        layout = Layout(mesh_of(dims, rank), {name: tuple(full.shape)}, {name: [columns, rows]})
+        assert torch.equal(initial_values(whole, 3, name, layout.local(name)), layout.take(name, full))
+
+
+def test_a_changed_model_is_not_what_is_drawn():
+    """The present values play no part."""
+    model = build_model(CONFIGS[0], seed=3)
+    layout = Layout(mesh_of(ParallelDims(), 0), {n: tuple(p.shape) for n, p in model.named_parameters()}, NoCuts())
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    initialize(model, seed=4)
+    for name, value in expected.items():
+        assert torch.equal(initial_values(model, 3, name, layout.local(name)), value)
+
+
+class NoCuts(dict):
+    def __missing__(self, name):
+        return []
