@@ -34,7 +34,8 @@ def main(argv: list[str]) -> None:
         return dry_run(flags)
     with Supervisor(USER_ERRORS) as supervisor:
         mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size)
-        spec = prepare(flags, mesh)
+        flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
+        spec = prepare(flags, mesh, notes)
         supervisor.started(RUN_ERRORS)
         with build(spec, supervisor) as run:
             train(run)

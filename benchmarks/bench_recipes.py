@@ -30,11 +30,11 @@ import torch
 
 from benchmarks.results import append
 from opendit.cli.command_line import parse
-from opendit.cli.dry_run import CARDS, memory_setup
-from opendit.cli.train_flags import TrainConfig
+from opendit.cli.dry_run import CARDS
+from opendit.cli.train_flags import Components, TrainConfig
 from opendit.models import config_from_dict
 from opendit.state.run_folders import run_folders
-from opendit.training.from_flags import open_data, plan_model, settle_captions
+from opendit.training.from_flags import memory_setup, open_data, plan_model
 from opendit.training.memory import GIB, USABLE, estimate, largest_batch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,9 +93,10 @@ def planned(argv: list[str], gpus: int, capacity: float) -> tuple[int, float]:
     """(the batch a GPU, GiB by the estimate) of a run; batch 0: not even one sample fits into ``capacity`` bytes."""
     flags = parse(TrainConfig, [*argv, "--dry_run", str(gpus)])
     flags, _ = flags.settled(gpus, has_gpu=True)
-    dataset = open_data(flags)
-    config, _, _ = plan_model(settle_captions(flags, dataset)[0], dataset)
-    setup = memory_setup(flags, config, gpus)
+    asked = Components(flags)
+    seed, max_bad = asked.run.global_seed, asked.loader.max_bad
+    config = plan_model(asked, open_data(asked.data, asked.captions, asked.model.num_classes, max_bad, seed)).config
+    setup = memory_setup(asked, config, gpus)
     enough = max(1, int(LARGEST_STEP * flags.sequence_parallel_size // (3 * config.forward_flops())))
     batch = min(enough, largest_batch(config, setup, capacity))
     return batch, estimate(config, setup, max(batch, 1)).total / GIB

@@ -20,7 +20,7 @@ EXCEPTIONS = {
     ("opendit.training.fingerprint", "cli"): "names the flags whose change a resume tells of",
     ("opendit.training.from_flags", "cli"): "takes the flags",
     ("opendit.training.history", "cli"): "writes the flags into config.json",
-    ("opendit.training.prepare", "cli"): "takes the flags, and the dry run's lines about a preset and memory",
+    ("opendit.training.prepare", "cli"): "takes the flags",
     ("opendit.training.engine", "cli"): "takes the flags",
     ("opendit.training.summary", "cli"): "prints what a preset came to",
 }

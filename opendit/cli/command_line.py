@@ -43,6 +43,14 @@ class Flags:
 
     given: frozenset[str] = field(default=frozenset(), kw_only=True)
 
+    def part(self, component: type[T]) -> T:
+        """The flags of one component alone."""
+        return component(**{item.name: getattr(self, item.name) for item in dataclasses.fields(component)})
+
+    def with_part(self: T, part: "Flags") -> T:
+        """The configuration with a component in the place of its own."""
+        return dataclasses.replace(self, **{item.name: getattr(part, item.name) for item in dataclasses.fields(part)})
+
 
 def flag(
     default: Any,

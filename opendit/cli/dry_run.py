@@ -2,25 +2,25 @@
 
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from opendit.cli.command_line import overridden
-from opendit.cli.recipes import find_recipe
-from opendit.cli.train_flags import TrainConfig
+from opendit.cli.train_components import BatchFlags
+from opendit.cli.train_flags import Components, TrainConfig
 from opendit.cli.values import one_line
 from opendit.data import DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
 from opendit.models import DiTConfig
-from opendit.models.lora import lora_parameters
 from opendit.parallel.sequence.choose import Machine, make_plan
 from opendit.training.from_flags import (
     check_pretrained,
     last_step_of,
+    memory_setup,
     open_data,
     plan_model,
     saved_by_adaln_lora,
     sequence_shape,
-    settle_captions,
 )
 from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch
 from opendit.training.monitor import print_block
@@ -46,15 +46,15 @@ def dry_run(flags: TrainConfig) -> None:
 def _dry_run(flags: TrainConfig) -> None:
     world = flags.world_size()
     flags, notes = flags.settled(world, has_gpu=True)
-    notes += recipe_notes(flags)
-    dataset = _data(flags, notes)
-    flags, captions = settle_captions(flags, dataset)
-    notes += captions
-    config, objective, vae = plan_model(flags, dataset)
-    if flags.pretrained and Path(flags.pretrained).exists():
-        _, config = check_pretrained(flags, config, notes)
-    elif flags.pretrained:
-        notes.append(f"--pretrained {flags.pretrained} isn't there: its blocks are not compared with the model's")
+    asked = Components(flags)
+    dataset = _data(asked, notes)
+    batch, start = asked.batch, asked.start
+    plan = plan_model(asked, dataset)
+    config, notes = plan.config, notes + plan.notes
+    if start.pretrained and Path(start.pretrained).exists():
+        _, config = check_pretrained(start.pretrained, flags.model, config, notes)
+    elif start.pretrained:
+        notes.append(f"--pretrained {start.pretrained} isn't there: its blocks are not compared with the model's")
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
     ranks = world // flags.sequence_parallel_size
@@ -65,20 +65,20 @@ def _dry_run(flags: TrainConfig) -> None:
     rows |= {
         "model": f"{flags.model}: {config.parameters() / 1e6:,.1f} M parameters",
         "data": f"not found: {flags.data_path}" if missing else dataset.describe(),
-        "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {vae})",
+        "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {plan.vae})",
         "tokens": f"{config.tokens:,} a sample, {config.tokens * samples:,} a step",
         "work": f"{work(flop)} a training sample, {work(flop * samples / world)} a step and GPU",
-        "objective": ", ".join(f"{name} {value}" for name, value in objective.to_dict().items()),
+        "objective": ", ".join(f"{name} {value}" for name, value in plan.objective.to_dict().items()),
         "GPUs": f"{world}, plugin {flags.plugin}, {flags.mixed_precision}",
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
-        **_steps(flags, None if missing else dataset, samples),
+        **_steps(batch, None if missing else dataset, samples, flags.global_seed),
     }
     if flags.sequence_parallel_size > 1:
-        shape = sequence_shape(flags, config, flags.batch_size)
+        shape = sequence_shape(asked.parallel, flags.attention, flags.mixed_precision, config, batch.batch_size)
         size = flags.sequence_parallel_size
         machine = Machine(direct=size <= 8)  # GPUs of one host reach each other's memory
         rows["sequence"] = f"over {size} ranks, {make_plan(flags.sequence_parallel_type, size, shape, machine=machine)}"
-    rows |= _memory(config, flags, memory_setup(flags, config, world))
+    rows |= _memory(config, batch.batch_size, memory_setup(asked, config, world))
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:
         print(f"note: {note}", flush=True)
@@ -90,37 +90,27 @@ def work(flop: float) -> str:
     return f"{flop / 1000**power:,.1f} {' kMGTPE'[power]}FLOP"
 
 
-def recipe_notes(flags: TrainConfig) -> list[str]:
-    """What a recipe expects and the flags leave out: the weights of the stage before it."""
-    recipe = find_recipe(flags.recipe) if flags.recipe else None
-    if recipe is None or recipe.follows is None or flags.pretrained or flags.data_path == "mock":
-        return []
-    return [
-        f"--recipe {flags.recipe} follows {recipe.follows}: give that run to --pretrained; without it training starts "
-        "from fresh weights"
-    ]
-
-
 def describe_recipe(flags: TrainConfig) -> str:
     """The recipe's name, and what the command line changed of it."""
     changed = [f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items()]
     return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")
 
 
-def _data(flags: TrainConfig, notes: list[str]) -> MediaDataset:
+def _data(asked: Components, notes: list[str]) -> MediaDataset:
+    others = (asked.captions, asked.model.num_classes, asked.loader.max_bad, asked.run.global_seed)
     try:
-        return open_data(flags)
+        return open_data(asked.data, *others)
     except (OSError, DataError) as error:
         notes.append(f"{error} (the figures are for data of the kind that the other flags ask for)")
-        return open_data(flags, "mock")
+        return open_data(replace(asked.data, data_path="mock"), *others)
 
 
-def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int) -> dict[str, str]:
+def _steps(batch: BatchFlags, dataset: MediaDataset | None, samples: int, seed: int) -> dict[str, str]:
     if dataset is None:
-        ends = f"{flags.max_steps:,} at most" if flags.max_steps else "not known"
-        return {"steps": f"{ends}; {flags.epochs:,} epochs of data that can't be found"}
-    schedule = build_schedule(dataset, samples, flags.grad_accumulation, flags.global_seed)
-    last = last_step_of(flags, schedule)
+        ends = f"{batch.max_steps:,} at most" if batch.max_steps else "not known"
+        return {"steps": f"{ends}; {batch.epochs:,} epochs of data that can't be found"}
+    schedule = build_schedule(dataset, samples, batch.grad_accumulation, seed)
+    last = last_step_of(batch, schedule)
     epochs = last / schedule.steps_per_epoch
     return {
         "steps": f"{schedule.steps_per_epoch:,} an epoch, {last:,} in all = {epochs:,.1f} epochs, "
@@ -128,25 +118,8 @@ def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int) -> di
     }
 
 
-def memory_setup(flags: TrainConfig, config: DiTConfig, world: int) -> Setup:
-    """What the estimate of the memory needs to know of a run on ``world`` GPUs whose kernels are all available."""
-    return Setup(
-        plugin=flags.plugin,
-        precision=flags.mixed_precision,
-        world=world,
-        sequence_parallel=flags.sequence_parallel_size,
-        averages=len(flags.ema_decays),
-        accumulate=flags.grad_accumulation > 1,
-        fused=flags.enable_modulate_kernel and flags.enable_layernorm_kernel,
-        fp8=flags.fp8,
-        recompute=flags.recompute,
-        grad_checkpoint=flags.grad_checkpoint,
-        trained=None if flags.lora is None else lora_parameters(config, flags.lora),
-    )
-
-
-def _memory(config: DiTConfig, flags: TrainConfig, setup: Setup) -> dict[str, str]:
-    needs = estimate(config, setup, flags.batch_size)
+def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
+    needs = estimate(config, setup, batch_size)
     states = sum(needs.states.values()) / GIB
     rows = {
         "memory": f"{needs.total / GIB:,.2f} GiB a GPU estimated: states {states:,.2f}, activations "
@@ -154,7 +127,7 @@ def _memory(config: DiTConfig, flags: TrainConfig, setup: Setup) -> dict[str, st
     }
     for name, card in CARDS.items():
         largest = largest_batch(config, setup, USABLE * card)
-        mitigation = advice(config, setup, flags.batch_size, USABLE * card)
+        mitigation = advice(config, setup, batch_size, USABLE * card)
         rows[f"  on {name}"] = f"does not fit; the cheapest mitigation is {mitigation}" if mitigation else "fits"
         rows[f"  on {name}"] += f" (up to --batch_size {largest})" if largest else ""
     return rows

@@ -6,6 +6,7 @@ from typing import ClassVar
 from opendit.cli import train_components as component
 from opendit.cli.checks import check_exists, check_vae, check_weights, check_workers, check_writable, settle_precision
 from opendit.cli.command_line import check_values, settle_idle
+from opendit.cli.recipes import find_recipe
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.data.names import named_sources
 from opendit.diffusion.names import DESCRIPTIONS
@@ -69,7 +70,17 @@ class TrainConfig(
             kind = flags.sequence_parallel_type
             raise ValueError(f"--keep_gathered: --sequence_parallel_type {kind} gathers nothing")
         flags._check_files()
-        return flags, notes
+        return flags, notes + flags._recipe_notes()
+
+    def _recipe_notes(self) -> list[str]:
+        """What a recipe expects and the flags leave out: the weights of the stage before it."""
+        recipe = find_recipe(self.recipe) if self.recipe else None
+        if recipe is None or recipe.follows is None or self.pretrained or self.data_path == "mock":
+            return []
+        return [
+            f"--recipe {self.recipe} follows {recipe.follows}: give that run to --pretrained; without it training "
+            "starts from fresh weights"
+        ]
 
     def _check_kind(self) -> None:
         if is_video(self.model) != self.use_video:
@@ -192,3 +203,26 @@ class TrainConfig(
         if why is None:
             return self, []
         return replace(self, recompute="none"), [f"recompute: none, not {self.recompute}, because {why}"]
+
+
+class Components:
+    """The settled flags of a run by component. What prepares or builds a component of the run gets that component's own
+    flags, and no others: its signature says on which flags it can depend."""
+
+    def __init__(self, flags: TrainConfig):
+        self.model = flags.part(component.ModelFlags)
+        self.captions = flags.part(component.CaptionFlags)
+        self.data = flags.part(component.DataFlags)
+        self.loader = flags.part(component.LoaderFlags)
+        self.start = flags.part(component.StartFlags)
+        self.objective = flags.part(component.ObjectiveFlags)
+        self.batch = flags.part(component.BatchFlags)
+        self.optimizer = flags.part(component.OptimizerFlags)
+        self.speed = flags.part(SpeedFlags)
+        self.train_speed = flags.part(component.TrainSpeedFlags)
+        self.memory = flags.part(component.MemoryFlags)
+        self.plugin = flags.part(component.PluginFlags)
+        self.parallel = flags.part(ParallelFlags)
+        self.run = flags.part(component.RunFlags)
+        self.save = flags.part(component.SaveFlags)
+        self.grids = flags.part(component.GridFlags)

@@ -78,9 +78,10 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
         if found is None:
             raise ValueError(f"--ckpt latest: no run with a checkpoint under --outputs {flags.outputs}; give a path")
         ckpt = found
+    shared = (flags, flags.attention, flags.mixed_precision)  # of what a strategy for sharing sequences depends on
     if mesh.sp_size > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
         # What sequence_parallel would refuse, before the weights are read.
-        make_plan(flags.sequence_parallel_type, mesh.sp_size, sequence_shape(flags, stored, samples_at_once(flags)))
+        make_plan(flags.sequence_parallel_type, mesh.sp_size, sequence_shape(*shared, stored, samples_at_once(flags)))
     model, weights = load_pretrained(ckpt, flags.model, flags.weights, flags.lora, flags.num_classes, notes)
     config = model.config
     notes += assumption(weights, config)
@@ -97,7 +98,7 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
     if flags.fp8:
         config.check_speed(True, "none")
     replica = make_replicas(mesh, flags.cfg_parallel)
-    shape = sequence_shape(flags, config, samples_at_once(flags), size)
+    shape = sequence_shape(*shared, config, samples_at_once(flags), size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
     kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
     model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)

@@ -1,11 +1,12 @@
 """What the flags ask for, without making any of it: data, configuration, objective, steps, first weights."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from opendit.cli.sample_flags import SampleConfig
-from opendit.cli.train_flags import TrainConfig
+from opendit.cli.shared_flags import ParallelFlags
+from opendit.cli.train_components import BatchFlags, CaptionFlags, DataFlags
+from opendit.cli.train_flags import Components
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
 from opendit.diffusion import Objective, objective_from_flags
 from opendit.encoders.text import check_tokens, text_geometry
@@ -13,111 +14,136 @@ from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
 from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
+from opendit.models.lora import lora_parameters
 from opendit.models.names import patch_size
 from opendit.models.zoo import of_revision
 from opendit.parallel.sequence.choose import Shape
 from opendit.state.pretrained import Weights, assumption, infer_config, read_newest
-from opendit.training.memory import BYTES
+from opendit.training.memory import BYTES, Setup
 
 
-def open_data(flags: TrainConfig, data_path: str | None = None) -> MediaDataset:
-    """The data set of --data_path, or of another one. Raises as ``build_dataset``."""
+def open_data(
+    data: DataFlags, captions: CaptionFlags, num_classes: int | None, max_bad: float, seed: int
+) -> MediaDataset:
+    """The data set of --data_path. (``captions`` and ``num_classes`` are for random latents, which have those.)
+
+    Raises as ``build_dataset``.
+    """
     return build_dataset(
-        data_path or flags.data_path,
-        flags.image_size,
-        seed=flags.global_seed,
-        random_flip=flags.random_flip,
-        max_bad=flags.max_bad,
-        use_video=flags.use_video,
-        num_frames=flags.num_frames,
-        frame_interval=flags.frame_interval,
-        short_clips=flags.short_clips,
-        vae=flags.vae,
-        num_classes=flags.num_classes,
-        text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
-        max_text_tokens=flags.max_text_tokens,
+        data.data_path,
+        data.image_size,
+        seed=seed,
+        random_flip=data.random_flip,
+        max_bad=max_bad,
+        use_video=data.use_video,
+        num_frames=data.num_frames,
+        frame_interval=data.frame_interval,
+        short_clips=data.short_clips,
+        vae=data.vae,
+        num_classes=num_classes,
+        text_encoder=captions.text_encoder or ("bytes" if captions.cross_attention else None),
+        max_text_tokens=captions.max_text_tokens,
     )
 
 
-def settle_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainConfig, list[str]]:
+def settle_captions(
+    captions: CaptionFlags, num_classes: int | None, recipe: str | None, data_path: str, dataset: MediaDataset
+) -> tuple[CaptionFlags, list[str]]:
     """The flags with a text encoder where the data set has captions and none where it has classes, and notes.
 
     Raises ValueError for flags of captions that the data set does not go with."""
     if dataset.conditioning == "text":
-        if flags.num_classes is not None:
-            raise ValueError(f"--num_classes: --data_path {flags.data_path} has captions, not classes; leave it out")
+        if num_classes is not None:
+            raise ValueError(f"--num_classes: --data_path {data_path} has captions, not classes; leave it out")
         cached = getattr(dataset, "text_encoder", None)
-        given = flags.text_encoder
+        given = captions.text_encoder
         if cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached:
-            raise ValueError(f"--text_encoder {flags.text_encoder}: {flags.data_path} was made with {cached}")
-        return replace(flags, text_encoder=given or cached or "bytes"), []
+            raise ValueError(f"--text_encoder {given}: {data_path} was made with {cached}")
+        return replace(captions, text_encoder=given or cached or "bytes"), []
     notes, unused = [], {}
     for name in ("text_encoder", "cross_attention", "max_text_tokens"):
-        if name in flags.given:
-            raise ValueError(f"--{name}: --data_path {flags.data_path} has no captions; give a CSV of path,text")
-        if getattr(flags, name):  # a recipe's
-            notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {flags.data_path} has classes")
-            unused[name] = type(flags).__dataclass_fields__[name].default
-    return replace(flags, **unused), notes
+        if name in captions.given:
+            raise ValueError(f"--{name}: --data_path {data_path} has no captions; give a CSV of path,text")
+        if getattr(captions, name):  # a recipe's
+            notes.append(f"{name} of --recipe {recipe} is not used: --data_path {data_path} has classes")
+            unused[name] = type(captions).__dataclass_fields__[name].default
+    return replace(captions, **unused), notes
 
 
-def plan_model(flags: TrainConfig, dataset: MediaDataset) -> tuple[DiTConfig, Objective, str]:
-    """The model's configuration, its objective, and the VAE's name. The configuration is of the newest revision;
-    weights that the run starts from may be of an earlier one (:func:`check_pretrained`).
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is to be trained on a data set.
 
-    flags: of :func:`settle_captions`.
-
-    Raises ValueError or OSError, naming the flag and the fix, for sizes and conditions that do not go together.
+    captions: their flags as the data set settles them. config: of the newest revision; weights that the run starts from
+    may be of an earlier one (:func:`check_pretrained`). vae: its name.
     """
-    vae, channels, size, frames = _latent_geometry(flags, dataset)
-    objective = objective_from_flags(flags)
-    condition = _condition(flags, dataset)
+
+    captions: CaptionFlags
+    objective: Objective
+    config: DiTConfig
+    vae: str
+    notes: list[str]
+
+
+def plan_model(asked: Components, dataset: MediaDataset) -> ModelPlan:
+    """Raises ValueError or OSError, naming the flag and the fix, for sizes, conditions and options that do not go
+    together."""
+    model, data = asked.model, asked.data
+    captions, notes = settle_captions(asked.captions, model.num_classes, asked.run.recipe, data.data_path, dataset)
+    vae, channels, size, frames = _latent_geometry(data, model.model, dataset)
+    objective = objective_from_flags(asked.objective)
     config = model_config(
-        flags.model,
+        model.model,
         input_size=size,
         in_channels=channels,
         frames=frames,
         learn_sigma=objective.learn_sigma,
-        **condition,
-        **flags.architecture,
+        **_condition(captions, model.num_classes, data.data_path, dataset),
+        **model.architecture,
     )
-    config.check_speed(flags.fp8, flags.recompute)
-    if flags.lora is not None and flags.lora >= config.hidden_size:
-        raise ValueError(f"--lora {flags.lora}: a rank from 1 to below the width, {config.hidden_size}")
-    return config, objective, vae
+    config.check_speed(asked.speed.fp8, asked.memory.recompute)
+    rank = asked.start.lora
+    if rank is not None and rank >= config.hidden_size:
+        raise ValueError(f"--lora {rank}: a rank from 1 to below the width, {config.hidden_size}")
+    return ModelPlan(captions, objective, config, vae, notes)
 
 
 def sequence_shape(
-    flags: TrainConfig | SampleConfig, config: DiTConfig, samples: int, size: tuple[int, ...] | None = None
+    parallel: ParallelFlags,
+    attention: str,
+    precision: str,
+    config: DiTConfig,
+    samples: int,
+    size: tuple[int, ...] | None = None,
 ) -> Shape:
     """What --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or of ``size``.
 
     Raises ValueError if the model can't share samples, or not that way.
     """
-    if flags.sequence_parallel_size > 1:
-        config.check_sequence_parallel(flags.sequence_parallel_type)
+    if parallel.sequence_parallel_size > 1:
+        config.check_sequence_parallel(parallel.sequence_parallel_type)
     return Shape(
         tokens=math.prod(config.grid_of(size or config.input_size)),
         hidden=config.hidden_size,
         heads=config.num_heads,
         samples=samples,
-        bytes=BYTES[flags.mixed_precision],
-        types=flags.sequence_types(config.sequence_types),
+        bytes=BYTES[precision],
+        types=parallel.sequence_types(config.sequence_types, attention),
     )
 
 
 def check_pretrained(
-    flags: TrainConfig, config: DiTConfig, notes: list[str], resumed: bool = False
+    pretrained: str, model: str, config: DiTConfig, notes: list[str], resumed: bool = False
 ) -> tuple[Weights, DiTConfig]:
     """The weights of --pretrained, in CPU memory, and the model's configuration in their revision; of a run that is
     ``resumed``, the configuration as it is.
 
     Raises ValueError or FileNotFoundError if there are none that this model can start from."""
-    weights = read_newest(flags.pretrained, notes=notes)
+    weights = read_newest(pretrained, notes=notes)
     if "lora" in weights.info:
-        raise ValueError(f"--pretrained {flags.pretrained} holds what --lora adds to {weights.info['lora']['base']}")
-    found = config_of(weights, flags.model)
-    config = config if resumed else of_revision(config, flags.model, found.revision)
+        raise ValueError(f"--pretrained {pretrained} holds what --lora adds to {weights.info['lora']['base']}")
+    found = config_of(weights, model)
+    config = config if resumed else of_revision(config, model, found.revision)
     check_same_blocks(found, config, weights.path)
     notes += assumption(weights, found)
     return weights, config
@@ -135,63 +161,82 @@ def saved_by_adaln_lora(config: DiTConfig) -> str:
     return f"--adaln_lora {config.adaln_lora} saves {full - low:,.1f} M of {full:,.1f} M weights ({share:.0%})"
 
 
-def last_step_of(flags: TrainConfig, schedule: BatchSchedule) -> int:
+def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
     """The step at which --epochs or --max_steps ends the run."""
-    steps = flags.epochs * schedule.steps_per_epoch
-    return min(steps, flags.max_steps or steps)
+    steps = batch.epochs * schedule.steps_per_epoch
+    return min(steps, batch.max_steps or steps)
 
 
-def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict:
+def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
+    """What the estimate of the memory needs to know of a run on ``world`` GPUs whose kernels are all available."""
+    return Setup(
+        plugin=asked.plugin.plugin,
+        precision=asked.train_speed.mixed_precision,
+        world=world,
+        sequence_parallel=asked.parallel.sequence_parallel_size,
+        averages=len(asked.optimizer.ema_decays),
+        accumulate=asked.batch.grad_accumulation > 1,
+        fused=asked.speed.enable_modulate_kernel and asked.speed.enable_layernorm_kernel,
+        fp8=asked.speed.fp8,
+        recompute=asked.memory.recompute,
+        grad_checkpoint=asked.memory.grad_checkpoint,
+        trained=None if asked.start.lora is None else lora_parameters(config, asked.start.lora),
+    )
+
+
+def _condition(captions: CaptionFlags, num_classes: int | None, data_path: str, dataset: MediaDataset) -> dict:
     """What the model is conditioned on, as arguments of model_config: num_classes or text."""
     if dataset.conditioning == "text":
-        name, cached = flags.text_encoder, getattr(dataset, "text_encoder", None)
+        name, cached = captions.text_encoder, getattr(dataset, "text_encoder", None)
         kind, width, longest = text_geometry(name)
-        tokens = flags.max_text_tokens or (dataset.max_tokens if cached and name != "bytes" else longest)
+        tokens = captions.max_text_tokens or (dataset.max_tokens if cached and name != "bytes" else longest)
         check_tokens(name, kind, longest, tokens)
-        return {"text": TextConfig(kind, width, tokens, flags.cross_attention)}
-    if (flags.num_classes or dataset.num_classes) < dataset.num_classes:
+        return {"text": TextConfig(kind, width, tokens, captions.cross_attention)}
+    if (num_classes or dataset.num_classes) < dataset.num_classes:
         raise ValueError(
-            f"--num_classes {flags.num_classes}: --data_path {flags.data_path} has {dataset.num_classes} classes, "
+            f"--num_classes {num_classes}: --data_path {data_path} has {dataset.num_classes} classes, "
             f"labels 0 to {dataset.num_classes - 1}; leave the flag out or raise it"
         )
-    return {"num_classes": flags.num_classes or dataset.num_classes}
+    return {"num_classes": num_classes or dataset.num_classes}
 
 
-def _check_decodes(flags: TrainConfig, channels: int, side: int) -> None:
+def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
     """Raises ValueError if the VAE of --vae has latents of another shape than those of --data_path."""
-    theirs, downscale = video_geometry(flags.vae, 3)[:2] if flags.use_video else codec_geometry(flags.vae, 3)
-    if (theirs, flags.image_size // downscale) != (channels, side):
+    theirs, downscale = video_geometry(data.vae, 3)[:2] if data.use_video else codec_geometry(data.vae, 3)
+    if (theirs, data.image_size // downscale) != (channels, side):
         raise ValueError(
-            f"--vae {flags.vae}: a picture of {flags.image_size} px has {theirs} x {flags.image_size // downscale} x "
-            f"{flags.image_size // downscale} latents, --data_path {flags.data_path} has {channels} x {side} x {side}; "
+            f"--vae {data.vae}: a picture of {data.image_size} px has {theirs} x {data.image_size // downscale} x "
+            f"{data.image_size // downscale} latents, --data_path {data.data_path} has {channels} x {side} x {side}; "
             "name the VAE that made them, or leave the flag out"
         )
 
 
-def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
+def _latent_geometry(
+    data: DataFlags, model: str, dataset: MediaDataset
+) -> tuple[str, int, tuple[int, int], int | None]:
     """(the VAE's name, latent channels, latent height and width, latent frames); raises ValueError if sizes don't
     divide."""
-    patch = patch_size(flags.model)
+    patch = patch_size(model)
     if dataset.kind == "latents":
         channels, *frames, height, width = dataset.sample_shape
-        if "vae" in flags.given:
-            _check_decodes(flags, channels // 2, width)
-        vae = flags.vae if "vae" in flags.given else dataset.vae
+        if "vae" in data.given:
+            _check_decodes(data, channels // 2, width)
+        vae = data.vae if "vae" in data.given else dataset.vae
         return vae, channels // 2, (height, width), frames[0] if frames else None
-    if flags.use_video:
-        channels, downscale, temporal = video_geometry(flags.vae, dataset.sample_shape[0])
-        frames, side = latent_frames(flags.num_frames, temporal), math.lcm(*patch[1:])
+    if data.use_video:
+        channels, downscale, temporal = video_geometry(data.vae, dataset.sample_shape[0])
+        frames, side = latent_frames(data.num_frames, temporal), math.lcm(*patch[1:])
         if frames % patch[0]:
             raise ValueError(
-                f"--num_frames {flags.num_frames}: {frames} latent frames do not divide by the {patch[0]} frames of a "
-                f"patch of {flags.model}; change it, or take a model with a shorter patch"
+                f"--num_frames {data.num_frames}: {frames} latent frames do not divide by the {patch[0]} frames of a "
+                f"patch of {model}; change it, or take a model with a shorter patch"
             )
     else:
-        (channels, downscale), frames, side = codec_geometry(flags.vae, dataset.sample_shape[0]), None, patch
+        (channels, downscale), frames, side = codec_geometry(data.vae, dataset.sample_shape[0]), None, patch
     multiple = downscale * side
-    if flags.image_size % multiple:
+    if data.image_size % multiple:
         raise ValueError(
-            f"--image_size {flags.image_size} does not divide by {multiple} (--vae {flags.vae}: {downscale}, patch of "
-            f"{flags.model}: {side}); use {max(multiple, round(flags.image_size / multiple) * multiple)}"
+            f"--image_size {data.image_size} does not divide by {multiple} (--vae {data.vae}: {downscale}, patch of "
+            f"{model}: {side}); use {max(multiple, round(data.image_size / multiple) * multiple)}"
         )
-    return flags.vae, channels, (flags.image_size // downscale,) * 2, frames
+    return data.vae, channels, (data.image_size // downscale,) * 2, frames

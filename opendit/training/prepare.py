@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from opendit.cli.checks import check_writable
-from opendit.cli.dry_run import memory_setup, recipe_notes
-from opendit.cli.train_flags import TrainConfig
+from opendit.cli.shared_flags import SpeedFlags
+from opendit.cli.train_components import CaptionFlags, DataFlags, SaveFlags, StartFlags
+from opendit.cli.train_flags import Components, TrainConfig
 from opendit.data import BatchSchedule, DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
 from opendit.diffusion import Objective
@@ -36,11 +37,11 @@ from opendit.training.fingerprint import changes, fingerprint, stored_fingerprin
 from opendit.training.from_flags import (
     check_pretrained,
     last_step_of,
+    memory_setup,
     open_data,
     plan_model,
     saved_by_adaln_lora,
     sequence_shape,
-    settle_captions,
 )
 from opendit.training.inputs import Latents
 from opendit.training.memory import Setup, check_host
@@ -120,69 +121,53 @@ class RunSpecification:
         }
 
 
-def prepare(flags: TrainConfig, mesh: Mesh) -> RunSpecification:
+def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecification:
     """Checks everything that can be wrong with a run, and loads its data set and VAE.
+
+    Args:
+        flags, notes: of ``TrainConfig.settled``.
 
     Raises:
         ValueError, OSError, DataError: with a message that names the flag and the fix.
     """
-    flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
-    notes += recipe_notes(flags)
-    if flags.deterministic:
+    asked = Components(flags)
+    if asked.run.deterministic:
         make_deterministic()
-    dataset = open_data(flags)
-    flags, captions = settle_captions(flags, dataset)
-    notes += captions
-    global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
-    schedule = build_schedule(dataset, global_batch, flags.grad_accumulation, flags.global_seed)
-    config, objective, vae = plan_model(flags, dataset)
+    seed, batch = asked.run.global_seed, asked.batch
+    dataset = open_data(asked.data, asked.captions, asked.model.num_classes, asked.loader.max_bad, seed)
+    global_batch = batch.batch_size * mesh.dp_size * batch.grad_accumulation
+    schedule = build_schedule(dataset, global_batch, batch.grad_accumulation, seed)
+    plan = plan_model(asked, dataset)
+    flags, notes = flags.with_part(plan.captions), notes + plan.notes
+    config, objective, captions, vae = plan.config, plan.objective, plan.captions, plan.vae
     if mesh.device.type == "cpu":
-        setup, ranks = memory_setup(flags, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        check_host(config, setup, flags.batch_size, ranks)
-    dtype = PRECISIONS[flags.mixed_precision]
-    shape = sequence_shape(flags, config, flags.batch_size)
-    sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape, keep_gathered=flags.keep_gathered)
-    if flags.keep_gathered and sequence.plan.kind != "fastseq":
-        notes.append(f"--keep_gathered does nothing: {sequence.plan.kind}, which auto took, gathers nothing")
-    resume = find_checkpoint(flags.load, flags.outputs, flags.model, mesh) if flags.load else None
-    if flags.load and resume is None:
-        notes.append(f"--load latest: no run of {flags.model} under {flags.outputs}, starting afresh")
+        setup, ranks = memory_setup(asked, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        check_host(config, setup, batch.batch_size, ranks)
+    sequence = _sequence(asked, config, mesh, notes)
+    resume = _checkpoint(asked.save, asked.model.model, mesh, notes)
     stored = stored_fingerprint(resume.state) if resume else {}
     if resume:
         resumed = read_config(resume.model)
-        config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
-        notes += check_resume(resume, config, objective, bool(flags.lora))
+        config = config if resumed is None else of_revision(config, asked.model.model, resumed.revision)
+        notes += check_resume(resume, config, objective, bool(asked.start.lora))
     # LoRA's checkpoints hold what it adds: the weights it is added to are read each time.
     initial = None
-    if flags.pretrained and (flags.lora or not resume):
-        initial, config = check_pretrained(flags, config, notes, resumed=resume is not None)
+    if asked.start.pretrained and (asked.start.lora or not resume):
+        initial, config = check_pretrained(
+            asked.start.pretrained, asked.model.model, config, notes, resumed=resume is not None
+        )
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
-    lora = _lora(flags, initial, resume, notes) if flags.lora else None
-    only_cached = _named_by_the_cache_alone(flags, dataset, vae)
-    if only_cached:
-        notes.append(
-            f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
-            f"what only a file names is not loaded; if you trust it, add {' '.join(only_cached)}"
-        )
-    codec = None if only_cached else _load_codec(flags, dataset, vae, mesh, notes)
-    conditioner = _conditioner(flags, config, dataset, mesh, for_grids=codec is not None)
-    kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
-    kernels = _agree_on_attention(kernels, stored.get("attention"), flags, config, dtype, mesh, notes)
-    if lora is not None:
-        ops = lora_ops(kernels.ops)
-        why = "" if ops == kernels.ops else "; what takes a linear layer is torch's: --lora is a part of it"
-        kernels = replace(kernels, ops=ops, ops_note=kernels.ops_note + why)
-    folder = resume.run if resume else None
-    if folder is not None and flags.save:
-        check_writable(str(folder), f"--load {flags.load}:")
-    if folder is None:
-        folder = mesh.broadcast_object(new_run_folder(flags.outputs, flags.model) if mesh.is_main else None)
-    if resume and not resume.run:
-        notes.append(f"--load: {resume.folder} lies in no run's checkpoints folder, so the run goes on in {folder}")
-    lock, lock_notes = lock_folder(folder, mesh, f"--load {flags.load}", "stop it, or start a new run without --load")
+    lora = _lora(asked.start, initial, resume, notes) if asked.start.lora else None
+    codec = _codec(asked.data, captions, dataset, vae, mesh, notes)
+    conditioner = _conditioner(captions.text_encoder, config, dataset, mesh, for_grids=codec is not None)
+    kernels = _kernels(asked, config, mesh, stored.get("attention"), lora is not None, notes)
+    folder = _folder(asked.save, asked.model.model, resume, mesh, notes)
+    lock, lock_notes = lock_folder(
+        folder, mesh, f"--load {asked.save.load}", "stop it, or start a new run without --load"
+    )
     notes += lock_notes
-    last_step = last_step_of(flags, schedule)
+    last_step = last_step_of(batch, schedule)
     first_step = resume.state["step"] if resume else 0
     if first_step >= last_step:
         notes.append(
@@ -226,10 +211,57 @@ def make_deterministic() -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
+def _sequence(asked: Components, config: DiTConfig, mesh: Mesh, notes: list[str]) -> SequenceParallel | None:
+    """How ranks share every sample; None: they do not."""
+    parallel, keep_gathered = asked.parallel, asked.memory.keep_gathered
+    precision, samples = asked.train_speed.mixed_precision, asked.batch.batch_size
+    shape = sequence_shape(parallel, asked.speed.attention, precision, config, samples)
+    sequence = sequence_parallel(mesh, parallel.sequence_parallel_type, shape, keep_gathered=keep_gathered)
+    if keep_gathered and sequence.plan.kind != "fastseq":
+        notes.append(f"--keep_gathered does nothing: {sequence.plan.kind}, which auto took, gathers nothing")
+    return sequence
+
+
+def _checkpoint(save: SaveFlags, model: str, mesh: Mesh, notes: list[str]) -> Checkpoint | None:
+    """The checkpoint that the run goes on from."""
+    resume = find_checkpoint(save.load, save.outputs, model, mesh) if save.load else None
+    if save.load and resume is None:
+        notes.append(f"--load latest: no run of {model} under {save.outputs}, starting afresh")
+    return resume
+
+
+def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, notes: list[str]) -> Path:
+    """The run's folder: the one it goes on in, or a new one."""
+    folder = resume.run if resume else None
+    if folder is not None and save.save:
+        check_writable(str(folder), f"--load {save.load}:")
+    if folder is None:
+        folder = mesh.broadcast_object(new_run_folder(save.outputs, model) if mesh.is_main else None)
+    if resume and not resume.run:
+        notes.append(f"--load: {resume.folder} lies in no run's checkpoints folder, so the run goes on in {folder}")
+    return folder
+
+
+def _kernels(
+    asked: Components, config: DiTConfig, mesh: Mesh, stored: str | None, adds: bool, notes: list[str]
+) -> KernelChoice:
+    """The kernels of the run. stored: the attention of the checkpoint to resume. adds: whether --lora is in use."""
+    dtype = PRECISIONS[asked.train_speed.mixed_precision]
+    head_dim = config.hidden_size // config.num_heads
+    kernels = select_kernels(asked.speed, mesh.device, dtype, head_dim, config.tokens)
+    kernels = _agree_on_attention(kernels, stored, asked.speed, asked.run.deterministic, config, dtype, mesh, notes)
+    if not adds:
+        return kernels
+    ops = lora_ops(kernels.ops)
+    why = "" if ops == kernels.ops else "; what takes a linear layer is torch's: --lora is a part of it"
+    return replace(kernels, ops=ops, ops_note=kernels.ops_note + why)
+
+
 def _agree_on_attention(
     kernels: KernelChoice,
     stored: str | None,
-    flags,
+    speed: SpeedFlags,
+    deterministic: bool,
     config: DiTConfig,
     dtype: torch.dtype,
     mesh: Mesh,
@@ -240,11 +272,11 @@ def _agree_on_attention(
     torch's FlashAttention, which it tells to, rather than cuDNN, which adds the parts of dq up in any order and which
     torch's own choice may be."""
     backend, note = kernels.attend.backend, kernels.attention_note
-    stored = stored if flags.attention == "auto" else None
+    stored = stored if speed.attention == "auto" else None
     wanted, why = stored, "as in the checkpoint"
-    if flags.deterministic and mesh.device.type == "cuda" and {"auto", "cudnn"} & {backend, stored}:
+    if deterministic and mesh.device.type == "cuda" and {"auto", "cudnn"} & {backend, stored}:
         wanted, why = "flash" if dtype in HALF else "efficient", "--deterministic"
-    if (flags.enable_flashattn or flags.deterministic) and wanted not in (None, "auto", backend):
+    if (speed.enable_flashattn or deterministic) and wanted not in (None, "auto", backend):
         head_dim = config.hidden_size // config.num_heads
         try:
             backend, _ = resolve_attention(wanted, mesh.device, dtype, head_dim, config.tokens, tiled=True)
@@ -255,21 +287,45 @@ def _agree_on_attention(
     return replace(kernels, attend=LocalAttention(backend), attention_note=note)
 
 
-def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
+def _codec(
+    data: DataFlags, captions: CaptionFlags, dataset: MediaDataset, vae: str, mesh: Mesh, notes: list[str]
+) -> ImageCodec | VideoCodec | None:
+    """The VAE; None where nothing needs it but grids that can't be drawn, which a note says, or none are."""
+    if only_cached := _named_by_the_cache_alone(data, captions, dataset, vae):
+        notes.append(
+            f"no sample grids: only the index of --data_path {data.data_path} names what they are drawn with, and "
+            f"what only a file names is not loaded; if you trust it, add {' '.join(only_cached)}"
+        )
+        return None
+    if isinstance(dataset, MockDataset):
+        return None
+    # fp16 keeps Stable Diffusion's VAE within 0.14 % of fp32, bf16 within 1.2 % (docs/log.md).
+    dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
+    load = load_video_codec if data.use_video else load_codec
+    try:
+        return load(vae, channels=dataset.sample_shape[0], device=mesh.device, dtype=dtype)
+    except (ValueError, OSError) as error:
+        if dataset.kind != "latents" or "vae" in data.given:
+            raise
+        notes.append(f"no sample grids: the latents' VAE can't be loaded ({error})")
+        return None
+
+
+def _named_by_the_cache_alone(data: DataFlags, captions: CaptionFlags, dataset: MediaDataset, vae: str) -> list[str]:
     """The flags that would name the VAE and the text encoder of cached latents, where the user has named none and they
     are no names known everywhere: an index may be a stranger's, and what it names is not loaded."""
     if dataset.kind != "latents" or isinstance(dataset, MockDataset):
         return []
-    named = {"vae": vae, "text_encoder": dataset.text_encoder and flags.text_encoder}
+    named = {"vae": vae, "text_encoder": dataset.text_encoder and captions.text_encoder}
     return [
         f"--{flag} {shlex.quote(name) if name.isprintable() else ascii(name)}"
         for flag, name in named.items()
-        if name is not None and name not in KNOWN and flag not in flags.given
+        if name is not None and name not in KNOWN and flag not in data.given
     ]
 
 
 def _conditioner(
-    flags: TrainConfig, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, for_grids: bool
+    text_encoder: str | None, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, for_grids: bool
 ) -> Conditioner:
     """What conditions are made by. Embeddings from a cache need no encoder but ``for_grids``."""
     if config.text is None:
@@ -279,9 +335,7 @@ def _conditioner(
     needed = for_grids or empty is None
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # (mock data have no words)
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
-        encoder = load_text_encoder(
-            flags.text_encoder, device=mesh.device, dtype=dtype, max_tokens=config.text.max_tokens
-        )
+        encoder = load_text_encoder(text_encoder, device=mesh.device, dtype=dtype, max_tokens=config.text.max_tokens)
     return CaptionConditioner(config.text, mesh.device, encoder, empty)
 
 
@@ -299,10 +353,10 @@ def _path_or_name(value: str | None) -> str | None:
     return str(folder.resolve()) if folder and folder.exists() else value
 
 
-def _lora(flags: TrainConfig, initial: Weights, resume: Checkpoint | None, notes: list[str]) -> Lora:
+def _lora(start: StartFlags, initial: Weights, resume: Checkpoint | None, notes: list[str]) -> Lora:
     """Raises ValueError if peft is missing, or if the checkpoint to resume has another rank or scale."""
     check_peft()
-    lora = Lora(flags.lora, flags.lora_alpha or flags.lora, str(initial.path.resolve()))
+    lora = Lora(start.lora, start.lora_alpha or start.lora, str(initial.path.resolve()))
     if resume is not None:
         stored = Lora(**read_info(resume.model)["lora"])
         if (stored.rank, stored.alpha) != (lora.rank, lora.alpha):
@@ -311,18 +365,3 @@ def _lora(flags: TrainConfig, initial: Weights, resume: Checkpoint | None, notes
         if stored.base != lora.base and "pretrained" not in stored_fingerprint(resume.state):
             notes.append(f"--pretrained {lora.base}: the checkpoint was made for {stored.base}")
     return lora
-
-
-def _load_codec(flags, dataset, vae: str, mesh: Mesh, notes: list[str]) -> ImageCodec | None:
-    # fp16 keeps Stable Diffusion's VAE within 0.14 % of fp32, bf16 within 1.2 % (docs/log.md).
-    dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
-    if isinstance(dataset, MockDataset):
-        return None
-    load = load_video_codec if flags.use_video else load_codec
-    try:
-        return load(vae, channels=dataset.sample_shape[0], device=mesh.device, dtype=dtype)
-    except (ValueError, OSError) as error:
-        if dataset.kind != "latents" or "vae" in flags.given:
-            raise
-        notes.append(f"no sample grids: the latents' VAE can't be loaded ({error})")
-        return None

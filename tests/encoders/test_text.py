@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from opendit.cli.command_line import parse
-from opendit.cli.train_flags import TrainConfig
+from opendit.cli.train_flags import Components, TrainConfig
 from opendit.encoders import folder as folder_module
 from opendit.encoders.text import BYTES, HUB, TextTokens, load_text_encoder, text_geometry
-from opendit.training.from_flags import open_data, plan_model, settle_captions
+from opendit.training.from_flags import open_data, plan_model
 
 CAPTIONS = ["", "a seven moving left", "zwei fünf", "a seven " * 20]
 
@@ -257,7 +257,7 @@ def test_the_cache_serves_without_the_hub(monkeypatch, tmp_path, clip):
 @pytest.mark.parametrize("tokens", [1, 78])
 def test_a_length_that_does_not_fit_is_known_before_anything_is_loaded(tokens, tmp_path):
     argv = f"--model DiT-Ti/2 --data_path mock --image_size 32 --text_encoder clip --max_text_tokens {tokens}".split()
-    flags = parse(TrainConfig, argv)
-    dataset = open_data(flags)
+    asked = Components(parse(TrainConfig, argv))
+    dataset = open_data(asked.data, asked.captions, None, max_bad=0.05, seed=0)
     with pytest.raises(ValueError, match=f"--max_text_tokens {tokens}: --text_encoder clip takes 2 to 77"):
-        plan_model(settle_captions(flags, dataset)[0], dataset)
+        plan_model(asked, dataset)

@@ -206,4 +206,6 @@ def test_an_attention_that_is_asked_for_is_the_one_that_runs():
             parse(TrainConfig, [*words, kind]).settled(world_size=4, has_gpu=False)
     config = model_config("vDiT-Ti/122", input_size=(32, 32), in_channels=4, frames=4, num_classes=3)
     for options, kind in ((words[:4], "ring"), ([*words, "auto"], "ulysses")):  # ring costs least here
-        assert make_plan("auto", 2, sequence_shape(parse(TrainConfig, options), config, 1)).kind == kind
+        flags = parse(TrainConfig, options)
+        shape = sequence_shape(flags, flags.attention, flags.mixed_precision, config, 1)
+        assert make_plan("auto", 2, shape).kind == kind

@@ -166,7 +166,7 @@ def test_a_rank_killed_before_the_first_step_ends_the_other(start):
 
 
 def wait_in_prepare() -> None:
-    def prepare(flags, mesh):
+    def prepare(*_):
         print("preparing", flush=True)
         time.sleep(1000)
 

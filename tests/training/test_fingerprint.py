@@ -46,9 +46,10 @@ FLAGS = {item.name for item in flags_of(TrainConfig)}
 
 def of(tmp_path, *more: str) -> dict:
     """The fingerprint of a run with these flags, which is not started."""
-    job = prepare(parse(TrainConfig, [*TINY, "--outputs", str(tmp_path / "outputs"), *more]), ALONE)
-    job.lock.__exit__(None, None, None)
-    return job.fingerprint
+    flags, notes = parse(TrainConfig, [*TINY, "--outputs", str(tmp_path / "outputs"), *more]).settled(1, has_gpu=False)
+    spec = prepare(flags, ALONE, notes)
+    spec.lock.__exit__(None, None, None)
+    return spec.fingerprint
 
 
 def notes(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from opendit.kernels.attention import LocalAttention
 from opendit.kernels.select import KernelChoice
 from opendit.models import model_config
 from opendit.models.layers import BlockOps
-from opendit.training import prepare as job
+from opendit.training import prepare as preparing
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def test_attention_of_resumed_and_deterministic_runs(
             raise ValueError("builds the N x N matrix")
         return wanted, "asked for"
 
-    monkeypatch.setattr(job, "resolve_attention", resolve)
+    monkeypatch.setattr(preparing, "resolve_attention", resolve)
     mesh = SimpleNamespace(device=torch.device("cuda"), broadcast_object=lambda value: value)
-    flags = SimpleNamespace(deterministic=deterministic, enable_flashattn=flashattn, attention=asked)
+    speed = SimpleNamespace(enable_flashattn=flashattn, attention=asked)
     config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=3)
     kernels, notes = KernelChoice(BlockOps(), LocalAttention(chosen), "", "measured"), []
-    agreed = job._agree_on_attention(kernels, stored, flags, config, torch.bfloat16, mesh, notes)
+    agreed = preparing._agree_on_attention(kernels, stored, speed, deterministic, config, torch.bfloat16, mesh, notes)
     assert agreed.attend.backend == used and (agreed.attention_note == "measured") == (used == chosen)
     assert len(notes) == (stored == "math" and asked == "auto")

@@ -9,14 +9,14 @@ from opendit.data.mock import MockDataset
 from opendit.training import summary
 
 
-def job(folder, **more):
+def spec(folder, **more):
     flags = SimpleNamespace(save=True, outputs=str(folder.parent), model="DiT-Ti/2")
     info = {"vae": "ema", "text_encoder": None, **more.pop("info", {})}
     rest = dict(dataset=None, codec=object(), last_step=5, first_step=0, model_config=SimpleNamespace(text=None))
     return SimpleNamespace(flags=flags, folder=folder, info=lambda: info, **{**rest, **more})
 
 
-def say(job, capsys, newest=None, failures=(), lost=(), complete=True) -> str:
+def say(spec, capsys, newest=None, failures=(), lost=(), complete=True) -> str:
     counted = records.WriteFailures(lambda text: None)
     for what in lost:
         with counted.survive(what):
@@ -24,14 +24,14 @@ def say(job, capsys, newest=None, failures=(), lost=(), complete=True) -> str:
     log = SimpleNamespace(lost=0, waiting=len(lost))
     board = SimpleNamespace(complete=complete)
     monitor = SimpleNamespace(last={"step": 5, "loss": 0.5}, failures=counted, log_file=log, board=board)
-    summary.summarise(job, monitor, SimpleNamespace(newest=newest, failures=list(failures)))
+    summary.summarise(spec, monitor, SimpleNamespace(newest=newest, failures=list(failures)))
     return capsys.readouterr().out
 
 
 def test_nothing_is_named_that_is_not_there(tmp_path, capsys):
     folder = tmp_path / "000-DiT-Ti-2"
     (folder / "samples").mkdir(parents=True)
-    said = say(job(folder), capsys, failures=["step 5: full"], lost=["log.jsonl", "samples"], complete=False)
+    said = say(spec(folder), capsys, failures=["step 5: full"], lost=["log.jsonl", "samples"], complete=False)
     assert "None" not in said and "checkpoint   none was saved" in said and "NOT SAVED    step 5: full" in said
     for row in ("next", "pictures", "curves", "log  "):
         assert f"  {row}" not in said
@@ -44,7 +44,7 @@ def test_what_is_there_is_named_with_a_command_that_works(tmp_path, capsys):
     (folder / "samples" / "0000005.png").touch()
     (folder / "log.jsonl").write_text("{}\n")
     newest = folder / "checkpoints" / "step_0000005"
-    said = say(job(folder), capsys, newest=newest)
+    said = say(spec(folder), capsys, newest=newest)
     assert "NOT" not in said and f"pictures    {folder}/samples" in said and f"log         {folder}/log.jsonl" in said
     assert f"curves      tensorboard --logdir '{folder}/tensorboard'" in said
     assert said.rstrip().endswith(f"python sample.py --ckpt '{folder}'")
@@ -63,7 +63,7 @@ def test_what_is_there_is_named_with_a_command_that_works(tmp_path, capsys):
     ],
 )
 def test_the_next_command_names_what_sample_py_would_ask_for(more, end, tmp_path):
-    said = summary.what_next(job(tmp_path, **more), 5, tmp_path / "x")
+    said = summary.what_next(spec(tmp_path, **more), 5, tmp_path / "x")
     assert said is None if end is None else said == f"python sample.py --ckpt {tmp_path}{end}"
 
 
@@ -72,5 +72,5 @@ def test_a_stopped_run_goes_on_by_latest_or_by_its_name(tmp_path):
         (tmp_path / f"{number}-DiT-Ti-2" / "checkpoints" / "step_0000003").mkdir(parents=True)
         (tmp_path / f"{number}-DiT-Ti-2" / "checkpoints" / "step_0000003" / "state.json").touch()
     for number, load in (("000", str(tmp_path / "000-DiT-Ti-2")), ("001", "latest")):
-        said = summary.what_next(job(tmp_path / f"{number}-DiT-Ti-2"), 3, tmp_path)
+        said = summary.what_next(spec(tmp_path / f"{number}-DiT-Ti-2"), 3, tmp_path)
         assert said == f"the same command with --load {load} goes on to step 5"
