@@ -23,7 +23,7 @@ from opendit.data.names import taken
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.kernels.names import RECOMPUTE
 from opendit.models.names import KINDS, POSITIONS
-from opendit.parallel.names import PLUGINS, PRECISIONS, plugin_help
+from opendit.parallel.names import PLUGINS, PRECISIONS, REDUCE_DTYPES, RESHARD, plugin_help
 from opendit.state.names import CHECKPOINT_FORMATS
 
 
@@ -216,6 +216,16 @@ class PluginFlags(Flags):
     group: ClassVar[str] = "Parallelism"
 
     plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS))
+    data_parallel_replicate: int = flag(
+        1, "of fsdp: copies of the sharded model, say one for each machine (HSDP)", at_least=1, at_most=2**20
+    )
+    reshard: str = flag(
+        "auto",
+        "of fsdp: free a block's gathered weights after its forward pass, or never before its backward pass; auto: "
+        "never, if they fit",
+        choices=RESHARD,
+    )
+    reduce_dtype: str = flag("fp32", "of fsdp: in which gradients are summed over ranks", choices=REDUCE_DTYPES)
 
 
 @dataclass(frozen=True)

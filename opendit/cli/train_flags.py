@@ -12,6 +12,7 @@ from opendit.data.names import named_sources
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.models.names import KINDS, canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
+from opendit.parallel.sizes import check_replicate
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
@@ -64,6 +65,7 @@ class TrainConfig(
         if flags.lora is not None:
             flags._check_lora()
         flags.check_parallel(world_size)
+        check_replicate(flags.data_parallel_replicate, flags.sequence_parallel_size, world_size)
         flags, note = flags._settle_batch(world_size // flags.sequence_parallel_size)
         notes += note
         if flags.keep_gathered and flags.sequence_parallel_type not in ("auto", "fastseq"):
@@ -92,6 +94,11 @@ class TrainConfig(
 
     def _check_speed(self) -> None:
         check_precision(self.plugin, self.mixed_precision)
+        if self.reduce_dtype not in ("fp32", self.mixed_precision):
+            raise ValueError(
+                f"--reduce_dtype {self.reduce_dtype}: gradients are made in --mixed_precision {self.mixed_precision}; "
+                "leave it out"
+            )
         if self.deterministic and self.attention == "cudnn":
             raise ValueError("--attention cudnn adds gradients in any order; use flash with --deterministic")
         if self.enable_flashattn and self.attention == "math":
@@ -128,6 +135,9 @@ class TrainConfig(
         idle |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
         if self.lora is None:
             idle["lora_alpha"] = "does nothing without --lora"
+        if self.plugin != "fsdp":
+            of_fsdp = ("data_parallel_replicate", "reshard", "reduce_dtype")
+            idle |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
         if not self.use_video:
             idle |= dict.fromkeys(("num_frames", "frame_interval", "short_clips"), "does nothing without --use_video")
         if not self.save:

@@ -1,9 +1,19 @@
 """A model becomes the parallel model, in the one order in which its changes may come."""
 
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
 from opendit.kernels.recompute import recompute_in
-from opendit.models import DiT
+from opendit.models import DiT, plan_of
 from opendit.models.attention import local_attention
 from opendit.models.layers import Attend, BlockOps
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.rules import shard_units
 from opendit.parallel.sequence import SequenceParallel
 
 
@@ -19,7 +29,7 @@ def apply_parallel(
     **compile_options,
 ) -> DiT:
     """``model`` with everything that a run puts into it, in place; returns it. What the engine then does to its
-    parameters (shards) comes last.
+    parameters (shards: for --plugin fsdp :func:`apply_shards`) comes last.
 
     tensor -> expert -> sequence -> recompute -> compile -> shards:
 
@@ -42,3 +52,62 @@ def apply_parallel(
     if compiled:
         model.compile_blocks(**compile_options)
     return model
+
+
+# ------------------------------------------------------------------------------------------------------------- shards
+
+PREFETCHED = 2  # units that are gathered ahead of the one that computes: a block, and its modulation
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How ``fully_shard`` divides a model.
+
+    dtype: of the gathered weights; the shards stay as they are. reduce_dtype: in which gradients are summed over ranks.
+    keep_gathered: weights stay gathered from the forward to the backward pass (the traffic of ZeRO-2), else they are
+        freed in between and gathered anew.
+    keep_gradients: of several micro-batches' gradients whole sums are kept, and only the last one's backward pass
+        reduces them; else every backward pass does.
+    """
+
+    dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    keep_gathered: bool = True
+    keep_gradients: bool = True
+
+
+def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
+    """Cuts the parameters of ``model``, in place, by the units of its plan: along dimension 0 among the ranks of the
+    group ``fsdp``, each of ``dp_replicate`` having a copy. They become DTensors, and the calls of a unit gather and
+    free its weights. Frozen weights, which no optimizer needs exactly, are stored in ``sharding.dtype``.
+
+    While a unit computes, the next ones' weights are on their way, in the order in which the model calls them: a
+    block's modulation before the block.
+    """
+    names = ("dp_replicate", "fsdp") if mesh.dims.dp_replicate > 1 else ("fsdp",)
+    settings = dict(
+        mesh=mesh.device_mesh(*names),
+        mp_policy=MixedPrecisionPolicy(sharding.dtype, sharding.reduce_dtype, cast_forward_inputs=False),
+        reshard_after_forward=not sharding.keep_gathered,
+    )
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(sharding.dtype)
+    units = shard_units(plan_of(model.config), (name for name, _ in model.named_parameters()))
+    called = [module for name, module in _children_first(model) if name in units and module is not model]
+    # A product's result may be a view, which FSDP2 says must not be changed in place: nothing does.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for module in called:
+        fully_shard(module, **settings)
+    # What is outside of all units is used at the beginning and at the end of both passes: it stays gathered.
+    fully_shard(model, **settings | {"reshard_after_forward": False})
+    for place, module in enumerate(called):
+        module.set_modules_to_forward_prefetch(called[place + 1 : place + 1 + PREFETCHED])
+        module.set_modules_to_backward_prefetch(called[max(0, place - PREFETCHED) : place][::-1])
+
+
+def _children_first(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """All modules and their names, each after what is inside of it."""
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{prefix}{name}.")
+    yield prefix.removesuffix("."), module

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from opendit.parallel.rendezvous import meet, part
-from opendit.parallel.sizes import AXES, ParallelDims, check_sequence_parallel, find_place, grid_groups
+from opendit.parallel.sizes import (
+    AXES,
+    ParallelDims,
+    check_replicate,
+    check_sequence_parallel,
+    find_place,
+    grid_groups,
+)
 
 # Their communication lies in the way of computation, and must not queue behind that of the gradients: they have groups
 # of their own even where those are all ranks, and on a GPU streams of high priority.
@@ -141,21 +148,29 @@ class Mesh:
         return box[0]
 
 
-def init_mesh(timeout_minutes: float = 30.0, *, sequence_parallel: int = 1, dims: ParallelDims | None = None) -> Mesh:
+def init_mesh(
+    timeout_minutes: float = 30.0,
+    *,
+    sequence_parallel: int = 1,
+    replicate: int = 1,
+    dims: ParallelDims | None = None,
+) -> Mesh:
     """Starts torch.distributed (nccl on GPUs, gloo on CPUs) and returns this process's mesh.
 
     Args:
         sequence_parallel: ranks that share a sequence; the others are data parallel.
-        dims: sizes of the mesh, instead of ``sequence_parallel``.
+        replicate: copies of the sharded model.
+        dims: sizes of the mesh, instead of these two.
 
     Raises:
-        ValueError: more processes on this machine than GPUs, a number that sequence_parallel does not divide or that is
-            not that of dims, or variables of the environment with which the processes can't meet.
+        ValueError: more processes on this machine than GPUs, a number that sequence_parallel x replicate does not
+            divide or that is not that of dims, or variables of the environment with which the processes can't meet.
     """
     place = find_place()
     rank, world, local = place.rank, place.world_size, place.local_rank
     check_sequence_parallel(sequence_parallel, world)
-    dims = dims or ParallelDims.fill(world, sp=sequence_parallel)
+    check_replicate(replicate, sequence_parallel, world)
+    dims = dims or ParallelDims.fill(world, sp=sequence_parallel, dp_replicate=replicate)
     dims.check(world)
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 PRECISIONS = ("fp16", "bf16", "fp32")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
+RESHARD = ("auto", "after_forward", "never")
+REDUCE_DTYPES = ("fp32", "bf16")
 OWN_ATTENTION = ("ring", "usp")  # that attend to a part of the keys at a time, by a kernel of their own
 
 
@@ -43,6 +45,7 @@ PLUGINS = {
         },
     ),
     "ddp": Plugin("nothing sharded"),
+    "fsdp": Plugin("weights too, by torch's FSDP2"),
 }
 
 

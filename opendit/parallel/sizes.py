@@ -181,6 +181,17 @@ def check_sequence_parallel(size: int, world_size: int) -> None:
         )
 
 
+def check_replicate(copies: int, sequence_parallel: int, world_size: int) -> None:
+    """Raises ValueError unless the groups of ``sequence_parallel`` among ``world_size`` processes can be cut into
+    ``copies`` of the model."""
+    if world_size % (copies * sequence_parallel):
+        size = f" with --sequence_parallel_size {sequence_parallel}" if sequence_parallel > 1 else ""
+        raise ValueError(
+            f"--data_parallel_replicate {copies}{size} does not divide the {world_size} processes; change it or "
+            "torchrun's --nproc_per_node"
+        )
+
+
 def check_cfg_parallel(sequence_parallel: int, world_size: int) -> None:
     """Raises ValueError unless ``world_size`` processes can be cut into pairs of sequence groups."""
     ranks = 2 * sequence_parallel

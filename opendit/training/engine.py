@@ -11,6 +11,7 @@ from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.names import PLUGINS
 from opendit.training.from_flags import config_of
 from opendit.training.prepare import RunSpecification
+from opendit.training.sharding import sharding_of
 
 
 def build_model_and_engine(spec: RunSpecification) -> Engine:
@@ -42,6 +43,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         betas=(flags.adam_beta1, flags.adam_beta2),
         grad_clip=flags.grad_clip,
         grad_accumulation=flags.grad_accumulation,
+        sharding=sharding_of(spec) if flags.plugin == "fsdp" else None,
     )
 
 

@@ -37,7 +37,8 @@ CODE = "the same curve only if nothing that computes it was changed"
 
 FREE = frozenset(
     "num_workers data_timeout max_bad max_bad_steps enable_cuda_graph keep_gathered recipe dry_run outputs load "
-    "log_every ckpt_every save ckpt_keep checkpoint_format profile sample_every sample_steps sample_cfg_scale".split()
+    "log_every ckpt_every save ckpt_keep checkpoint_format profile sample_every sample_steps sample_cfg_scale "
+    "reshard".split()
 )
 OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions full_attention "
@@ -71,6 +72,7 @@ MEANS = {
     "ema_decay": AVERAGES,
     "ema_warmup": AVERAGES,
     **dict.fromkeys(("plugin", "mixed_precision", "compile", "deterministic"), ROUNDING),
+    **dict.fromkeys(("data_parallel_replicate", "reduce_dtype"), ROUNDING),
     **dict.fromkeys(("fp8", "attention", "kernels", "recomputed", "sequence", "split", "world_size"), ROUNDING),
     **dict.fromkeys(("torch", "colossalai", "triton", "cuda", "cudnn", "processor"), ROUNDING),
     "source": CODE,

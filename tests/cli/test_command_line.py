@@ -26,7 +26,7 @@ def refused(argv: list[str], capsys) -> str:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--plugin", "zero3"], "--plugin zero3: must be one of zero2, gemini, ddp; did you mean zero2?"),
+        (["--plugin", "zero3"], "--plugin zero3: must be one of zero2, gemini, ddp, fsdp; did you mean zero2?"),
         (["--batch_size"], "--batch_size needs a value"),
         (["--outputs", "--load", "latest"], "--outputs needs a value"),
         (["--fp8=true"], "--fp8 takes no value: write --fp8, or --no_fp8"),

@@ -93,6 +93,7 @@ BESIDE_OF_TRAIN = {
     "num_frames": CLIPS, "frame_interval": CLIPS, "short_clips": CLIPS, "max_bad": f"{TINY} --data_path pictures",
     "lora": f"{TINY} {PRETRAINED}", "lora_alpha": f"{TINY} {PRETRAINED} --lora 4",
     "text_encoder": f"{TINY} --data_path mock", "max_text_tokens": f"{TINY} --data_path mock --text_encoder bytes",
+    **dict.fromkeys(("data_parallel_replicate", "reshard", "reduce_dtype"), f"{TINY} --plugin fsdp"),
     "expert_capacity": f"{TINY} --model EC-DiT-Ti/2", "flow_shift": f"{TINY} --objective flow",
     "flow_times": f"{TINY} --objective flow", "edm_mean": f"{TINY} --objective edm",
     "edm_std": f"{TINY} --objective edm", "edm_sigma_data": f"{TINY} --objective edm",

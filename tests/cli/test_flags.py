@@ -39,7 +39,7 @@ def test_documented_flags_and_defaults():
     st.integers(1, 65_536),
     st.floats(1e-8, 1.0, allow_nan=False),
     st.booleans(),
-    st.sampled_from(["zero2", "ddp", "gemini"]),
+    st.sampled_from(["zero2", "ddp", "gemini", "fsdp"]),
     st.booleans(),
     st.booleans(),
 )
@@ -75,6 +75,8 @@ def test_unknown_flags_are_refused(capsys):
         (["--plugin", "gemini", "--mixed_precision", "fp32"], "use --mixed_precision bf16"),
         (["--plugin", "gemini"], "--plugin gemini works in bf16"),  # the CPU fallback is fp32
         (["--plugin", "gemini", "--mixed_precision", "bf16", "--fp8"], "--fp8 does not work with --plugin gemini"),
+        (["--plugin", "fsdp", "--data_parallel_replicate", "3"], "--data_parallel_replicate 3 does not divide the 4"),
+        (["--plugin", "fsdp", "--reduce_dtype", "bf16"], "--reduce_dtype bf16: gradients are made in .* fp32"),
         (["--deterministic", "--attention", "cudnn"], "--attention cudnn adds gradients in any order"),
         (["--batch_size", "0"], "--batch_size 0"),
         (["--lr", "-1"], "--lr"),

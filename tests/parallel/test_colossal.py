@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from opendit.parallel.adamw import FusedAdamW
 from tests.ranks import run_ranks
 
 DECAYS = (0.5, 0.9)
@@ -18,14 +19,12 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_adamw_is_adamw_by_its_formula(dtype, elements):
     """As Gemini's optimizer calls it: half-precision gradients, a scale to divide by, some parameters without any."""
-    from opendit.parallel.colossal import load
-
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2), (1,))]
     lr, betas, decay, eps, scale = 1e-2, (0.9, 0.99), 0.1, 1e-8, 8.0
     for p in params:
         p.grad_dtype = None  # of any dtype
-    adam = load().FusedAdamW(params, lr=lr, betas=betas, weight_decay=decay, eps=eps)
+    adam = FusedAdamW(params, lr=lr, betas=betas, weight_decay=decay, eps=eps)
     adam.elements = elements
     expected = [p.detach().double() for p in params]
     means, squares = [[torch.zeros_like(w) for w in expected] for _ in range(2)]

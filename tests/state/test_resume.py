@@ -23,6 +23,7 @@ SETTINGS = {
     "zero2-fp32": ["--plugin", "zero2", "--mixed_precision", "fp32"],
     "zero2-bf16": ["--plugin", "zero2", "--mixed_precision", "bf16", "--grad_accumulation", "2"],
     "gemini-bf16": ["--plugin", "gemini", "--mixed_precision", "bf16"],
+    "fsdp-bf16": ["--plugin", "fsdp", "--mixed_precision", "bf16", "--grad_accumulation", "2"],
     "ddp-fp32": ["--plugin", "ddp", "--mixed_precision", "fp32", "--grad_accumulation", "2"],
     "ddp-bf16": ["--plugin", "ddp", "--mixed_precision", "bf16"],
 }
@@ -109,9 +110,9 @@ def test_another_world_batch_split_or_plugin_goes_on_within_rounding(tmp_path, v
     whole = losses(tmp_path / "whole")
     source = run_of(tmp_path / "whole") / "checkpoints" / f"step_{HALF:07d}"
     changed = {  # world: (batch size, micro-batches, plugin, other flags)
-        1: [(8, 1, "zero2", fp32)],
+        1: [(8, 1, "zero2", fp32), (4, 2, "fsdp", fp32)],
         2: [(1, 4, "zero2", fp32), (4, 1, "gemini", [*common, "--mixed_precision", "bf16"])],
-        4: [(2, 1, "zero2", fp32), (1, 2, "ddp", fp32)],
+        4: [(2, 1, "zero2", fp32), (1, 2, "ddp", fp32), (2, 1, "fsdp", [*fp32, "--data_parallel_replicate", "2"])],
     }
     for world, splits in changed.items():
         runs = []

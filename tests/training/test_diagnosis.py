@@ -29,15 +29,16 @@ def weight_spoilt_from_step_3() -> None:
     building.build_model_and_engine, Inputs.of = build, inputs
 
 
-@pytest.mark.parametrize("plugin", ["zero2", "ddp", "gemini"])
+@pytest.mark.parametrize("plugin", ["zero2", "ddp", "gemini", "fsdp"])
 def test_the_first_module_that_is_not_finite_is_named(start, plugin):
-    faults = {0: latents_spoilt_from_step_3} if plugin == "gemini" else {1: weight_spoilt_from_step_3}
+    shared = plugin in ("gemini", "fsdp")  # weights: no rank has a wrong one by itself
+    faults = {0: latents_spoilt_from_step_3} if shared else {1: weight_spoilt_from_step_3}
     argv = [*LONG, "--max_bad_steps", "3", "--plugin", plugin, "--mixed_precision", "bf16"]
     run = start(2, argv, faults)
     run.until(lambda: run.steps() >= 3)
     assert set(run.ended(time.monotonic())) <= {1, 3}
     (line,) = [line for line in map(run.last_line, range(2)) if "3 steps in a row" in line][:1]
-    if plugin == "gemini":
+    if shared:
         assert "on rank 0 the latents were not finite for 1 of 4 samples (row " in line
     else:
         assert "on rank 1 the output of blocks.2.mlp.fc1 was not finite for 4 of 4 samples (row " in line

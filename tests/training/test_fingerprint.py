@@ -63,7 +63,8 @@ def test_every_flag_is_listed_once():
     """A flag that is new must be put into FREE, OF_THE_MODEL or MADE_INTO, or be known here to change the curve."""
     known = {"image_size", "num_frames", "frame_interval", "short_clips", "label_drop", "lr", "lr_schedule",
              "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "grad_clip", "objective", "global_seed",
-             *OBJECTIVE_FLAGS, "ema_warmup", "plugin", "mixed_precision", "compile", "deterministic"}  # fmt: skip
+             *OBJECTIVE_FLAGS, "ema_warmup", "plugin", "mixed_precision", "compile", "deterministic",
+             "data_parallel_replicate", "reduce_dtype"}  # fmt: skip
     lists = [FREE & FLAGS, OF_THE_MODEL, set(MADE_INTO), known]
     assert set().union(*lists) == FLAGS
     assert sum(map(len, lists)) == len(set().union(*lists))

@@ -4,7 +4,6 @@ Import it by ``opendit.parallel.colossal.load()``, which makes the imports below
 """
 
 import warnings
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,77 +12,21 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import (
     GeminiPlugin,
     LowLevelZeroPlugin,
+    Plugin,
     TorchDDPPlugin,
     low_level_zero_plugin,
 )
 from colossalai.zero.gemini import gemini_optimizer
-from torch import Tensor, nn
-from torch.optim.adamw import adamw
+from torch import nn
 
 from opendit.kernels.common import kernels_available
+from opendit.parallel.adamw import FusedAdamW
+from opendit.parallel.colossal.fsdp import FSDPPlugin
 from opendit.parallel.colossal.zero import ZeroOptimizer
 
+__all__ = ["FSDPPlugin", "boost", "boost_with", "build_optimizer", "register"]
+
 # ------------------------------------------------------------------------------------------ optimizers
-
-
-class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW on fp32 weights, with the ``div_scale`` that Gemini's optimizer passes.
-
-    Gradients may be bf16 or fp16. (Colossal-AI's own CPU Adam ignores ``div_scale`` for bf16 gradients, so that
-    gradient clipping would silently not happen; and its HybridAdam compiles two extensions by nvcc before the first
-    step, which takes minutes.)
-    """
-
-    elements = 2**26  # of the parameters that are updated together, whose gradients are copied to fp32 at one time
-
-    def __init__(self, params, **kwargs):
-        super().__init__(params, fused=True, **kwargs)
-
-    def init_state(self, p: Tensor) -> dict[str, Tensor]:
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        return state
-
-    @torch.no_grad()
-    def step(self, closure=None, div_scale: float = -1):
-        for group in self.param_groups:
-            for params in _by_size([p for p in group["params"] if p.grad is not None], self.elements):
-                grads = [p.grad.to(p.dtype) for p in params]
-                if div_scale > 0:
-                    grads = [g if g is not p.grad else g.clone() for g, p in zip(grads, params, strict=True)]
-                    torch._foreach_mul_(grads, 1.0 / div_scale)
-                states = [self.init_state(p) for p in params]
-                adamw(
-                    [p.data for p in params],
-                    grads,
-                    [s["exp_avg"] for s in states],
-                    [s["exp_avg_sq"] for s in states],
-                    [],
-                    [s["step"] for s in states],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
-
-
-def _by_size(params: list[Tensor], elements: int) -> Iterator[list[Tensor]]:
-    """Lists of neighbouring parameters that together have ``elements`` or, by the last of them, more."""
-    taken, size = [], 0
-    for p in params:
-        taken.append(p)
-        size += p.numel()
-        if size >= elements:
-            yield taken
-            taken, size = [], 0
-    if taken:
-        yield taken
 
 
 def build_optimizer(
@@ -91,12 +34,12 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, str]:
     """The optimizer for ``plugin`` and one line that says which and why.
 
-    zero2 needs of it only the settings and the state (ZeroOptimizer does the step).
+    zero2 and fsdp need of it only the settings and the state (OnePassAdamW does the step).
     """
     optimizer = FusedAdamW(
         [p for p in module.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8
     )
-    if plugin != "zero2":
+    if plugin not in ("zero2", "fsdp"):
         return optimizer, "torch's fused AdamW"
     available, why = kernels_available("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
     kind = "AdamW, averages and working weights in one kernel" if available else "AdamW by torch"
@@ -181,13 +124,19 @@ def boost(
         built = TorchDDPPlugin(broadcast_buffers=False, gradient_as_bucket_view=True)
     else:
         raise ValueError(f"--plugin {plugin}: choose zero2, ddp or gemini")
-    with warnings.catch_warnings():  # torch's advice on DDP arguments that the plugin passes
-        warnings.simplefilter("ignore")
-        model, optimizer, *_ = Booster(plugin=built).boost(module, optimizer)
+    model, optimizer = boost_with(built, module, optimizer)
     if plugin == "gemini" and precision == "bf16":
         optimizer.mix_precision_mixin = _FiniteBF16(model.chunk_manager)
     if plugin == "ddp":
         _settle_buckets(model.module)
+    return model, optimizer
+
+
+def boost_with(plugin: Plugin, module: nn.Module, optimizer: torch.optim.Optimizer):
+    """What Colossal-AI's Booster makes of both, with this plugin."""
+    with warnings.catch_warnings():  # torch's advice on DDP arguments that TorchDDPPlugin passes
+        warnings.simplefilter("ignore")
+        model, optimizer, *_ = Booster(plugin=plugin).boost(module, optimizer)
     return model, optimizer
 
 

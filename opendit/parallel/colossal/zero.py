@@ -6,7 +6,7 @@ from colossalai.zero import LowLevelZeroOptimizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opendit.kernels.adamw_ema import FusedStep
+from opendit.parallel.adamw import OnePassAdamW
 
 ALIGNMENT = 8  # elements: every shard in a bucket begins at a multiple of 16 bytes
 GATHER_BYTES = 128 << 20  # of working weights that are gathered together
@@ -22,7 +22,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     - on one rank there is nothing to reduce: the step reads ``p.grad``;
     - on several, a bucket of gradients is reduce-scattered while the backward pass goes on, and a rank keeps only its
       shard of the result;
-    - the step is :class:`FusedStep`, bucket by bucket, and each bucket's working weights are gathered, in place,
+    - the step is :class:`OnePassAdamW`'s, bucket by bucket, and each bucket's working weights are gathered, in place,
       while the next is being updated.
 
     Attributes:
@@ -45,8 +45,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._shards: dict[int, Tensor] = {}  # gradients of this rank, by the id of the parameter
         self._bucket: list[nn.Parameter] = []
         self._in_flight: list[tuple[dist.Work, list[nn.Parameter], Tensor]] = []
-        self._fused: FusedStep | None = None
-        self._average = None
+        self._adamw = OnePassAdamW(self.optim, self._masters, self._own_sizes(), self._working)
         if self._world == 1:
             for hook in self.grad_handles:
                 hook.remove()
@@ -119,21 +118,19 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- the step
 
     def attach_averages(self, averages, decays, updates: Tensor) -> None:
-        """The steps also update these averages; see :meth:`FusedStep.attach`.
+        """The steps also update these averages; see :meth:`opendit.kernels.adamw_ema.FusedStep.attach`.
 
         ``averages``: for each average its tensors, in the order of the trained parameters, each of the size of this
         rank's shard without padding.
         """
-        self._average = averages, decays, updates
-        if self._fused is not None:
-            self._fused.attach(*self._average)
+        self._adamw.attach_averages(averages, decays, updates)
 
     def step(self, closure=None) -> None:
         """Clips, updates masters, moments, averages and working weights, and clears the gradients.
 
         If a gradient of any rank is not finite, nothing is changed.
         """
-        fused, scaler = self._fused_step(), self._scaler()
+        fused, scaler = self._adamw.fused(), self._scaler()
         grads = zip(self.gradients, fused.masters, strict=True)
         total = fused.square_sum([g if g is None or self._world == 1 else g[: m.numel()] for g, m in grads])
         if self._world > 1:
@@ -155,34 +152,6 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     def _scaler(self):
         return getattr(self.mixed_precision_mixin, "grad_scaler", None)
-
-    def _fused_step(self) -> FusedStep:
-        """Made at the first step, when the moments have been loaded; all parameters share one count of steps."""
-        (settings,) = self.optim.param_groups
-        states = [self.optim.init_state(master) for master in self._masters]
-        if self._fused is None:
-            sizes = self._own_sizes()
-            self._fused = FusedStep(
-                *(
-                    [tensor[:size] for tensor, size in zip(tensors, sizes, strict=True)]
-                    for tensors in (
-                        self._masters,
-                        [state["exp_avg"] for state in states],
-                        [state["exp_avg_sq"] for state in states],
-                        self._working,
-                    )
-                ),
-                count=torch.zeros((), dtype=torch.float32, device=self._masters[0].device),
-                betas=settings["betas"],
-                eps=settings["eps"],
-            )
-            if self._average is not None:
-                self._fused.attach(*self._average)
-        if any(state["step"] is not self._fused.count for state in states):  # new, or loaded from a checkpoint
-            self._fused.count.fill_(states[0]["step"])
-            for state in states:
-                state["step"] = self._fused.count
-        return self._fused
 
     def _own_sizes(self) -> list[int]:
         """Elements of this rank's shards without the padding of the last ranks."""

@@ -4,11 +4,12 @@ from importlib import import_module
 
 from torch import nn
 
+from opendit.parallel.apply import Sharding
 from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings, StepResult
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import PLUGINS, check_precision
 
-__all__ = ["MOMENTS", "PRECISIONS", "Engine", "StepResult", "build_engine", "engine_of"]
+__all__ = ["MOMENTS", "PRECISIONS", "Engine", "Sharding", "StepResult", "build_engine", "engine_of"]
 
 
 def engine_of(plugin: str) -> type[Engine]:
@@ -27,6 +28,7 @@ def build_engine(
     betas: tuple[float, float] = (0.9, 0.999),
     grad_clip: float = 1.0,
     grad_accumulation: int = 1,
+    sharding: Sharding | None = None,
 ) -> Engine:
     """Wraps a module, the same on every rank, for training.
 
@@ -35,7 +37,8 @@ def build_engine(
         plugin: one of ``opendit.parallel.names.PLUGINS``.
         betas: of AdamW, both at least 0 and below 1.
         grad_clip: bound of the global gradient norm; 0 means none.
-        grad_accumulation: micro-batches a step (gemini has to know).
+        grad_accumulation: micro-batches a step (gemini and fsdp have to know).
+        sharding: how fsdp divides the model; its dtype is that of ``precision``.
 
     Raises:
         ValueError: unknown plugin or precision, or one that the plugin does not work in.
@@ -43,5 +46,5 @@ def build_engine(
     if plugin not in PLUGINS or precision not in PRECISIONS:
         raise ValueError(f"plugin {plugin} with precision {precision}: plugins are {', '.join(PLUGINS)}")
     check_precision(plugin, precision)
-    settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation)
+    settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation, sharding or Sharding())
     return engine_of(plugin)(module, mesh, precision, settings)

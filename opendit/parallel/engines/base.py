@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opendit.parallel.apply import Sharding
 from opendit.parallel.layout import Layout, Shard, flat_cut
 from opendit.parallel.mesh import Mesh
 
@@ -39,13 +40,14 @@ class StepResult:
 @dataclass(frozen=True)
 class Settings:
     """Of AdamW: lr, weight_decay, betas. grad_clip: bound of the global gradient norm, 0 for none. grad_accumulation:
-    micro-batches a step."""
+    micro-batches a step. sharding: of fsdp."""
 
     lr: float
     weight_decay: float
     betas: tuple[float, float]
     grad_clip: float
     grad_accumulation: int
+    sharding: Sharding = Sharding()
 
 
 class Engine(ABC):

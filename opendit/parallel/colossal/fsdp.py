@@ -1,0 +1,74 @@
+"""torch's FSDP2 as a plugin of Colossal-AI's Booster."""
+
+from colossalai.booster.plugin import Plugin
+from torch import nn
+
+from opendit.models import DiT
+from opendit.parallel.adamw import FusedAdamW
+from opendit.parallel.apply import Sharding, apply_shards
+from opendit.parallel.loss_scale import LossScale
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.sharded_optimizer import ShardedOptimizer
+
+
+class FSDPPlugin(Plugin):
+    """What ``Booster.boost`` makes of a model and its optimizer: :func:`opendit.parallel.apply.apply_shards`, and a
+    :class:`ShardedOptimizer`.
+
+    Where there is one rank, nothing is cut: ``fully_shard`` would copy every weight and gradient of every step. The
+    weights are kept in ``sharding.dtype`` then, beside fp32 masters, as under zero2.
+
+    loss_scale: for training in fp16.
+    """
+
+    def __init__(self, mesh: Mesh, sharding: Sharding, *, grad_clip: float, loss_scale: LossScale | None = None):
+        self.mesh, self.sharding, self.grad_clip, self.loss_scale = mesh, sharding, grad_clip, loss_scale
+
+    def configure(
+        self, model: DiT, optimizer: FusedAdamW | None = None, criterion=None, dataloader=None, lr_scheduler=None
+    ):
+        if self.mesh.world_size > 1:
+            apply_shards(model, self.mesh, self.sharding)
+        else:
+            model.to(self.mesh.device)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(self.sharding.dtype)
+        if optimizer is not None:
+            trained: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            optimizer = ShardedOptimizer(
+                optimizer, trained, self.mesh.group("fsdp"), grad_clip=self.grad_clip, loss_scale=self.loss_scale
+            )
+        return model, optimizer, criterion, dataloader, lr_scheduler
+
+    def control_device(self) -> bool:
+        return True
+
+    def control_precision(self) -> bool:
+        return True
+
+    def control_checkpoint_io(self) -> bool:
+        return False  # opendit/state writes checkpoints, whatever the plugin
+
+    def supported_devices(self) -> list[str]:
+        return ["cuda", "cpu"]
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp16", "bf16", "fp32"]
+
+    def support_no_sync(self) -> bool:
+        return False  # the engine's micro_batch() steers reductions
+
+    def support_lora(self) -> bool:
+        return False  # opendit/models/lora.py adds it before
+
+    def get_checkpoint_io(self):
+        raise NotImplementedError("checkpoints are written by opendit.state")
+
+    def no_sync(self, model, optimizer):
+        raise NotImplementedError("the engine's micro_batch() steers reductions")
+
+    def enable_lora(self, model, pretrained_dir, lora_config, bnb_quantization_config=None):
+        raise NotImplementedError("opendit.models.lora adds LoRA before the Booster")
+
+    def prepare_dataloader(self, *args, **kwargs):
+        raise NotImplementedError("opendit.data reads the samples")

@@ -1,0 +1,106 @@
+"""Weights, gradients and state cut parameter by parameter, by torch's FSDP2 (``fully_shard``)."""
+
+import contextlib
+from dataclasses import replace
+
+from torch.distributed.fsdp import FSDPModule
+
+from opendit.parallel.colossal import load
+from opendit.parallel.engines.base import Engine, StepResult
+from opendit.parallel.layout import Layout, dim_cut
+from opendit.parallel.loss_scale import LossScale
+from opendit.parallel.sharded_optimizer import ShardedOptimizer
+
+
+class FSDPEngine(Engine):
+    """Every rank of the group ``fsdp`` holds fp32 rows of every parameter, and of its gradient, moments and averages;
+    a unit of the model's plan is gathered, in the precision of the forward pass, when it is called. Each of
+    ``dp_replicate`` groups has a copy. One rank alone holds all weights, like zero2.
+    """
+
+    plugin = "fsdp"
+    optimizer: ShardedOptimizer
+
+    def _wrap(self, module, settings):
+        colossal, mesh = load(), self.mesh
+        self.whole = mesh.world_size == 1
+        self.no_graph = "" if self.whole else "FSDP2 gathers and frees weights from the host (--plugin fsdp)"
+        self._sharding = replace(settings.sharding, dtype=self.dtype)
+        self._accumulates = settings.grad_accumulation > 1 and not self.whole
+        adam, name = colossal.build_optimizer(
+            module, self.plugin, lr=settings.lr, weight_decay=settings.weight_decay, betas=settings.betas
+        )
+        plugin = colossal.FSDPPlugin(
+            mesh,
+            self._sharding,
+            grad_clip=settings.grad_clip,
+            loss_scale=LossScale(mesh.device) if self.precision == "fp16" else None,
+        )
+        model, optimizer = colossal.boost_with(plugin, module, adam)
+        self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        return model, optimizer, adam, name
+
+    def _locate(self):
+        ranks = self.mesh.dims.size("fsdp")
+        cuts = {name: [dim_cut("fsdp", 0, shape[0], ranks)] for name, shape in self.shapes.items()}
+        self.layout = Layout(self.mesh, self.shapes, cuts)
+        self._optimizer_keys = dict(self.optimizer.masters)
+
+    def master(self, name):
+        return self.optimizer.masters[name]
+
+    def finish_loading(self):
+        self._free_gathered()
+        self.optimizer.masters_to_working()
+
+    def _free_gathered(self) -> None:
+        """Lets go of weights that are still gathered: after a forward pass without a backward pass they are, and would
+        be used again as they were before the step."""
+        if not self.whole:
+            for module in self._units:
+                module.reshard()
+
+    # ---------------------------------------------------------------- training
+
+    def micro_batch(self, last):
+        if self._accumulates:
+            # Of what HSDP reduces in two steps the second one, between the copies of the model, can wait anyway.
+            self.model.set_requires_all_reduce(last)
+            if self._sharding.keep_gradients:
+                self.model.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+
+    def _step(self) -> StepResult:
+        self._free_gathered()
+        scale = self.optimizer.loss_scale
+        scale = 1.0 if scale is None else scale.scale.clone()
+        self.optimizer.step()
+        return StepResult(self.optimizer.grad_norm, self.optimizer.finite, scale)
+
+    def attach_averages(self, averages, decays, updates):
+        self.optimizer.attach_averages([[shards[name] for name in self.shapes] for shards in averages], decays, updates)
+        return True
+
+    @property
+    def gradients(self):
+        """What this rank has of the gradients since the last step; a replayed graph's are put back by hand."""
+        return self.optimizer.gradients
+
+    @gradients.setter
+    def gradients(self, gradients):
+        self.optimizer.gradients = gradients
+
+    def gradient_shards(self):
+        return dict(zip(self.shapes, self.gradients, strict=True))
+
+    # ---------------------------------------------------------------- fp16
+
+    def scaler_state(self):
+        return {} if self.optimizer.loss_scale is None else self.optimizer.loss_scale.state()
+
+    def load_scaler_state(self, state):
+        if self.optimizer.loss_scale is not None and state:
+            self.optimizer.loss_scale.load(state)
+
+
+ENGINE = FSDPEngine
