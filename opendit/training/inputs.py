@@ -10,7 +10,7 @@ from opendit.data.base import to_pixels
 from opendit.diffusion import Objective
 from opendit.diffusion.random import Stream, normal, uniform
 from opendit.encoders.conditioner import Conditioner
-from opendit.encoders.vae import ImageCodec, sample_moments
+from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
 from opendit.encoders.video_vae import VideoCodec
 from opendit.training.runners import MicroBatch
 
@@ -26,7 +26,7 @@ class Latents:
     """
 
     codec: ImageCodec | VideoCodec | None
-    cached: tuple[float, float] | None
+    cached: tuple[PerChannel, PerChannel] | None
     sampled: bool
     seed: int
 

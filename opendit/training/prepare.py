@@ -89,19 +89,13 @@ class RunSpecification:
         return self.resume.state["skipped"] if self.resume else 0
 
     def memory_setup(self, trained: int) -> Setup:
-        """What the estimate of the memory needs to know; ``trained``: how many weights are."""
-        flags = self.flags
-        return Setup(
-            plugin=flags.plugin,
-            precision=flags.mixed_precision,
-            world=self.mesh.world_size,
-            sequence_parallel=self.mesh.sp_size,
-            averages=len(flags.ema_decays),
-            accumulate=flags.grad_accumulation > 1,
-            fused=self.kernels.ops.linear_gate_residual_layernorm_modulate is not None,
-            fp8=self.kernels.ops.float8,
-            recompute=flags.recompute,
-            grad_checkpoint=flags.grad_checkpoint,
+        """What the estimate of the memory needs to know of this run and its kernels; ``trained``: how many weights
+        are."""
+        ops = self.kernels.ops
+        return replace(
+            memory_setup(Components(self.flags), self.model_config, self.mesh.world_size),
+            fused=ops.linear_gate_residual_layernorm_modulate is not None,
+            fp8=ops.float8,
             trained=trained if self.lora else None,
         )
 

@@ -1,0 +1,107 @@
+"""What a step works on: latents by kind of data set, and randomness that belongs to samples, not to batches."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from opendit.data import Batch
+from opendit.diffusion import OBJECTIVES
+from opendit.diffusion.random import Stream, normal
+from opendit.encoders.conditioner import LabelConditioner
+from opendit.training.inputs import Inputs, Latents
+from opendit.training.micro_batches import MicroBatches
+
+SEED, STEP, CLASSES = 11, 5, 10
+INDEX = torch.tensor([6, 0, 13])
+
+
+class Codec:
+    """Moments with mean 2 x and deviation 3 in channels_last, as a VAE on a CPU may answer."""
+
+    def moments(self, x):
+        moments = torch.cat([2 * x, torch.full_like(x, 3.0)], dim=1)
+        return moments.to(memory_format=torch.channels_last)
+
+    def sample(self, moments, noise):
+        mean, deviation = moments.chunk(2, dim=1)
+        return (mean + deviation * noise).to(memory_format=torch.channels_last)
+
+    def encode(self, x, noise):
+        assert noise is None
+        return 5 * x
+
+
+def vae_noise(shape):
+    return normal(SEED, STEP, INDEX, Stream.VAE, shape)
+
+
+def test_cached_moments_are_sampled_shifted_and_scaled():
+    mean, deviation = torch.randn(3, 4, 6, 2), torch.rand(3, 4, 6, 2)
+    found = Latents(None, cached=(0.25, 0.5), sampled=True, seed=SEED).of(
+        torch.cat([mean, deviation], dim=1), STEP, INDEX
+    )
+    wanted = mean.double() + deviation.double() * vae_noise((4, 6, 2)).double()
+    torch.testing.assert_close(found.double(), (wanted - 0.5) * 0.25, rtol=1e-5, atol=1e-5)
+
+
+def test_pixels_go_through_the_vae_or_stay_pixels():
+    x = torch.randn(3, 2, 4, 6)
+    found = Latents(Codec(), cached=None, sampled=True, seed=SEED).of(x, STEP, INDEX)
+    torch.testing.assert_close(found, 2 * x + 3 * vae_noise((2, 4, 6)))
+    assert found.is_contiguous()
+    assert torch.equal(Latents(Codec(), cached=None, sampled=False, seed=SEED).of(x, STEP, INDEX), 5 * x)
+
+
+def inputs(objective="ddpm", label_drop=0.5) -> Inputs:
+    cpu = torch.device("cpu")
+    latents = Latents(Codec(), cached=None, sampled=True, seed=SEED)
+    return Inputs(latents, OBJECTIVES[objective](), LabelConditioner(CLASSES, cpu), cpu, SEED, label_drop)
+
+
+def batch(rows: slice = slice(None), micro: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(64, 3, 4, 4, generator=generator)
+    return Batch(x[rows], torch.arange(64)[rows] % CLASSES, torch.arange(64)[rows], STEP, micro, epoch=0)
+
+
+@pytest.mark.parametrize("objective", list(OBJECTIVES))
+def test_a_sample_is_the_same_in_whichever_micro_batch_it_is(objective):
+    make = inputs(objective)
+    whole = make.of(batch())
+    parts = [make.of(batch(rows, micro)) for micro, rows in enumerate((slice(0, 7), slice(7, 20), slice(20, 64)))]
+    for wanted, *found in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-6, atol=1e-6)
+    later = make.of(Batch(**{**vars(batch()), "step": STEP + 1}))
+    assert not torch.equal(later.noise, whole.noise) and not torch.equal(later.t, whole.t)
+
+
+def test_the_share_of_conditions_that_are_dropped():
+    rows = batch().y
+    assert torch.equal(inputs(label_drop=0.0).of(batch()).condition, rows)
+    assert torch.equal(inputs(label_drop=1.0).of(batch()).condition, torch.full_like(rows, CLASSES))
+    half = inputs(label_drop=0.5).of(batch()).condition
+    dropped = half == CLASSES
+    assert 16 < dropped.sum() < 48 and torch.equal(half[~dropped], rows[~dropped])
+
+
+def test_a_batch_is_read_when_it_is_asked_for_and_seen_by_all_who_must():
+    read, seen = [], []
+
+    def loader():
+        for micro in range(5):
+            read.append(micro)
+            yield batch(micro=micro)
+
+    monitor = SimpleNamespace(loader_wait=lambda waited: seen.append(("monitor", waited)))
+    pace = SimpleNamespace(begin=lambda waited: seen.append(("pace", waited)))
+    diagnosis = SimpleNamespace(keep=lambda batch: seen.append(("diagnosis", batch.micro)))
+    micro_batches = MicroBatches(loader(), inputs(), 2, monitor, pace, diagnosis)
+    for first in (0, 2):
+        read.clear(), seen.clear()
+        step = micro_batches.of_next_step()
+        assert not read
+        next(step)
+        assert read == [first] and [who for who, _ in seen] == ["monitor", "pace", "diagnosis"]
+        assert seen[0][1] == seen[1][1] >= 0 and seen[2][1] == first
+        assert len(list(step)) == 1 and read == [first, first + 1]
