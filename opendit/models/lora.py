@@ -3,16 +3,18 @@
 """
 
 import dataclasses
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.initialization import initialize_parameter
-from opendit.models.layers import BlockOps
+from opendit.models.layers import Projection
 from opendit.models.parameter_names import canonical_name
 from opendit.models.shapes import model_shapes
 from opendit.models.zoo import build_model
@@ -67,6 +69,7 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets(model), bias="none")
+    config._register_custom_module({Projection: _lora_projection()})
     inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
         if name.endswith((A, B)):
@@ -75,10 +78,22 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
             parameter.requires_grad_(True)
 
 
-def lora_ops(ops: BlockOps) -> BlockOps:
-    """``ops`` for a model with LoRA: operations that are given a projection are torch's. peft's layers have no
-    ``product``, and what reads their weight would leave LoRA out."""
-    return ops.by_reference(BlockOps.names(projection=True))
+@functools.cache
+def _lora_projection() -> type:
+    """peft's layer around a ``Projection``, which operations may take apart as that. (peft takes seconds to import.)"""
+    from peft.tuners.lora import Linear
+
+    class LoraProjection(Linear):
+        def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+            """W x + (alpha / rank) B A x, (..., out) for x (..., in); as ``Projection.product``, with peft's order of
+            sums and casts."""
+            product = adapted = self.base_layer.product(x, bias, multiply)
+            for name in self.active_adapters:
+                a, b = self.lora_A[name], self.lora_B[name]
+                adapted = adapted + b(a(x.to(a.weight.dtype))) * self.scaling[name]
+            return adapted.to(product.dtype)
+
+    return LoraProjection
 
 
 def check_lora(weights: "Weights") -> None:

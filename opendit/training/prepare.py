@@ -24,7 +24,7 @@ from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import DiTConfig
-from opendit.models.lora import Lora, check_peft, lora_ops
+from opendit.models.lora import Lora, check_peft
 from opendit.models.zoo import of_revision
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
@@ -155,7 +155,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     lora = _lora(asked.start, initial, resume, notes) if asked.start.lora else None
     codec = _codec(asked.data, captions, dataset, vae, mesh, notes)
     conditioner = _conditioner(captions.text_encoder, config, dataset, mesh, for_grids=codec is not None)
-    kernels = _kernels(asked, config, mesh, stored.get("attention"), lora is not None, notes)
+    kernels = _kernels(asked, config, mesh, stored.get("attention"), notes)
     folder = _folder(asked.save, asked.model.model, resume, mesh, notes)
     lock, lock_notes = lock_folder(
         folder, mesh, f"--load {asked.save.load}", "stop it, or start a new run without --load"
@@ -236,19 +236,12 @@ def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, 
     return folder
 
 
-def _kernels(
-    asked: Components, config: DiTConfig, mesh: Mesh, stored: str | None, adds: bool, notes: list[str]
-) -> KernelChoice:
-    """The kernels of the run. stored: the attention of the checkpoint to resume. adds: whether --lora is in use."""
+def _kernels(asked: Components, config: DiTConfig, mesh: Mesh, stored: str | None, notes: list[str]) -> KernelChoice:
+    """The kernels of the run. stored: the attention of the checkpoint to resume."""
     dtype = PRECISIONS[asked.train_speed.mixed_precision]
     head_dim = config.hidden_size // config.num_heads
     kernels = select_kernels(asked.speed, mesh.device, dtype, head_dim, config.tokens)
-    kernels = _agree_on_attention(kernels, stored, asked.speed, asked.run.deterministic, config, dtype, mesh, notes)
-    if not adds:
-        return kernels
-    ops = lora_ops(kernels.ops)
-    why = "" if ops == kernels.ops else "; what takes a linear layer is torch's: --lora is a part of it"
-    return replace(kernels, ops=ops, ops_note=kernels.ops_note + why)
+    return _agree_on_attention(kernels, stored, asked.speed, asked.run.deterministic, config, dtype, mesh, notes)
 
 
 def _agree_on_attention(

@@ -1,5 +1,6 @@
 """Fine-tuning: what is taken over from other weights, and LoRA from training to sampling."""
 
+import importlib
 import json
 import math
 import re
@@ -7,7 +8,6 @@ import re
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from scipy.stats import ks_2samp
@@ -15,11 +15,13 @@ from torch.func import functional_call
 
 import sample
 import train
+from opendit.kernels import operations
+from opendit.kernels.operations import MODULATE, NORM, SPLIT
 from opendit.models import DiT, TextConfig, build_model, encode_bytes, model_config
 from opendit.models.adapt import adapt
 from opendit.models.initialization import initialize
-from opendit.models.layers import BlockOps
-from opendit.models.lora import A, B, Lora, add_lora, lora_ops, merge_lora, targets
+from opendit.models.layers import TORCH_OPS
+from opendit.models.lora import A, B, Lora, add_lora, merge_lora, targets
 from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
 from opendit.state.pretrained import METADATA_KEY, Weights, load_pretrained
@@ -288,18 +290,23 @@ def test_initial_weights_of_lora_are_keyed_and_as_peft_draws_them(text):
     assert all(torch.equal(p, afresh[canonical_name(n)]) for n, p in one.named_parameters() if "lora_" not in n)
 
 
-def test_operations_that_look_past_a_layer_are_replaced():
-    plain = with_lora(model())
-    blind = BlockOps(
-        linear_gelu=lambda x, linear: F.gelu(F.linear(x, linear.weight, linear.bias), approximate="tanh"),
-        linear_gate_residual=lambda x, g, z, linear: x + g[:, None] * F.linear(z, linear.weight, linear.bias),
-    )
-    (x, t), y = inputs(plain), torch.tensor([0, 2, 5])
-    expected = plain(x, t, y)
-    assert not torch.allclose(plain.use(ops=blind)(x, t, y), expected, atol=1e-3)
-    assert torch.equal(plain.use(ops=lora_ops(blind))(x, t, y), expected)
-    kept = BlockOps(layernorm_modulate=lambda x, shift, scale: x)
-    assert lora_ops(kept).layernorm_modulate is kept.layernorm_modulate
+@pytest.mark.parametrize("switches", [(), (MODULATE,), (MODULATE, NORM, SPLIT)], ids=" ".join)
+def test_operations_that_take_a_product_apart_leave_nothing_of_lora_out(switches, monkeypatch):
+    """Value and every gradient of the kernels' operations against torch's, the kernels being their references."""
+    for name in ("gate_residual", "bias_gelu", "split_heads", "gate_residual_layernorm_modulate"):
+        module = importlib.import_module(f"opendit.kernels.{name}")
+        monkeypatch.setattr(operations, name, getattr(module, f"{name}_reference"))
+    adapted = with_lora(model()).double()
+    (x, t), y = inputs(adapted), torch.tensor([0, 2, 5])
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    found = []
+    for ops in (TORCH_OPS, operations.chosen(switches)):
+        keep = ops.by_reference([n for n in ops.replaced if not n.startswith("linear_")])
+        out = adapted.use(ops=keep)(x.double(), t, y)
+        found.append((out, torch.autograd.grad(out.sin().sum(), trained)))
+    (want, wanted), (out, got) = found
+    assert torch.allclose(out, want, rtol=1e-10, atol=1e-12)
+    assert all(torch.allclose(a, b, rtol=1e-8, atol=1e-12) and a.any() for a, b in zip(got, wanted, strict=True))
 
 
 @pytest.fixture(scope="module")
