@@ -20,6 +20,7 @@ from opendit.diffusion.names import ALL_SAMPLERS, DESCRIPTIONS
 from opendit.models.names import canonical_name
 from opendit.parallel.names import PRECISIONS
 from opendit.parallel.sizes import check_cfg_parallel
+from opendit.state.names import PARTS, SHARDS, WHOLE
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class SampleConfig(CheckpointFlags, DrawFlags, SampleSpeedFlags, SpeedFlags, Gui
             )
         if self.ckpt != "latest":
             idle["outputs"] = "does nothing with --ckpt PATH"
-            if Path(self.ckpt).is_file() and Path(self.ckpt).name != f"{self.weights}.safetensors":
+            names = [self.weights + suffix for suffix in (WHOLE, SHARDS, PARTS)]
+            if Path(self.ckpt).is_file() and Path(self.ckpt).name not in names:
                 idle["weights"] = "does nothing with a file as --ckpt"
         return idle

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 FLOATS = ("F64", "F32", "F16", "BF16")
 MOST_HEADER_BYTES = 64 << 20
 Shapes = dict[str, tuple[int, ...]]
-_DTYPES = {
+Kinds = dict[str, tuple[str, tuple[int, ...]]]  # dtype as the format names it, and shape
+DTYPES = {
+    torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
@@ -22,6 +25,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 _BLOCK = 16 << 20
 
 
@@ -44,29 +48,36 @@ def write_file(path: Path, blocks: Iterator[bytes | memoryview]) -> dict:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> dict:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds: Kinds | None = None
+) -> dict:
     """Writes CPU tensors as a safetensors file; returns and raises as :func:`write_file`.
+
+    kinds: of those to write, where ``tensors`` reads each when it is asked for; all of them without it.
 
     (safetensors' own save_file neither hashes nor syncs, and tells no full disk from a bug.)
     """
-    return write_file(path, _safetensors(tensors, metadata))
+    if kinds is None:
+        kinds = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_file(path, _safetensors(tensors, metadata, kinds))
 
 
-def _safetensors(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor."""
+    return ITEM_BYTES[dtype] * math.prod(shape)
+
+
+def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds: Kinds) -> Iterator[bytes | memoryview]:
     header, offset = {"__metadata__": metadata}, 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
+    for name, (dtype, shape) in kinds.items():
+        end = offset + nbytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format wants the data aligned
     yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    for name in kinds:
+        data = memoryview(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
         for start in range(0, len(data), _BLOCK):
             yield data[start : start + _BLOCK]
 

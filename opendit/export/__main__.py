@@ -3,11 +3,13 @@
 python -m opendit.export diffusers --ckpt outputs/000-DiT-XL-2 --output dit-pipeline
 python -m opendit.export meta --ckpt outputs/000-DiT-XL-2 --output DiT-XL-2.pt
 python -m opendit.export opendit --ckpt dit-pipeline --output weights.safetensors
+python -m opendit.export opendit --ckpt outputs/001-vDiT-7B --output model.safetensors --max_shard_size 5GB
 python -m opendit.export opendit --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --output weights.safetensors
 """
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from opendit.cli.command_line import CommandLine, refuse_idle
 from opendit.cli.console import prepare_console
 from opendit.cli.values import Value, one_of
 from opendit.models.names import canonical_name
+
+MAX_SHARD_SIZE = "50GB"  # as transformers' save_pretrained since its version 5
 
 
 def main(argv: list[str]) -> None:
@@ -28,16 +32,18 @@ def main(argv: list[str]) -> None:
     parser.option("--output", Value(), "the folder of a pipeline, or the file to write", required=True)
     parser.option("--model", Value(), "where --ckpt does not say (Meta's .pt)")
     parser.option("--vae", Value(), "ema, mse or a folder; from --ckpt when left out")
+    parser.option("--max_shard_size", Value(), "weights above it go into several files with an index (default: 50GB)")
     options, given = parser.read(argv)
     to, ckpt, output, model, vae = (options[name] for name in ("to", "ckpt", "output", "model", "vae"))
     try:
         check(to, ckpt, output, model, vae, given)
+        most_bytes = bytes_of(options["max_shard_size"] or MAX_SHARD_SIZE, "--max_shard_size")
     except ValueError as error:
         parser.fail(error)
     try:
         if Path(output).exists() and not (Path(output).is_dir() and not os.listdir(output)):
             print(f"{output} is there already and will be replaced", flush=True)
-        convert(to, ckpt, Path(output), model, vae)
+        convert(to, ckpt, Path(output), model, vae, most_bytes)
     except (ValueError, OSError) as error:
         parser.fail(error, hint=False)
 
@@ -45,7 +51,11 @@ def main(argv: list[str]) -> None:
 def check(to: str, ckpt: str, output: str, model: str | None, vae: str | None, given: set[str]) -> None:
     """Raises ValueError, naming the flag and the fix, for what can be seen before weights are read."""
     if to == "meta":
-        refuse_idle(given, {"vae": "does nothing with the format meta, which holds no VAE"})
+        idle = {
+            "vae": "does nothing with the format meta, which holds no VAE",
+            "max_shard_size": "does nothing with the format meta, which is one file",
+        }
+        refuse_idle(given, idle)
     if model is not None:
         canonical_name(model)
     if vae is not None:
@@ -64,11 +74,20 @@ def check(to: str, ckpt: str, output: str, model: str | None, vae: str | None, g
     check_can_be_made(path, "--output")
 
 
-def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None) -> None:
+def bytes_of(size: str, flag: str) -> int:
+    """Bytes of a size as transformers takes it: 5GB, 300MB, 2GiB. Raises ValueError."""
+    found = re.fullmatch(r"([0-9]{1,9})([KMGT])(i?)B", size)
+    if found is None or not int(found[1]):
+        raise ValueError(f"{flag} {size}: takes a size such as 5GB, 300MB or 2GiB")
+    number, power, binary = int(found[1]), "KMGT".index(found[2]) + 1, bool(found[3])
+    return number * (1024 if binary else 1000) ** power
+
+
+def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int) -> None:
     from opendit.state.export import export_diffusers, export_meta, import_weights  # torch, which the flags need not
 
     if to == "diffusers":
-        deviation = export_diffusers(ckpt, output, model, vae)
+        deviation = export_diffusers(ckpt, output, model, vae, most_bytes)
         print(
             f"wrote {output}\nA stock DiTPipeline leaves the trained model by {deviation:.1e} (its "
             "downscale_freq_shift is 1); opendit.export.load_pipeline(folder) sets it right."
@@ -77,7 +96,8 @@ def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None
         export_meta(ckpt, output, model)
         print(f"wrote {output}")
     else:
-        print(f"wrote {output}: {import_weights(ckpt, output, model, vae)}")
+        name, written = import_weights(ckpt, output, model, vae, most_bytes)
+        print(f"wrote {written}: {name}")
 
 
 if __name__ == "__main__":

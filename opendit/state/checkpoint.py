@@ -49,16 +49,15 @@ from opendit.state.files import (
     sync_folder,
     verified_files,
 )
-from opendit.state.index import SUFFIX as SHARDED
+from opendit.state.names import SHARDS, WHOLE
 from opendit.state.run_folders import run_folders
 from opendit.state.schema import ANY_STATE, STATE_FILE
 from opendit.state.shards import ShardFiles
 from opendit.state.tensor_set import ShardedTensors, TensorSet, open_set
-from opendit.state.whole import SUFFIX as WHOLE
 from opendit.state.whole import WholeTensorFiles
 
 STATE = "state.json"
-VERSIONS = {WholeTensorFiles.version: WHOLE, ShardFiles.version: SHARDED}  # of state.json: what names of files end with
+VERSIONS = {WholeTensorFiles.version: WHOLE, ShardFiles.version: SHARDS}  # of state.json: what names of files end with
 
 
 # ------------------------------------------------------------------------------------------ runs and their folders
@@ -188,10 +187,10 @@ def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict, str | 
         state = read_state(folder)
         ending = VERSIONS[state["version"]]
         sets = [MODEL_SET + ending, AVERAGE_SET + ending, *state["ema"]["files"]]
-        if ending == SHARDED:
+        if ending == SHARDS:
             sets += [moment + ending for moment in MOMENTS]
         _check_listed(folder, (STATE, *sets), files)
-        for name in sets if ending == SHARDED else ():
+        for name in sets if ending == SHARDS else ():
             with open_set(folder / name) as tensors:
                 if not isinstance(tensors, ShardedTensors) or tensors.index.step != state["step"]:
                     raise ValueError(f"{folder / name} is not the index of step {state['step']}")

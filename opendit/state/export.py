@@ -17,7 +17,7 @@ from torch import Tensor
 from opendit.common.replace import replacing
 from opendit.common.rules import MIB, mapping, optional, plain, record, string, whole
 from opendit.common.strict_files import NAME, FileKind, read_file
-from opendit.common.tensor_files import open_safetensors, shapes_in, write_file, write_tensors
+from opendit.common.tensor_files import open_safetensors, shapes_in, write_file
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.folder import encoder_name
 from opendit.encoders.vae import HUB, load_codec
@@ -26,7 +26,18 @@ from opendit.models.layers import PLAIN
 from opendit.models.names import SIZES
 from opendit.models.zoo import build_model, model_config
 from opendit.state.header import check_shapes
-from opendit.state.pretrained import METADATA_KEY, Weights, assumption, load_pretrained, refuse_unless_finite
+from opendit.state.pretrained import (
+    METADATA_KEY,
+    Weights,
+    assumption,
+    check_name,
+    find_weights,
+    load_pretrained,
+    read_newest,
+    refuse_unless_finite,
+)
+from opendit.state.tensor_set import is_set
+from opendit.state.weight_files import write_weights
 
 _SIZE = whole(1, 1 << 16)
 TRANSFORMER = FileKind(
@@ -47,6 +58,7 @@ TRANSFORMER = FileKind(
 )
 LABEL_NUMBER = string(7, "[0-9]+", "the number of a class")
 PIPELINE = FileKind(record({}, {"id2label": optional(mapping(LABEL_NUMBER, NAME))}, others=plain()), 16 * MIB)
+MOST_BYTES = 50 * 10**9  # of a file, unless told otherwise: as opendit.export has it
 NULL_CLASS = 1000  # DiTPipeline's label of "no class", written into its code
 SCHEDULER = dict(beta_start=1e-4, beta_end=0.02, beta_schedule="linear", clip_sample=False, num_train_timesteps=1000)
 
@@ -151,9 +163,12 @@ def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
     return loaded
 
 
-def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None) -> float:
-    """Writes a DiTPipeline folder; returns how far the stock pipeline's network is off: relative 2-norm of its error
-    on random latents (:func:`load_pipeline` removes it).
+def export_diffusers(
+    ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
+) -> float:
+    """Writes a DiTPipeline folder, the weights of a network in files of ``most_bytes`` at most; returns how far
+    the stock pipeline's network is off: relative 2-norm of its error on random latents (:func:`load_pipeline` removes
+    it).
 
     Raises:
         ValueError: a model that DiTPipeline can't express; the message says why.
@@ -188,7 +203,7 @@ def export_diffusers(ckpt: str, output: Path, model: str | None, vae: str | None
     pipeline = DiTPipeline(transformer, codec.vae, DDIMScheduler(**SCHEDULER), id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
     try:
-        pipeline.save_pretrained(output)
+        pipeline.save_pretrained(output, max_shard_size=most_bytes)
     except SafetensorError as error:  # of a full disk, too
         raise OSError(f"--output {output}: can't be written ({error})") from error
     return deviation
@@ -214,8 +229,12 @@ def export_meta(ckpt: str, output: Path, model: str | None) -> None:
         write_file(new, iter([content.getbuffer()]))
 
 
-def import_weights(ckpt: str, output: Path, model: str | None, vae: str | None) -> str:
-    """Writes our safetensors file from a DiTPipeline folder or from Meta's .pt; returns the model's name.
+def import_weights(
+    ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
+) -> tuple[str, Path]:
+    """Writes our safetensors from a DiTPipeline folder, from Meta's .pt, or from a checkpoint of ours of any kind, in
+    several files where they are more than ``most_bytes`` (opendit/state/weight_files.py). Returns the model's name and
+    the file that stands for the weights.
 
     Raises:
         ValueError, FileNotFoundError: it is neither, or no model of ours.
@@ -223,27 +242,43 @@ def import_weights(ckpt: str, output: Path, model: str | None, vae: str | None) 
     folder = Path(ckpt)
     if (folder / "transformer" / "config.json").is_file():
         name, weights, info = _read_pipeline(folder)
+        weights.info = _said(name, info.pop("config"), vae or info["vae"], info)
     else:
-        if model is None:
-            raise ValueError("--model: Meta's .pt does not say which model it is, name it, e.g. --model DiT-XL/2")
-        network, found = load_pretrained(folder, model)
-        for note in assumption(found, network.config):
-            print(f"note: {note}")
-        name, weights, info = model, Weights(network.state_dict(), found.path), {"config": network.config}
-    config: DiTConfig = info.pop("config")
-    vae = vae or info.pop("vae", "ema")
-    content = {
-        **info,
-        "model": name,
-        "config": config.to_dict(),
-        "vae": vae if vae in HUB else str(Path(vae).resolve()),
-        "image_size": 8 * config.input_size[0],
-    }
-    state = {key: tensor.contiguous().clone() for key, tensor in weights.state.items()}
-    with replacing(output) as new:
-        write_tensors(new, state, {"format": "pt", METADATA_KEY: json.dumps(content)})
-    load_pretrained(output)  # strictly: what was written is a model of ours
-    return name
+        weights = _read(folder, model)
+        if vae is not None:
+            weights.info["vae"] = _name_or_path(vae)
+    metadata = {"format": "pt", METADATA_KEY: json.dumps(weights.info)}
+    written, *_ = write_weights(output, weights.state, metadata, most_bytes)
+    read_newest(written)  # strictly: what was written is a model of ours
+    return weights.info["model"], written
+
+
+def _said(name: str, config: DiTConfig, vae: str, info: dict) -> dict:
+    """What our file says of weights that come from elsewhere."""
+    said = {"model": name, "config": config.to_dict(), "vae": _name_or_path(vae)}
+    return {**info, **said, "image_size": 8 * config.input_size[0]}
+
+
+def _name_or_path(vae: str) -> str:
+    return vae if vae in HUB else str(Path(vae).resolve())
+
+
+def _read(path: Path, model: str | None) -> Weights:
+    """The weights of a checkpoint of ours, which are read when they are written, and what it says of them; of a run,
+    those of its newest that is intact. Meta's .pt needs the name of its ``model``; a LoRA is merged into its base."""
+    if model is None and not is_set(find_weights(path)):
+        raise ValueError("--model: Meta's .pt does not say which model it is, name it, e.g. --model DiT-XL/2")
+    notes: list[str] = []
+    weights = read_newest(path, notes=notes)
+    if "lora" in weights.info or "config" not in weights.info:
+        network, found = load_pretrained(weights.path, model)
+        notes += assumption(found, network.config)
+        info = {key: value for key, value in found.info.items() if key != "lora"}
+        weights = Weights(network.state_dict(), found.path, info or _said(model, network.config, "ema", {}))
+    check_name(weights, model)
+    for note in notes:
+        print(f"note: {note}", flush=True)
+    return weights
 
 
 def _read_pipeline(folder: Path) -> tuple[str, Weights, dict]:

@@ -17,12 +17,12 @@ from typing import Any
 
 from opendit.common.rules import MIB, Invalid, Rule, listed, mapping, one_of, record, string, whole
 from opendit.common.strict_files import COUNT, FILE, FileKind
+from opendit.common.tensor_files import ITEM_BYTES
 from opendit.parallel.layout import Shard
 from opendit.parallel.runs import hold_each_once, runs_of
 
-SUFFIX = ".shards.json"
 VERSION = 1
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U8": 1, "BOOL": 1}
+SHARD_OF = "shard_of"  # in the metadata of a file of shards
 MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8
 
 
@@ -31,9 +31,11 @@ def shard_file(tensors: str, rank: int, ranks: int) -> str:
     return f"{tensors}-shard-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def mark_of(tensors: str, step: int) -> str:
-    """What the metadata of a shard says, so that one of another step or set is not taken for it."""
-    return f"{tensors} of step {step}"
+def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, ...], Shard]]) -> dict[str, str]:
+    """What a file of shards says of itself, which its index must agree with: the set and the step, and of every tensor
+    in it the canonical shape and the cuts. held: (canonical shape, shard) by name."""
+    said = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
+    return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(said, sort_keys=True)}
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,14 @@ class ShardIndex:
         """The files that hold the shards."""
         return sorted({file for tensor in self.tensors.values() for file in tensor.shards})
 
-    @property
-    def mark(self) -> str:
-        """What the metadata of each of its shards must say."""
-        return mark_of(self.tensors_are, self.step)
+    def held_by(self, file: str) -> dict[str, ShardedTensor]:
+        """The tensors that a file has a shard of."""
+        return {name: tensor for name, tensor in self.tensors.items() if file in tensor.shards}
+
+    def metadata_of(self, file: str) -> dict[str, str]:
+        """What a file must say of itself."""
+        held = {name: (tensor.shape, tensor.shards[file]) for name, tensor in self.held_by(file).items()}
+        return shard_metadata(self.tensors_are, self.step, held)
 
     def bytes_in(self) -> Counter[str]:
         """Bytes of the shards in every file."""

@@ -8,7 +8,7 @@ from opendit.parallel.engines import MOMENTS, Engine
 from opendit.state.checkpoint import Checkpoint, Unloadable
 from opendit.state.ema import EMA
 from opendit.state.files import not_finite
-from opendit.state.index import SUFFIX as SHARDED
+from opendit.state.names import SHARDS
 from opendit.state.tensor_set import TensorSet
 
 OPTIMIZER_FILE = r"optimizer_[0-9]{3,}\.safetensors"
@@ -33,8 +33,8 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
 
         model, average = read(checkpoint.model.name), checkpoint.average.name
         averages = [read(checkpoint.averages.get(decay, average)) for decay in ema.decays]
-        if average.endswith(SHARDED):
-            moment_files = {f"{key}.": read(key + SHARDED) for key in MOMENTS}.items()
+        if average.endswith(SHARDS):
+            moment_files = {f"{key}.": read(key + SHARDS) for key in MOMENTS}.items()
         else:
             names = sorted(name for name in checkpoint.files if re.fullmatch(OPTIMIZER_FILE, name))
             moment_files = [("", read(name)) for name in names]

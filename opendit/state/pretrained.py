@@ -14,10 +14,10 @@ from opendit.models.shapes import Shapes
 from opendit.models.zoo import build_model, config_from_dict, model_config
 from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
 from opendit.state.header import check_shapes, check_size, compare
-from opendit.state.index import SUFFIX as SHARDED
+from opendit.state.names import PARTS, SHARDS, WHOLE
 from opendit.state.pickled import read_pickled
 from opendit.state.schema import checked_metadata
-from opendit.state.tensor_set import PARTS_SUFFIX, TensorSet, files_of, is_set, open_set
+from opendit.state.tensor_set import TensorSet, files_of, is_set, open_set
 
 METADATA_KEY = "opendit"
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
@@ -54,18 +54,20 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
         file = weights_in(folder, which)
         if file.is_file() or (folder / MANIFEST).is_file() or folder != path:
             return file
-    if len(indices := list(path.glob(f"*{PARTS_SUFFIX}"))) == 1:
+    if len(indices := list(path.glob(f"*{PARTS}"))) == 1:
         return indices[0]
     raise FileNotFoundError(
         f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors or one "
-        f"*{PARTS_SUFFIX}, or a run folder with checkpoints/latest"
+        f"*{PARTS}, or a run folder with checkpoints/latest"
     )
 
 
 def weights_in(folder: Path, which: str) -> Path:
-    """The file of a checkpoint that stands for one of its sets of weights; whole tensors' if there is none."""
-    names = [which + suffix for suffix in (".safetensors", SHARDED, PARTS_SUFFIX)]
-    return folder / next((name for name in names if (folder / name).is_file()), names[0])
+    """The file of a checkpoint that stands for one of its sets of weights, or that should: where there is none, the
+    index of shards if there are some, else that of whole tensors."""
+    names = [which + suffix for suffix in (WHOLE, SHARDS, PARTS)]
+    missing = SHARDS if any(folder.glob(f"{which}-shard-*")) else WHOLE
+    return folder / next((name for name in names if (folder / name).is_file()), which + missing)
 
 
 def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None) -> Weights:
@@ -121,7 +123,7 @@ def read_weights(path: Path) -> Weights:
             are not finite.
     """
     if problem := _damage(path):
-        which = path.name.removesuffix(SHARDED).removesuffix(".safetensors")
+        which = path.name.removesuffix(SHARDS).removesuffix(WHOLE)
         earlier = intact_before(path.parent, lambda folder: _damage(weights_in(folder, which)))
         fix = f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
         raise ValueError(f"{problem}; {fix}")
@@ -136,9 +138,14 @@ def _damage(path: Path) -> str | None:
     if problem := damage(path.parent, only=[path.name]):
         return problem
     try:
-        return damage(path.parent, only=files_of(path))
+        if problem := damage(path.parent, only=files_of(path)):
+            return problem
+        if path.name.endswith(SHARDS):
+            with open_set(path) as tensors:
+                tensors.check_files()
     except (ValueError, OSError) as error:
         return str(error)
+    return None
 
 
 def _read(path: Path) -> Weights:
@@ -283,13 +290,14 @@ def load_pretrained(
         weights.num_classes = num_classes or weights.num_classes
         config = infer_config(weights.state, name, weights.path, weights.num_classes)
     else:
-        _check_name(weights, name)
+        check_name(weights, name)
     model = build_model(config)
     load_state(model, weights)
     return model, weights
 
 
-def _check_name(weights: Weights, name: str | None) -> None:
+def check_name(weights: Weights, name: str | None) -> None:
+    """Raises ValueError if weights that say which model they are are of another one than ``name``."""
     if name is not None and weights.info["model"] != canonical_name(name):
         raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of --model {name}")
 
@@ -306,7 +314,7 @@ def _with_lora(weights: Weights, added: Weights, name: str | None) -> tuple[DiT,
     from opendit.models.adapt import adapt, check_same_blocks  # they know Weights
     from opendit.models.lora import check_lora, merge_lora
 
-    _check_name(added, name)
+    check_name(added, name)
     shapes = shapes_of(weights.state) | shapes_of(added.state)
     check_size(added.config, shapes, added.path)
     check_lora(added)

@@ -8,17 +8,14 @@ the weights to sample from can be read and verified without the rest.
 
 from pathlib import Path
 
-from opendit.common.tensor_files import write_file, write_tensors
+from opendit.common.tensor_files import DTYPES, write_file, write_tensors
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.layout import Layout, Shard
 from opendit.state.copying import MODEL_SET, Files, HostBuffer, average_sets, buffers_of, state_tensors
 from opendit.state.ema import EMA
-from opendit.state.index import SUFFIX, ShardedTensor, ShardIndex, index_text, mark_of, shard_file
-from opendit.state.tensor_set import SHARD_OF
-
-DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int64": "I64",
-          "torch.bool": "BOOL", "torch.uint8": "U8", "torch.float64": "F64"}  # fmt: skip
+from opendit.state.index import ShardedTensor, ShardIndex, index_text, shard_file, shard_metadata
+from opendit.state.names import SHARDS
 
 
 def written_part(layout: Layout, name: str) -> Shard:
@@ -45,7 +42,7 @@ class ShardFiles:
     def __init__(self, engine: Engine, ema: EMA, channel: ControlGroup, enabled: bool = True):
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
         weights = [MODEL_SET, *average_sets(ema.decays)]
-        self.averages = [name + SUFFIX for name in weights[1:]]
+        self.averages = [name + SHARDS for name in weights[1:]]
         self._weights, self._sets = weights, [*weights, *MOMENTS]
         self._parts = {name: written_part(engine.layout, name) for name in engine.shapes}
         buffers = dict(engine.module.named_buffers())
@@ -54,7 +51,8 @@ class ShardFiles:
         mine |= {name: Shard(tuple(buffers[name].shape), ()) for name in self._buffers}
         self._held = channel.gather(mine)
         self._shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
-        self._shapes |= {name: (DTYPES[str(b.dtype)], tuple(b.shape)) for name, b in buffers.items()}
+        self._shapes |= {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in buffers.items()}
+        self._mine = {name: (self._shapes[name][1], part) for name, part in mine.items()}
         self._index(MODEL_SET, 0, {}).check_cover()
         total = sum(part.numel for part in self._parts.values()) * len(self._sets)
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
@@ -79,9 +77,10 @@ class ShardFiles:
         """Writes this rank's files; returns their lines of the manifest. Raises OSError."""
         written = {}
         for which in self._sets:
-            name, mark = self._file(which), mark_of(which, step)
+            name = self._file(which)
             if name in files:
-                written[name] = write_tensors(folder / name, files[name], {"format": "pt", SHARD_OF: mark})
+                said = shard_metadata(which, step, {key: self._mine[key] for key in files[name]})
+                written[name] = write_tensors(folder / name, files[name], said)
         return written
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict]:
@@ -89,7 +88,7 @@ class ShardFiles:
         written = {}
         for which in self._sets:
             text = index_text(self._index(which, step, metadata if which in self._weights else {}))
-            written[which + SUFFIX] = write_file(folder / (which + SUFFIX), iter([text.encode()]))
+            written[which + SHARDS] = write_file(folder / (which + SHARDS), iter([text.encode()]))
         return written
 
     def _file(self, which: str) -> str:

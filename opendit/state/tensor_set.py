@@ -13,18 +13,18 @@ from torch import Tensor
 
 from opendit.common.rules import mapping, optional, plain, record, string
 from opendit.common.strict_files import FILE, FileKind, read_file
-from opendit.common.tensor_files import FLOATS, open_safetensors, shapes_in
+from opendit.common.tensor_files import DTYPES, FLOATS, Kinds, open_safetensors, shapes_in
 from opendit.parallel.layout import Shard
 from opendit.parallel.runs import Runs, copy_overlap, runs_of
 from opendit.state.files import file_id, root_of
-from opendit.state.index import INDEX_FILE, SUFFIX, ShardIndex, index_from
+from opendit.state.index import INDEX_FILE, SHARD_OF, ShardIndex, index_from
+from opendit.state.names import PARTS, SHARDS, WHOLE
 
-PARTS_SUFFIX = ".safetensors.index.json"
 PARTS_FILE = FileKind(
     record({"weight_map": mapping(string(1024), FILE, 1 << 20)}, {"metadata": optional(record({}, others=plain(4)))}),
     64 << 20,
 )
-SHARD_OF = "shard_of"  # in the metadata of a shard: ShardIndex.mark
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 Opener = Callable[[Path], safe_open]
 
 
@@ -67,6 +67,11 @@ class TensorSet(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    @property
+    def kinds(self) -> Kinds:
+        """dtype and shape of every tensor."""
+        return {name: (self.dtypes[name], shape) for name, shape in self.shapes.items()}
 
     def check_floats(self) -> None:
         """Raises ValueError if a tensor holds no floating-point numbers."""
@@ -120,10 +125,13 @@ class ShardedTensors(TensorSet):
         if name in self._files:
             return self._files[name]
         path, file = self.path.with_name(name), super()._file(name)
-        mark = (file.metadata() or {}).get(SHARD_OF)
-        if mark != self.index.mark:
-            raise ValueError(f"{path} is a shard of {str(mark)[:100]}, not of {self.index.mark} as its index says")
-        held = {key: t for key, t in self.index.tensors.items() if name in t.shards}
+        says, should = file.metadata() or {}, self.index.metadata_of(name)
+        if says.get(SHARD_OF) != should[SHARD_OF]:
+            other = str(says.get(SHARD_OF))[:100]
+            raise ValueError(f"{path} is a shard of {other}, not of {should[SHARD_OF]} as its index says")
+        if says != should:
+            raise ValueError(f"{path} does not say that it holds the slices that {self.path.name} says")
+        held = self.index.held_by(name)
         found = shapes_in(file, path, floats=False)
         for key, tensor in held.items():
             if found.get(key) != tensor.shards[name].shape or file.get_slice(key).get_dtype() != tensor.dtype:
@@ -133,7 +141,7 @@ class ShardedTensors(TensorSet):
     def read(self, name, shard=None):
         tensor = self.index.tensors[name]
         wanted = runs_of(tensor.shape, shard.slices if shard else ())
-        full = torch.empty(shard.shape if shard else tensor.shape, dtype=_torch_dtype(tensor.dtype))
+        full = torch.empty(shard.shape if shard else tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
         left = full.numel()
         for file, stored in tensor.shards.items():
             if not left:
@@ -151,33 +159,21 @@ def _may_overlap(one: Runs, other: Runs) -> bool:
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    return {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "I64": torch.int64,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }[name]
-
-
 def is_set(path: Path) -> bool:
     """Whether a file of this name is one that :func:`open_set` takes."""
-    return path.name.endswith((".safetensors", SUFFIX, PARTS_SUFFIX))
+    return path.name.endswith((WHOLE, SHARDS, PARTS))
 
 
 def files_of(path: Path) -> list[str]:
     """The other files that hold the tensors of the set that a file stands for. Raises as :func:`open_set`."""
-    if path.name.endswith(SUFFIX):
+    if path.name.endswith(SHARDS):
         return read_index(path).files
     return sorted(set(_places(path).values()))
 
 
 def _places(path: Path) -> dict[str, str]:
     """The file of every tensor by an index of whole ones; {} if the path is of a single file."""
-    if not path.name.endswith(PARTS_SUFFIX):
+    if not path.name.endswith(PARTS):
         return {}
     places = read_file(path, PARTS_FILE)["weight_map"]
     if not places:
@@ -194,7 +190,7 @@ def open_set(path: Path, open_file: Opener | None = None) -> TensorSet:
         ValueError: in one line, what is damaged, missing or not to be believed. OSError: it can't be opened.
     """
     open_file = open_file or open_safetensors
-    if path.name.endswith(SUFFIX):
+    if path.name.endswith(SHARDS):
         return ShardedTensors(path, open_file, read_index(path))
     place = _places(path)
     for name in sorted(set(place.values())):
@@ -210,7 +206,7 @@ def read_index(path: Path) -> ShardIndex:
     """
     try:
         index = index_from(read_file(path, INDEX_FILE))
-        if path.name != index.tensors_are + SUFFIX:
+        if path.name != index.tensors_are + SHARDS:
             raise ValueError(f"it is the index of {index.tensors_are}")
         root = root_of(path.parent)
         for name, size in index.bytes_in().items():

@@ -13,8 +13,9 @@ from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.state.copying import MODEL_SET, Files, HostBuffer, average_sets, buffers_of, state_tensors
 from opendit.state.ema import EMA
+from opendit.state.names import WHOLE
 
-OPTIMIZER, SUFFIX = "optimizer", ".safetensors"
+OPTIMIZER = "optimizer"
 
 
 def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict[tuple[str, str], int]:
@@ -57,7 +58,7 @@ class WholeTensorFiles:
     def __init__(self, engine: Engine, ema: EMA, channel: ControlGroup, enabled: bool = True):
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
         weights = [MODEL_SET, *average_sets(ema.decays)]
-        self.averages = [name + SUFFIX for name in weights[1:]]
+        self.averages = [name + WHOLE for name in weights[1:]]
         sizes = {name: math.prod(engine.shapes[name]) for name in engine.shapes}
         self._owner = share_out(sizes, weights, self.mesh.world_size)
         mine = [(which, name) for (which, name), rank in self._owner.items() if rank == self.mesh.rank]
@@ -67,13 +68,13 @@ class WholeTensorFiles:
     def copy(self) -> Files:
         """What this rank writes, in host memory. Collective."""
         files: Files = {}
-        moments = f"{OPTIMIZER}_{self.mesh.rank:03d}{SUFFIX}"
+        moments = f"{OPTIMIZER}_{self.mesh.rank:03d}{WHOLE}"
         self.buffer.clear()
         for which, name, shard in state_tensors(self.engine, self.ema):
             full = self.engine.layout.gather(name, shard)
             of_moments = which in MOMENTS
             if self._owner[OPTIMIZER if of_moments else which, name] == self.mesh.rank:
-                file, key = (moments, f"{which}.{name}") if of_moments else (which + SUFFIX, name)
+                file, key = (moments, f"{which}.{name}") if of_moments else (which + WHOLE, name)
                 files.setdefault(file, {})[key] = self.buffer.copy(full)
         for file in files.keys() - {moments}:
             files[file].update(buffers_of(self.engine))

@@ -25,6 +25,7 @@ from opendit.diffusion import objective_from_dict
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae import vae_folder
+from opendit.state.tensor_set import files_of
 
 if TYPE_CHECKING:
     from opendit.training.prepare import RunSpecification
@@ -145,7 +146,7 @@ def _encoders(spec: "RunSpecification") -> dict[str, str | None]:
         "vae_path": spec.vae,
         "text_encoder": text,
         "text_encoder_path": spec.flags.text_encoder,
-        "pretrained": base and hash_files([base]),
+        "pretrained": base and hash_files([base, *(str(Path(base).with_name(name)) for name in files_of(Path(base)))]),
         "pretrained_path": base,
     }
 

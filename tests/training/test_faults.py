@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import opendit.state.saving
+import opendit.state.shards
+import opendit.state.whole
 import train
 from opendit.state.checkpoint import read_state
 from opendit.state.files import damage
@@ -31,13 +32,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # ------------------------------------------------------------------------------------------ failing writes
 
 
-def test_a_full_disk_leaves_the_last_checkpoint_and_fails_the_exit_code(tmp_path, no_ranks, capsys):
-    checkpoints = run_to(tmp_path, 2)
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_a_full_disk_leaves_the_last_checkpoint_and_fails_the_exit_code(kind, tmp_path, no_ranks, capsys):
+    checkpoints = run_to(tmp_path, 2, "--checkpoint_format", kind)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # a real write fails in the middle of a file
     try:
         with pytest.raises(SystemExit) as stop:
-            run_to(tmp_path, 4, "--load", "latest")
+            run_to(tmp_path, 4, "--load", "latest", "--checkpoint_format", kind)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert stop.value.code == 1
@@ -91,26 +93,34 @@ def test_a_disk_that_is_really_full(tmp_path, no_ranks):
     assert "resumed from" in done.stderr and "step_0000005" in (told / "after").read_text()
 
 
-def one_rank_fails(mesh, outputs: str) -> int | None:
-    write = opendit.state.saving.write_tensors
+def one_rank_fails(mesh, outputs: str) -> list[int | None]:
+    several_programs()
+    return [fails_at_step_1(mesh, Path(outputs, kind), kind) for kind in ("whole", "sharded")]
+
+
+def fails_at_step_1(mesh, outputs: Path, kind: str) -> int | None:
+    module = opendit.state.whole if kind == "whole" else opendit.state.shards
+    write = module.write_tensors
 
     def full_at_step_1(path, *args):
         if mesh.rank == 1 and "step_0000001" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return write(path, *args)
 
-    opendit.state.saving.write_tensors = full_at_step_1
+    module.write_tensors = full_at_step_1
     try:
-        run_to(Path(outputs), 2)
+        run_to(outputs, 2, "--checkpoint_format", kind)
     except SystemExit as stop:
         return stop.code
     return None
 
 
 def test_a_failure_on_one_rank_is_every_ranks(tmp_path):
-    assert run_ranks(2, one_rank_fails, str(tmp_path)) == [1, 1]
-    checkpoints = tmp_path / "000-DiT-Ti-2" / "checkpoints"
-    assert steps_in(checkpoints) == [2] and damage(checkpoints / "step_0000002") is None
+    assert run_ranks(2, one_rank_fails, str(tmp_path)) == [[1, 1]] * 2
+    for kind in ("whole", "sharded"):
+        checkpoints = tmp_path / kind / "000-DiT-Ti-2" / "checkpoints"
+        assert steps_in(checkpoints) == [2] and damage(checkpoints / "step_0000002") is None
+        assert not list(checkpoints.glob(".step*"))
 
 
 # ------------------------------------------------------------------------------------------ steps that are skipped
