@@ -39,7 +39,7 @@ from opendit.models.attention import TokenGrid
 from opendit.models.dit import DiTBlock
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel
-from opendit.parallel.sequence.choose import MOST_GROUPS, Plan, Shape
+from opendit.parallel.sequence.choose import MOST_GROUPS, Shape, StrategyChoice
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
 from opendit.parallel.sizes import environment_world_size
@@ -152,7 +152,7 @@ class Layer:
             group, strategy = Group.of(self.mesh.sp_group), ComputeOnly()
             if name != COMPUTE_ONLY:
                 strategy = InStep(group, self.mesh.device) if name == IN_STEP else BLOCKING[name](group)
-            return SequenceParallel(group, Plan(name, ""), strategy)
+            return SequenceParallel(group, StrategyChoice(name, ""), strategy)
         kind, *how = name.split()
         groups = int(how[1]) if how[:1] == ["x"] else None
         return sequence_parallel(self.mesh, kind, self.shape, groups=groups, direct=how != ["nccl"])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion import OBJECTIVES, DDPMObjective, EDMObjective, FlowObjective, Prepared
-from tests.diffusion.test_ddpm import reference_vb, tanh_cdf
+from tests.diffusion.test_ddpm_loss import reference_vb, tanh_cdf
 
 SHAPES = [(3, 2, 5, 7), (1, 1, 3), (5, 3, 2, 3, 5)]
 EVERY = [

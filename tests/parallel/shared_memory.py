@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opendit.kernels.exchange_heads import exchange_heads_reference, send_rows_reference
 from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.sequence.peer_memory import Buffer, Pair, Part, Rows
+from opendit.parallel.sequence.peer_memory import Buffer, Pair, Part, PeerRows
 
 # What nobody needs any more once all ranks are at a buffer's barrier.
 DEAD = {
@@ -32,14 +32,14 @@ class SharedMemory:
             for b in Buffer
         ]
 
-    def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
+    def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> PeerRows:
         return self.slots(buffer, 1, shape, dtype)[0]
 
-    def slots(self, buffer: Buffer, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Rows]:
+    def slots(self, buffer: Buffer, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[PeerRows]:
         size = number * torch.Size(shape).numel() * dtype.itemsize
         assert size <= self.SIZE
         of = [memory[:size].view(dtype).view(number, *shape) for memory in self._bytes[buffer]]
-        return [Rows([views[i] for views in of], torch.empty(0)) for i in range(number)]
+        return [PeerRows([views[i] for views in of], torch.empty(0)) for i in range(number)]
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
         assert not self._late or buffer == Buffer.INPUT  # some of which may still be on their way to others
@@ -57,13 +57,13 @@ class SharedMemory:
                 self._bytes[dead][self.group.rank].fill_(255)
             dist.barrier(self.group.handle)
 
-    def send(self, rows: Tensor, heads: Rows, length: int) -> None:
+    def send(self, rows: Tensor, heads: PeerRows, length: int) -> None:
         send_rows_reference(rows, heads.of, self.group.rank)
 
-    def exchange(self, heads: tuple[Tensor, ...], rows: Rows, first: int, push: bool) -> None:
+    def exchange(self, heads: tuple[Tensor, ...], rows: PeerRows, first: int, push: bool) -> None:
         exchange_heads_reference(heads, rows.of, first, push)
 
-    def exchange_beside(self, groups: list[Part], rows: Rows, push: bool) -> list[int]:
+    def exchange_beside(self, groups: list[Part], rows: PeerRows, push: bool) -> list[int]:
         if not push:
             for heads, _ in groups:
                 self._spoil(heads)

@@ -1,6 +1,5 @@
 """Which checkpoint a resume goes on from, what it says of the others, and that it reads nothing but its files."""
 
-import errno
 import json
 import os
 import shutil
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import sample
 import train
 from opendit.parallel.mesh import Mesh
-from opendit.state.checkpoint import find_checkpoint, prune, put_in_place, tidy
+from opendit.state.checkpoint import find_checkpoint, prune
 from opendit.state.files import checkpoints_in, damage, read_manifest, write_manifest
 from opendit.state.pretrained import read_newest
 from tests.ranks import run_ranks
@@ -361,45 +360,3 @@ def test_sampling_and_first_weights_take_the_newest_intact_one_of_a_run(harm, ru
         harm(step(run, number) / "ema.safetensors")
     with pytest.raises(ValueError, match="no intact checkpoint: .*step_0000003.*step_0000002.*step_0000001"):
         read_newest(run, notes=[])
-
-
-# ------------------------------------------------------------------------------------------ saving beside damage
-
-
-def test_a_checkpoint_takes_the_place_of_whatever_is_there(tmp_path):
-    def complete(name: str) -> Path:
-        (tmp_path / f".{name}.incomplete").mkdir()
-        (tmp_path / f".{name}.incomplete" / "new").touch()
-        return tmp_path / name
-
-    def file(path: Path) -> None:
-        path.touch()
-
-    for number, leave in enumerate([Path.mkdir, file, lambda path: path.symlink_to("/nowhere")]):
-        final = complete(f"step_{number:07d}")
-        leave(final)
-        leave(tmp_path / f".{final.name}.replaced")
-        assert put_in_place(final) is None
-        assert [path.name for path in final.iterdir()] == ["new"] and os.readlink(tmp_path / "latest") == final.name
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_latest_that_can_not_be_moved_takes_nothing_from_the_checkpoint(tmp_path, monkeypatch):
-    (tmp_path / "latest").symlink_to("step_0000001")
-    monkeypatch.setattr(Path, "symlink_to", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links here")))
-    (tmp_path / ".step_0000002.incomplete").mkdir()
-    assert put_in_place(tmp_path / "step_0000002") is None
-    assert (tmp_path / "latest").read_text() == "step_0000002"
-    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    (tmp_path / ".step_0000003.incomplete").mkdir()
-    assert put_in_place(tmp_path / "step_0000003").errno == errno.ENOSPC
-    assert (tmp_path / "step_0000003").is_dir() and not (tmp_path / "latest").exists()
-
-
-def test_tidy_keeps_the_one_in_use_and_a_cut_off_deletion_ends(tmp_path):
-    for name in (".step_0000002.replaced", "step_0000002", ".step_0000001.deleted", ".step_0000003.incomplete"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name.strip(".")).touch()
-    assert tidy(tmp_path, tmp_path / ".step_0000002.replaced") == tmp_path / "step_0000002"
-    assert [path.name for path in tmp_path.iterdir()] == ["step_0000002"]
-    assert [path.name for path in (tmp_path / "step_0000002").iterdir()] == ["step_0000002.replaced"]

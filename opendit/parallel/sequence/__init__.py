@@ -7,7 +7,7 @@ from torch import Tensor
 from opendit.models.layers import Attend, Projection
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import OWN_ATTENTION
-from opendit.parallel.sequence.choose import Machine, Plan, Shape, make_plan
+from opendit.parallel.sequence.choose import Machine, Shape, StrategyChoice, make_plan
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.sequence.direct import DirectUlysses
 from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
@@ -27,7 +27,7 @@ class SequenceParallel:
     """
 
     group: Group
-    plan: Plan
+    plan: StrategyChoice
     strategy: Strategy
 
     def __call__(self, length: int) -> "SharedSequence":

@@ -51,7 +51,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StrategyChoice:
     """A decision and its reason. heads_over: ranks that share the heads in usp; groups: see DirectUlysses."""
 
     kind: str
@@ -153,26 +153,30 @@ def _usp_split(ranks: int, heads: int) -> int:
     return max((u for u in range(2, ranks) if ranks % u == 0 and heads % u == 0), default=0)
 
 
-def _plans(ranks: int, shape: Shape, machine: Machine, groups: int | None) -> list[Plan]:
+def _plans(ranks: int, shape: Shape, machine: Machine, groups: int | None) -> list[StrategyChoice]:
     """All that the number of heads allows; direct Ulysses with its best number of groups, or the given one."""
     costs, plans = _Costs(ranks, shape, machine), []
     if shape.heads % ranks == 0:
-        plans.append(Plan("fastseq", "", seconds=costs.direct_fastseq() if machine.direct else costs.fastseq()))
+        plans.append(
+            StrategyChoice("fastseq", "", seconds=costs.direct_fastseq() if machine.direct else costs.fastseq())
+        )
         if machine.direct:
             local = shape.heads // ranks
             several = [groups] if groups else [g for g in range(1, min(local, MOST_GROUPS) + 1) if local % g == 0]
-            direct = [Plan("ulysses", "", g, seconds=costs.direct_ulysses(g)) for g in several]
+            direct = [StrategyChoice("ulysses", "", g, seconds=costs.direct_ulysses(g)) for g in several]
             plans.append(min(direct, key=lambda plan: plan.seconds))
         else:
-            plans.append(Plan("ulysses", "", seconds=costs.ulysses()))
-    plans.append(Plan("ring", "", seconds=costs.ring()))
+            plans.append(StrategyChoice("ulysses", "", seconds=costs.ulysses()))
+    plans.append(StrategyChoice("ring", "", seconds=costs.ring()))
     if inner := _usp_split(ranks, shape.heads):
         seconds = costs.ulysses(inner) + costs.ring(ranks // inner)
-        plans.append(Plan("usp", "", heads_over=inner, seconds=seconds))
+        plans.append(StrategyChoice("usp", "", heads_over=inner, seconds=seconds))
     return plans
 
 
-def make_plan(kind: str, ranks: int, shape: Shape, groups: int | None = None, machine: Machine | None = None) -> Plan:
+def make_plan(
+    kind: str, ranks: int, shape: Shape, groups: int | None = None, machine: Machine | None = None
+) -> StrategyChoice:
     """How ``ranks`` ranks share sequences of ``shape``; ``kind`` is one of SEQUENCE_TYPES.
 
     groups: of Ulysses, given; None: by the cost model.

@@ -19,7 +19,7 @@ from opendit.common.compiler import not_compiled
 from opendit.kernels.exchange_heads import new_heads
 from opendit.models.layers import Attend, Projection
 from opendit.parallel.sequence.layout import column_sums
-from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, Rows
+from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, PeerRows
 from opendit.parallel.sequence.products import Products, taken_over
 
 
@@ -59,7 +59,7 @@ class Layer:
     arriving: dict = field(default_factory=dict)  # a group's event
     doutput: dict = field(default_factory=dict)  # a group's gradient, there or still arriving, of its heads
 
-    def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> Rows:
+    def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> PeerRows:
         """(B, n, parts, H, d) of every rank: its own tokens, all heads."""
         B, n, D = self.shape
         return self.memory.rows(buffer, (B, n, parts, self.num_heads, D // self.num_heads), dtype)
@@ -107,7 +107,7 @@ class Layer:
         if group in self.arriving:
             self.memory.wait(self.arriving.pop(group))
 
-    def push(self, heads: tuple[Tensor, ...], rows: Rows, first: int, beside: bool) -> None:
+    def push(self, heads: tuple[Tensor, ...], rows: PeerRows, first: int, beside: bool) -> None:
         """A group's heads to all ranks' output buffers, beside what comes next or now, by a kernel."""
         heads = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in heads)
         if beside:
@@ -143,7 +143,7 @@ class Layer:
         joined[:, self.real(rank) :].zero_()
         return joined
 
-    def _slots(self, dtype: torch.dtype) -> list[Rows]:
+    def _slots(self, dtype: torch.dtype) -> list[PeerRows]:
         """(B, n, 1, h, d) in the output buffer for every group of heads, in the order of the heads."""
         (B, n, D), (_, number) = self.shape, self.heads_of(0)
         shape = (B, n, 1, number, D // self.num_heads)

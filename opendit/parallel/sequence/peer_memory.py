@@ -42,7 +42,7 @@ class Buffer(IntEnum):
 
 
 @dataclass(frozen=True)
-class Rows:
+class PeerRows:
     """Views of all ranks' buffers: ``of[p]`` is rank p's. For kernels ``addresses`` (P,) int64, and the ``offset`` in
     bytes from there."""
 
@@ -57,24 +57,26 @@ class PeerMemory:
     def __init__(self, group: Group, device: torch.device):
         self.group, self.device = group, device
         self._made: dict[Buffer, list] = {buffer: [] for buffer in Buffer}  # recorded graphs know the old ones too
-        self._views: dict[tuple, list[Rows]] = {}
+        self._views: dict[tuple, list[PeerRows]] = {}
         self._last, self._capturing = Buffer.OUTPUT, False
         self._stream = torch.cuda.Stream(device, priority=-1)  # of the copy engines; barriers on it before products
         self._copies: torch.cuda.Event | None = None  # the end of the last of them, until somebody waited for it
 
-    def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> Rows:
+    def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> PeerRows:
         """Views of every rank's buffer, from its beginning on; (B, n, S, H, d) for an exchange of heads."""
         return self.slots(buffer, 1, shape, dtype)[0]
 
     @torch.inference_mode(False)  # of a view made in inference mode, training could not make use later
-    def slots(self, buffer: Buffer, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Rows]:
+    def slots(self, buffer: Buffer, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[PeerRows]:
         """Views of so many parts of every rank's buffer, one after the other."""
         key = (buffer, number, shape, dtype)
         if key not in self._views:
             size = torch.Size(shape).numel() * dtype.itemsize
             handle, addresses = self._handle(buffer, number * size)
             of = [handle.get_buffer(p, (number, *shape), dtype).unbind() for p in range(self.group.size)]
-            self._views[key] = [Rows([*views], addresses, i * size) for i, views in enumerate(zip(*of, strict=True))]
+            self._views[key] = [
+                PeerRows([*views], addresses, i * size) for i, views in enumerate(zip(*of, strict=True))
+            ]
         return self._views[key]
 
     def _handle(self, buffer: Buffer, size: int) -> tuple:
@@ -114,16 +116,16 @@ class PeerMemory:
         self._last = buffer
         self._made[buffer][-1][0].barrier(channel=channel)
 
-    def exchange(self, heads: tuple[Tensor, ...], rows: Rows, first: int, push: bool) -> None:
+    def exchange(self, heads: tuple[Tensor, ...], rows: PeerRows, first: int, push: bool) -> None:
         """As :func:`opendit.kernels.exchange_heads.exchange_heads`, on the current stream."""
         shape = tuple(rows.of[0].shape)
         exchange_heads(heads, rows.addresses, shape, self.group.rank, first, push, offset=rows.offset)
 
-    def send(self, rows: Tensor, heads: Rows, length: int) -> None:
+    def send(self, rows: Tensor, heads: PeerRows, length: int) -> None:
         """As :func:`opendit.kernels.exchange_heads.send_rows`, on the current stream."""
         send_rows(rows, heads.addresses, self.group.rank, length)
 
-    def exchange_beside(self, groups: list[Part], rows: Rows, push: bool) -> list[torch.cuda.Event]:
+    def exchange_beside(self, groups: list[Part], rows: PeerRows, push: bool) -> list[torch.cuda.Event]:
         """The same by the copy engines, group after group, after all that the current stream has been given, and beside
         what it is given next. A group is done for those who :meth:`wait` for its event; the caller keeps its heads
         until then.
@@ -157,7 +159,7 @@ class PeerMemory:
         self._copies = events[-1]
         return events
 
-    def _other_heads(self, heads: tuple[Tensor, ...], rows: Rows, first: int, push: bool) -> list[Pair]:
+    def _other_heads(self, heads: tuple[Tensor, ...], rows: PeerRows, first: int, push: bool) -> list[Pair]:
         found, (rank, size) = [], (self.group.rank, self.group.size)
         for peer in ((rank + i) % size for i in range(1, size)):
             n, length = rows.of[peer].shape[1], heads[0].shape[2]
