@@ -88,6 +88,7 @@ class ShardedOptimizer:
             torch._foreach_copy_(self._working, list(self.masters.values()))
 
 
+@torch.no_grad()  # so that it is no operation of autograd's, of which every step would have one a parameter
 def local_part(tensor: Tensor) -> Tensor:
     """A DTensor's shard on this rank, any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
