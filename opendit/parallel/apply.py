@@ -81,9 +81,6 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     group ``fsdp``, each of ``dp_replicate`` having a copy. They become DTensors, and the calls of a unit gather and
     free its weights. Frozen weights, which no optimizer needs exactly, are stored in ``sharding.dtype``.
 
-    A model on the meta device is then allocated on the mesh's, shard by shard, without values but for its fixed tables:
-    no rank has more of it than that.
-
     While a unit computes, the next ones' weights are on their way, in the order in which the model calls them: a
     block's modulation before the block.
     """
@@ -104,9 +101,6 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
         fully_shard(module, **settings)
     # What is outside of all units is used at the beginning and at the end of both passes: it stays gathered.
     fully_shard(model, **settings | {"reshard_after_forward": False})
-    if model.device.type == "meta":
-        model.to_empty(device=mesh.device)
-        model.fill_tables()
     for place, module in enumerate(called):
         module.set_modules_to_forward_prefetch(called[place + 1 : place + 1 + PREFETCHED])
         module.set_modules_to_backward_prefetch(called[max(0, place - PREFETCHED) : place][::-1])

@@ -63,14 +63,14 @@ class Engine(ABC):
         # the fp32 initialisation itself, and position tables stay fp32.
         trained = ((n, p.detach()) for n, p in module.named_parameters() if p.requires_grad)
         initial = {n: p.to("cpu", torch.float32, copy=True) for n, p in trained}
-        buffers = {n: b.detach().clone() for n, b in module.named_buffers() if not b.is_meta}
+        buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         self.model, self.optimizer, adam, self.optimizer_name = self._wrap(module, settings)
         self.module, self.adam = module, adam
         self.grad_clip = settings.grad_clip
         self.skipped = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self.skipped_in_a_row = torch.zeros_like(self.skipped)
-        for name, buffer in buffers.items():
-            module.get_buffer(name).data = buffer.to(mesh.device)
+        for name, buffer in module.named_buffers():
+            buffer.data = buffers[name].to(mesh.device)
         self._locate()
         for name, value in initial.items():
             self.load_master(name, value)
