@@ -52,7 +52,7 @@ def _dry_run(flags: TrainConfig) -> None:
     plan = plan_model(asked, dataset)
     config, notes = plan.config, notes + plan.notes
     if start.pretrained and Path(start.pretrained).exists():
-        _, config = check_pretrained(start.pretrained, flags.model, config, notes)
+        *_, config = check_pretrained(start.pretrained, flags.model, config, notes)
     elif start.pretrained:
         notes.append(f"--pretrained {start.pretrained} isn't there: its blocks are not compared with the model's")
     if config.adaln_lora is not None:

@@ -18,7 +18,7 @@ from opendit.state.saving import Checkpoints
 from opendit.training.agenda import Agenda
 from opendit.training.diagnosis import Diagnosis
 from opendit.training.drawing import SampleGrids
-from opendit.training.engine import COMPILED, build_model_and_engine, why_not_compiled
+from opendit.training.engine import build_model_and_engine
 from opendit.training.inputs import Inputs
 from opendit.training.interrupt import Interrupt
 from opendit.training.learning_rate import LearningRate
@@ -88,7 +88,7 @@ def build(spec: RunSpecification, supervisor: Supervisor) -> Iterator[Run]:
             after_forward=pace.end,
             say=Progress.write,
         )
-        announce(spec, failures, engine, ema, runner.note, why_not_compiled(flags) or COMPILED)
+        announce(spec, failures, engine, ema, runner.note)
         inputs = Inputs(
             spec.latents, spec.objective, spec.conditioner, mesh.device, flags.global_seed, flags.label_drop
         )

@@ -2,16 +2,12 @@
 
 import torch
 
-from opendit.cli.train_flags import TrainConfig
 from opendit.models import build_model
 from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, build_engine
-from opendit.parallel.names import PLUGINS
-from opendit.training.from_flags import config_of
 from opendit.training.prepare import RunSpecification
-from opendit.training.sharding import sharding_of
 
 
 def build_model_and_engine(spec: RunSpecification) -> Engine:
@@ -20,7 +16,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     with spec.mesh.device:
         model = build_model(spec.model_config, flags.global_seed)
     if spec.initial is not None:
-        start = adapt(model, spec.initial, config_of(spec.initial, flags.model), spec.dataset.class_names)
+        start = adapt(model, spec.initial, spec.initial_config, spec.dataset.class_names)
         spec.notes += [f"--pretrained: {line}" for line in start.describe()]
         if spec.lora is not None:
             add_lora(model, spec.lora, start.untrained, flags.global_seed)
@@ -31,7 +27,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         sequence=spec.sequence,
         recompute=flags.recompute,
         grad_checkpoint=flags.grad_checkpoint,
-        compiled=why_not_compiled(flags) is None,
+        compiled=spec.why_not_compiled is None,
     )
     return build_engine(
         model.train(),
@@ -43,16 +39,5 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         betas=(flags.adam_beta1, flags.adam_beta2),
         grad_clip=flags.grad_clip,
         grad_accumulation=flags.grad_accumulation,
-        sharding=sharding_of(spec) if flags.plugin == "fsdp" else None,
+        sharding=spec.sharding,
     )
-
-
-COMPILED = "blocks and final layer, when they first meet a shape"
-
-
-def why_not_compiled(flags: TrainConfig) -> str | None:
-    """Why --compile is not done; None: it is."""
-    if not flags.compile:
-        return "off (--compile is)"
-    why = PLUGINS[flags.plugin].ignores.get("compile")
-    return None if why is None else f"off: {why}"

@@ -134,24 +134,20 @@ def sequence_shape(
 
 def check_pretrained(
     pretrained: str, model: str, config: DiTConfig, notes: list[str], resumed: bool = False
-) -> tuple[Weights, DiTConfig]:
-    """The weights of --pretrained, in CPU memory, and the model's configuration in their revision; of a run that is
-    ``resumed``, the configuration as it is.
+) -> tuple[Weights, DiTConfig, DiTConfig]:
+    """The weights of --pretrained, in CPU memory, the configuration that they are of, and the model's in their
+    revision; of a run that is ``resumed``, the model's as it is.
 
     Raises ValueError or FileNotFoundError if there are none that this model can start from."""
     weights = read_newest(pretrained, notes=notes)
     if "lora" in weights.info:
         raise ValueError(f"--pretrained {pretrained} holds what --lora adds to {weights.info['lora']['base']}")
-    found = config_of(weights, model)
+    # What the file says, or what its shapes say of Meta's files.
+    found = weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
     config = config if resumed else of_revision(config, model, found.revision)
     check_same_blocks(found, config, weights.path)
     notes += assumption(weights, found)
-    return weights, config
-
-
-def config_of(weights: Weights, model: str) -> DiTConfig:
-    """What the file says, or what its shapes say of Meta's files."""
-    return weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
+    return weights, found, config
 
 
 def saved_by_adaln_lora(config: DiTConfig) -> str:

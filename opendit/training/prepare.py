@@ -26,8 +26,10 @@ from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import DiTConfig
 from opendit.models.lora import Lora, check_peft
 from opendit.models.zoo import of_revision
+from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.names import PLUGINS
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.state.checkpoint import Checkpoint, find_checkpoint
 from opendit.state.lock import lock_folder
@@ -44,8 +46,9 @@ from opendit.training.from_flags import (
     sequence_shape,
 )
 from opendit.training.inputs import Latents
-from opendit.training.memory import Setup, check_host
+from opendit.training.memory import Setup, card_memory, check_host
 from opendit.training.resume import check_resume
+from opendit.training.sharding import choose_sharding
 
 # The message is enough, no traceback needed: of prepare(), and of the run after it.
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
@@ -66,12 +69,16 @@ class RunSpecification:
     objective: Objective
     kernels: KernelChoice
     sequence: SequenceParallel | None
+    why_not_compiled: str | None  # None: blocks and final layer are
+    memory: Setup
+    sharding: Sharding | None  # of --plugin fsdp
     folder: Path
     lock: AbstractContextManager  # the right to write there
     resume: Checkpoint | None
     first_step: int
     last_step: int
     initial: Weights | None
+    initial_config: DiTConfig | None  # of the model that these weights are of
     lora: Lora | None
     notes: list[str]
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
@@ -87,17 +94,6 @@ class RunSpecification:
     def skipped_before(self) -> int:
         """Steps that the run skipped before it was resumed."""
         return self.resume.state["skipped"] if self.resume else 0
-
-    def memory_setup(self, trained: int) -> Setup:
-        """What the estimate of the memory needs to know of this run and its kernels; ``trained``: how many weights
-        are."""
-        ops = self.kernels.ops
-        return replace(
-            memory_setup(Components(self.flags), self.model_config, self.mesh.world_size),
-            fused=ops.linear_gate_residual_layernorm_modulate is not None,
-            fp8=ops.float8,
-            trained=trained if self.lora else None,
-        )
 
     def info(self) -> dict:
         """What this run's weights files say of themselves."""
@@ -145,9 +141,9 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         config = config if resumed is None else of_revision(config, asked.model.model, resumed.revision)
         notes += check_resume(resume, config, objective, bool(asked.start.lora))
     # LoRA's checkpoints hold what it adds: the weights it is added to are read each time.
-    initial = None
+    initial, initial_config = None, None
     if asked.start.pretrained and (asked.start.lora or not resume):
-        initial, config = check_pretrained(
+        initial, initial_config, config = check_pretrained(
             asked.start.pretrained, asked.model.model, config, notes, resumed=resume is not None
         )
     if config.adaln_lora is not None:
@@ -156,6 +152,12 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     codec = _codec(asked.data, captions, dataset, vae, mesh, notes)
     conditioner = _conditioner(captions.text_encoder, config, dataset, mesh, for_grids=codec is not None)
     kernels = _kernels(asked, config, mesh, stored.get("attention"), notes)
+    memory = replace(
+        memory_setup(asked, config, mesh.world_size),
+        fused=kernels.ops.linear_gate_residual_layernorm_modulate is not None,
+        fp8=kernels.ops.float8,
+    )
+    sharding = _sharding(asked, config, memory, mesh) if asked.plugin.plugin == "fsdp" else None
     folder = _folder(asked.save, asked.model.model, resume, mesh, notes)
     lock, lock_notes = lock_folder(
         folder, mesh, f"--load {asked.save.load}", "stop it, or start a new run without --load"
@@ -179,12 +181,16 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         objective=objective,
         kernels=kernels,
         sequence=sequence,
+        why_not_compiled=_why_not_compiled(asked.train_speed.compile, asked.plugin.plugin),
+        memory=memory,
+        sharding=sharding,
         folder=folder,
         lock=lock,
         resume=resume,
         first_step=first_step,
         last_step=last_step,
         initial=initial,
+        initial_config=initial_config,
         lora=lora,
         notes=notes,
     )
@@ -242,6 +248,20 @@ def _kernels(asked: Components, config: DiTConfig, mesh: Mesh, stored: str | Non
     head_dim = config.hidden_size // config.num_heads
     kernels = select_kernels(asked.speed, mesh.device, dtype, head_dim, config.tokens)
     return _agree_on_attention(kernels, stored, asked.speed, asked.run.deterministic, config, dtype, mesh, notes)
+
+
+def _why_not_compiled(asked: bool, plugin: str) -> str | None:
+    """Why --compile is not done; None: it is."""
+    if not asked:
+        return "off (--compile is)"
+    why = PLUGINS[plugin].ignores.get("compile")
+    return None if why is None else f"off: {why}"
+
+
+def _sharding(asked: Components, config: DiTConfig, memory: Setup, mesh: Mesh) -> Sharding:
+    """How --plugin fsdp divides the model on this device."""
+    card, reduce_dtype = card_memory(mesh.device), PRECISIONS[asked.plugin.reduce_dtype]
+    return choose_sharding(config, memory, asked.batch.batch_size, card, asked.plugin.reshard, reduce_dtype)
 
 
 def _agree_on_attention(

@@ -1,23 +1,12 @@
-"""How --plugin fsdp divides this run's model: what --reshard auto means here, and how gradients accumulate."""
+"""How --plugin fsdp divides a run's model: what --reshard auto means here, and how gradients accumulate."""
 
 from dataclasses import replace
 
 import torch
 
 from opendit.models import DiTConfig
-from opendit.models.lora import lora_parameters
 from opendit.parallel.apply import Sharding
-from opendit.parallel.engines import PRECISIONS
-from opendit.training.memory import USABLE, Setup, card_memory, estimate
-from opendit.training.prepare import RunSpecification
-
-
-def sharding_of(spec: RunSpecification) -> Sharding:
-    """:func:`choose_sharding` for this run on this device."""
-    config = spec.model_config
-    setup = spec.memory_setup(lora_parameters(config, spec.lora.rank) if spec.lora else config.parameters())
-    flags, card = spec.flags, card_memory(spec.mesh.device)
-    return choose_sharding(config, setup, flags.batch_size, card, flags.reshard, PRECISIONS[flags.reduce_dtype])
+from opendit.training.memory import USABLE, Setup, estimate
 
 
 def choose_sharding(

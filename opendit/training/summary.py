@@ -10,7 +10,6 @@ from opendit.cli.dry_run import describe_recipe
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
-from opendit.models.lora import lora_parameters
 from opendit.parallel.engines import Engine
 from opendit.parallel.sequence import attention_note
 from opendit.state.checkpoint import newest_run
@@ -29,17 +28,14 @@ def announce_memory(spec: RunSpecification) -> None:
         return
     config, batch = spec.model_config, spec.flags.batch_size
     card = card_memory(spec.mesh.device)
-    setup = spec.memory_setup(lora_parameters(config, spec.lora.rank) if spec.lora else config.parameters())
-    print(f"memory: {describe(config, setup, batch, card)}", flush=True)
-    if card is not None and (mitigation := advice(config, setup, batch, USABLE * card)):
+    print(f"memory: {describe(config, spec.memory, batch, card)}", flush=True)
+    if card is not None and (mitigation := advice(config, spec.memory, batch, USABLE * card)):
         print(
             f"note: memory: the estimate is above what the GPU has; the cheapest mitigation is {mitigation}", flush=True
         )
 
 
-def announce(
-    spec: RunSpecification, failures: WriteFailures, engine: Engine, ema: EMA, graph_note: str, compile_note: str
-) -> None:
+def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, ema: EMA, graph_note: str) -> None:
     """One block that says what is in use, and why."""
     if not spec.mesh.is_main:
         return
@@ -65,7 +61,7 @@ def announce(
         "sequence": f"over {mesh.sp_size} ranks, {spec.sequence.plan}" if spec.sequence else "whole on every rank",
         "kernels": spec.kernels.ops_note,
         "CUDA graph": graph_note,
-        "compile": compile_note,
+        "compile": spec.why_not_compiled or "blocks and final layer, when they first meet a shape",
         "batch": f"{flags.batch_size} x {mesh.dp_size} ranks x {flags.grad_accumulation} micro-batches = "
         f"{spec.schedule.global_batch}; {spec.schedule.steps_per_epoch} steps an epoch",
         "steps": f"{spec.first_step} to {spec.last_step}"
