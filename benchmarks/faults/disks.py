@@ -89,20 +89,22 @@ def full_in_tensorboard(lab: Lab) -> None:
     lab.same_weights()
 
 
+def without_room_for(lab: Lab, file: str, says: str) -> None:
+    """A resume that can't write one file of the run's folder, which it says, and loses nothing else."""
+    lab.prepared()
+    mount("--bind", "/dev/full", lab.run / file)
+    lab.goes_on(lab.train("--load", "latest"), 1, says)
+    lab.same_weights()
+
+
 @fault("no room for log.jsonl alone")
 def full_in_the_log(lab: Lab) -> None:
-    lab.prepared()
-    mount("--bind", "/dev/full", lab.run / "log.jsonl")
-    lab.goes_on(lab.train("--load", "latest"), 1, "log")
-    lab.same_weights()
+    without_room_for(lab, "log.jsonl", "log")
 
 
 @fault("config.json can't be written")
 def full_in_the_config(lab: Lab) -> None:
-    lab.prepared()
-    mount("--bind", "/dev/full", lab.run / "config.json")
-    lab.goes_on(lab.train("--load", "latest"), 1, "config")
-    lab.same_weights()
+    without_room_for(lab, "config.json", "config")
 
 
 @fault("the run folder becomes read-only in mid-run; a resume when it no longer is")

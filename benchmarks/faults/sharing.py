@@ -30,11 +30,16 @@ def second_trainer(lab: Lab) -> None:
     lab.untouched()
 
 
-@fault("a third train.py, after the first was killed (kill -9): its lock is stale")
-def stale_lock(lab: Lab) -> None:
+def killed(lab: Lab) -> None:
+    """A run that was killed while it trained."""
     first = trained(lab, *LONG)
     first[0].send(signal.SIGKILL)
     lab.programs.wait(lambda: first[0].code() is not None, 30, "the kill")
+
+
+@fault("a third train.py, after the first was killed (kill -9): its lock is stale")
+def stale_lock(lab: Lab) -> None:
+    killed(lab)
     lab.goes_on(lab.train("--load", "latest"), 0)
     lab.same_weights()
 
@@ -143,9 +148,7 @@ def strange_neighbours(lab: Lab) -> None:
 @fault("lock files with nonsense in them")
 def odd_locks(lab: Lab) -> None:
     """Every file of the folder that a killed run leaves beside its checkpoints and log, filled with nonsense."""
-    first = trained(lab, *LONG)
-    first[0].send(signal.SIGKILL)
-    lab.programs.wait(lambda: first[0].code() is not None, 30, "the kill")
+    killed(lab)
     for path in lab.run.iterdir():
         if "lock" in path.name and path.is_file():
             path.write_text("[" * 1000 + "\0é")

@@ -106,14 +106,21 @@ def test_killed_midway_it_goes_on_to_the_same_bytes(job, tmp_path):
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
 
 
-def test_two_processes_make_what_one_makes(job, tmp_path):
-    flags, reference = job
+def start_two(folder, *flags):
+    """The two processes of one run of preprocess.py that writes to folder / "latents", and the files of their logs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    output, logs = tmp_path / "latents", [tmp_path / "log0", tmp_path / "log1"]
-    processes = [start(log, *flags, "--output", output, RANK=str(rank), **common) for rank, log in enumerate(logs)]
+    logs = [folder / "log0", folder / "log1"]
+    flags = [*flags, "--output", folder / "latents"]
+    return [start(log, *flags, RANK=str(rank), **common) for rank, log in enumerate(logs)], logs
+
+
+def test_two_processes_make_what_one_makes(job, tmp_path):
+    flags, reference = job
+    output = tmp_path / "latents"
+    processes, logs = start_two(tmp_path, *flags)
     for process in processes:
         process.join(timeout=60)
     texts = [log.read_text() for log in logs]
@@ -205,13 +212,8 @@ def test_mistakes_with_tables_are_told_in_one_line(tmp_path, capsys):
 
 def test_a_lost_process_ends_the_other(job, tmp_path):
     flags, _ = job
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    output, logs = tmp_path / "latents", [tmp_path / "log0", tmp_path / "log1"]
-    processes = [start(log, *flags, "--output", output, RANK=str(rank), **common) for rank, log in enumerate(logs)]
-    while not list(output.glob("*.safetensors")):
+    processes, logs = start_two(tmp_path, *flags)
+    while not list((tmp_path / "latents").glob("*.safetensors")):
         assert all(process.is_alive() for process in processes), [log.read_text() for log in logs]
         time.sleep(0.001)
     processes[1].kill()
