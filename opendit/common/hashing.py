@@ -3,14 +3,14 @@
 import hashlib
 from pathlib import Path
 
-BLOCK = 16 << 20  # bytes that are read at once
+BLOCK = 4 << 20  # bytes that are read at once
 
 
 def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
+    digest, block = hashlib.sha256(), memoryview(bytearray(BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(block[:size])
     return digest.hexdigest()
 
 

@@ -45,7 +45,7 @@ PLUGINS = {
         },
     ),
     "ddp": Plugin("nothing sharded"),
-    "fsdp": Plugin("weights too, by torch's FSDP2"),
+    "fsdp": Plugin("weights too, by torch's FSDP2", sharded_checkpoints=True),
 }
 
 
