@@ -88,7 +88,7 @@ def test_a_step_is_a_pure_function(which, name, options):
     sampler, x = made(which, name, options)
     other, _ = made(which, name, options)
     start, states = x.clone(), [sampler.init(x)]
-    assert isinstance(states[0], tuple) and all(isinstance(part, torch.Tensor) for part in states[0])
+    assert all(part.shape == x.shape and part.dtype == x.dtype for part in states[0])
     for i in range(sampler.steps):
         states.append(sampler.step(states[-1], i))
     before = [[part.clone() for part in state] for state in states]
@@ -134,7 +134,7 @@ def test_one_recording_serves_all_steps_of_a_kind(which, name, options):
     for i in range(sampler.steps):
         inputs = sampler.inputs(i)
         present = [value for value in inputs if value is not None]
-        assert all(isinstance(value, torch.Tensor) for value in present)
+        assert all(value.shape in ((), x.shape[:1], x.shape) and value.device == x.device for value in present)
         kind = (sampler.model_at(i), *(value is None for value in inputs))
         if kind not in recordings:
             recordings[kind] = recorded(sampler, state, i)
