@@ -187,9 +187,9 @@ class TrainSpeedFlags(Flags):
 
     mixed_precision: str = flag("fp16", "precision of weights at work", choices=PRECISIONS)
     enable_cuda_graph: bool = flag(
-        False, "replay forward and backward as one CUDA graph: no time lost between kernels (zero2)"
+        False, "replay forward and backward as one CUDA graph: no time lost between kernels (zero2; fsdp on one GPU)"
     )
-    compile: bool = flag(False, "torch.compile for blocks and final layer (zero2, ddp)")
+    compile: bool = flag(False, "torch.compile for blocks and final layer (zero2, ddp, fsdp)")
 
 
 @dataclass(frozen=True)

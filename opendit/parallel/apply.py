@@ -1,6 +1,5 @@
 """A model becomes the parallel model, in the one order in which its changes may come."""
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -95,8 +94,6 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
             parameter.data = parameter.data.to(sharding.dtype)
     units = shard_units(plan_of(model.config), (name for name, _ in model.named_parameters()))
     called = [module for name, module in _children_first(model) if name in units and module is not model]
-    # A product's result may be a view, which FSDP2 says must not be changed in place: nothing does.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in called:
         fully_shard(module, **settings)
     # What is outside of all units is used at the beginning and at the end of both passes: it stays gathered.

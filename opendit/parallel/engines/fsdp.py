@@ -1,6 +1,7 @@
 """Weights, gradients and state cut parameter by parameter, by torch's FSDP2 (``fully_shard``)."""
 
 import contextlib
+import warnings
 from dataclasses import replace
 
 from torch.distributed.fsdp import FSDPModule
@@ -37,6 +38,8 @@ class FSDPEngine(Engine):
             loss_scale=LossScale(mesh.device) if self.precision == "fp16" else None,
         )
         model, optimizer = colossal.boost_with(plugin, module, adam)
+        # A product's result may be a view, which FSDP2 says must not be changed in place: nothing does.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         return model, optimizer, adam, name
 
