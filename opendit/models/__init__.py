@@ -13,6 +13,6 @@ __getattr__, __all__ = import_when_used(
         "opendit.models.names": "NAMES VIDEO_NAMES canonical_name is_video patch_size",
         "opendit.models.stdit": "STDiT STDiTConfig",
         "opendit.models.vdit": "VDiT VDiTConfig",
-        "opendit.models.zoo": "build_model config_from_dict model_config plan_of",
+        "opendit.models.zoo": "build_model config_from_dict empty_model model_config plan_of",
     },
 )

@@ -163,17 +163,15 @@ def distribution_of(model: nn.Module, name: str) -> Distribution:
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fills all parameters in place, with the values of ``seed``, and the fixed tables of positions.
-
-    The parameters are whole and in memory, of any dtype and on any device; those of a model that was built on the meta
-    device after ``model.to_empty(device=...)``. For shards of parameters see ``opendit.parallel.initial``.
+    """Fills all parameters in place with the values of ``seed``. They are whole and in memory, of any dtype and on any
+    device. (For shards see ``opendit.parallel.initial``. A model that was built on the meta device needs
+    ``model.to_empty(device=...)`` before, and ``model.fill_tables()``, for its buffers.)
 
     Raises:
         ValueError: a parameter that no pattern fits, or more than one.
     """
     for name, _ in model.named_parameters():
         initialize_parameter(model, seed, name)
-    model.fill_tables()
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """The names of parameters: a checkpoint has the model's own, whatever is wrapped around its modules."""
 
-BASE = ".base_layer"  # peft's, of the layer that LoRA is added to
 WRAPPERS = frozenset(("base_layer", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 
 

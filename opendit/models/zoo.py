@@ -119,14 +119,23 @@ def config_from_dict(values: dict) -> DiTConfig:
 def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
     """The network of a configuration on torch's default device, with the initial weights of ``seed``; None: of a seed
     that torch's generator gives. On the meta device it has none. Raises ValueError for what can't be built."""
-    network = _classes(config.kind).model
     if seed is None:
-        return network(config)
+        return _classes(config.kind).model(config)
+    model = empty_model(config)
+    if model.device.type != "meta":
+        initialize(model, seed)
+    return model
+
+
+def empty_model(config: DiTConfig) -> DiT:
+    """The network of a configuration on torch's default device, with its fixed tables and without values: somebody sets
+    all of its parameters. Raises ValueError for what can't be built."""
     device = torch.get_default_device()
     with torch.device("meta"):
-        model = network(config)
+        model = _classes(config.kind).model(config)
     if device.type != "meta":
-        initialize(model.to_empty(device=device), seed)
+        model.to_empty(device=device)
+        model.fill_tables()
     return model
 
 

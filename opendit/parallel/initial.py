@@ -1,83 +1,57 @@
-"""Shards without their canonical tensors: initial values, and whatever else can be read range by range."""
+"""Initial values shard by shard, without the canonical tensors."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from opendit.models import DiT
-from opendit.models.initialization import distribution_of, draw
-from opendit.parallel.layout import Range, Shard
+from opendit.models.initialization import Distribution, distribution_of, draw
+from opendit.models.parameter_names import canonical_name
+from opendit.parallel.layout import Shard
+from opendit.parallel.runs import Runs, copy_overlap, runs_of
 
-ROWS = 1 << 24  # elements read at a time where only a part of every row is needed
+GAP = 1 << 15  # elements that are drawn in vain (0.1 ms) rather than to draw what is before and after by themselves
+SPAN = 1 << 24  # elements that are drawn at a time
 
 
-def initial_values(model: DiT, seed: int, name: str, shard: Shard) -> Tensor:
-    """The initial values of a shard of a parameter, as ``opendit.models.initialization.initialize`` gives them to the
-    whole: (shard.shape) fp32 in host memory.
+class InitialValues:
+    """What ``opendit.models.initialization.initialize`` gives to a model's parameters, by shards.
 
-    model: knows the shapes and the distributions, and may be on the meta device. name: canonical, as of ``shard``.
-    Raises ValueError unless exactly one pattern of the model's initial distributions fits the name.
+    model: knows names, shapes and distributions, and may be on the meta device; nothing of it is kept.
+    Raises ValueError unless exactly one pattern of its initial distributions fits the name of each parameter.
     """
-    shape, distribution = model.get_parameter(name).shape, distribution_of(model, name)
-    return read_shard(shape, shard, lambda start, out: draw(distribution, seed, name, shape, start, out))
+
+    def __init__(self, model: DiT, seed: int):
+        self.seed = seed
+        self._drawn: dict[str, tuple[tuple[int, ...], Distribution]] = {}
+        for name, parameter in model.named_parameters():
+            name = canonical_name(name)
+            self._drawn[name] = tuple(parameter.shape), distribution_of(model, name)
+
+    def __call__(self, name: str, shard: Shard) -> Tensor:
+        """A shard of the parameter with this canonical name: (shard.shape) fp32 in host memory."""
+        shape, distribution = self._drawn[name]
+        return initial_values(distribution, self.seed, name, shape, shard)
 
 
-def read_shard(shape: Sequence[int], shard: Shard, read: Callable[[int, Tensor], object]) -> Tensor:
-    """The shard of a canonical tensor of ``shape`` of which ranges can be read: (shard.shape) fp32 in host memory.
-
-    read(start, out) fills ``out`` (n,) with elements [start, start + n) of the flattened tensor. Only what is held is
-    read, but for cuts of a dimension after the first: then it is whole rows, at most ROWS elements at a time.
-    """
-    shape = tuple(shape) or (1,)
-    held, flat = [((0, side),) for side in shape], None
-    for dim, ranges in shard.slices:
-        if dim is not None and flat is None:
-            held[dim] = _of(held[dim], ranges)
-        else:
-            flat = ranges if flat is None else _of(flat, ranges)
-    lengths = [sum(stop - start for start, stop in ranges) for ranges in held]
-    flat = ((0, math.prod(lengths)),) if flat is None else flat
-    result = torch.empty(shard.shape, dtype=torch.float32, device="cpu")
-    out, width = result.view(-1), math.prod(shape[1:])
-    if all(ranges == ((0, side),) for ranges, side in zip(held[1:], shape[1:], strict=True)):
-        rows = tuple((start * width, stop * width) for start, stop in held[0])
-        for start, stop in _of(rows, flat):
-            read(start, out[: stop - start])
-            out = out[stop - start :]
-        return result
-    local = math.prod(lengths[1:])  # what is left of a row
-    step = max(1, ROWS // width)
-    for start, stop in flat if local else ():
-        for first in range(start // local, -(-stop // local), step):
-            last = min(first + step, -(-stop // local))
-            block = torch.cat([_rows(shape, ranges, read) for ranges in _of(held[0], ((first, last),))])
-            for dim, ranges in enumerate(held[1:], start=1):
-                block = torch.cat([block.narrow(dim, low, high - low) for low, high in ranges], dim)
-            wanted = block.view(-1)[max(start - first * local, 0) : stop - first * local]
-            out[: len(wanted)] = wanted
-            out = out[len(wanted) :]
-    return result
+def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequence[int], shard: Shard) -> Tensor:
+    """A shard of a parameter's initial values, (shard.shape) fp32 in host memory; the other arguments are those of
+    ``opendit.models.initialization.draw``."""
+    values, wanted = torch.empty(shard.shape, dtype=torch.float32, device="cpu"), runs_of(shape, shard.slices)
+    for start, stop in _covers(wanted):
+        drawn = draw(distribution, seed, name, shape, start, torch.empty(stop - start, device="cpu"))
+        copy_overlap(values.view(-1), wanted, drawn, Runs(np.array([start]), np.array([stop - start])))
+    return values
 
 
-def _rows(shape: Sequence[int], rows: Range, read: Callable[[int, Tensor], object]) -> Tensor:
-    block = torch.empty(rows[1] - rows[0], *shape[1:], dtype=torch.float32, device="cpu")
-    read(rows[0] * math.prod(shape[1:]), block.view(-1))
-    return block
-
-
-def _of(ranges: Sequence[Range], inner: Sequence[Range]) -> tuple[Range, ...]:
-    """Of the indices that ``ranges`` hold, one after the other, those at the places of ``inner``; in as few ranges as
-    possible, none of them empty."""
-    found = []
-    for low, high in inner:
-        offset = 0
-        for start, stop in ranges:
-            first, last = max(low - offset, 0), min(high - offset, stop - start)
-            if first < last and found and found[-1][1] == start + first:
-                found[-1] = found[-1][0], start + last
-            elif first < last:
-                found.append((start + first, start + last))
-            offset += stop - start
-    return tuple(found)
+def _covers(runs: Runs) -> Iterator[tuple[int, int]]:
+    """Ranges of the canonical tensor, of at most SPAN elements, in which all runs lie."""
+    order = np.argsort(runs.start)
+    start, stop = runs.start[order], runs.stop[order]
+    apart = np.flatnonzero(start[1:] - stop[:-1] > GAP) + 1
+    for group in np.split(np.arange(len(start)), apart) if len(start) else ():
+        first, last = int(start[group[0]]), int(stop[group[-1]])
+        for begin in range(first, last, SPAN):
+            yield begin, min(begin + SPAN, last)

@@ -11,7 +11,7 @@ from torch import Tensor
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.names import SIZES, canonical_name, is_video
 from opendit.models.shapes import Shapes
-from opendit.models.zoo import build_model, config_from_dict, model_config
+from opendit.models.zoo import build_model, config_from_dict, empty_model, model_config
 from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
 from opendit.state.header import check_shapes, check_size, compare
 from opendit.state.names import PARTS, SHARDS, WHOLE
@@ -291,7 +291,7 @@ def load_pretrained(
         config = infer_config(weights.state, name, weights.path, weights.num_classes)
     else:
         check_name(weights, name)
-    model = build_model(config)
+    model = empty_model(config)
     load_state(model, weights)
     return model, weights
 

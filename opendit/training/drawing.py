@@ -6,7 +6,7 @@ import torch
 from opendit.diffusion.sampling import sample_in_batches
 from opendit.encoders.conditioner import preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
-from opendit.models import Condition, DiT, build_model
+from opendit.models import Condition, DiT, empty_model
 from opendit.parallel.engines import Engine
 from opendit.state.ema import EMA
 from opendit.training import monitor as monitoring
@@ -42,7 +42,7 @@ class SampleGrids:
         if engine.whole:
             return engine.module
         with mesh.device:
-            model = build_model(spec.model_config)
+            model = empty_model(spec.model_config)
         model.place(mesh.device, engine.dtype)
         model.use(ops=spec.kernels.ops, attend=spec.kernels.attend, sequence=spec.sequence)
         return model

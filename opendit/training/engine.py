@@ -2,11 +2,13 @@
 
 import torch
 
-from opendit.models import build_model
+from opendit.models import empty_model
 from opendit.models.adapt import adapt
+from opendit.models.initialization import initialize
 from opendit.models.lora import add_lora
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, build_engine
+from opendit.parallel.initial import InitialValues
 from opendit.training.prepare import RunSpecification
 
 
@@ -14,8 +16,11 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     flags = spec.flags
     torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
     with spec.mesh.device:
-        model = build_model(spec.model_config, flags.global_seed)
+        model = empty_model(spec.model_config)
+    initial = InitialValues(model, flags.global_seed)  # of a rank's own shards, which is all that it needs
     if spec.initial is not None:
+        initialize(model, flags.global_seed)
+        initial = None  # what the model will hold
         start = adapt(model, spec.initial, spec.initial_config, spec.dataset.class_names)
         spec.notes += [f"--pretrained: {line}" for line in start.describe()]
         if spec.lora is not None:
@@ -40,4 +45,5 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         grad_clip=flags.grad_clip,
         grad_accumulation=flags.grad_accumulation,
         sharding=spec.sharding,
+        initial=initial,
     )

@@ -192,6 +192,7 @@ def test_built_on_the_meta_device_and_filled_it_is_the_model_built_directly(conf
     on_meta.to_empty(device="cpu")
     for tensor in on_meta.state_dict().values():
         tensor.fill_(float("nan"))
+    on_meta.fill_tables()
     initialize(on_meta, seed=3)
     made = build_model(config, seed=3)
     assert torch.equal(torch.get_rng_state(), before)

@@ -9,36 +9,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.models import build_model
-from opendit.models.initialization import initialize
+from opendit.models.initialization import Normal, draw, initialize
 from opendit.parallel import initial
-from opendit.parallel.initial import initial_values, read_shard
+from opendit.parallel.initial import InitialValues, initial_values
 from opendit.parallel.layout import Cut, Layout, dim_cut, flat_cut
 from opendit.parallel.sizes import ParallelDims
 from tests.models.test_zoo import CONFIGS
 from tests.parallel import test_layout
-from tests.parallel.test_layout import mesh_of, numbered
+from tests.parallel.test_layout import mesh_of
+
+KIND = Normal(1)
 
 
-def reader(full: torch.Tensor):
-    """Reads ranges of a tensor, and refuses to read beyond it."""
-    flat = full.reshape(-1)
-
-    def read(start: int, out: torch.Tensor) -> None:
-        assert start + len(out) <= len(flat) and len(out)
-        out.copy_(flat[start : start + len(out)])
-
-    return read
+def whole_of(shape: tuple[int, ...]) -> torch.Tensor:
+    return draw(KIND, 2, "w", shape, 0, torch.empty(math.prod(shape))).view(shape)
 
 
-@pytest.mark.parametrize("rows", [1, initial.ROWS])
+@pytest.mark.parametrize(("gap", "span"), [(0, 1), (1, 3), (initial.GAP, initial.SPAN)])
 @pytest.mark.parametrize("dims", test_layout.MESHES, ids=str)
-def test_shards_of_every_kind_of_cut(dims, rows, monkeypatch):
-    monkeypatch.setattr(initial, "ROWS", rows)
+def test_shards_of_every_kind_of_cut(dims, gap, span, monkeypatch):
+    monkeypatch.setattr(initial, "GAP", gap)
+    monkeypatch.setattr(initial, "SPAN", span)
     for rank in range(dims.world_size):
         for case in test_layout.cases(dims, rank):
             layout = Layout(mesh_of(dims, rank), {case.name: case.shape}, {case.name: case.cuts})
-            shard = read_shard(case.shape, layout.local(case.name), reader(numbered(case.shape)))
-            assert torch.equal(shard, layout.take(case.name, numbered(case.shape))), case.name
+            shard = initial_values(KIND, 2, "w", case.shape, layout.local(case.name))
+            assert torch.equal(shard, layout.take(case.name, whole_of(case.shape))), case.name
 
 
 @st.composite
@@ -67,17 +63,35 @@ def layouts(draw):
 
 
 @settings(max_examples=300, database=None)
-@given(layouts())
-def test_shards_of_any_chain_of_cuts(made):
+@given(layouts(), st.sampled_from([0, 2, 1000]))
+def test_shards_of_any_chain_of_cuts(made, gap):
     shape, layout = made
-    shard = read_shard(shape, layout.local("w"), reader(numbered(shape)))
-    assert torch.equal(shard, layout.take("w", numbered(shape)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial, "GAP", gap)
+        shard = initial_values(KIND, 2, "w", shape, layout.local("w"))
+    assert torch.equal(shard, layout.take("w", whole_of(shape)))
 
 
-def test_only_what_is_held_is_read_where_rows_are_whole():
-    count, layout = [], Layout(mesh_of(ParallelDims(dp_shard=4), 2), {"w": (9, 5)}, {"w": [flat_cut("world", 45, 4)]})
-    shard = read_shard((9, 5), layout.local("w"), lambda start, out: count.append((start, len(out))))
-    assert count == [(24, 12)] and shard.shape == (12,)
+def test_little_more_than_what_is_held_is_drawn(monkeypatch):
+    """Flat ranges and rows nothing more; of columns the rows, where what lies between is short."""
+    drawn, draw_range = [], initial.draw
+    monkeypatch.setattr(initial, "draw", lambda *args: drawn.append((args[4], len(args[5]))) or draw_range(*args))
+    shape, mesh = (9, 100_000), mesh_of(ParallelDims(dp_shard=4), 2)
+    for cut, expected in (
+        (flat_cut("world", 900_000, 4), [(450_000, 225_000)]),
+        (dim_cut("world", 0, 9, 4), [(600_000, 300_000)]),
+        (dim_cut("world", 1, 100_000, 4), [(row * 100_000 + 50_000, 25_000) for row in range(9)]),
+        (dim_cut("world", 1, 6, 4), []),
+    ):
+        drawn.clear()
+        if not expected:  # a rank that holds nothing
+            shape, mesh = (9, 6), mesh_of(ParallelDims(dp_shard=4), 3)
+        layout = Layout(mesh, {"w": shape}, {"w": [cut]})
+        assert initial_values(KIND, 2, "w", shape, layout.local("w")).shape == layout.local("w").shape
+        assert drawn == expected
+    narrow = Layout(mesh_of(ParallelDims(dp_shard=4), 1), {"w": (5, 8)}, {"w": [dim_cut("world", 1, 8, 4)]})
+    initial_values(KIND, 2, "w", (5, 8), narrow.local("w"))
+    assert drawn == [(2, 34)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
@@ -86,14 +100,14 @@ def test_ranks_draw_what_one_process_draws(config, world):
     """Every parameter of every architecture, by rows and flat, from a model on the meta device, bit for bit."""
     whole = build_model(replace(config, depth=1), seed=3)
     with torch.device("meta"):
-        model = build_model(replace(config, depth=1))
+        values = InitialValues(build_model(replace(config, depth=1)), 3)
     shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
     rows = {name: [dim_cut("world", 0, shape[0], world)] for name, shape in shapes.items()}
     flat = {name: [flat_cut("world", math.prod(shape), world)] for name, shape in shapes.items()}
     for chain in (rows, flat):
         layouts = [Layout(mesh_of(ParallelDims(dp_shard=world), rank), shapes, chain) for rank in range(world)]
         for name, parameter in whole.named_parameters():
-            shards = [initial_values(model, 3, name, layout.local(name)) for layout in layouts]
+            shards = [values(name, layout.local(name)) for layout in layouts]
             assert torch.equal(torch.cat(shards).view_as(parameter), parameter), name
 
 
@@ -106,17 +120,16 @@ def test_columns_of_heads_after_a_division_over_tensor_parallel_ranks():
     for rank in range(4):
         columns, rows = dim_cut("tp", 1, full.shape[1], 2), dim_cut("fsdp", 0, full.shape[0], 2)
         layout = Layout(mesh_of(dims, rank), {name: tuple(full.shape)}, {name: [columns, rows]})
-        assert torch.equal(initial_values(whole, 3, name, layout.local(name)), layout.take(name, full))
+        assert torch.equal(InitialValues(whole, 3)(name, layout.local(name)), layout.take(name, full))
 
 
-def test_a_changed_model_is_not_what_is_drawn():
-    """The present values play no part."""
+def test_present_values_play_no_part():
     model = build_model(CONFIGS[0], seed=3)
     layout = Layout(mesh_of(ParallelDims(), 0), {n: tuple(p.shape) for n, p in model.named_parameters()}, NoCuts())
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     initialize(model, seed=4)
     for name, value in expected.items():
-        assert torch.equal(initial_values(model, 3, name, layout.local(name)), value)
+        assert torch.equal(InitialValues(model, 3)(name, layout.local(name)), value)
 
 
 class NoCuts(dict):

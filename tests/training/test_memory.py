@@ -277,7 +277,7 @@ def test_what_is_needed_is_said_before_it_is_allocated(card, rank, tmp_path, no_
         torch.save(build_model(config).state_dict(), tmp_path / "base.pt")
         argv += ["--pretrained", str(tmp_path / "base.pt"), "--lora", str(rank)]
     monkeypatch.setattr("opendit.training.summary.card_memory", lambda device: card)
-    monkeypatch.setattr("opendit.training.engine.build_model", out_of_memory)
+    monkeypatch.setattr("opendit.training.engine.empty_model", out_of_memory)
     with pytest.raises(SystemExit) as stop:
         train.main(argv)
     out, err = capsys.readouterr()
@@ -288,7 +288,7 @@ def test_what_is_needed_is_said_before_it_is_allocated(card, rank, tmp_path, no_
     assert ("the cheapest mitigation is --" in out) == (card is not None)
 
 
-def out_of_memory(config: DiTConfig, seed: int):
+def out_of_memory(config: DiTConfig):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 

@@ -5,7 +5,7 @@ from importlib import import_module
 from torch import nn
 
 from opendit.parallel.apply import Sharding
-from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings, StepResult
+from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings, StepResult, Values
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import PLUGINS, check_precision
 
@@ -29,16 +29,19 @@ def build_engine(
     grad_clip: float = 1.0,
     grad_accumulation: int = 1,
     sharding: Sharding | None = None,
+    initial: Values | None = None,
 ) -> Engine:
     """Wraps a module, the same on every rank, for training.
 
     Args:
-        module: a plain module with fp32 weights.
+        module: a plain module with fp32 weights, or with ``initial`` one whose trained weights are not filled yet.
         plugin: one of ``opendit.parallel.names.PLUGINS``.
         betas: of AdamW, both at least 0 and below 1.
         grad_clip: bound of the global gradient norm; 0 means none.
         grad_accumulation: micro-batches a step (gemini and fsdp have to know).
         sharding: how fsdp divides the model; its dtype is that of ``precision``.
+        initial: gives the fp32 values of any shard, by the parameter's name, to begin with; None: they are those of
+            the module, of which all ranks then have a copy in host memory for a time.
 
     Raises:
         ValueError: unknown plugin or precision, or one that the plugin does not work in.
@@ -47,4 +50,4 @@ def build_engine(
         raise ValueError(f"plugin {plugin} with precision {precision}: plugins are {', '.join(PLUGINS)}")
     check_precision(plugin, precision)
     settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation, sharding or Sharding())
-    return engine_of(plugin)(module, mesh, precision, settings)
+    return engine_of(plugin)(module, mesh, precision, settings, initial)

@@ -8,6 +8,7 @@ be gathered into canonical full tensors, and full tensors loaded, under any plug
 import contextlib
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ from opendit.parallel.mesh import Mesh
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+Values = Callable[[str, Shard], Tensor]  # of a parameter's shard
 
 
 @dataclass
@@ -56,13 +60,14 @@ class Engine(ABC):
     skipped, skipped_in_a_row: steps that were not taken, 0-dim int64 tensors on the device.
     """
 
-    def __init__(self, module: nn.Module, mesh: Mesh, precision: str, settings: Settings):
+    def __init__(
+        self, module: nn.Module, mesh: Mesh, precision: str, settings: Settings, initial: Values | None = None
+    ):
         self.mesh, self.precision, self.dtype = mesh, precision, PRECISIONS[precision]
         self.shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
         # Plugins cast weights and buffers to half before they make their fp32 copies; the masters must be
         # the fp32 initialisation itself, and position tables stay fp32.
-        trained = ((n, p.detach()) for n, p in module.named_parameters() if p.requires_grad)
-        initial = {n: p.to("cpu", torch.float32, copy=True) for n, p in trained}
+        initial = _values_of(module) if initial is None else initial
         buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         self.model, self.optimizer, adam, self.optimizer_name = self._wrap(module, settings)
         self.module, self.adam = module, adam
@@ -72,8 +77,8 @@ class Engine(ABC):
         for name, buffer in module.named_buffers():
             buffer.data = buffers[name].to(mesh.device)
         self._locate()
-        for name, value in initial.items():
-            self.load_master(name, value)
+        for name in self.shapes:
+            self.set_master(name, initial(name, self.held(name)))
         self.finish_loading()
 
     plugin: str  # its name in --plugin
@@ -210,3 +215,10 @@ class Engine(ABC):
         """Every parameter flat and even over all ranks."""
         cuts = {n: [flat_cut("world", math.prod(s), self.mesh.world_size)] for n, s in self.shapes.items()}
         return Layout(self.mesh, self.shapes, cuts)
+
+
+def _values_of(module: nn.Module) -> Values:
+    """The present values of a module's trained parameters, copied into host memory."""
+    trained = ((n, p.detach()) for n, p in module.named_parameters() if p.requires_grad)
+    copies = {n: p.to("cpu", torch.float32, copy=True) for n, p in trained}
+    return lambda name, shard: shard.take(copies[name])

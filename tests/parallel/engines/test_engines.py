@@ -141,13 +141,26 @@ def test_every_plugin_gives_the_single_process_curve(world):
     assert all(torch.equal(results[0][0][1][n], other[0][1][n]) for other in results for n in weights)
 
 
-def state_before_training(mesh, cases: list[tuple[str, str]]) -> list:
-    """Per plugin: full masters and moments, buffers, and what this rank holds of each: its slices, master, moment."""
+def nan_model() -> DiT:
+    model = build_model()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, math.nan)
+    return model
+
+
+def state_before_training(mesh, cases: list[tuple[str, str, bool | None]]) -> list:
+    """Per plugin, of a module's values, or of those that are given shard by shard in their place: full masters and
+    moments, buffers, what this rank holds of each (its slices, master, moment), steps, and working weights."""
     from opendit.parallel.engines import build_engine
 
+    def given(name: str, shard) -> Tensor:
+        return shard.take(dict(build_model().named_parameters())[name].detach())
+
     results = []
-    for plugin, precision in cases:
-        engine = build_engine(build_model(), mesh, plugin=plugin, precision=precision)
+    for plugin, precision, initial in cases:
+        module = build_model() if initial is None else nan_model()
+        engine = build_engine(module, mesh, plugin=plugin, precision=precision, initial=initial and given)
+        working = {n: p.detach().float().clone() for n, p in engine.module.named_parameters() if engine.whole}
         for name, weight in build_model().named_parameters():
             full = weight.detach()
             engine.load_moments(name, {"exp_avg": full + 1, "exp_avg_sq": full + 2}, step=3)
@@ -155,17 +168,18 @@ def state_before_training(mesh, cases: list[tuple[str, str]]) -> list:
         moments = {n: engine.layout.gather(n, engine.moments(n)["exp_avg_sq"]) for n in engine.shapes}
         held = {n: (engine.layout.local(n).slices, engine.master(n), engine.moments(n)) for n in engine.shapes}
         buffers = {n: b.clone() for n, b in engine.module.named_buffers()}
-        results.append((masters, moments, buffers, held, engine.optimizer_steps()))
+        results.append((masters, moments, buffers, held, engine.optimizer_steps(), working))
     return results
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_masters_are_the_fp32_initialisation_and_shards_its_slices(world):
-    model, cases = build_model(), [("zero2", "bf16"), ("gemini", "bf16"), ("ddp", "bf16")]
+    plugins = [("zero2", "bf16"), ("gemini", "bf16"), ("ddp", "bf16")]
+    model, cases = build_model(), [(*case, given) for case in plugins for given in (None, True)]
     ranks = run_ranks(world, state_before_training, cases)
     for which, case in enumerate(cases):
         covered = {name: torch.zeros(weight.numel(), dtype=torch.int) for name, weight in model.named_parameters()}
-        for masters, moments, buffers, held, steps in (rank[which] for rank in ranks):
+        for masters, moments, buffers, held, steps, working in (rank[which] for rank in ranks):
             assert torch.equal(buffers["pos_embed"], model.pos_embed)  # fp32, not rounded
             for name, weight in model.named_parameters():
                 assert torch.equal(masters[name], weight) and torch.equal(moments[name], weight + 2), (case, name)
@@ -176,6 +190,10 @@ def test_masters_are_the_fp32_initialisation_and_shards_its_slices(world):
                 assert (own["exp_avg"].numpy() == expected + 1).all(), (case, name)
                 covered[name][start:stop] += 1
             assert steps == 3
+            for name, weight in working.items():
+                expected = model.get_parameter(name)
+                expected = expected if case[0] == "ddp" else expected.bfloat16().float()
+                assert torch.equal(weight, expected), (case, name)
         assert all((count == 1).all() for count in covered.values()), case
 
 
