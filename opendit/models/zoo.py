@@ -127,15 +127,23 @@ def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
     return model
 
 
-def empty_model(config: DiTConfig) -> DiT:
+def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
     """The network of a configuration on torch's default device, with its fixed tables and without values: somebody sets
-    all of its parameters. Raises ValueError for what can't be built."""
+    all of its parameters. Raises ValueError for what can't be built.
+
+    parameters: whether they are in memory; else they are on the meta device, and the tables alone on the other.
+    """
     device = torch.get_default_device()
     with torch.device("meta"):
         model = _classes(config.kind).model(config)
-    if device.type != "meta":
+    if device.type == "meta":
+        return model
+    if parameters:
         model.to_empty(device=device)
-        model.fill_tables()
+    for name, buffer in [*model.named_buffers()]:
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, torch.empty_like(buffer, device=device))
+    model.fill_tables()
     return model
 
 

@@ -15,10 +15,11 @@ from opendit.training.prepare import RunSpecification
 def build_model_and_engine(spec: RunSpecification) -> Engine:
     flags = spec.flags
     torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
-    with spec.mesh.device:
-        model = empty_model(spec.model_config)
+    fresh, cut = spec.initial is None, flags.plugin == "fsdp" and spec.mesh.world_size > 1
+    with spec.mesh.device:  # a fresh model that is cut is nowhere whole
+        model = empty_model(spec.model_config, parameters=not (fresh and cut))
     initial = InitialValues(model, flags.global_seed)  # of a rank's own shards, which is all that it needs
-    if spec.initial is not None:
+    if not fresh:
         initialize(model, flags.global_seed)
         initial = None  # what the model will hold
         start = adapt(model, spec.initial, spec.initial_config, spec.dataset.class_names)

@@ -130,7 +130,7 @@ def test_a_global_batch_is_cut_for_the_ranks(world, asked, most, given, expected
 
 def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("opendit.parallel.mesh.init_mesh", lambda **_: pytest.fail("started processes"))
-    monkeypatch.setattr("opendit.training.engine.empty_model", lambda *_: pytest.fail("made weights"))
+    monkeypatch.setattr("opendit.training.engine.empty_model", lambda *_, **__: pytest.fail("made weights"))
     outputs = tmp_path / "outputs"
     argv = ["--recipe", "dit_xl_imagenet256", "--outputs", str(outputs), "--data_path", str(tmp_path / "nowhere")]
     shown = dry_run(["8", *argv], capsys)

@@ -288,7 +288,7 @@ def test_what_is_needed_is_said_before_it_is_allocated(card, rank, tmp_path, no_
     assert ("the cheapest mitigation is --" in out) == (card is not None)
 
 
-def out_of_memory(config: DiTConfig):
+def out_of_memory(config: DiTConfig, parameters: bool):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 

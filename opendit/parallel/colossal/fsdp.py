@@ -29,6 +29,8 @@ class FSDPPlugin(Plugin):
     ):
         if self.mesh.world_size > 1:
             apply_shards(model, self.mesh, self.sharding)
+            if any(parameter.is_meta for parameter in model.parameters()):
+                model.to_empty(device=self.mesh.device)  # its shards; the engine fills them
         else:
             model.to(self.mesh.device)
             for parameter in model.parameters():

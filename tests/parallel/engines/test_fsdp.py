@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opendit.models import DiT, DiTConfig, TextCondition
+from opendit.models import DiT, DiTConfig, TextCondition, empty_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
@@ -180,13 +180,30 @@ def test_curves_gradients_and_state_are_those_of_one_process(plain, world):
 # ------------------------------------------------------------------------------------------------- every architecture
 
 
+class Given:
+    """A model's values, shard by shard."""
+
+    def __init__(self, model: DiT):
+        self._values = dict(model.named_parameters())
+
+    def __call__(self, name: str, shard) -> Tensor:
+        return shard.take(self._values[name].detach())
+
+
 def architecture_gradients(mesh: Mesh, configs: list) -> list[dict[str, Tensor]]:
-    """Every rank takes one sample; weights are freed after the forward pass, every second model is recomputed."""
+    """Every rank takes one sample; weights are freed after the forward pass, every second model is recomputed, and two
+    of three are nowhere whole: their parameters are on the meta device until they are cut."""
     results = []
     for number, config in enumerate(configs):
-        model = test_zoo.model_of(config).float()
+        model, given = test_zoo.model_of(config).float(), None
+        if number % 3:
+            given = Given(model)
+            model = empty_model(config, parameters=False)
+            assert all(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
         model.grad_checkpoint = number % 2 == 1
-        engine = build_engine(model, mesh, plugin="fsdp", precision="fp32", sharding=FREED)
+        engine = build_engine(model, mesh, plugin="fsdp", precision="fp32", sharding=FREED, initial=given)
+        tables = dict(test_zoo.model_of(config).named_buffers())
+        assert all(torch.equal(b, tables[n].float()) for n, b in engine.module.named_buffers())
         x, t, y = test_zoo.inputs(config)
         own = slice(mesh.rank, mesh.rank + 1)
         if isinstance(y, Tensor):
