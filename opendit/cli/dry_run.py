@@ -22,7 +22,7 @@ from opendit.training.from_flags import (
     saved_by_adaln_lora,
     sequence_shape,
 )
-from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch
+from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch, parts
 from opendit.training.monitor import print_block
 
 CARDS = {"80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}  # as torch counts an H100's and an H200's memory
@@ -119,12 +119,11 @@ def _steps(batch: BatchFlags, dataset: MediaDataset | None, samples: int, seed: 
 
 
 def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
-    needs = estimate(config, setup, batch_size)
-    states = sum(needs.states.values()) / GIB
-    rows = {
-        "memory": f"{needs.total / GIB:,.2f} GiB a GPU estimated: states {states:,.2f}, activations "
-        f"{needs.activations / GIB:,.2f}"
-    }
+    sharded, rows = setup.plugin == "fsdp" and setup.world > 1, {}
+    for reshard in ("after_forward", "never") if sharded and setup.reshard == "auto" else (setup.reshard,):
+        needs = estimate(config, replace(setup, reshard=reshard), batch_size)
+        how = f", --reshard {reshard}" if sharded else ""
+        rows[f"memory{how}"] = f"{needs.total / GIB:,.2f} GiB a GPU estimated: {parts(needs)}"
     for name, card in CARDS.items():
         largest = largest_batch(config, setup, USABLE * card)
         mitigation = advice(config, setup, batch_size, USABLE * card)

@@ -187,7 +187,6 @@ class DiTConfig:
     def parameters(self) -> int:
         """Number of trainable weights, without building the model."""
         d, patch = self.hidden_size, math.prod(self.patch)
-        block = self.block_parameters() + self.modulation_parameters()
         embed = (patch * self.in_channels + 1) * d + (TIME_FREQUENCIES + 1 + d + 1) * d
         final = 2 * d * d + 2 * d + (d + 1) * patch * self.out_channels
         if self.positions == "learned":
@@ -200,10 +199,14 @@ class DiTConfig:
             embed += (self.text.width + 1 + d + 1) * d
             if self.text.cross_attention:
                 embed += (self.text.width + 1) * d
-                block += self.attention_parameters()
             if self.text.inside:
                 embed += bytes_text.parameters(self.text)
-        return self.depth * block + embed + final
+        return self.depth * self.whole_block_parameters() + embed + final
+
+    def whole_block_parameters(self) -> int:
+        """Of a block with everything in it."""
+        cross = self.attention_parameters() if self.cross_attention else 0
+        return self.block_parameters() + cross + self.modulation_parameters()
 
     def block_parameters(self) -> int:
         """Of a block without its modulation and cross-attention."""

@@ -177,6 +177,9 @@ def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
         recompute=asked.memory.recompute,
         grad_checkpoint=asked.memory.grad_checkpoint,
         trained=None if asked.start.lora is None else lora_parameters(config, asked.start.lora),
+        replicate=asked.plugin.data_parallel_replicate,
+        reduce_dtype=asked.plugin.reduce_dtype,
+        reshard=asked.plugin.reshard,
     )
 
 

@@ -21,6 +21,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 GIB = 2**30
 # Of a card's memory, for what the formulas leave out: a CUDA context, NCCL, fragmentation. A rule of thumb.
 USABLE = 0.94
+WEIGHTS_SHARDED = ("gemini", "fsdp")
 LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS and cuDNN and the like: what is left of measured peaks at batch 0
 
 
@@ -30,6 +31,9 @@ class Setup:
 
     fused: LayerNorm + modulate in one kernel. averages: how many EMAs. accumulate: several micro-batches a step.
     trained: with LoRA, the weights that are trained; None: those of the model, all.
+    Of fsdp: replicate: copies of the sharded model. reduce_dtype: in which gradients are summed over ranks. reshard: as
+    --reshard; keep_gradients: whole gradients add up over the micro-batches, and are reduced once. What is left open
+    ("auto", None) counts as what needs less memory; :func:`settle_sharding` decides it.
     (Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
     head.)
     """
@@ -45,6 +49,10 @@ class Setup:
     recompute: str = "none"
     grad_checkpoint: bool = False
     trained: int | None = None
+    replicate: int = 1
+    reduce_dtype: str = "fp32"
+    reshard: str = "auto"
+    keep_gradients: bool | None = None
 
     @property
     def autocast(self) -> bool:
@@ -60,17 +68,20 @@ class Setup:
 @dataclass(frozen=True)
 class Estimate:
     """Bytes of one rank: states by name, always there; activations when the backward pass begins; gradients then and
-    when it has ended (those that no state holds)."""
+    when it has ended (those that no state holds), and weights that were gathered from other ranks."""
 
     states: dict[str, float]
     activations: float
     gradients: float
     gradients_at_the_end: float
+    gathered: float = 0
+    gathered_at_the_end: float = 0
 
     @property
     def total(self) -> float:
-        peak = max(self.activations + self.gradients, self.gradients_at_the_end)
-        return sum(self.states.values()) + peak + LIBRARIES
+        beginning = self.activations + self.gradients + self.gathered
+        end = self.gradients_at_the_end + self.gathered_at_the_end
+        return sum(self.states.values()) + max(beginning, end) + LIBRARIES
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
@@ -79,6 +90,8 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     LoRA's trained weights are counted beside the model's; embedders that it trains whole are not. Activations
     are those of training all weights: where no embedder is trained, LoRA keeps up to a fifth less.
     """
+    if setup.plugin == "fsdp":
+        return _estimate_fsdp(config, setup, batch)
     size, world = BYTES[setup.precision], setup.world
     parameters = config.parameters() + (setup.trained or 0)
     trained = config.parameters() if setup.trained is None else setup.trained
@@ -97,12 +110,58 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     return Estimate(states, _activations(config, setup, batch), gradients * setup.accumulate, gradients)
 
 
+# Of fsdp, blocks (with their modulations) that are gathered at once where each is freed after its use: the one that
+# computes, the next one, which is on its way, and the buffer that it is copied from.
+GATHERED = 3
+
+
+def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
+    """FSDP2: fp32 shards of weights, gradients, moments and averages; whole weights of the units that are gathered, and
+    whole gradients of the block that has computed, beside the buffer in which those of the one before are reduced."""
+    size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.world // setup.replicate
+    trained = config.parameters() if setup.trained is None else setup.trained
+    frozen = config.parameters() + (setup.trained or 0) - trained
+    share, activations = 4 * trained / ranks, _activations(config, setup, batch)
+    states = {"moments": 2 * share, "averages": setup.averages * share}
+    if setup.world == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
+        states |= {"weights": size * (trained + frozen), "masters": 0 if setup.precision == "fp32" else share}
+        return Estimate(states, activations, size * trained * setup.accumulate, size * trained)
+    states["weights"] = share + size * frozen / ranks
+    block = config.whole_block_parameters()
+    outside = config.parameters() - config.depth * block
+    trained_block = block * trained / (trained + frozen)
+    if setup.accumulate and setup.keep_gradients:  # which are reduced where the last backward pass has used them
+        before = after = reduced * trained + size * trained_block
+    else:
+        transient = (size + reduced) * trained_block + size * outside
+        before, after = share * setup.accumulate + transient, share + transient
+    if setup.reshard == "never":
+        gathered, left = size * (trained + frozen), size * (outside + block)
+    else:
+        gathered = left = size * (outside + min(GATHERED, config.depth) * block)
+    return Estimate(states, activations, before, after, gathered, left)
+
+
+def settle_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
+    """``setup`` with what it leaves open of fsdp decided: what saves traffic, if the step then needs no more than
+    ``capacity`` bytes; None: no bound. Gathered weights come before whole gradients."""
+
+    def fits(**changes) -> bool:
+        return capacity is None or estimate(config, replace(setup, **changes), batch).total <= capacity
+
+    if setup.reshard == "auto":
+        setup = replace(setup, reshard="never" if fits(reshard="never") else "after_forward")
+    if setup.keep_gradients is None:
+        setup = replace(setup, keep_gradients=fits(keep_gradients=True))
+    return setup
+
+
 def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
     """The most samples a micro-batch may have where ``capacity`` bytes can be used; 0: the states alone don't fit."""
     if estimate(config, setup, 0).total > capacity:
         return 0
     fixed, one = (estimate(config, setup, batch) for batch in (0, 1))
-    room = capacity - LIBRARIES - sum(fixed.states.values()) - fixed.gradients - fixed.activations
+    room = capacity - LIBRARIES - sum(fixed.states.values()) - fixed.gradients - fixed.gathered - fixed.activations
     return max(0, int(room // (one.activations - fixed.activations)))
 
 
@@ -164,7 +223,9 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     for world in ranks:
         if flags := shared(world):
             return f"{world} ranks and {flags}"
-    return "a smaller model" if setup.plugin == "gemini" else "--plugin gemini on several ranks, or a smaller model"
+    return (
+        "a smaller model" if setup.plugin in WEIGHTS_SHARDED else "--plugin fsdp on several ranks, or a smaller model"
+    )
 
 
 def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
@@ -186,14 +247,20 @@ def card_memory(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
+def parts(needs: Estimate) -> str:
+    """What the estimate is made of, in words."""
+    text = f"states {sum(needs.states.values()) / GIB:,.2f}, activations {needs.activations / GIB:,.2f}"
+    return text + (f", gathered weights {needs.gathered / GIB:,.2f}" if needs.gathered else "")
+
+
 def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> str:
     """One line, which train.py prints before it builds; ``capacity``: bytes of the card, None on a CPU."""
-    needs = estimate(config, setup, batch)
-    states = sum(needs.states.values())
+    settled = settle_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
+    needs = estimate(config, settled, batch)
     total = needs.total - (LIBRARIES if capacity is None else 0)
-    text = (
-        f"{total / GIB:.2f} GiB a rank estimated: states {states / GIB:.2f}, activations {needs.activations / GIB:.2f}"
-    )
+    text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs)}"
+    if setup.plugin == "fsdp" and setup.world > 1:
+        text += f" (--reshard {settled.reshard})"
     if setup.recompute != "none":
         text += f" (--recompute {setup.recompute})"
     if capacity is None:

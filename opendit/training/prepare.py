@@ -260,8 +260,7 @@ def _why_not_compiled(asked: bool, plugin: str) -> str | None:
 
 def _sharding(asked: Components, config: DiTConfig, memory: Setup, mesh: Mesh) -> Sharding:
     """How --plugin fsdp divides the model on this device."""
-    card, reduce_dtype = card_memory(mesh.device), PRECISIONS[asked.plugin.reduce_dtype]
-    return choose_sharding(config, memory, asked.batch.batch_size, card, asked.plugin.reshard, reduce_dtype)
+    return choose_sharding(config, memory, asked.batch.batch_size, card_memory(mesh.device))
 
 
 def _agree_on_attention(
