@@ -178,14 +178,20 @@ def preferences(
 
     Cards after Hopper get its order, but for FlashAttention 4, which was not measured there.
     """
+    order = torch_preferences(compute_capability, dtype)
+    measured = dtype in HALF and compute_capability == (9, 0) and head_dim == 128 and length >= 4096
+    if measured and (flash_attn() or ("", ""))[1] == CUTE:
+        order.insert(0, (PACKAGE, "fastest measured, on Hopper: at 8,192 tokens 1.1 x cuDNN"))
+    return order
+
+
+def torch_preferences(compute_capability: tuple[int, int], dtype: torch.dtype) -> list[tuple[str, str]]:
+    """As :func:`preferences`, of torch's own kernels alone."""
     order = [("efficient", "the tiled kernel that takes this dtype and head size"), ("math", "no tiled kernel fits")]
     if dtype in HALF:
         order.insert(0, ("flash", "the fastest tiled kernel that runs here"))
         if compute_capability >= (9, 0):
             order.insert(0, ("cudnn", "fastest measured, on Hopper: at 256 tokens 1.4 x flash, backward 1.8 x"))
-        measured = compute_capability == (9, 0) and head_dim == 128 and length >= 4096
-        if measured and (flash_attn() or ("", ""))[1] == CUTE:
-            order.insert(0, (PACKAGE, "fastest measured, on Hopper: at 8,192 tokens 1.1 x cuDNN"))
     return order
 
 

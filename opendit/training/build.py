@@ -94,6 +94,7 @@ def build(spec: RunSpecification, supervisor: Supervisor) -> Iterator[Run]:
         )
         diagnosis = Diagnosis(engine, runner, inputs, spec.dataset, spec.schedule, flags.grad_accumulation)
         with (
+            contextlib.closing(runner),
             open_monitor(spec, supervisor, failures) as monitor,
             open_loader(spec, supervisor) as loader,
             open_checkpoints(spec, engine, ema, monitor, supervisor) as checkpoints,

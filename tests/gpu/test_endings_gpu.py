@@ -18,6 +18,14 @@ ARGV = "--model DiT-S/2 --image_size 32 --vae none --data_path digits --batch_si
 ARGV += "--num_workers 2 --log_every 5 --sample_every 0 --ckpt_every 0 --max_steps 1000000".split()
 
 
+def test_a_run_whose_graph_holds_collectives_ends(tmp_path):
+    """Ranks that share sequences have NCCL's collectives, and copies from each other, in the graph that they record."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    argv = [*torchrun, *ARGV, "--max_steps", "8", "--enable_cuda_graph", "--sequence_parallel_size", "2", "--no_save"]
+    done = subprocess.run([*argv, "--outputs", tmp_path / "out"], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0 and "Done: step 8" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("victim", ["0", "1"])
 def test_a_rank_lost_inside_nccl_ends_the_run(tmp_path, victim, graph):

@@ -40,6 +40,17 @@ def test_the_changed_model_is_the_model(stream, bound):
         assert (got_grads[name] - grad).norm() <= bound * grad.norm() + 1e-7, name
 
 
+@pytest.mark.parametrize(("card", "first"), (((9, 0), "CUDNN_ATTENTION"), ((8, 0), "FLASH_ATTENTION")))
+def test_the_attention_of_a_card_is_its_fastest_kernel_of_torch_s(monkeypatch, card, first):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
+    before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    with fused.attention():
+        now = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    assert now[0].name == first and now[-1].name == "MATH"
+    assert torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True) == before
+
+
 @pytest.mark.parametrize("compiler", ("eager", "aot_eager"))
 def test_no_graph_break_and_another_eps(compiler):
     torch.manual_seed(0)

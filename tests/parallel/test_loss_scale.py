@@ -1,27 +1,60 @@
-"""The loss scale on the device against torch's GradScaler."""
+"""The loss scale on the device against Colossal-AI's scaler, which zero2 and gemini have."""
 
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from opendit.parallel import loss_scale
 from opendit.parallel.loss_scale import LossScale
 
 
-def test_the_scale_is_that_of_torch_s_scaler(monkeypatch):
+@pytest.fixture
+def their_scaler():
+    from opendit.parallel.colossal import load
+
+    load()
+    from colossalai.amp.naive_amp.grad_scaler import DynamicGradScaler
+
+    def build(**settings):
+        scaler = DynamicGradScaler(min_scale=1, max_scale=2**32, **settings)
+        for name in ("_scale", "_min_scale", "_max_scale"):  # it puts them on a GPU where there is one
+            setattr(scaler, name, getattr(scaler, name).cpu())
+        return scaler
+
+    return build
+
+
+def test_the_scale_is_that_of_colossal_ai_s_scaler(their_scaler, monkeypatch):
     monkeypatch.setattr(loss_scale, "INTERVAL", 3)
-    ours, memory = LossScale(torch.device("cpu")), None
-    theirs = torch.amp.GradScaler("cpu", growth_interval=3)
-    theirs.scale(torch.ones(()))  # makes its tensors
-    memory = ours.scale.data_ptr()
-    for step, finite in enumerate([True] * 4 + [False, True, True, False, False, True, True, True, True]):
-        ours.update(torch.tensor(finite))
-        torch._amp_update_scale_(
-            theirs._scale, theirs._growth_tracker, torch.tensor(0.0 if finite else 1.0), 2.0, 0.5, 3
-        )
-        assert ours.state() == dict(scale=theirs.get_scale(), growth=theirs._growth_tracker.item()), step
-    assert ours.scale.data_ptr() == memory and ours.scale < 2.0**16
+
+    @settings(deadline=None, max_examples=60)
+    @given(st.lists(st.booleans(), max_size=40), st.sampled_from([1.0, 2.0, 2.0**16, 2.0**31, 2.0**32]))
+    def compare(finite_steps, initial):
+        ours, theirs = LossScale(torch.device("cpu")), their_scaler(initial_scale=initial, growth_interval=3)
+        ours.load(dict(scale=initial, growth=0))
+        memory = ours.scale.data_ptr()
+        for finite in finite_steps:
+            ours.update(torch.tensor(finite))
+            theirs.update(not finite)
+            assert ours.state() == dict(
+                scale=theirs.scale.item(), growth=theirs._growth_step, hysteresis=theirs._hysteresis_step
+            )
+        assert ours.scale.data_ptr() == memory
+
+    compare()
+
+
+def test_it_begins_as_theirs(their_scaler):
+    theirs = their_scaler()
+    assert LossScale(torch.device("cpu")).state()["scale"] == theirs.scale.item() == loss_scale.INITIAL
+    assert (loss_scale.INTERVAL, loss_scale.HYSTERESIS) == (theirs._growth_interval, theirs._hysteresis)
 
 
 def test_its_state_can_be_another_plugin_s():
     scale = LossScale(torch.device("cpu"))
-    scale.load(dict(scale=1024.0, growth=7, hysteresis=2))
-    assert scale.state() == dict(scale=1024.0, growth=7)
+    scale.load(dict(scale=1024.0, growth=7))  # ddp's
+    assert scale.state() == dict(scale=1024.0, growth=7, hysteresis=0)
+    scale.load(dict(scale=512.0, growth=0, hysteresis=1))
+    scale.update(torch.tensor(False))
+    assert scale.state() == dict(scale=256.0, growth=0, hysteresis=2)

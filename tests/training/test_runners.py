@@ -2,20 +2,25 @@
 the real one.)"""
 
 import contextlib
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 import opendit
+import train as train_program
 from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.random import Stream, normal
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig
+from opendit.parallel import supervisor
 from opendit.parallel.engines import PRECISIONS, build_engine
+from opendit.training import build
 from opendit.training.runners import GRAPH_WARMUP, CUDAGraphRunner, EagerRunner, MicroBatch, build_runner
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
+from tests.training.test_train import QUIET, TINY
 
 LABELS = DiTConfig((4, 4), 2, 2, 24, 2, 3, num_classes=3)
 CAPTIONS = DiTConfig((4, 4), 2, 2, 24, 1, 3, text=TextConfig("t5", 8, 5, cross_attention=True))
@@ -115,6 +120,30 @@ def test_accumulation_and_other_shapes(world):
         assert same and recorded == 2
         # First micro-batches: steps 4, 5, 7, 8. Others: recorded in the fourth step; none after an eager first one.
         assert replayed == 4 + (2 + 2 + 1 + 2)
+
+
+def closed(mesh):
+    class Watched(Recorder):
+        """Knows whether a recording is still held by anyone."""
+
+        def record(self, work):
+            result, replay = super().record(work)
+            self.held = weakref.ref(replay)
+            return result, replay
+
+    engine = engine_of(mesh, LABELS, accumulation=1)
+    recorder = Watched(engine)
+    runner = CUDAGraphRunner(EagerRunner(engine, DDPMObjective()), recorder)
+    for number in range(GRAPH_WARMUP + 2):
+        result = runner.train_step([micro_batch(LABELS, number, mesh)])
+    before = recorder.held() is not None
+    runner.close()
+    return before, recorder.held() is None, bool(result.loss.isfinite())
+
+
+def test_a_closed_runner_holds_no_recording():
+    """NCCL waits for ever to end a communicator that a recorded graph still uses."""
+    assert run_ranks(1, closed) == [(True, True, True)]
 
 
 def fails(mesh):
@@ -266,3 +295,21 @@ def test_nothing_else_calls_the_model_in_training():
     root = Path(opendit.__file__).parent
     calls = {str(path.relative_to(root)) for path in root.rglob("*.py") if "engine.forward(" in path.read_text()}
     assert calls == {"training/runners/eager.py"}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_closes_its_runner_before_its_communicators(tmp_path, no_ranks, monkeypatch, fails):
+    order = []
+
+    def spied(*args, **kwargs):
+        runner = build_runner(*args, **kwargs)
+        monkeypatch.setattr(runner, "close", lambda: order.append("runner"))
+        if fails:
+            monkeypatch.setattr(runner, "train_step", lambda *_, **__: 1 / 0)
+        return runner
+
+    monkeypatch.setattr(build, "build_runner", spied)
+    monkeypatch.setattr(supervisor, "close_mesh", lambda: order.append("mesh"))
+    with pytest.raises(SystemExit) if fails else contextlib.nullcontext():
+        train_program.main([*TINY, *QUIET, "--max_steps", "1", "--outputs", str(tmp_path)])
+    assert order[:2] == ["runner", "mesh"]

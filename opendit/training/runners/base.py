@@ -64,6 +64,10 @@ class Runner(ABC):
         before_update()
         return replace(self.engine.step(), loss=loss)
 
+    def close(self) -> None:
+        """Lets go of what refers to the communicators of the mesh; no step after that."""
+        return None
+
     @abstractmethod
     def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
         """Adds the gradients of a micro-batch, the step's first or last or neither, to the engine's. Returns its share

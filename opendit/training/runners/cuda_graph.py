@@ -68,6 +68,10 @@ class CUDAGraphRunner(Runner):
         self._in_graph &= not first
         return self.forward_backward(micro_batch, last=last)
 
+    def close(self) -> None:
+        """Frees the recordings: NCCL waits for ever to end a communicator that a recorded graph still uses."""
+        self._recordings.clear()
+
     def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
         with self.recorder.side_stream():
             return self.eager.forward_backward(micro_batch, last=last)
