@@ -275,7 +275,6 @@ def test_sample_py_writes_the_pictures_of_one_process(world, tmp_path, weights, 
             "--sequence_parallel_type ring",
             "--sequence_parallel_type does nothing without --sequence_parallel_size above 1",
         ),
-        (2, "--sequence_parallel_size 2 --fp8", "--fp8 does not work with --sequence_parallel_size"),
     ],
 )
 def test_numbers_of_processes_that_do_not_fit(world, argv, message, tmp_path):
