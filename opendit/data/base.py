@@ -6,7 +6,7 @@ gives the same numbers in any process, on any number of GPUs and after any resum
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,8 @@ from torch.utils.data import Dataset
 
 from opendit.common.errors import DataError
 from opendit.data.files import printable
+from opendit.data.verification import Verification
 from opendit.diffusion.random import Stream, integers, uniform
-
-if TYPE_CHECKING:
-    from opendit.data.verification import Verification
 
 
 class SampleKey(NamedTuple):
@@ -130,7 +128,7 @@ class MediaDataset(Dataset):
         that knows the contents themselves."""
         return None
 
-    def verification(self, share: int, shares: int) -> "Verification | None":
+    def verification(self, share: int, shares: int) -> Verification | None:
         """What compares this data set's files with their checksums beside the training, of ``shares`` processes the
         ``share``-th; None if there are none."""
         return None

@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from opendit.data.base import DataError
+from opendit.common.errors import DataError
 
 _BLOCK = 8 << 20
 

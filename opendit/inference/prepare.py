@@ -16,6 +16,7 @@ from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiT, DiTConfig
+from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.guidance import Replica, make_replicas
 from opendit.parallel.mesh import Mesh
@@ -23,7 +24,7 @@ from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import make_plan
 from opendit.state.checkpoint import newest_run
 from opendit.state.lock import lock_folder
-from opendit.state.pretrained import Weights, assumption, find_weights, load_pretrained, read_config
+from opendit.state.pretrained import assumption, find_weights, load_pretrained, read_config
 from opendit.training.from_flags import sequence_shape
 
 if TYPE_CHECKING:

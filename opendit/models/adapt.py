@@ -8,7 +8,6 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +16,7 @@ from torch import Tensor
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
 from opendit.models.vdit import VDiTConfig
-
-if TYPE_CHECKING:
-    from opendit.state.pretrained import Weights
+from opendit.models.weights import Weights
 
 # Fields of a configuration that decide what stands before and after the blocks; all others must agree.
 AROUND_THE_BLOCKS = {

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +16,8 @@ from opendit.models.initialization import initialize_parameter
 from opendit.models.layers import Projection
 from opendit.models.parameter_names import canonical_name
 from opendit.models.shapes import model_shapes
+from opendit.models.weights import Weights
 from opendit.models.zoo import build_model
-
-if TYPE_CHECKING:
-    from opendit.state.pretrained import Weights
 
 LAYERS = ("qkv", "q", "kv", "proj", "fc1", "fc2")
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # in peft's names of parameters

@@ -24,11 +24,11 @@ from opendit.encoders.vae import HUB, load_codec
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import PLAIN
 from opendit.models.names import SIZES
+from opendit.models.weights import Weights
 from opendit.models.zoo import build_model, model_config
 from opendit.state.header import check_shapes
 from opendit.state.pretrained import (
     METADATA_KEY,
-    Weights,
     assumption,
     check_name,
     find_weights,

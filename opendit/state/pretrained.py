@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from opendit.models.adapt import adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.lora import check_lora, merge_lora
 from opendit.models.names import SIZES, canonical_name, is_video
 from opendit.models.shapes import Shapes
-from opendit.models.zoo import build_model, config_from_dict, empty_model, model_config
+from opendit.models.weights import Weights
+from opendit.models.zoo import build_model, empty_model, model_config
 from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
 from opendit.state.header import check_shapes, check_size, compare
 from opendit.state.names import PARTS, SHARDS, WHOLE
@@ -21,21 +23,6 @@ from opendit.state.tensor_set import TensorSet, files_of, is_set, open_set
 
 METADATA_KEY = "opendit"
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
-
-
-@dataclass
-class Weights:
-    """A state dict in the canonical layout, and what its file says about it. The tensors of safetensors files are read
-    when they are asked for."""
-
-    state: Mapping[str, Tensor]
-    path: Path
-    info: dict = field(default_factory=dict)  # of our files: model, config, class_names, vae, image_size, step
-    num_classes: int | None = None  # of Meta's files: by their training arguments, where they have them, or by the user
-
-    @property
-    def config(self) -> DiTConfig | None:
-        return config_from_dict(self.info["config"]) if "config" in self.info else None
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
@@ -311,9 +298,6 @@ def _base_of(added: Weights) -> Weights:
 
 
 def _with_lora(weights: Weights, added: Weights, name: str | None) -> tuple[DiT, Weights]:
-    from opendit.models.adapt import adapt, check_same_blocks  # they know Weights
-    from opendit.models.lora import check_lora, merge_lora
-
     check_name(added, name)
     shapes = shapes_of(weights.state) | shapes_of(added.state)
     check_size(added.config, shapes, added.path)

@@ -25,11 +25,11 @@ from opendit.training.learning_rate import LearningRate
 from opendit.training.micro_batches import MicroBatches
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
-from opendit.training.prepare import RunSpecification
 from opendit.training.profiling import StepProfiler
 from opendit.training.resources import open_checkpoints, open_loader, open_monitor, open_profiler
 from opendit.training.runners import Runner, build_runner
 from opendit.training.skipped_steps import SkippedSteps
+from opendit.training.specification import RunSpecification
 from opendit.training.step_log import StepLog
 from opendit.training.summary import announce, announce_memory, summarise
 

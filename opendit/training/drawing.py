@@ -11,7 +11,7 @@ from opendit.parallel.engines import Engine
 from opendit.state.ema import EMA
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
-from opendit.training.prepare import RunSpecification, example_captions
+from opendit.training.specification import RunSpecification, example_captions
 
 
 class SampleGrids:

@@ -9,7 +9,7 @@ from opendit.models.lora import add_lora
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.initial import InitialValues
-from opendit.training.prepare import RunSpecification
+from opendit.training.specification import RunSpecification
 
 
 def build_model_and_engine(spec: RunSpecification) -> Engine:

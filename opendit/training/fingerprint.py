@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,9 +26,7 @@ from opendit.diffusion.names import DESCRIPTIONS
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae import vae_folder
 from opendit.state.tensor_set import files_of
-
-if TYPE_CHECKING:
-    from opendit.training.prepare import RunSpecification
+from opendit.training.specification import RunSpecification
 
 # What a difference means.
 CURVE = "the curve is another from here on"
@@ -97,7 +95,7 @@ BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_paral
 # ------------------------------------------------------------------------------------------ what a run is made of
 
 
-def fingerprint(spec: "RunSpecification") -> dict[str, Any]:
+def fingerprint(spec: RunSpecification) -> dict[str, Any]:
     """The fingerprint of a run, as JSON gives it back. It reads some of the data's files; call it on one rank."""
     flags, mesh, dataset, ops = spec.flags, spec.mesh, spec.dataset, spec.kernels.ops
     cuda = mesh.device.type == "cuda"
@@ -133,7 +131,7 @@ def by_value(objective: str) -> list[str]:
     return [name for name in names if name not in FREE | OF_THE_MODEL | MADE_INTO.keys() | others]
 
 
-def _encoders(spec: "RunSpecification") -> dict[str, str | None]:
+def _encoders(spec: RunSpecification) -> dict[str, str | None]:
     """Which frozen networks see every sample, by their files' contents; None for one that sees none."""
     vae = text = None
     if spec.dataset.kind == "pixels":

@@ -16,9 +16,10 @@ from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
 from opendit.models.lora import lora_parameters
 from opendit.models.names import patch_size
+from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.sequence.choose import Shape
-from opendit.state.pretrained import Weights, assumption, infer_config, read_newest
+from opendit.state.pretrained import assumption, infer_config, read_newest
 from opendit.training.memory import BYTES, Setup
 
 

@@ -5,21 +5,19 @@ import os
 import socket
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opendit.cli.command_line import overridden, to_dict
 from opendit.common.replace import replacing
 from opendit.common.strict_files import read_file
 from opendit.state.files import sync_folder
 from opendit.state.schema import RUN_CONFIG
-
-if TYPE_CHECKING:
-    from opendit.training.prepare import RunSpecification
+from opendit.training.specification import RunSpecification
 
 CONFIG, DAMAGED = "config.json", "config_damaged.json"
 
 
-def write_config(spec: "RunSpecification") -> None:
+def write_config(spec: RunSpecification) -> None:
     """Adds this start to the run's config.json, which is whole at every moment. Call on one rank. Raises OSError."""
     path, start = spec.folder / CONFIG, describe_start(spec)
     starts = _earlier_starts(path, spec.notes)
@@ -33,7 +31,7 @@ def write_config(spec: "RunSpecification") -> None:
     sync_folder(spec.folder)
 
 
-def describe_start(spec: "RunSpecification") -> dict[str, Any]:
+def describe_start(spec: RunSpecification) -> dict[str, Any]:
     """What a start used: when, where, with which versions and flags, from which step, and what it changed."""
     flags, found = spec.flags, spec.fingerprint
     return {

@@ -2,10 +2,8 @@
 
 import os
 import shlex
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,9 +11,8 @@ from opendit.cli.checks import check_writable
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.cli.train_components import CaptionFlags, DataFlags, SaveFlags, StartFlags
 from opendit.cli.train_flags import Components, TrainConfig
-from opendit.data import BatchSchedule, DataError, MediaDataset, build_schedule
+from opendit.data import DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
-from opendit.diffusion import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
 from opendit.encoders.folder import KNOWN
 from opendit.encoders.text import load_text_encoder
@@ -25,6 +22,7 @@ from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import DiTConfig
 from opendit.models.lora import Lora, check_peft
+from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import PRECISIONS
@@ -33,7 +31,7 @@ from opendit.parallel.names import PLUGINS
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.state.checkpoint import Checkpoint, find_checkpoint
 from opendit.state.lock import lock_folder
-from opendit.state.pretrained import Weights, read_config, read_info
+from opendit.state.pretrained import read_config, read_info
 from opendit.state.run_folders import new_run_folder
 from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint
 from opendit.training.from_flags import (
@@ -45,70 +43,13 @@ from opendit.training.from_flags import (
     saved_by_adaln_lora,
     sequence_shape,
 )
-from opendit.training.inputs import Latents
 from opendit.training.memory import Setup, card_memory, check_host
 from opendit.training.resume import check_resume
 from opendit.training.sharding import choose_sharding
+from opendit.training.specification import RunSpecification
 
 # The message is enough, no traceback needed: of prepare(), and of the run after it.
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
-
-
-@dataclass
-class RunSpecification:
-    """A checked training run, of which nothing large is built yet."""
-
-    flags: TrainConfig
-    mesh: Mesh
-    dataset: MediaDataset
-    schedule: BatchSchedule
-    model_config: DiTConfig
-    codec: ImageCodec | VideoCodec | None  # None: training on cached latents whose VAE is not at hand
-    vae: str
-    conditioner: Conditioner
-    objective: Objective
-    kernels: KernelChoice
-    sequence: SequenceParallel | None
-    why_not_compiled: str | None  # None: blocks and final layer are
-    memory: Setup
-    sharding: Sharding | None  # of --plugin fsdp
-    folder: Path
-    lock: AbstractContextManager  # the right to write there
-    resume: Checkpoint | None
-    first_step: int
-    last_step: int
-    initial: Weights | None
-    initial_config: DiTConfig | None  # of the model that these weights are of
-    lora: Lora | None
-    notes: list[str]
-    fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
-
-    @property
-    def latents(self) -> Latents:
-        """How items of the data set become what the model learns from."""
-        dataset = self.dataset
-        cached = (dataset.scaling_factor, dataset.shift_factor) if dataset.kind == "latents" else None
-        return Latents(self.codec, cached, self.vae != "none", self.flags.global_seed)
-
-    @property
-    def skipped_before(self) -> int:
-        """Steps that the run skipped before it was resumed."""
-        return self.resume.state["skipped"] if self.resume else 0
-
-    def info(self) -> dict:
-        """What this run's weights files say of themselves."""
-        return {
-            "model": self.flags.model,
-            "config": self.model_config.to_dict(),
-            "objective": self.objective.to_dict(),
-            "class_names": self.dataset.class_names,
-            "captions": example_captions(self.dataset),
-            "vae": _path_or_name(self.vae),
-            "text_encoder": _path_or_name(self.flags.text_encoder),
-            "image_size": self.flags.image_size,
-            "frame_interval": self.flags.frame_interval,
-            **({"lora": self.lora.to_dict()} if self.lora else {}),
-        }
 
 
 def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecification:
@@ -343,20 +284,6 @@ def _conditioner(
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
         encoder = load_text_encoder(text_encoder, device=mesh.device, dtype=dtype, max_tokens=config.text.max_tokens)
     return CaptionConditioner(config.text, mesh.device, encoder, empty)
-
-
-def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
-    """Captions to draw when nobody names one: distinct ones, spread evenly over the data set."""
-    if dataset.conditioning != "text":
-        return []
-    rows = range(0, len(dataset), max(1, len(dataset) // (4 * count)))
-    return list(dict.fromkeys(dataset.caption(row) for row in rows))[:count]
-
-
-def _path_or_name(value: str | None) -> str | None:
-    """What a checkpoint says of an encoder: a folder by its absolute path, a name as it is."""
-    folder = value is not None and value not in KNOWN and Path(value).expanduser()
-    return str(folder.resolve()) if folder and folder.exists() else value
 
 
 def _lora(start: StartFlags, initial: Weights, resume: Checkpoint | None, notes: list[str]) -> Lora:

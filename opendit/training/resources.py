@@ -17,8 +17,8 @@ from opendit.state.saving import Checkpoints
 from opendit.state.whole import most_bytes_of_a_host
 from opendit.training.memory import GIB
 from opendit.training.monitor import Monitor
-from opendit.training.prepare import RunSpecification
 from opendit.training.profiling import StepProfiler
+from opendit.training.specification import RunSpecification
 
 USABLE_OF_A_HOST = 0.8  # for the buffers of saves: loaders, libraries and the page cache need the rest
 

@@ -19,7 +19,7 @@ from opendit.training import monitor as monitoring
 from opendit.training.history import write_config
 from opendit.training.memory import USABLE, advice, card_memory, describe
 from opendit.training.monitor import Monitor
-from opendit.training.prepare import RunSpecification
+from opendit.training.specification import RunSpecification
 
 
 def announce_memory(spec: RunSpecification) -> None:

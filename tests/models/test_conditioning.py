@@ -177,7 +177,7 @@ def test_a_label_model_has_the_parameters_it_had():
 
 
 def test_weights_of_other_text_models_are_refused(tmp_path):
-    from opendit.state.pretrained import Weights
+    from opendit.models.weights import Weights
 
     model = build_model(IMAGE)
     other = build_model(DiTConfig((8, 8), 2, 3, 32, 2, 2, text=TextConfig("clip", 24, 9, True)))

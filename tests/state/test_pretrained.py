@@ -12,7 +12,8 @@ from torch import nn
 import sample
 from opendit.models import DiT, DiTConfig, model_config
 from opendit.models.adapt import adapt
-from opendit.state.pretrained import METADATA_KEY, Weights, assumption, infer_config, load_pretrained
+from opendit.models.weights import Weights
+from opendit.state.pretrained import METADATA_KEY, assumption, infer_config, load_pretrained
 from tests.models.test_dit import randomised
 
 

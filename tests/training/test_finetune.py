@@ -24,7 +24,8 @@ from opendit.models.layers import TORCH_OPS
 from opendit.models.lora import A, B, Lora, add_lora, merge_lora, targets
 from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
-from opendit.state.pretrained import METADATA_KEY, Weights, load_pretrained
+from opendit.models.weights import Weights
+from opendit.state.pretrained import METADATA_KEY, load_pretrained
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.ranks import run_ranks

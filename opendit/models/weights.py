@@ -1,0 +1,25 @@
+"""Weights that are at hand, and what their file says of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from opendit.models.configuration import DiTConfig
+from opendit.models.zoo import config_from_dict
+
+
+@dataclass
+class Weights:
+    """A state dict in the canonical layout, and what its file says about it. The tensors of safetensors files are read
+    when they are asked for."""
+
+    state: Mapping[str, Tensor]
+    path: Path
+    info: dict = field(default_factory=dict)  # of our files: model, config, class_names, vae, image_size, step
+    num_classes: int | None = None  # of Meta's files: by their training arguments, where they have them, or by the user
+
+    @property
+    def config(self) -> DiTConfig | None:
+        return config_from_dict(self.info["config"]) if "config" in self.info else None

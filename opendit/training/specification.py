@@ -1,0 +1,95 @@
+"""What a training run is, before anything large is built."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opendit.cli.train_flags import TrainConfig
+from opendit.data import BatchSchedule, MediaDataset
+from opendit.diffusion import Objective
+from opendit.encoders.conditioner import Conditioner
+from opendit.encoders.folder import KNOWN
+from opendit.encoders.vae import ImageCodec
+from opendit.encoders.video_vae import VideoCodec
+from opendit.kernels.select import KernelChoice
+from opendit.models import DiTConfig
+from opendit.models.lora import Lora
+from opendit.models.weights import Weights
+from opendit.parallel.apply import Sharding
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.sequence import SequenceParallel
+from opendit.state.checkpoint import Checkpoint
+from opendit.training.inputs import Latents
+from opendit.training.memory import Setup
+
+
+@dataclass
+class RunSpecification:
+    """A checked training run, of which nothing large is built yet."""
+
+    flags: TrainConfig
+    mesh: Mesh
+    dataset: MediaDataset
+    schedule: BatchSchedule
+    model_config: DiTConfig
+    codec: ImageCodec | VideoCodec | None  # None: training on cached latents whose VAE is not at hand
+    vae: str
+    conditioner: Conditioner
+    objective: Objective
+    kernels: KernelChoice
+    sequence: SequenceParallel | None
+    why_not_compiled: str | None  # None: blocks and final layer are
+    memory: Setup
+    sharding: Sharding | None  # of --plugin fsdp
+    folder: Path
+    lock: AbstractContextManager  # the right to write there
+    resume: Checkpoint | None
+    first_step: int
+    last_step: int
+    initial: Weights | None
+    initial_config: DiTConfig | None  # of the model that these weights are of
+    lora: Lora | None
+    notes: list[str]
+    fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
+
+    @property
+    def latents(self) -> Latents:
+        """How items of the data set become what the model learns from."""
+        dataset = self.dataset
+        cached = (dataset.scaling_factor, dataset.shift_factor) if dataset.kind == "latents" else None
+        return Latents(self.codec, cached, self.vae != "none", self.flags.global_seed)
+
+    @property
+    def skipped_before(self) -> int:
+        """Steps that the run skipped before it was resumed."""
+        return self.resume.state["skipped"] if self.resume else 0
+
+    def info(self) -> dict:
+        """What this run's weights files say of themselves."""
+        return {
+            "model": self.flags.model,
+            "config": self.model_config.to_dict(),
+            "objective": self.objective.to_dict(),
+            "class_names": self.dataset.class_names,
+            "captions": example_captions(self.dataset),
+            "vae": _path_or_name(self.vae),
+            "text_encoder": _path_or_name(self.flags.text_encoder),
+            "image_size": self.flags.image_size,
+            "frame_interval": self.flags.frame_interval,
+            **({"lora": self.lora.to_dict()} if self.lora else {}),
+        }
+
+
+def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
+    """Captions to draw when nobody names one: distinct ones, spread evenly over the data set."""
+    if dataset.conditioning != "text":
+        return []
+    rows = range(0, len(dataset), max(1, len(dataset) // (4 * count)))
+    return list(dict.fromkeys(dataset.caption(row) for row in rows))[:count]
+
+
+def _path_or_name(value: str | None) -> str | None:
+    """What a checkpoint says of an encoder: a folder by its absolute path, a name as it is."""
+    folder = value is not None and value not in KNOWN and Path(value).expanduser()
+    return str(folder.resolve()) if folder and folder.exists() else value
