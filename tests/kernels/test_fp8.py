@@ -180,6 +180,7 @@ def test_gradients_that_are_not_finite_stay_so():
 
 
 def test_models_keep_what_is_not_a_linear_layer_of_a_block():
+    torch.manual_seed(0)  # of 125 seeds the worst gradient is off by 0.04 to 0.09, of one in some hundreds by 0.15
     model = randomised(DiT(CONFIG))
     for parameter in model.parameters():
         if parameter.dim() == 1:
