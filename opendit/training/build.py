@@ -70,7 +70,7 @@ class Run:
 def build(spec: RunSpecification, supervisor: Supervisor) -> Iterator[Run]:
     """The run of a specification, announced; at the end it is put away and summed up.
 
-    Whatever owns a process, a thread or a file is closed on every way out.
+    Whatever owns a process, a thread or a file is closed, however the run ends.
     """
     flags, mesh, failures = spec.flags, spec.mesh, WriteFailures(Progress.write)
     with spec.lock:

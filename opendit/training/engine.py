@@ -18,10 +18,11 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     fresh, cut = spec.initial is None, flags.plugin == "fsdp" and spec.mesh.world_size > 1
     with spec.mesh.device:  # a fresh model that is cut is nowhere whole
         model = empty_model(spec.model_config, parameters=not (fresh and cut))
-    initial = InitialValues(model, flags.global_seed)  # of a rank's own shards, which is all that it needs
-    if not fresh:
+    initial = None  # what the model will hold
+    if fresh:
+        initial = InitialValues(model, flags.global_seed)  # of a rank's own shards, which is all that it needs
+    else:
         initialize(model, flags.global_seed)
-        initial = None  # what the model will hold
         start = adapt(model, spec.initial, spec.initial_config, spec.dataset.class_names)
         spec.notes += [f"--pretrained: {line}" for line in start.describe()]
         if spec.lora is not None:

@@ -2,6 +2,7 @@
 against torch's own initialisation, and that a value depends on seed, name and position alone."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -161,12 +162,18 @@ def test_any_range_is_a_part_of_the_whole(distribution, monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- models
 
 
+def expression(pattern: str) -> str:
+    return re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_parameter_has_one_distribution(name):
     with torch.device("meta"):
         model = build_model(CONFIGS[name])
+    patterns = model.initial_distributions()
     for parameter, _ in model.named_parameters():
-        assert isinstance(distribution_of(model, parameter), Distribution)
+        fitting = [patterns[pattern] for pattern in patterns if re.fullmatch(expression(pattern), parameter)]
+        assert fitting == [distribution_of(model, parameter)], parameter
 
 
 def test_all_named_models_are_looked_at():

@@ -131,7 +131,7 @@ def test_a_shard_of_another_step_or_set_is_named_even_under_a_manifest_that_fits
 
 
 FORGED = {
-    "a way out": lambda i: rename(i, "../outside.safetensors"),
+    "a path out of the folder": lambda i: rename(i, "../outside.safetensors"),
     "an absolute path": lambda i: rename(i, "/etc/passwd"),
     "a file that is not listed": lambda i: rename(i, "other.safetensors"),
     "the other's shard": lambda i: shards(i).update(dict(zip(shards(i), reversed(shards(i).values()), strict=True))),

@@ -108,7 +108,10 @@ def test_a_size_that_is_none_is_refused(size):
 
 BROKEN = {
     "a file is missing": (lambda folder, index: (folder / index["weight_map"]["pos_embed"]).unlink(), "is missing"),
-    "a way out": (lambda _, index: index["weight_map"].update(pos_embed="../w.safetensors"), "plain name"),
+    "a path out of the folder": (
+        lambda _, index: index["weight_map"].update(pos_embed="../w.safetensors"),
+        "plain name",
+    ),
     "an absolute path": (lambda _, index: index["weight_map"].update(pos_embed="/etc/passwd"), "plain name"),
     "a tensor in another file": (lambda _, index: swap(index["weight_map"]), "does not say that|not in the file"),
     "a tensor left out": (lambda _, index: index["weight_map"].pop("pos_embed"), "does not say that"),

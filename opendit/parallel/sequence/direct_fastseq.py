@@ -150,7 +150,7 @@ class _OwnProjection(torch.autograd.Function):
         if keep_gathered:
             everyone = layer.inputs(Buffer.INPUT, sent.dtype)[group.rank].clone()
             everyone[:, layer.tokens_of(group.rank)] = sent[:, : layer.real(group.rank)]
-        # The copy of the own rows, and not the weight, of which another would have to be made: 3 D D / P a layer.
+        # The copy of the local rows, and not the weight, of which another would have to be made: 3 D D / P a layer.
         ctx.save_for_backward(everyone, *own_weight)
         ctx.layer, ctx.products, ctx.dtypes = layer, products, (sent.dtype, weight.dtype)
         return qkv, own_bias

@@ -40,7 +40,7 @@ def whole_rows(rows: Tensor, group: Group) -> Tensor:
 
 
 def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """(3, P, h d, D) of ``dtype`` for the gradient of the weight whose own rows are (3 h d, D): zeros for the other
+    """(3, P, h d, D) of ``dtype`` for the gradient of the weight whose local rows are (3 h d, D): zeros for the other
     heads, and those of the own ones are anything."""
     whole = own_weight.new_empty(3, group.size, len(own_weight) // 3, own_weight.shape[1], dtype=dtype)
     others = [part for rows in whole for part in (rows[: group.rank], rows[group.rank + 1 :]) if part.numel()]
@@ -50,7 +50,7 @@ def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tenso
 
 
 def weight_gradient(grad: Tensor, x: Tensor, group: Group, whole: Tensor) -> Tensor:
-    """``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight whose own rows took x (tokens, D) to the
+    """``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight whose local rows took x (tokens, D) to the
     columns of grad (tokens, 3 h d), in one pass: a batched product writes the rows of q, k and v where they belong, in
     ``whole`` of :func:`zeros_but_own`."""
     torch.bmm(grad.unflatten(1, (3, -1)).permute(1, 2, 0), x.expand(3, *x.shape), out=whole[:, group.rank])
