@@ -1,6 +1,7 @@
 """A rank that is killed while all of them are inside NCCL's collectives: the others end within seconds."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -21,9 +22,21 @@ ARGV += "--num_workers 2 --log_every 5 --sample_every 0 --ckpt_every 0 --max_ste
 def test_a_run_whose_graph_holds_collectives_ends(tmp_path):
     """Ranks that share sequences have NCCL's collectives, and copies from each other, in the graph that they record."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    argv = [*torchrun, *ARGV, "--max_steps", "8", "--enable_cuda_graph", "--sequence_parallel_size", "2", "--no_save"]
+    argv = [*torchrun, *ARGV, "--max_steps", "8", "--enable_cuda_graph", "--sequence_parallel_size", "2"]
     done = subprocess.run([*argv, "--outputs", tmp_path / "out"], cwd=ROOT, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0 and "Done: step 8" in done.stdout, done.stdout + done.stderr
+
+
+def ended(agent: subprocess.Popen, left: psutil.Process, log: Path) -> int:
+    """The agent's exit code; if it does not end soon, an error with the stacks of the rank that is left."""
+    try:
+        return agent.wait(SOON)
+    except subprocess.TimeoutExpired:
+        state = left.status() if left.is_running() else "gone"
+        with contextlib.suppress(psutil.Error):
+            left.send_signal(signal.SIGABRT)  # by PYTHONFAULTHANDLER it prints the stacks of its threads
+        time.sleep(2)
+        raise AssertionError(f"still there after {SOON:g} s, the other rank {state}\n{log.read_text()}") from None
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -32,8 +45,9 @@ def test_a_rank_lost_inside_nccl_ends_the_run(tmp_path, victim, graph):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
     log, outputs = tmp_path / "log", tmp_path / "out"
     argv = [*torchrun, *ARGV, *(["--enable_cuda_graph"] if graph else []), "--outputs", str(outputs)]
+    env = os.environ | {"PYTHONFAULTHANDLER": "1"}
     with open(log, "w") as file:
-        agent = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file)
+        agent = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file, env=env)
     family: list[psutil.Process] = []
     try:
         lines = outputs / "000-DiT-S-2" / "log.jsonl"
@@ -50,7 +64,7 @@ def test_a_rank_lost_inside_nccl_ends_the_run(tmp_path, victim, graph):
         assert left.is_running()
         lost.kill()
         killed = time.monotonic()
-        assert agent.wait(SOON) != 0
+        assert ended(agent, left, log) != 0
         assert not psutil.wait_procs(family, timeout=max(0.1, killed + SOON - time.monotonic()))[1]
         assert f"error: rank {victim} (" in log.read_text() and f"pid {lost.pid}) was lost" in log.read_text()
     finally:
