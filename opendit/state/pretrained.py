@@ -1,4 +1,5 @@
-"""Weights in: our safetensors (the configuration is inside), whole or in several files, and Meta's .pt files."""
+"""Weights in: our safetensors (the configuration is inside), whole or in several files, Meta's .pt files, and
+diffusers' DiTPipeline folders."""
 
 import math
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from opendit.models.names import SIZES, canonical_name, is_video
 from opendit.models.shapes import Shapes
 from opendit.models.weights import Weights
 from opendit.models.zoo import build_model, empty_model, model_config
+from opendit.state.diffusers_folder import PIPELINE_INDEX, read_pipeline
 from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
 from opendit.state.header import check_shapes, check_size, compare
 from opendit.state.names import PARTS, SHARDS, WHOLE
@@ -26,8 +28,9 @@ LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
-    """The file that stands for the weights of a path: a file, a folder with some, a checkpoint folder, or a run folder
-    (its newest checkpoint). That is a .safetensors or .pt file, or the index of several.
+    """The file that stands for the weights of a path: a file, a folder with some, a checkpoint folder, a run folder
+    (its newest checkpoint), or a folder of diffusers' DiTPipeline. That is a .safetensors or .pt file, the index of
+    several, or the pipeline's model_index.json.
 
     A file that a checkpoint has lost is returned too: :func:`read_weights` says what to do about it.
 
@@ -43,9 +46,11 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
             return file
     if len(indices := list(path.glob(f"*{PARTS}"))) == 1:
         return indices[0]
+    if (path / PIPELINE_INDEX).is_file():
+        return path / PIPELINE_INDEX
     raise FileNotFoundError(
         f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors or one "
-        f"*{PARTS}, or a run folder with checkpoints/latest"
+        f"*{PARTS}, a run folder with checkpoints/latest, or a folder of diffusers' DiTPipeline"
     )
 
 
@@ -137,6 +142,8 @@ def _damage(path: Path) -> str | None:
 
 def _read(path: Path) -> Weights:
     """Weights that are as they were written."""
+    if path.name == PIPELINE_INDEX:
+        return refuse_unless_finite(read_pipeline(path.parent))
     if not is_set(path):
         state, num_classes = read_pickled(path)
         return refuse_unless_finite(Weights(state, path, num_classes=num_classes))
