@@ -29,7 +29,7 @@ class CheckpointFlags(Flags):
 
     group: ClassVar[str] = "Model"
 
-    ckpt: str = flag("latest", "checkpoint file or folder, run folder, or latest")
+    ckpt: str = flag("latest", "checkpoint file or folder, run folder, folder of diffusers' DiTPipeline, or latest")
     weights: str = flag("ema", "which weights of a run's checkpoint", choices=("ema", "model"))
     lora: str | None = flag(None, "a run of train.py --lora, merged into --ckpt's weights")
     model: str | None = flag(None, "needed only when the checkpoint does not say (Meta's .pt)")
@@ -48,6 +48,7 @@ class DrawFlags(Flags):
 
     class_labels: list[int] = flag([], "labels to draw, repeated up to --num_samples", at_least=0, at_most=999_999)
     prompt: list[str] = flag([], "captions to draw, or one file with a caption a line", free=True)
+    negative_prompt: str | None = flag(None, "guide away from this caption, not from the empty one", free=True)
     num_samples: int | None = flag(None, "pictures (default: one a label, or up to 16)", at_least=1, at_most=10_000_000)
     image_size: int | None = flag(None, "pixels; from the checkpoint when left out", **SIDE)
     use_video: bool = flag(False, "draw clips (a vDiT's checkpoint does anyway)")
@@ -119,7 +120,7 @@ class SampleConfig(CheckpointFlags, DrawFlags, SampleSpeedFlags, SpeedFlags, Gui
             check_cfg_parallel(self.sequence_parallel_size, world_size)
         for path, name in ((self.ckpt, "ckpt"), (self.lora, "lora")):
             if path not in (None, "latest"):
-                check_weights(path, f"--{name}")
+                check_weights(path, f"--{name}", pipeline=name == "ckpt")
         check_writable(self.output, "--output")
         if self.vae is not None:
             check_vae(self.vae)
@@ -135,7 +136,8 @@ class SampleConfig(CheckpointFlags, DrawFlags, SampleSpeedFlags, SpeedFlags, Gui
         idle = {}
         if self.cfg_scale == 1:
             idle |= dict.fromkeys(
-                ("cfg_interval", "cfg_channels"), "does nothing with --cfg_scale 1, which is no guidance"
+                ("cfg_interval", "cfg_channels", "negative_prompt"),
+                "does nothing with --cfg_scale 1, which is no guidance",
             )
         if self.ckpt != "latest":
             idle["outputs"] = "does nothing with --ckpt PATH"

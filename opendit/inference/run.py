@@ -73,7 +73,7 @@ def draw_share(sampling: SamplingRun, output: Path, rows: list[ArrayFile]) -> No
     batches = sample_in_batches(
         sampling.model,
         sampling.conditions[sampling.choices[mine].to(mesh.device)],
-        sampling.conditioner.null(),
+        sampling.null,
         mine,
         flags.batch_size,
         seed=flags.seed,

@@ -58,6 +58,7 @@ TRAIN = {
 SAMPLE = {
     "class_labels": {ZEROS: "the first class"},
     "prompt": {(*NAMES, "longer", "empty", "blank"): "a caption may be any text"},
+    "negative_prompt": {(*NAMES, "longer", "empty", "blank"): "a caption may be any text"},
     "cfg_scale": {ZEROS: "the unconditional half alone"},
     "cfg_interval": {ZEROS: "from no noise on"},
     "seed": {ZEROS: "a seed"},
@@ -100,7 +101,7 @@ BESIDE_OF_TRAIN = {
 }  # fmt: skip
 BESIDE_OF_SAMPLE = {
     "num_frames": "--ckpt clips.safetensors", "frame_interval": "--ckpt clips.safetensors",
-    "prompt": "--ckpt words.safetensors", "outputs": "",
+    "prompt": "--ckpt words.safetensors", "negative_prompt": "--ckpt words.safetensors", "outputs": "",
 }  # fmt: skip
 BESIDE_OF_PREPROCESS = {
     "demo": "", "ucf101": "folder --output new.csv", "folder": "folder --output new.csv",

@@ -5,10 +5,12 @@ import json
 import pickle
 from contextlib import redirect_stderr
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import sample
 from opendit.export import load_pipeline
 from opendit.export.__main__ import main
 from opendit.models import DiT, TextConfig, model_config
@@ -56,7 +58,7 @@ def error(a, b) -> float:
 
 
 @torch.no_grad()
-def test_diffusers_there_and_back(folder, ckpt, vae, capsys):
+def test_diffusers_there_and_back(folder, ckpt, vae, capsys, no_ranks):
     from diffusers import DiTPipeline
 
     model, path = ckpt
@@ -72,6 +74,14 @@ def test_diffusers_there_and_back(folder, ckpt, vae, capsys):
     assert pipeline.get_label_ids(["class 3"]) == [3]
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline([2, 5], num_inference_steps=2, output_type="np").images.shape == (2, 32, 32, 3)
+
+    argv = ["--class_labels", "2", "5", "--num_sampling_steps", "3", "--seed", "4", "--no_save_png"]
+    drawn = []
+    for which, more in ((path, ["--vae", vae]), (output, [])):  # a pipeline's folder has its VAE inside
+        archive = f"{folder}/{len(drawn)}.npz"
+        sample.main(["--ckpt", str(which), *argv, *more, "--output", str(folder / "drawn"), "--npz", archive])
+        drawn.append(np.load(archive)["arr_0"])
+    assert np.array_equal(*drawn) and drawn[0].shape == (2, 32, 32, 3) and drawn[0].std() > 1
 
     back = folder / "back.safetensors"
     main(["opendit", "--ckpt", str(output), "--output", str(back)])

@@ -58,7 +58,7 @@ def test_a_vae_that_only_the_metadata_names_is_not_loaded(tmp_path, no_ranks, ca
     small_vae().save_pretrained(vae)
     ckpt = write(tmp_path / "w.safetensors", info={"vae": str(vae)})
     with monkeypatch.context() as patch:
-        patch.setattr("opendit.inference.prepare.codec_geometry", lambda *_: pytest.fail("looked at"))
+        patch.setattr("opendit.inference.loading.codec_geometry", lambda *_: pytest.fail("looked at"))
         assert draw(ckpt, tmp_path, capsys).endswith(f"if you trust it, add --vae '{vae}'")
     capsys.readouterr()
     sample.main(["--ckpt", str(ckpt), "--output", str(tmp_path / "drawn"), *DRAW, "--vae", str(vae)])

@@ -1,0 +1,132 @@
+"""What sampling takes from weights: the model, its objective, VAE, text encoder and names; of plain arguments, for
+sample.py's flags and for Python's ``Pipeline`` alike.
+
+Raised ValueErrors name flags of sample.py; ``opendit.inference.pipeline`` turns these into its arguments' names.
+"""
+
+import torch
+
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
+from opendit.encoders.folder import encoder_name
+from opendit.encoders.text import load_text_encoder, text_geometry
+from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
+from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
+from opendit.models import Condition, DiTConfig
+from opendit.models.weights import Weights
+
+SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval counts
+
+
+def check_guidance(config: DiTConfig, weights: Weights, scale: float) -> None:
+    """Raises ValueError for guidance away from a null class that the model does not have."""
+    if not config.null_class and scale != 1:
+        raise ValueError(
+            f"--cfg_scale {scale:g}: {weights.path} was trained without class dropout, and has no null class "
+            "to guide away from; use --cfg_scale 1"
+        )
+
+
+def vae_of(vae: str | None, weights: Weights) -> str:
+    """The VAE to draw with: ``vae``, or the weights' own. Raises ValueError for one that the weights' metadata alone
+    names and that isn't known."""
+    stored = weights.info.get("vae")
+    if vae is None and weights.path.is_dir():  # a pipeline, whose folder holds its VAE
+        return stored
+    return encoder_name("--vae", vae, stored, weights.path) or "ema"
+
+
+def load_vae(name: str, config: DiTConfig, device: torch.device, precision: str) -> ImageCodec | VideoCodec:
+    """The VAE of :func:`vae_of`, for decoding beside a model of this precision (fp32, bf16 or fp16)."""
+    load = load_video_codec if config.is_video else load_codec
+    return load(name, channels=config.in_channels, device=device, dtype=encoder_dtype(precision))
+
+
+def encoder_dtype(precision: str) -> torch.dtype:
+    """Of the VAE and the text encoder beside a model of this precision: fp16 is closer to fp32 than bf16."""
+    return torch.float32 if precision == "fp32" else torch.float16
+
+
+def text_encoder_of(name: str | None, weights: Weights) -> str:
+    """The frozen text encoder of a model's prompts, as :func:`vae_of`. Raises ValueError, too, for one of another kind
+    or width than the model's."""
+    text = weights.config.text
+    stored = weights.info.get("text_encoder") or text.name
+    name = encoder_name("--text_encoder", name, stored, weights.path)
+    kind, width, _ = text_geometry(name)
+    if (kind, width) != (text.name, text.width):
+        raise ValueError(
+            f"--text_encoder {name} is a {kind} of width {width}; {weights.path} was trained with a {text.name} of "
+            f"width {text.width}"
+        )
+    return name
+
+
+def check_text_encoder(name: str | None, config: DiTConfig, weights: Weights) -> None:
+    """Raises ValueError for a text encoder that this model has no use for."""
+    if name is not None and (config.text is None or config.text.inside):
+        has = "is conditioned on classes" if config.text is None else "holds its encoder of captions"
+        raise ValueError(f"--text_encoder: {weights.path} {has}; leave the flag out")
+
+
+def make_conditioner(
+    config: DiTConfig, weights: Weights, text_encoder: str | None, device: torch.device, precision: str
+) -> Conditioner:
+    """The conditioner of a model, its frozen text encoder loaded if it has one. Raises as :func:`text_encoder_of`."""
+    if config.text is None:
+        return LabelConditioner(config.num_classes, device)
+    if config.text.inside:
+        return CaptionConditioner(config.text, device)
+    name, tokens = text_encoder_of(text_encoder, weights), config.text.max_tokens
+    encoder = load_text_encoder(name, device=device, dtype=encoder_dtype(precision), max_tokens=tokens)
+    return CaptionConditioner(config.text, device, encoder)
+
+
+def class_names(config: DiTConfig, weights: Weights) -> list[str]:
+    """The name of every class of a class model: the data set's, or its number."""
+    names = [*(weights.info.get("class_names") or [])]
+    return names + [str(number) for number in range(len(names), config.num_classes)]
+
+
+def check_negative(negative: str | None, config: DiTConfig, weights: Weights) -> None:
+    """Raises ValueError for a negative prompt of a class model."""
+    if negative is not None and config.text is None:
+        raise ValueError(
+            f"--negative_prompt: {weights.path} is conditioned on classes, and has none that a picture should be "
+            "guided away from but the null class; leave it out"
+        )
+
+
+def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
+    """The condition of guidance's other half, one row: the null condition, or the negative prompt's in its place."""
+    return conditioner.null() if negative is None else conditioner.encode([negative])
+
+
+def latent_size(
+    config: DiTConfig, weights: Weights, vae: str, num_frames: int | None = None, image_size: int | None = None
+) -> tuple[int, ...]:
+    """(h, w) or (t, h, w) to draw, of clips of ``num_frames`` (None: as trained). Raises ValueError if that, or pixels
+    of ``image_size``, do not fit the model or its VAE."""
+    *frames, height, width = config.input_size
+    if frames:
+        channels, downscale, temporal = video_geometry(vae, config.in_channels)
+        if num_frames is not None:
+            frames = [latent_frames(num_frames, temporal)]
+    else:
+        channels, downscale = codec_geometry(vae, config.in_channels)
+    if channels != config.in_channels:
+        raise ValueError(f"--vae {vae} has {channels} channels, the model {config.in_channels}; name the model's VAE")
+    if image_size not in (None, height * downscale):
+        raise ValueError(
+            f"--image_size {image_size}: {weights.path} draws {height * downscale} x {width * downscale}; leave "
+            "the flag out"
+        )
+    grid = config.grid_of((*frames, height, width))  # raises ValueError if the patch does not divide the frames
+    if config.positions == "learned" and grid[0] > config.grid[0]:  # (the other sides are the model's own)
+        most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
+        raise ValueError(f"--num_frames {num_frames}: {weights.path} has learned the positions of {most} at most")
+    return (*frames, height, width)
+
+
+def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
+    """Of the clips that are drawn, from the interval between the frames that were trained on."""
+    return max(1.0, SOURCE_FPS / (frame_interval or weights.info.get("frame_interval", 1)))
