@@ -10,8 +10,7 @@ that the host never waits: it enqueues the same work whether the step will be sk
     norm, finite = step.decide(total, scale=loss_scale, clip=1.0)
     step.update(lr=1e-4, weight_decay=0.0)
 
-The kernels take all tensors at once: they find them in a table of addresses, and a program finds its piece of a tensor
-in a table of blocks.
+The kernels take all tensors at once (opendit/kernels/tensor_table.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from opendit.kernels.common import TRITON, kernels_available, tl, triton
+from opendit.kernels.tensor_table import addresses_of, at, block_table, send, triton_dtype
 
 # Elements a program takes, and its warps. Norm and update of DiT-XL/2 (675 M parameters) on an H200 in ms: 2048 and 2
 # warps 6.35; 4096, 4: 6.55; 1024, 4: 6.71; 512, 4: 6.78; 2048, 4: 6.98; 4096, 2: 49, as the registers overflow.
@@ -80,16 +80,8 @@ SIZE, GRADIENT, WORKING_COPY, MASTER, EXP_AVG, EXP_AVG_SQ, AVERAGE = map(_consta
 
 
 @triton.jit
-def _at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = address.to(tl.pointer_type(DTYPE))
-    if ALIGNED:  # lets the compiler move 16 bytes a thread
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer + offsets
-
-
-@triton.jit
 def _square_sum_block(address, offsets, mask, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    gradient = tl.load(_at(address, offsets, DTYPE, ALIGNED), mask=mask, other=0.0).to(tl.float32)
+    gradient = tl.load(at(address, offsets, DTYPE, ALIGNED), mask=mask, other=0.0).to(tl.float32)
     return tl.sum(gradient * gradient, axis=0)
 
 
@@ -121,13 +113,13 @@ def _update_block(
     coefficient = tl.load(scalars + 1)
     correction1 = tl.load(scalars + 2)
     correction2 = tl.load(scalars + 3)
-    masters = _at(tl.load(table + MASTER * tensors), offsets, tl.float32, ALIGNED)
+    masters = at(tl.load(table + MASTER * tensors), offsets, tl.float32, ALIGNED)
     master = tl.load(masters, mask=mask, other=0.0)
     gradient_address = tl.load(table + GRADIENT * tensors)
     if gradient_address != 0:
-        exp_avgs = _at(tl.load(table + EXP_AVG * tensors), offsets, tl.float32, ALIGNED)
-        exp_avg_sqs = _at(tl.load(table + EXP_AVG_SQ * tensors), offsets, tl.float32, ALIGNED)
-        gradient = tl.load(_at(gradient_address, offsets, GRAD, ALIGNED), mask=mask, other=0.0).to(tl.float32)
+        exp_avgs = at(tl.load(table + EXP_AVG * tensors), offsets, tl.float32, ALIGNED)
+        exp_avg_sqs = at(tl.load(table + EXP_AVG_SQ * tensors), offsets, tl.float32, ALIGNED)
+        gradient = tl.load(at(gradient_address, offsets, GRAD, ALIGNED), mask=mask, other=0.0).to(tl.float32)
         gradient *= coefficient
         exp_avg = tl.load(exp_avgs, mask=mask, other=0.0)
         exp_avg_sq = tl.load(exp_avg_sqs, mask=mask, other=0.0)
@@ -140,9 +132,9 @@ def _update_block(
         tl.store(masters, master, mask=mask)
     working_address = tl.load(table + WORKING_COPY * tensors)
     if working_address != 0:
-        tl.store(_at(working_address, offsets, WORKING, ALIGNED), master.to(WORKING), mask=mask)
+        tl.store(at(working_address, offsets, WORKING, ALIGNED), master.to(WORKING), mask=mask)
     for k in tl.static_range(AVERAGES):
-        averages = _at(tl.load(table + (AVERAGE + k) * tensors), offsets, tl.float32, ALIGNED)
+        averages = at(tl.load(table + (AVERAGE + k) * tensors), offsets, tl.float32, ALIGNED)
         average = tl.load(averages, mask=mask, other=0.0)
         average += tl.load(scalars + 4 + k) * (master - average)
         tl.store(averages, average, mask=mask)
@@ -223,7 +215,7 @@ class FusedStep:
         self._addresses: list[int] = []
         sizes = torch.tensor([master.numel() for master in self.masters])
         self._first_block = [0, *torch.cumsum(-(-sizes // block), 0).tolist()]
-        self._blocks = self._block_table(-(-sizes // block))
+        self._blocks = send(block_table(-(-sizes // block)), self.device)
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:
         """From now on every step that is not skipped also does average += (1 - decay) * (master - average).
@@ -279,7 +271,7 @@ class FusedStep:
                 partial,
                 len(self.masters),
                 BLOCK=self.block,
-                GRAD=_triton_dtype(self._gradient_dtype),
+                GRAD=triton_dtype(self._gradient_dtype),
                 num_warps=WARPS,
             )
         return partial.sum(dtype=torch.float64)
@@ -352,8 +344,8 @@ class FusedStep:
                 1.0 - beta2,
                 self.eps,
                 BLOCK=self.block,
-                GRAD=_triton_dtype(self._gradient_dtype),
-                WORKING=_triton_dtype(self.working[0].dtype if self.working else torch.float32),
+                GRAD=triton_dtype(self._gradient_dtype),
+                WORKING=triton_dtype(self.working[0].dtype if self.working else torch.float32),
                 AVERAGES=len(self.averages),
                 num_warps=WARPS,
             )
@@ -380,21 +372,7 @@ class FusedStep:
     def _refresh_table(self) -> None:
         """(6 + averages, tensors) int64 on the device, sent again only when an address has changed."""
         rows = [self._gradients, self.working or [None] * len(self.masters), self.masters, *self.state, *self.averages]
-        addresses = [0 if tensor is None else tensor.data_ptr() for row in rows for tensor in row]
+        addresses = [address for row in rows for address in addresses_of(row)]
         if addresses != self._addresses:
             sizes = [master.numel() for master in self.masters]
-            self._addresses, self._table = addresses, self._send(torch.tensor(sizes + addresses))
-
-    def _block_table(self, counts: Tensor) -> Tensor:
-        """(blocks, 2) int32 on the device: the number of the block's tensor, and of the block in it."""
-        tensor = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        first = torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
-        return self._send(torch.stack([tensor, torch.arange(len(tensor)) - first], 1).int())
-
-    def _send(self, host: Tensor) -> Tensor:
-        """To the device without waiting; pinned memory is not used again before the copy is done."""
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
-
-
-def _triton_dtype(dtype: torch.dtype):
-    return getattr(tl, str(dtype).removeprefix("torch."))
+            self._addresses, self._table = addresses, send(torch.tensor(sizes + addresses), self.device)
