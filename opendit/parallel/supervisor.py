@@ -146,9 +146,10 @@ class Supervisor:
             time.sleep(1.0)  # what is wrong there may be wrong here, too: this rank finds it itself, and says nothing
         if not self._one_leaves.acquire(blocking=False):
             return  # the main thread is at it
-        closing = threading.Thread(target=self._close, args=(ending,), daemon=True)
+        seconds = CLOSING_LOST if ending.text is None else CLOSING
+        closing = threading.Thread(target=self._close, args=(seconds,), daemon=True)
         closing.start()
-        closing.join(CLOSING + 1.0)
+        closing.join(seconds + 1.0)  # what is closed may wait for a device that waits for the lost rank
         if code == FAILED:
             _tell_torchrun(ending.text)
         # Not print: the main thread may be inside one, with its lock.
@@ -156,8 +157,7 @@ class Supervisor:
         os.write(2, f"\n{self.program}error: {text}\n".encode(errors="backslashreplace"))
         self._exit(code)
 
-    def _close(self, ending: Ending) -> None:
-        seconds = CLOSING_LOST if ending.text is None else CLOSING
+    def _close(self, seconds: float) -> None:
         for close in reversed(self._closers):
             with contextlib.suppress(Exception):
                 close(seconds)

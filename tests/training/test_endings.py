@@ -15,6 +15,7 @@ import opendit.training.drawing
 import opendit.training.prepare
 from opendit.data.digits import DigitsDataset
 from opendit.training.inputs import Inputs
+from opendit.training.monitor import Monitor
 from tests.state.test_checkpoint import steps_in
 from tests.training.programs import LONG, ROOT, SOON, after
 
@@ -155,6 +156,20 @@ def test_a_killed_rank_ends_the_other(start, victim):
     line = run.last_line(1 - victim)
     assert line.startswith(f"error: rank {victim} (") and f"pid {run.ranks[victim].pid}) was lost" in line
     assert "Traceback" not in run.logs[1 - victim].read_text()
+
+
+def test_what_can_not_be_closed_does_not_hold_up_the_end(start):
+    run = start(2, [*LONG, "--num_workers", "0"], {1: close_for_ever})
+    run.until(lambda: run.steps() >= 3)
+    run.ranks[0].kill()
+    assert run.ended(time.monotonic()) == [-signal.SIGKILL, 3]
+    assert "pid " in run.last_line(1) and run.last_line(1).endswith("was lost: killed, crashed or cut off")
+
+
+def close_for_ever() -> None:
+    """As a thread that pins memory does while the device waits for a rank that is gone."""
+    Monitor.close = lambda self: time.sleep(1000)
+    opendit.parallel.supervisor.CLOSING = 1000.0  # which is for runs whose ranks are all there
 
 
 def test_a_rank_killed_before_the_first_step_ends_the_other(start):
