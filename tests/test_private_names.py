@@ -26,7 +26,7 @@ USED = {
         "torch.distributed._symmetric_memory.empty",
         "torch.distributed._symmetric_memory.rendezvous",
     },
-    "opendit/training/runners/recording.py": {"torch._C", "torch._C._cuda_endAllocateToPool"},
+    "opendit/kernels/recording.py": {"torch._C", "torch._C._cuda_endAllocateToPool"},
 }
 CUDA_ONLY = {"torch._C._cuda_endAllocateToPool"}  # not in a torch without CUDA
 

@@ -213,15 +213,24 @@ class CrossAttention(nn.Module):
         self.q_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
         self.k_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
 
-    def output(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """The attention output (B, N, D) before the output projection."""
-        (B, N, D), M, H = x.shape, tokens.shape[1], self.num_heads
-        q = self.q(x).view(B, N, H, D // H)
-        k, v = self.kv(tokens).view(B, M, 2, H, D // H).unbind(2)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        return masked_attention(q, k, v, mask).transpose(1, 2).reshape(B, N, D)
+    def keys_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, M, H, d) of tokens (B, M, D), which depend on nothing else: a caption's can be made once
+        for all steps of sampling."""
+        k, v = self.kv(tokens).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
+        return (k if self.k_norm is None else self.k_norm(k)), v
 
-    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.proj(self.output(x, tokens, mask))
+    def output(self, x: Tensor, *context: Tensor) -> Tensor:
+        """The attention output (B, N, D) before the output projection.
+
+        context: tokens and their mask; or keys and values that :meth:`keys_values` made of them, and the mask.
+        """
+        *source, mask = context
+        k, v = self.keys_values(*source) if len(source) == 1 else source
+        q = self.q(x).unflatten(-1, (self.num_heads, -1))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return masked_attention(q, k, v, mask).transpose(1, 2).reshape(x.shape)
+
+    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+        return self.proj(self.output(x, *context))

@@ -8,7 +8,9 @@ from torch.utils.checkpoint import checkpoint
 from opendit.models.attention import TokenGrid
 from opendit.models.layers import BlockOps, RMSNorm
 
-Context = tuple[Tensor, Tensor]  # what blocks attend to: tokens (B, L, D) and their mask (B, L) bool
+# What blocks attend to: tokens (B, L, D) and their mask (B, L) bool; or, of one block, the keys and values (B, L, H, d)
+# that it makes of them, and the mask.
+Context = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 Deferred = tuple[Tensor, Tensor, Tensor]  # h (B, N, D), gate (B, D), z (B, N, H) of a block's h + gate * fc2(z)
 
 
@@ -31,6 +33,15 @@ class Block(nn.Module):
         """Shifts, scales and gates side by side, (B, chunks * D), of the condition c (B, D); ``shared``: the modulation
         that all blocks share, of a model that has one."""
         return self.adaLN_modulation(c, shared)
+
+    def keys_values(self, context: Context | None) -> Context | None:
+        """The context with this block's keys and values in the place of the tokens, for a caption that several calls
+        attend to; as it is, in a block that has no cross-attention."""
+        attention = getattr(self, "cross_attn", None)
+        if attention is None or context is None:
+            return context
+        tokens, mask = context
+        return *attention.keys_values(tokens), mask
 
     def forward(self, x: Tensor, m: Tensor, context: Context | None = None, grid: TokenGrid | None = None) -> Tensor:
         """x (B, N, D) to (B, N, D).
@@ -77,7 +88,7 @@ def run_blocks(
     blocks: Sequence[Block],
     x: Tensor,
     modulations: Iterable[Tensor],
-    context: Context | None = None,
+    context: Context | list[Context] | None = None,
     grid: TokenGrid | None = None,
     *,
     checkpointed: bool = False,
@@ -88,12 +99,14 @@ def run_blocks(
     is deferred to the next block, whose first norm takes it up. At each border x is not read back from memory then, nor
     in the backward pass its gradient (DiT-XL/2 on an H200: 65 us each).
 
-    modulations: m of every block, in their order; each is taken when its block begins. checkpointed: blocks are
-        recomputed in the backward pass (``--grad_checkpoint``), which keeps x and m.
+    modulations: m of every block, in their order; each is taken when its block begins. context: one for all blocks, or
+        a list of every block's own. checkpointed: blocks are recomputed in the backward pass (``--grad_checkpoint``),
+        which keeps x and m.
     """
     modulations = iter(modulations)  # (zip would take one more than there are blocks)
+    contexts = context if isinstance(context, list) else [context] * len(blocks)
     if checkpointed or not blocks or any(map(is_cut, blocks)):
-        for block in blocks:
+        for block, context in zip(blocks, contexts, strict=True):
             given = x, next(modulations), context, grid
             if checkpointed:
                 # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
@@ -103,7 +116,7 @@ def run_blocks(
         return x
     start = [x]
     del x  # the first block lets go of it
-    for block in blocks:
+    for block, context in zip(blocks, contexts, strict=True):
         start = [*block.deferred(start, next(modulations), context, grid), block.mlp.fc2]
     return blocks[-1].materialize(*start[:3])
 

@@ -214,6 +214,23 @@ class DiT(nn.Module):
         c, context = self.condition(t, y)
         return self.predict(x, self.modulations(c), context)
 
+    def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
+        """What a condition is to the network at every time: the vector (B, D) that is added to the time's, and what
+        blocks with cross-attention attend to."""
+        if self.config.text is None:
+            return self.y_embedder(y), None
+        return self.y_embedder(y if self.text_encoder is None else self.text_encoder(y))
+
+    def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
+        """The vector (B, D) of adaLN, and what blocks with cross-attention attend to."""
+        vector, context = self.embed_condition(y)
+        return self.t_embedder(t) + vector, context
+
+    def contexts(self, context: Context | None) -> list[Context] | None:
+        """What :meth:`predict` takes in the place of a context that it is given more than once: every block's keys and
+        values of it. (In a single call every block makes its own, and nothing of them outlives it.)"""
+        return None if context is None else [block.keys_values(context) for block in self.blocks]
+
     def modulations(self, c: Tensor) -> Iterator[Tensor]:
         """What every block's, then the final layer's ``modulate`` gives for the condition c (B, D), each made when it
         is asked for; ``tuple(model.modulations(c))`` makes them all, to be used for several steps."""
@@ -222,16 +239,23 @@ class DiT(nn.Module):
             yield block.modulate(c, shared)
         yield self.final_layer.modulate(c)
 
-    def predict(self, x: Tensor, modulations: Iterable[Tensor], context: Context | None = None) -> Tensor:
+    def predict(
+        self,
+        x: Tensor,
+        modulations: Iterable[Tensor],
+        context: Context | list[Context] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """:meth:`forward` for conditions that are at hand: ``modulations`` of :meth:`modulations`, ``context`` of
-        :meth:`condition`."""
+        :meth:`condition` or :meth:`contexts`, ``positions`` of :meth:`positions` (None: made here)."""
         repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
         if repeats == 1:
-            return self._predict(x, modulations, context)
-        return self._predict(x.expand(-1, -1, repeats, -1, -1), modulations, context).mean(dim=2, keepdim=True)
+            return self._predict(x, modulations, context, positions)
+        x = x.expand(-1, -1, repeats, -1, -1)
+        return self._predict(x, modulations, context, positions).mean(dim=2, keepdim=True)
 
-    def _predict(self, x: Tensor, modulations: Iterable[Tensor], context: Context | None) -> Tensor:
-        modulations, start = iter(modulations), [*self.embed(x)]
+    def _predict(self, x, modulations, context, positions) -> Tensor:
+        modulations, start = iter(modulations), [*self.embed(x, positions)]
         grid = start.pop()
         checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
         # (Popped: no variable of this function holds x while the blocks run.)
@@ -239,10 +263,11 @@ class DiT(nn.Module):
         x = self.final_layer(x, next(modulations))
         return self.unpatchify(x if grid.shards is None else grid.shards.gather(x), grid.sizes)
 
-    def embed(self, x: Tensor) -> tuple[Tensor, TokenGrid]:
-        """What the blocks begin with: this rank's tokens (B, n, D) of x (B, C, ...), and where they are."""
+    def embed(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, TokenGrid]:
+        """What the blocks begin with: this rank's tokens (B, n, D) of x (B, C, ...), and where they are. positions: of
+        x's grid, where they are at hand."""
         sizes = self.config.grid_of(tuple(x.shape[2:]))
-        patches, positions = self.x_embedder.patches(x), self.positions(sizes)
+        patches, positions = self.x_embedder.patches(x), self.positions(sizes) if positions is None else positions
         shards = None if self.sequence is None else self.sequence(patches.shape[1])
         if shards is not None:
             patches, positions = shards.take(patches), positions if positions is None else shards.take(positions)
@@ -253,13 +278,6 @@ class DiT(nn.Module):
         elif positions is not None:
             tokens = self.ops.add_table(tokens, positions)  # in fp32: bf16 positions of neighbours would coincide
         return tokens, TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
-
-    def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
-        """The vector (B, D) of adaLN, and what blocks with cross-attention attend to."""
-        if self.config.text is None:
-            return self.t_embedder(t) + self.y_embedder(y), None
-        vector, context = self.y_embedder(y if self.text_encoder is None else self.text_encoder(y))
-        return self.t_embedder(t) + vector, context
 
     def register_positions(self) -> None:
         """Makes the positions of the configured size: fixed tables, learned ones, or none where heads are rotated."""

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from opendit.cli.shared_flags import SpeedFlags
+from opendit.kernels.recording import record
 from opendit.models import DiTConfig, TextConfig
-from opendit.training.runners.recording import record
 from tests.ranks import run_ranks
 from tests.training.test_runners import train
 

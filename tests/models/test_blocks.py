@@ -43,7 +43,9 @@ def test_wherever_a_stack_is_cut_nothing_changes(config):
         c, context = model.condition(t, y)
         made = tuple(model.modulations(c))
         first = model.predict(x, made, context).detach()
-        again = model.predict(x, made, context)
+        contexts, positions = model.contexts(context), model.positions(config.grid)
+        assert (contexts is None) == (config.text is None)
+        again = model.predict(x, made, contexts, positions)
         assert torch.equal(first, again.detach())
         return again
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 from opendit.diffusion import Objective
+from opendit.kernels.recording import GraphRecorder
 from opendit.parallel.engines import Engine
 from opendit.training.runners.base import MicroBatch, Runner
 from opendit.training.runners.cuda_graph import GRAPH_WARMUP, CUDAGraphRunner
 from opendit.training.runners.eager import EagerRunner
-from opendit.training.runners.recording import GraphRecorder
 
 __all__ = ["GRAPH_WARMUP", "CUDAGraphRunner", "EagerRunner", "MicroBatch", "Runner", "build_runner"]
 

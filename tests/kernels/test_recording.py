@@ -1,11 +1,11 @@
-"""What opendit.training.runners.recording takes from torch's inside is there."""
+"""What opendit.kernels.recording takes from torch's inside is there."""
 
 import inspect
 
 import pytest
 import torch
 
-from opendit.training.runners import recording
+from opendit.kernels import recording
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="a torch without CUDA")

@@ -1,0 +1,219 @@
+"""Drawing latents with guidance: the sampling engine in bf16 and FP8, the eager reference, and a plain compiled DiT.
+
+    python benchmarks/bench_sampling.py [--batches 1 8 64] [--results FILE] [--profile]
+
+Every variant draws the same samples of a model with random weights, and the variants take turns for --trials trials in
+one process; the median of a variant's trials counts. The plain DiT (benchmarks/plain_dit.py) is compiled as a whole in
+mode reduce-overhead, with torch's operations and the same sampler. The VAE is not part of it. After --seconds no
+variant is built and no trial begun any more. A variant that can't be used on this machine is left out, and said to be.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+
+import torch
+from torch import Tensor
+
+from benchmarks.plain_dit import PlainDiT
+from benchmarks.results import append
+from opendit.cli.shared_flags import SpeedFlags
+from opendit.diffusion import DDPMObjective
+from opendit.diffusion.guidance import cfg_model
+from opendit.diffusion.sampling import sample_latents
+from opendit.inference.engine import SamplingEngine
+from opendit.kernels.common import kernels_available
+from opendit.kernels.fp8_linear import float8_available
+from opendit.kernels.select import select_kernels
+from opendit.models import build_model, model_config
+
+CHANNELS, CLASSES, SEED = 4, 1000, 0
+PLAIN = "plain compiled"
+Draw = Callable[[Tensor, Tensor], Tensor]  # y, index (B,) to latents
+
+
+class Bench:
+    """The variants, built when they are asked for. ``draws[name](y, index)`` draws."""
+
+    def __init__(self, args):
+        self.args, self.objective = args, DDPMObjective()
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        side = args.image_size // 8
+        self.config = model_config(args.model, input_size=(side, side), in_channels=CHANNELS, num_classes=CLASSES)
+        self.null = torch.tensor([CLASSES], device=self.device)
+        self.start, self.engines = time.perf_counter(), {}
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.args.seconds - (time.perf_counter() - self.start)
+
+    def model(self, fp8: bool):
+        """A model with the fused kernels. Raises ValueError where there are none."""
+        usable, why = (float8_available if fp8 else kernels_available)(self.device, self.dtype)
+        if not usable and self.device.type == "cuda":
+            raise ValueError(why)
+        if fp8 and not usable:
+            raise ValueError(why)
+        torch.manual_seed(0)
+        with self.device:
+            model = build_model(self.config)
+            for parameter in model.parameters():
+                if not parameter.any():  # zero-initialised: gates of zero would leave the blocks out of the result
+                    torch.nn.init.normal_(parameter, std=0.02)
+        config, speed = self.config, SpeedFlags(True, True, True, fp8=fp8)
+        kernels = select_kernels(speed, self.device, self.dtype, config.head_dim, config.tokens)
+        return model.place(self.device, self.dtype).eval().use(ops=kernels.ops, attend=kernels.attend)
+
+    def settings(self) -> dict:
+        return {"steps": self.args.steps, "sampler": self.args.sampler, "cfg_scale": self.args.cfg_scale}
+
+    def engine(self, fp8: bool) -> Draw:
+        engine = SamplingEngine(self.model(fp8), self.objective, **self.settings())
+        print(f"{'fp8' if fp8 else 'engine'}: steps {engine.note}", flush=True)
+        return lambda y, index: engine.sample(y, self.null, index, SEED)
+
+    def eager(self) -> Draw:
+        model = self.model(False)
+        settings = {"objective": self.objective, "seed": SEED, **self.settings()}
+        return lambda y, index: sample_latents(model, y, self.null, index, **settings)
+
+    def plain(self) -> Draw:
+        c = self.config
+        sizes = (c.patch_size, c.in_channels, c.hidden_size, c.depth, c.num_heads, c.num_classes)
+        with self.device:
+            model = PlainDiT(c.input_size, *sizes).to(self.dtype).eval()
+        compiled = model
+        if self.device.type == "cuda":
+            compiled = torch.compile(model, mode="reduce-overhead", dynamic=False)
+
+        def forward(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+            torch.compiler.cudagraph_mark_step_begin()
+            return compiled(x.to(self.dtype), t, y)
+
+        @torch.inference_mode()
+        def draw(y: Tensor, index: Tensor) -> Tensor:
+            guided = cfg_model(forward, y, self.null, self.args.cfg_scale)
+            settings = {"seed": SEED, "steps": self.args.steps, "sampler": self.args.sampler}
+            return self.objective.sample(guided, index, (c.in_channels, *c.input_size), **settings)
+
+        return draw
+
+    def variants(self) -> dict[str, Callable[[], Draw]]:
+        found = {"engine bf16": lambda: self.engine(False), "engine fp8": lambda: self.engine(True)}
+        found |= {"eager bf16": self.eager, PLAIN: self.plain}
+        return {name: build for name, build in found.items() if name not in self.args.without}
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        index = torch.arange(size, device=self.device)
+        return index * 37 % CLASSES, index
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, draw: Draw, size: int) -> float:
+        y, index = self.batch(size)
+        self.synchronize()
+        start = time.perf_counter()
+        draw(y, index)
+        self.synchronize()
+        return time.perf_counter() - start
+
+
+def measure(bench: Bench, draws: dict[str, Draw], size: int) -> dict[str, float]:
+    """Median seconds a batch by variant; the first calls, which compile and record, are not counted."""
+    times: dict[str, list[float]] = {}
+    for name, draw in draws.items():
+        if bench.left < 0 or (name == PLAIN and bench.left < bench.args.compile_seconds):
+            print(f"batch {size}: no time left for {name}", flush=True)
+            continue
+        first = bench.seconds(draw, size)
+        second = bench.seconds(draw, size)
+        times[name] = []
+        print(f"batch {size}, {name}: first call {first:.2f} s, second {second:.2f} s", flush=True)
+    for _ in range(bench.args.trials):
+        for name in times:
+            if bench.left > 0 or not times[name]:
+                times[name].append(bench.seconds(draws[name], size))
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def profile(bench: Bench, draw: Draw, name: str, size: int, count: int) -> None:
+    """Prints the kernels that take longest, per step."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if bench.device.type == "cuda":
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+    draw(*bench.batch(size))
+    with torch.profiler.profile(activities=activities) as profiler:
+        draw(*bench.batch(size))
+        bench.synchronize()
+    steps, rows = bench.args.steps, []
+    for event in profiler.key_averages():
+        total = event.self_device_time_total if bench.device.type == "cuda" else event.self_cpu_time_total
+        rows.append((total / steps, event.count / steps, event.key))
+    rows.sort(reverse=True)
+    print(
+        f"\n{name}, batch {size}: {sum(row[0] for row in rows):,.0f} us a step in {sum(r[1] for r in rows):.0f} kernels"
+    )
+    for microseconds, calls, key in rows[:count]:
+        print(f"{microseconds:10.1f} us {calls:7.1f} x  {key[:110]}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="DiT-XL/2")
+    parser.add_argument("--image_size", type=int, default=256)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--sampler", default="ddim")
+    parser.add_argument("--cfg_scale", type=float, default=4.0)
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--without", nargs="*", default=[], help="variants to leave out, by name")
+    parser.add_argument("--seconds", type=float, default=220, help="after which nothing new is begun")
+    parser.add_argument("--compile_seconds", type=float, default=45, help="that compiling the plain DiT may take")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step by their time")
+    parser.add_argument("--kernels", type=int, default=25, help="lines of --profile")
+    parser.add_argument("--results", help="a file to append rows to, as results.csv")
+    args = parser.parse_args(argv)
+    torch.set_float32_matmul_precision("highest")
+    bench, draws, rows = Bench(args), {}, []
+    for name, build in bench.variants().items():
+        try:
+            draws[name] = build()
+        except ValueError as error:
+            print(f"{name} is left out: {error}", flush=True)
+    if {"engine bf16", "eager bf16"} <= draws.keys():
+        got, want = (draws[name](*bench.batch(2)) for name in ("engine bf16", "eager bf16"))
+        print(f"engine against eager: relative error of latents {(got - want).norm() / want.norm():.1e}", flush=True)
+    case = f"{args.model} {args.image_size}px {args.steps} {args.sampler} steps guidance {args.cfg_scale:g}"
+    for size in args.batches:
+        if bench.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        found = measure(bench, draws, size)
+        baseline = found.get(PLAIN)
+        print(f"\n{case}, batch {size}")
+        for name, seconds in found.items():
+            ratio = f"{baseline / seconds:6.2f} x {PLAIN}" if baseline else ""
+            print(f"{name:>16} {1000 * seconds:10.1f} ms {size / seconds:9.2f} img/s {ratio}", flush=True)
+            row = {"bench": "sampling", "case": f"{case} batch {size} {name}", "metric": "img/s"}
+            row["value"] = f"{size / seconds:.2f}"
+            if baseline and name != PLAIN:
+                row |= {"baseline": PLAIN, "baseline_value": f"{size / baseline:.2f}"}
+            rows.append(row)
+        if bench.device.type == "cuda":
+            print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
+        for name in [name for name in found if args.profile and name.startswith("engine")]:
+            profile(bench, draws[name], name, size, args.kernels)
+    if args.results:
+        append(rows, args.results)
+
+
+if __name__ == "__main__":
+    main()

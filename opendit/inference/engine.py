@@ -1,0 +1,173 @@
+"""The sampling engine: many batches by one model, each step one recorded CUDA graph, nothing computed twice.
+
+``opendit.diffusion.sampling.sample_latents`` says in a few lines what is drawn; this draws the same.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion import Objective
+from opendit.inference.sampling_loop import LoopSettings, NotRecordedError, SamplingLoop
+from opendit.inference.step_inputs import evaluation_times
+from opendit.kernels.recording import GraphRecorder
+from opendit.models import Condition, DiT
+
+TABLE_BYTES = 256 << 20  # of DiT-XL/2's modulations, those of 50 steps of 12 guided samples, or of 10 steps of 64
+LOOPS = 4  # batch sizes whose recordings are kept
+
+
+class SamplingEngine:
+    """Draws latents by one model with one set of settings, for as long as its weights stay where and what they are.
+
+    A batch size's first batch records its steps, further ones replay them. Recordings of the batch sizes that were used
+    last are kept. Where nothing can be recorded, the same code runs kernel by kernel; ``note`` says which and why.
+
+    Args:
+        model: in its place and precision, in eval mode.
+        objective: what it was trained by.
+        steps: of the sampler.
+        sampler: one of the objective's; None for its default.
+        cfg_scale, cfg_channels, cfg_interval: of guidance, as of ``sample_latents``.
+        size: (h, w) or (t, h, w) of the latents; the model's own when left out.
+        around: makes of ``model(x, t, y)`` what guidance calls in its place: a strategy that shares batches between
+            ranks (``SharedBatch``).
+        record: whether steps may be recorded.
+        table_bytes: memory of the modulations that are made beforehand, and as much again of captions' keys and values.
+        loops: batch sizes whose recordings are kept.
+        recorder: of recordings; made when it is needed if left out.
+        say: is told, once, if a recording fails.
+
+    Raises ValueError for a sampler of another objective, and for an interval that is none.
+    """
+
+    def __init__(
+        self,
+        model: DiT,
+        objective: Objective,
+        *,
+        steps: int,
+        sampler: str | None = None,
+        cfg_scale: float = 4.0,
+        cfg_channels: int | None = None,
+        cfg_interval: tuple[float, float] | None = None,
+        size: tuple[int, ...] | None = None,
+        around: Callable | None = None,
+        record: bool = True,
+        table_bytes: int = TABLE_BYTES,
+        loops: int = LOOPS,
+        recorder: GraphRecorder | None = None,
+        say: Callable[[str], None] = print,
+    ):
+        name = objective.choose(sampler)
+        self.settings = LoopSettings(
+            model=model,
+            objective=objective,
+            steps=steps,
+            sampler=name,
+            cfg_scale=cfg_scale,
+            cfg_channels=cfg_channels,
+            cfg_interval=cfg_interval,
+            size=tuple(size or model.config.input_size),
+            around=around,
+            memory=table_bytes,
+        )
+        channels = model.config.in_channels, model.config.out_channels
+        times = evaluation_times(objective, name, steps, channels, model.device)
+        most = max(map(len, times))
+        # Steps with fewer evaluations: what they don't use is the time of their first one.
+        self._times = torch.stack([torch.cat([t, t[:1].expand(most - len(t))]) for t in times])
+        self._loops: OrderedDict[int, SamplingLoop] = OrderedDict()
+        self._most_loops, self._recorder, self._say = loops, recorder, say
+        self.note = self._why_not(record)
+        if not self.note and recorder is None:
+            self._recorder = GraphRecorder()
+        self.note = f"kernel by kernel: {self.note}" if self.note else "recorded as a CUDA graph"
+
+    def _why_not(self, record: bool) -> str:
+        model = self.settings.model
+        if not record:
+            return "recording is off"
+        if self._recorder is None and model.device.type != "cuda":
+            return "CUDA graphs need a GPU"
+        if self.settings.around is not None or model.sequence is not None:
+            return "ranks that share a sample talk to each other in every step"
+        if torch.is_autocast_enabled(model.device.type):
+            return "autocast casts weights anew in every block that it is asked for"
+        return ""
+
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded."""
+        return self.note.startswith("recorded")
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        y: Condition,
+        null: Condition,
+        index: Tensor,
+        seed: int,
+        *,
+        progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
+        callback: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """Latents (B, C, h, w), or (B, C, t, h, w) of a clip model, float32.
+
+        Args:
+            y: what to draw, B rows, on the model's device.
+            null: the condition of guidance's other half: one row, or, of negative prompts, B.
+            index: (B,) int64 numbers of the samples in the whole job; noise depends on ``seed`` and these only.
+            progress: wraps the iterable of steps, e.g. tqdm.
+            callback: ``callback(i, x)`` gets the sampler's x (B, C, ...) after step i, to look at before it returns.
+
+        Raises ValueError if y and index differ in length, or if null does not fit y.
+        """
+        if len(y) != len(index):
+            raise ValueError(f"{len(y)} conditions for {len(index)} samples")
+        if self.settings.cfg_scale != 1.0 and (len(null) not in (1, len(y)) or null.shape[1:] != y.shape[1:]):
+            raise ValueError(f"null_y {tuple(null.shape)} does not expand to y {tuple(y.shape)}")
+        loop = self._loop(len(index))
+        loop.begin(y, null, index.to(self.settings.model.device), seed)
+        steps = range(self.settings.steps)
+        for i in steps if progress is None else progress(steps):
+            self._advance(loop, i)
+            if callback is not None:
+                callback(i, loop.latents())
+        return loop.latents()
+
+    def batches(
+        self, y: Condition, null: Condition, index: Tensor, batch_size: int, seed: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields (index, latents) of up to ``batch_size`` samples at a time; ``index`` may lie on the CPU, and is
+        yielded as it is."""
+        for first in range(0, len(index), batch_size):
+            rows = slice(first, first + batch_size)
+            yield index[rows], self.sample(y[rows], null, index[rows], seed)
+
+    def _loop(self, samples: int) -> SamplingLoop:
+        """The loop of a batch size; the one that was not used for longest makes room for a new one."""
+        if samples not in self._loops:
+            while len(self._loops) >= self._most_loops:
+                self._loops.popitem(last=False)
+            self._loops[samples] = SamplingLoop(self.settings, self._times, samples)
+        self._loops.move_to_end(samples)
+        return self._loops[samples]
+
+    def _advance(self, loop: SamplingLoop, i: int) -> None:
+        if self.records:
+            try:
+                return loop.advance(i, self._recorder)
+            except NotRecordedError as error:
+                self._failed(error)
+        return loop.advance(i)
+
+    def _failed(self, error: NotRecordedError) -> None:
+        """Goes on without recordings: the memory that they share is good for no other one."""
+        self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
+        self._recorder = None
+        for loop in self._loops.values():
+            loop.recordings.clear()
+        self._say(f"CUDA graph: {self.note}")

@@ -1,0 +1,140 @@
+"""A network whose share of a sampling step that does not depend on x_t is made beforehand, into tables."""
+
+import torch
+from torch import Tensor
+
+from opendit.models import Condition, DiT
+
+
+class PreparedModel:
+    """``model(x, t, rows)`` for the steps of one batch of B samples: no time or caption is embedded in a step.
+
+    Modulations of all blocks and of the final layer, which for DiT-XL/2 are a third of all weights, are one product a
+    block for many steps. They fill a table whose rows are those of (step, evaluation, condition); a step takes the rows
+    of its samples, each of which may stand at a step of its own. The conditions are those of the B samples, then
+    guidance's null condition, one for all or one a sample. Keys and values of captions are made once, as are positions.
+
+    Everything lies in memory that stays where it is, so that a CUDA graph that was recorded with one batch, or at one
+    step, serves others.
+
+    Args:
+        times: (steps, evaluations) what the network gets as t at every step's every evaluation.
+        samples: B.
+        guided: whether there is a null condition.
+        size: of the latents, without channels.
+        memory: bytes that a table may take. That of modulations holds as many steps as fit, one at least; where keys
+            and values of captions don't fit, every step makes them again.
+        shared: whether ``rows`` may be any, as ranks choose theirs of a batch; or else the first ones of all.
+    """
+
+    def __init__(
+        self,
+        model: DiT,
+        times: Tensor,
+        samples: int,
+        *,
+        guided: bool,
+        size: tuple[int, ...],
+        memory: int,
+        shared: bool = False,
+    ):
+        self.model, self.times, self.samples, self.guided = model, times, samples, guided
+        self.memory, self.shared = memory, shared
+        self.grid = model.config.grid_of(size)
+        self._static: dict[str, list[Tensor]] = {}
+        self._table: Tensor | None = None
+        self._evaluation = 0
+        self.capacity = len(times)  # steps in the table; known when the first condition is
+
+    # ------------------------------------------------------------------------------------------------ before the steps
+
+    def condition(self, y: Condition, null: Condition | None) -> None:
+        """Takes the conditions of a batch: y, B rows; null, one row or B, None without guidance."""
+        both = y if null is None else getattr(y, "cat", torch.cat)((y, null))
+        self._vector, context = self.model.embed_condition(both)
+        rows = torch.arange(self.samples, device=self.model.device)
+        if self.guided:
+            rows = torch.stack([rows, self.samples + (rows if len(both) == 2 * self.samples else 0 * rows)])
+        self._keep("rows", [rows.view(-1, self.samples)])
+        positions = self.model.positions(self.grid)
+        self._keep("positions", [] if positions is None else [positions])
+        self._keep_context(context)
+        self._make_table(len(both))
+
+    def _keep_context(self, context) -> None:
+        """What cross-attention attends to, for every row of the batch: by block, if that fits."""
+        if context is None:
+            self._parts = 0
+            return
+        tokens, mask = context
+        every = self._static["rows"][0].flatten()
+        needed = 2 * tokens[0].nbytes * len(every) * len(self.model.blocks)
+        contexts = [context] if needed > self.memory else self.model.contexts(context)
+        self._parts = len(contexts[0])
+        self._keep("contexts", [part[every] for block in contexts for part in block[:-1]] + [mask[every]])
+
+    def _make_table(self, conditions: int) -> None:
+        c = self.model.t_embedder(self.times[0, :1]) + self._vector[:1]
+        widths, dtypes = zip(*((m.shape[1], m.dtype) for m in self.model.modulations(c)), strict=True)
+        steps, self._evaluations = self.times.shape
+        self._widths, self._conditions = widths, conditions
+        step = self._evaluations * conditions * sum(widths) * dtypes[0].itemsize
+        self.capacity = max(1, min(steps, self.memory // step))
+        shape = self.capacity * self._evaluations * conditions, sum(widths)
+        if self._table is None or self._table.shape != shape or self._table.dtype != dtypes[0]:
+            self._table = torch.empty(shape, dtype=dtypes[0], device=c.device)
+
+    def _keep(self, name: str, tensors: list[Tensor]) -> None:
+        """Copies tensors to where those of this name lie, or takes their places."""
+        kept = self._static.setdefault(name, [])
+        if [(a.shape, a.dtype) for a in kept] == [(b.shape, b.dtype) for b in tensors]:
+            for old, new in zip(kept, tensors, strict=True):
+                old.copy_(new)
+        else:
+            self._static[name] = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where everything lies; a recording is good for as long as this is the same."""
+        tensors = [self._table, *(tensor for tensors in self._static.values() for tensor in tensors)]
+        return tuple(tensor.data_ptr() for tensor in tensors)
+
+    def fill(self, first: int) -> int:
+        """Makes the modulations of step ``first`` and as many after it as there is room for; returns how many."""
+        times = self.times[first : first + self.capacity]
+        c = (self.model.t_embedder(times.flatten()).unsqueeze(1) + self._vector).flatten(0, 1)
+        rows, column = self._table[: len(c)], 0
+        for m, width in zip(self.model.modulations(c), self._widths, strict=True):
+            rows[:, column : column + width] = m
+            column += width
+        return len(times)
+
+    # ----------------------------------------------------------------------------------------------------- in the steps
+
+    def begin(self, step: Tensor) -> None:
+        """Begins a step: ``step`` (B,) int64 is every sample's own, counted from the first one in the table."""
+        (rows,) = self._static["rows"]
+        self._rows = torch.add(rows, step, alpha=self._evaluations * self._conditions).flatten()
+        self._evaluation = 0
+
+    def __call__(self, x: Tensor, t: Tensor, rows: Tensor) -> Tensor:
+        """The network's output for x (n, C, ...); called once for every evaluation of the step, in their order.
+
+        t: not looked at. rows: (n,) int64, which of the 2 B rows of a guided batch these are: sample b's is b in the
+        conditional half and B + b in the other.
+        """
+        table_rows = self._rows[rows] if self.shared else self._rows[: len(x)]
+        if self._evaluation:
+            table_rows = table_rows + self._evaluation * self._conditions
+        self._evaluation += 1
+        modulations = self._table.index_select(0, table_rows).split(self._widths, dim=1)
+        positions = self._static["positions"]
+        return self.model.predict(x, modulations, self._context(rows), *positions)
+
+    def _context(self, rows: Tensor):
+        if not self._parts:
+            return None
+        *parts, mask = (part[rows] if self.shared else part[: len(rows)] for part in self._static["contexts"])
+        if self._parts == 2:
+            return parts[0], mask
+        return [(*pair, mask) for pair in zip(parts[::2], parts[1::2], strict=True)]

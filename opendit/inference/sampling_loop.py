@@ -1,0 +1,141 @@
+"""The loop of one batch size: static memory, and its steps as CUDA graphs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion import Objective
+from opendit.diffusion.guidance import cfg_model, guided_within
+from opendit.diffusion.random import initial_noise, keyed_noise
+from opendit.diffusion.samplers import SAMPLERS
+from opendit.inference.prepared_model import PreparedModel
+from opendit.inference.step_inputs import StepInputs
+from opendit.kernels.recording import GraphRecorder
+from opendit.models import Condition, DiT
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What all batches of an engine have in common; the fields are those of :class:`SamplingEngine`."""
+
+    model: DiT
+    objective: Objective
+    steps: int
+    sampler: str
+    cfg_scale: float
+    cfg_channels: int | None
+    cfg_interval: tuple[float, float] | None
+    size: tuple[int, ...]
+    around: Callable | None
+    memory: int
+
+
+class NotRecordedError(RuntimeError):
+    """A step could not be recorded; nothing was computed."""
+
+
+class SamplingLoop:
+    """Draws batches of ``samples`` samples each: ``begin``, ``advance`` for every step, ``latents``.
+
+    A step is the network on both halves of guidance, guidance and the sampler's ``advance``. All that it reads and
+    writes lies in static memory, the number of the step among it, which it counts up itself. So a recorded step is
+    replayed with one call, and nothing to copy. One recording serves all steps that call the same model and have the
+    same inputs. The first step of a kind runs kernel by kernel, which compiles kernels and sets libraries up; the
+    second is recorded.
+
+    Args:
+        times: (steps, evaluations), see :class:`PreparedModel`.
+    """
+
+    def __init__(self, settings: LoopSettings, times: Tensor, samples: int):
+        self.settings, self.samples = settings, samples
+        model, objective = settings.model, settings.objective
+        device, guided = model.device, settings.cfg_scale != 1.0
+        self.shape = (model.config.in_channels, *settings.size)
+        like = torch.zeros(samples, *self.shape, device=device)
+        self.network = PreparedModel(
+            model,
+            times,
+            samples,
+            guided=guided,
+            size=settings.size,
+            memory=settings.memory,
+            shared=settings.around is not None,
+        )
+        trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
+        # (For the kinds of steps no noise is drawn: x stands for it.)
+        self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
+        self._inputs: StepInputs | None = None
+        self._like, self._trajectory = like, trajectory
+        state = self.sampler.init(like)
+        self.state, self._state_type = tuple(part.clone() for part in state), type(state)
+        self.step = torch.zeros(samples, dtype=torch.int64, device=device)
+        self.order = torch.arange(samples, device=device)
+        self.recordings: dict = {}  # kind -> what replays it
+        self._warm: set = set()
+        self._addresses: tuple[int, ...] = ()
+        self._end = 0  # of the steps in the tables
+
+    def _guided(self):
+        """The model of (x, t) that the sampler calls: guidance around the prepared network, which is told by numbers of
+        rows what to draw."""
+        settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
+        y, null = rows.chunk(2)
+        forward = self.network if settings.around is None else settings.around(self.network)
+        guided = cfg_model(forward, y, null, settings.cfg_scale, settings.cfg_channels)
+        if settings.cfg_interval is None:
+            return guided
+        conditional = cfg_model(forward, y, null, 1.0)
+        return guided_within(settings.cfg_interval, settings.objective.noise_level, guided, conditional)
+
+    def begin(self, y: Condition, null: Condition, index: Tensor, seed: int) -> None:
+        """Takes the conditions and the noise of a batch; ``index`` (B,) int64 on the model's device."""
+        self.network.condition(y, null if self.network.guided else None)
+        if self._inputs is None or self._inputs.capacity != self.network.capacity:
+            self._inputs = StepInputs(self.sampler, self._like, self.network.capacity)
+            self.recordings.clear()
+        if self._addresses != self.network.addresses:  # what was recorded reads memory that is no longer there
+            self._addresses = self.network.addresses
+            self.recordings.clear()
+        self.sampler.noise_fn = keyed_noise(seed, index, self.shape)
+        start = self.sampler.init(self._trajectory.start(initial_noise(seed, index, self.shape)))
+        for static, part in zip(self.state, start, strict=True):
+            static.copy_(part)
+        self._end = 0
+
+    def advance(self, i: int, recorder: GraphRecorder | None = None) -> None:
+        """Takes step i; the steps are taken in their order. recorder: of its recording; None: kernel by kernel.
+
+        Raises NotRecordedError if it can't be recorded; the step is still to be taken then.
+        """
+        if i == self._end:
+            count = self.network.fill(i)
+            self._inputs.fill(i, count)
+            self._end += count
+            self.step.zero_()
+        kind = self.sampler.model_at(i), self._inputs.present[i]
+        if recorder is None or kind not in self._warm:
+            self._advance(*kind)
+            self._warm.add(kind)
+            return
+        if kind not in self.recordings:
+            try:
+                _, self.recordings[kind] = recorder.record(lambda: self._advance(*kind))
+            except RuntimeError as error:
+                raise NotRecordedError(str(error)) from error
+        self.recordings[kind]()
+
+    def _advance(self, model, present: tuple[bool, ...]) -> None:
+        self.network.begin(self.step)
+        inputs = self._inputs.at(self.step, self.order, present)
+        after = self.sampler.advance(model, self._state_type(*self.state), inputs)
+        parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
+        for static, part in zip(self.state, parts, strict=True):
+            static.copy_(part)
+        self.step.add_(1)
+
+    def latents(self) -> Tensor:
+        """(B, C, ...) float32 after the last step."""
+        return self._state_type(*self.state).x.clone()

@@ -1,0 +1,123 @@
+"""The sampling engine on a GPU: recorded steps are, bit for bit, the steps run kernel by kernel."""
+
+import pytest
+import torch
+
+from opendit.cli.shared_flags import SpeedFlags
+from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
+from opendit.diffusion.sampling import sample_latents
+from opendit.inference.engine import SamplingEngine
+from opendit.kernels.fp8_linear import float8_available
+from opendit.kernels.select import select_kernels
+from opendit.models import DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
+from tests.inference.test_engine import conditions
+from tests.models.test_dit import randomised
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+PICTURE = {"input_size": (16, 16), "patch_size": 2, "in_channels": 4, "hidden_size": 144, "depth": 3, "num_heads": 2}
+CLIP = PICTURE | {"input_size": (4, 8, 8), "patch_size": (2, 2, 2)}
+TEXT = TextConfig("t5", 32, 7, True)
+LABELS = DiTConfig(**PICTURE, num_classes=5)
+CONFIGS = {
+    "DiT": LABELS,
+    "vDiT, captions": VDiTConfig(**CLIP, text=TEXT),
+    "ST-DiT": STDiTConfig(**CLIP, text=TEXT, qk_norm=True, positions="rope"),
+    "MovieGen": MovieGenConfig(**CLIP, text=TEXT),
+}
+CASES = [
+    (DDPMObjective(), "ddim", {}),
+    (DDPMObjective(), "ddpm", {"cfg_interval": (0.3, 5.0)}),
+    (FlowObjective(3.0), "euler", {"cfg_scale": 1.0}),
+    (EDMObjective(), "heun", {"cfg_channels": 3}),
+]
+
+
+def model_of(config, objective, dtype, fp8: bool = False, seed: int = 0):
+    torch.manual_seed(seed)
+    config = type(config)(**{**vars(config), "learn_sigma": objective.learn_sigma})
+    model = randomised(build_model(config)).eval()
+    speed = SpeedFlags(True, True, True, fp8=fp8)
+    kernels = select_kernels(speed, torch.device("cuda"), dtype, config.head_dim, config.tokens)
+    return model.place("cuda", dtype).use(ops=kernels.ops, attend=kernels.attend)
+
+
+def batch(config, count: int, first: int = 0):
+    y, null = conditions(config, count)
+    return y.to("cuda"), null.to("cuda"), torch.arange(first, first + count)
+
+
+def same(model, objective, bound: float, **settings) -> None:
+    recorded, eager = (SamplingEngine(model, objective, steps=6, record=record, **settings) for record in (True, False))
+    for seed, count in enumerate((3, 3, 2)):
+        given = batch(model.config, count, 5 * seed)
+        got, want = recorded.sample(*given, seed), eager.sample(*given, seed)
+        assert recorded.records and torch.equal(got, want), (objective.name, settings, count)
+        index = given[2].to("cuda")
+        exact = sample_latents(model, *given[:2], index, objective=objective, seed=seed, steps=6, **settings)
+        assert (got - exact).norm() < bound * exact.norm(), (got - exact).norm() / exact.norm()
+    assert all(loop.recordings for loop in recorded._loops.values())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}, {case[1]}")
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=["fp32", "bf16"])
+def test_recorded_steps_are_the_steps(case, dtype, bound):
+    objective, sampler, settings = case
+    torch.set_float32_matmul_precision("highest")
+    same(model_of(LABELS, objective, dtype), objective, bound, sampler=sampler, **settings)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_kind_of_model(config):
+    objective = DDPMObjective()
+    same(model_of(config, objective, torch.bfloat16), objective, 0.1, sampler="ddim")
+
+
+@pytest.mark.skipif(not float8_available("cuda", torch.bfloat16)[0], reason="needs a GPU with FP8")
+def test_in_fp8():
+    objective = DDPMObjective()
+    same(model_of(LABELS, objective, torch.bfloat16, fp8=True), objective, 0.1, sampler="ddim")
+
+
+def test_two_models_one_after_the_other():
+    objective, given = DDPMObjective(), batch(LABELS, 2)
+    engines, eager = [], []
+    for seed in (0, 1):
+        model = model_of(LABELS, objective, torch.bfloat16, seed=seed)
+        engines.append(SamplingEngine(model, objective, steps=5, sampler="ddim"))
+        eager.append(SamplingEngine(model, objective, steps=5, sampler="ddim", record=False).sample(*given, 0))
+    for _ in range(3):
+        for engine, want in zip(engines, eager, strict=True):
+            assert torch.equal(engine.sample(*given, 0), want)
+    assert not torch.equal(*eager)
+
+
+def test_memory_does_not_grow():
+    """Over many batches of sizes of which only some are kept, and it is given back in the end."""
+    objective = DDPMObjective()
+    model = model_of(LABELS, objective, torch.bfloat16)
+    before, after = torch.cuda.memory_allocated(), []
+    engine = SamplingEngine(model, objective, steps=4, sampler="ddpm", loops=2)
+    for call in range(20):
+        engine.sample(*batch(LABELS, 1 + call % 3), call)
+        torch.cuda.synchronize()
+        after.append(torch.cuda.memory_reserved())
+    assert len(engine._loops) == 2 and after[-1] == after[8], after
+    del engine
+    assert torch.cuda.memory_allocated() - before < 64 << 20  # workspaces of libraries
+
+
+def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel():
+    objective, said = DDPMObjective(), []
+    model = model_of(LABELS, objective, torch.bfloat16)
+    want = SamplingEngine(model, objective, steps=5, sampler="ddim", record=False).sample(*batch(LABELS, 2), 0)
+    predict = model.predict
+
+    def waits(x, *rest):
+        float(x.sum())
+        return predict(x, *rest)
+
+    model.predict = waits
+    engine = SamplingEngine(model, objective, steps=5, sampler="ddim", say=said.append)
+    for _ in range(2):
+        assert torch.equal(engine.sample(*batch(LABELS, 2), 0), want)
+    assert len(said) == 1 and "recording failed" in said[0] and not engine.records
