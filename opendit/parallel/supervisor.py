@@ -31,7 +31,8 @@ from opendit.parallel.sizes import Place, find_place
 FAILED, NOT_STARTED, OTHER_RANK, INTERRUPTED = 1, 2, 3, 130
 CLOSING = 8.0  # seconds for what must be put away when the run fails: a checkpoint that is being written
 CLOSING_LOST = 2.0  # the same when a rank is gone, without which none gets complete
-LAST = 12.0  # seconds after which a failed rank of several ends, whatever it still waits for
+# Seconds after which a failed rank of several ends, whatever its main thread still waits for; when a rank is gone.
+LAST, LAST_LOST = 12.0, 4.0
 ALWAYS = (OSError, MemoryError, torch.OutOfMemoryError)  # need no traceback anywhere
 # Of communication whose other end is gone: gloo's, NCCL's, the store's.
 SUSPECTS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "process group", "store", "socket")
@@ -60,6 +61,7 @@ class Supervisor:
         self._closers: list[Callable[[float], None]] = []
         self._ending: Ending | None = None  # which this rank has reported, or found out by doing so
         self._one_leaves = threading.Lock()  # held by the thread that ends the process
+        self._silent = threading.Lock()  # held by the thread that has said why
 
     def __enter__(self) -> "Supervisor":
         try:
@@ -113,7 +115,7 @@ class Supervisor:
                 close_mesh()
         if mine:
             _tell_torchrun(text)
-        if mine or not same:
+        if (mine or not same) and self._silent.acquire(blocking=False):
             self._print_error(self._named(text) if mine else str(ending))
         if self._watch is None:
             sys.exit(code)
@@ -133,8 +135,7 @@ class Supervisor:
                 self._ending = self._watch.report(text, suspect)
                 if not self._one_leaves.acquire(blocking=False):
                     threading.Event().wait()  # the watch's thread ends this process
-                code = self._code if self._ending.rank == self.place.rank else OTHER_RANK
-                threading.Thread(target=self._exit_after, args=(LAST, code), daemon=True).start()
+                threading.Thread(target=self._exit_after, args=(self._ending,), daemon=True).start()
         return self._ending
 
     def _other_ended(self, ending: Ending) -> None:
@@ -152,9 +153,7 @@ class Supervisor:
         closing.join(seconds + 1.0)  # what is closed may wait for a device that waits for the lost rank
         if code == FAILED:
             _tell_torchrun(ending.text)
-        # Not print: the main thread may be inside one, with its lock.
-        text = self._named(ending.text) if code == FAILED else str(ending)
-        os.write(2, f"\n{self.program}error: {text}\n".encode(errors="backslashreplace"))
+        self._write_error(self._named(ending.text) if code == FAILED else str(ending))
         self._exit(code)
 
     def _close(self, seconds: float) -> None:
@@ -165,9 +164,13 @@ class Supervisor:
             with contextlib.suppress(Exception):
                 stream.flush()
 
-    def _exit_after(self, seconds: float, code: int) -> None:
-        time.sleep(seconds)
-        self._exit(code)
+    def _exit_after(self, ending: Ending) -> None:
+        """Ends a process whose main thread is at it, but may wait for a device that waits for another rank."""
+        time.sleep(LAST_LOST if ending.text is None else LAST)
+        mine = ending.rank == self.place.rank
+        if self._silent.acquire(blocking=False):
+            self._write_error(self._named(ending.text) if mine else str(ending))
+        self._exit(self._code if mine else OTHER_RANK)
 
     def _exit(self, code: int) -> None:
         if self.place.rank == 0:
@@ -193,6 +196,10 @@ class Supervisor:
         if isinstance(error, MemoryError):
             return f"out of memory{f' ({text})' if text else ''}; lower --batch_size or --num_workers"
         return text if isinstance(error, self.user_errors) and text else f"{type(error).__name__}: {text}"
+
+    def _write_error(self, text: str) -> None:
+        """Not by print: the main thread may be inside one, with its lock."""
+        os.write(2, f"\n{self.program}error: {text}\n".encode(errors="backslashreplace"))
 
     def _print_error(self, text: str) -> None:
         with contextlib.suppress(Exception):

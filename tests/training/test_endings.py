@@ -166,6 +166,19 @@ def test_what_can_not_be_closed_does_not_hold_up_the_end(start):
     assert "pid " in run.last_line(1) and run.last_line(1).endswith("was lost: killed, crashed or cut off")
 
 
+def test_an_error_is_told_even_if_something_can_not_be_closed(start):
+    run = start(2, [*LONG, "--num_workers", "0"], {1: raise_and_close_for_ever})
+    run.until(lambda: run.steps() >= 3)
+    assert run.ended(time.monotonic()) == [3, 1]
+    assert run.last_line(1) == "error: rank 1: KeyError: 'a defect'"
+
+
+def raise_and_close_for_ever() -> None:
+    raise_at_step_3()
+    close_for_ever()
+    opendit.parallel.supervisor.LAST = 1.0
+
+
 def close_for_ever() -> None:
     """As a thread that pins memory does while the device waits for a rank that is gone."""
     Monitor.close = lambda self: time.sleep(1000)
