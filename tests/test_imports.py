@@ -17,6 +17,7 @@ PROGRAMS = ("fused", "export")  # they, and every __main__.py, may import anythi
 # (module, imported room) -> why it may climb, as long as it does.
 EXCEPTIONS = {
     ("opendit.training.agenda", "cli"): "takes the flags",
+    ("opendit.training.drawing", "inference"): "draws its grids as sample.py draws",
     ("opendit.training.fingerprint", "cli"): "names the flags whose change a resume tells of",
     ("opendit.training.from_flags", "cli"): "takes the flags",
     ("opendit.training.history", "cli"): "writes the flags into config.json",
@@ -27,7 +28,7 @@ EXCEPTIONS = {
 
 
 MODULES = "data diffusion encoders fused kernels.attention models state.export".split()
-MODULES += "training.from_flags training.build inference.run".split()
+MODULES += "training.from_flags training.build inference.run inference.engine".split()
 # Each in a fork of its own of a process that has imported torch, which alone takes longer than all the rest.
 PROBE = """
 import importlib, os, sys, traceback, torch

@@ -196,7 +196,7 @@ def exception_while_drawing(lab: Lab) -> None:
     prelude = """
 import opendit.training.drawing as drawing
 def fails(*_, **__): raise RuntimeError("bit by a fault")
-drawing.sample_in_batches = fails
+drawing.SamplingEngine = fails
 """
     programs = lab.train(*PICTURES, prelude=prelude)
     lab.ends(programs, {1}, "error: .*bit by a fault", tracebacks=True, within=None)

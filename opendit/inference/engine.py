@@ -141,11 +141,11 @@ class SamplingEngine:
     def batches(
         self, y: Condition, null: Condition, index: Tensor, batch_size: int, seed: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (index, latents) of up to ``batch_size`` samples at a time; ``index`` may lie on the CPU, and is
-        yielded as it is."""
+        """Yields (index, latents) of up to ``batch_size`` samples at a time, as :meth:`sample` draws; ``index`` may lie
+        on the CPU, and is yielded as it is."""
         for first in range(0, len(index), batch_size):
             rows = slice(first, first + batch_size)
-            yield index[rows], self.sample(y[rows], null, index[rows], seed)
+            yield index[rows], self.sample(y[rows], null if len(null) == 1 else null[rows], index[rows], seed)
 
     def _loop(self, samples: int) -> SamplingLoop:
         """The loop of a batch size; the one that was not used for longest makes room for a new one."""

@@ -1,5 +1,6 @@
 """From sample.py's flags to a model, its VAE and what to draw, checked before weights are read where possible."""
 
+import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from opendit.diffusion import Objective, objective_from_dict
 from opendit.encoders.conditioner import Conditioner, preview_labels
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
+from opendit.inference.engine import SamplingEngine
 from opendit.inference.loading import (
     check_guidance,
     check_negative,
@@ -28,7 +30,7 @@ from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiT, DiTConfig
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
-from opendit.parallel.guidance import Replica, make_replicas
+from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import make_plan
@@ -67,6 +69,22 @@ class SamplingRun:
     def captions(self) -> list[str]:
         """What every sample shows."""
         return [self.names[choice] for choice in self.choices.tolist()]
+
+    @functools.cached_property
+    def engine(self) -> SamplingEngine:
+        """Draws all of this process's batches."""
+        flags, halves = self.flags, self.replica.halves
+        return SamplingEngine(
+            self.model,
+            self.objective,
+            steps=flags.num_sampling_steps,
+            sampler=flags.sampler,
+            cfg_scale=flags.cfg_scale,
+            cfg_channels=flags.cfg_channels,
+            cfg_interval=tuple(flags.cfg_interval) or None,
+            size=self.size,
+            around=(lambda model: SharedBatch(model, halves)) if halves else None,
+        )
 
 
 def prepare(flags: "SampleConfig", mesh: Mesh) -> SamplingRun:

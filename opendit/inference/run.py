@@ -14,11 +14,9 @@ from PIL import Image
 from opendit.common.replace import replacing
 from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
-from opendit.diffusion.sampling import sample_in_batches
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid, to_uint8
 from opendit.inference.output import ArrayFile, OutputFolder, file_name, in_parts, removed_at_the_end, texts, write_npz
 from opendit.inference.prepare import SamplingRun, prepare
-from opendit.parallel.guidance import SharedBatch
 from opendit.parallel.mesh import init_mesh
 from opendit.parallel.sequence import attention_note
 from opendit.parallel.supervisor import Supervisor
@@ -70,22 +68,8 @@ def draw_share(sampling: SamplingRun, output: Path, rows: list[ArrayFile]) -> No
     flags, mesh, replica = sampling.flags, sampling.mesh, sampling.replica
     mine = torch.arange(len(sampling.choices)).tensor_split(replica.count)[replica.number]
     torch.set_float32_matmul_precision("highest")
-    batches = sample_in_batches(
-        sampling.model,
-        sampling.conditions[sampling.choices[mine].to(mesh.device)],
-        sampling.null,
-        mine,
-        flags.batch_size,
-        seed=flags.seed,
-        steps=flags.num_sampling_steps,
-        objective=sampling.objective,
-        sampler=flags.sampler,
-        cfg_scale=flags.cfg_scale,
-        cfg_channels=flags.cfg_channels,
-        cfg_interval=tuple(flags.cfg_interval) or None,
-        size=sampling.size,
-        forward=SharedBatch(sampling.model, replica.halves) if replica.halves else None,
-    )
+    y = sampling.conditions[sampling.choices[mine].to(mesh.device)]
+    batches = sampling.engine.batches(y, sampling.null, mine, flags.batch_size, flags.seed)
     names, needed = file_names(sampling), int((mine < on_file(sampling)).sum())
     with Progress(len(mine), "samples", disable=not mesh.is_main) as progress:
         for index, latents in batches:
@@ -207,6 +191,7 @@ def announce(sampling: SamplingRun) -> None:
         "vae": sampling.codec.name,
         "attention": attention_note(sampling.kernels.attention_note, sequence),
         "kernels": sampling.kernels.ops_note,
+        "steps": sampling.engine.note,
         "sequence": f"over {sampling.mesh.sp_size} ranks, {sequence.plan}" if sequence else "whole on every rank",
         "processes": f"{sampling.mesh.world_size} ({processor})",
         "samples": f"{len(sampling.choices)}{shares}, seed {flags.seed}",

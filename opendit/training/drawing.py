@@ -3,15 +3,17 @@
 import numpy as np
 import torch
 
-from opendit.diffusion.sampling import sample_in_batches
 from opendit.encoders.conditioner import preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
+from opendit.inference.engine import SamplingEngine
 from opendit.models import Condition, DiT, empty_model
 from opendit.parallel.engines import Engine
 from opendit.state.ema import EMA
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
 from opendit.training.specification import RunSpecification, example_captions
+
+PREVIEWS_AT_ONCE = 32
 
 
 class SampleGrids:
@@ -50,18 +52,16 @@ class SampleGrids:
     def _draw(self, model: DiT, step: int) -> None:
         spec, monitor = self._spec, self._monitor
         y, captions = self._what()
-        batches = sample_in_batches(
+        engine = SamplingEngine(  # (for this grid alone: its recordings would take memory from training)
             model,
-            y,
-            spec.conditioner.null(),
-            torch.arange(len(captions)),
-            batch_size=32,
-            seed=spec.flags.global_seed,
+            spec.objective,
             steps=spec.flags.sample_steps,
-            objective=spec.objective,
             sampler=spec.objective.preview_sampler,
             cfg_scale=spec.flags.sample_cfg_scale,
+            say=monitor.say,
         )
+        index, null = torch.arange(len(captions)), spec.conditioner.null()
+        batches = engine.batches(y, null, index, PREVIEWS_AT_ONCE, spec.flags.global_seed)
         pictures = np.concatenate([to_uint8(spec.codec.decode(latents)) for _, latents in batches])
         if not spec.mesh.is_main:
             return
