@@ -88,7 +88,7 @@ class Bench:
         c = self.config
         sizes = (c.patch_size, c.in_channels, c.hidden_size, c.depth, c.num_heads, c.num_classes)
         with self.device:
-            model = PlainDiT(c.input_size, *sizes).to(self.dtype).eval()
+            model = PlainDiT(c.input_size, *sizes).to(self.device, self.dtype).eval()
         compiled = model
         if self.device.type == "cuda":
             compiled = torch.compile(model, mode="reduce-overhead", dynamic=False)
@@ -134,8 +134,11 @@ def measure(bench: Bench, draws: dict[str, Draw], size: int) -> dict[str, float]
         if bench.left < 0 or (name == PLAIN and bench.left < bench.args.compile_seconds):
             print(f"batch {size}: no time left for {name}", flush=True)
             continue
-        first = bench.seconds(draw, size)
-        second = bench.seconds(draw, size)
+        try:
+            first, second = bench.seconds(draw, size), bench.seconds(draw, size)
+        except RuntimeError as error:  # of a compiler, of memory: the others run
+            print(f"batch {size}, {name} failed: {str(error).splitlines()[0]}", flush=True)
+            continue
         times[name] = []
         print(f"batch {size}, {name}: first call {first:.2f} s, second {second:.2f} s", flush=True)
     for _ in range(bench.args.trials):
