@@ -68,7 +68,7 @@ class Bench:
                 if not parameter.any():  # zero-initialised: gates of zero would leave the blocks out of the result
                     torch.nn.init.normal_(parameter, std=0.02)
         config, speed = self.config, SpeedFlags(True, True, True, fp8=fp8)
-        kernels = select_kernels(speed, self.device, self.dtype, config.head_dim, config.tokens)
+        kernels = select_kernels(speed, self.device, self.dtype, config.head_dim, config.tokens, inference=True)
         return model.place(self.device, self.dtype).eval().use(ops=kernels.ops, attend=kernels.attend)
 
     def settings(self) -> dict:

@@ -124,7 +124,7 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
     replica = make_replicas(mesh, flags.cfg_parallel)
     shape = sequence_shape(*shared, config, samples_at_once(flags), size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
-    kernels = select_kernels(flags, mesh.device, dtype, config.hidden_size // config.num_heads, config.tokens)
+    kernels = select_kernels(flags, mesh.device, dtype, config.head_dim, config.tokens, inference=True)
     model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
     codec = load_vae(vae, config, mesh.device, flags.mixed_precision) if replica.leads else None
     conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)

@@ -21,6 +21,7 @@ from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
 from opendit.kernels.linear import linear as unbiased
+from opendit.kernels.linear_gelu import linear_gelu
 from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
 from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
@@ -77,7 +78,7 @@ def _modulate_after_rmsnorm(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tens
     return x, adaln.modulate(norm(x), shift, scale)
 
 
-MODULATE, NORM, SPLIT, FLOAT8 = "modulate", "norm", "split", "float8"  # switches
+MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # switches
 
 # Of an operation's lines the last that the switches allow is taken. ``keeps``: activations for the backward pass, by
 # the names of the arguments, u a projection's product and y the result.
@@ -89,6 +90,7 @@ KERNELS = (
     Kernel("residual_rmsnorm_modulate", _residual_rmsnorm_modulate, {MODULATE, NORM}, keeps=("x",)),
     Kernel("linear_heads", _linear_heads, {SPLIT}, keeps=("x",)),
     Kernel("linear_gelu", _linear_gelu, {MODULATE}, keeps=("x", "u"), after_product=bias_gelu),
+    Kernel("linear_gelu", linear_gelu, {MODULATE, INFERENCE}, takes_projection=True),
     Kernel("linear_gate_residual", _linear_gate_residual, {MODULATE}, keeps=("z", "u")),
     Kernel(
         "linear_gate_residual_layernorm_modulate",

@@ -10,7 +10,7 @@ from torch import Tensor
 from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
-from opendit.kernels.operations import FLOAT8, MODULATE, NORM, SPLIT, chosen
+from opendit.kernels.operations import FLOAT8, INFERENCE, MODULATE, NORM, SPLIT, chosen
 from opendit.models.layers import BlockOps, Kernel, modulate
 
 if TYPE_CHECKING:
@@ -28,9 +28,17 @@ class KernelChoice:
 
 
 def select_kernels(
-    flags: "SpeedFlags", device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int
+    flags: "SpeedFlags",
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    tokens: int,
+    *,
+    inference: bool = False,
 ) -> KernelChoice:
     """The operations for activations of ``dtype`` on ``device``, heads of ``head_dim``, ``tokens`` tokens a sample.
+
+    inference: nothing will ask for gradients, so that operations which keep nothing for them may be taken.
 
     A kernel that was asked for and can't be used is replaced by its torch reference; the note says why.
 
@@ -44,6 +52,8 @@ def select_kernels(
         if usable:
             switches.add(SPLIT)
         attention_note += "; qkv's gradient in one pass" if usable else f"; qkv's gradient by torch: {why}"
+    if inference and MODULATE in switches:
+        switches.add(INFERENCE)
     if flags.fp8:
         usable, why = float8_available(device, dtype)
         if usable:

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
 from opendit.inference.engine import SamplingEngine
 from opendit.kernels.fp8_linear import float8_available
+from opendit.kernels.linear_gelu import linear_gelu
 from opendit.kernels.select import select_kernels
 from opendit.models import DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
+from opendit.models.layers import Projection
 from tests.inference.test_engine import conditions
 from tests.models.test_dit import randomised
 
@@ -37,7 +40,7 @@ def model_of(config, objective, dtype, fp8: bool = False, seed: int = 0):
     config = type(config)(**{**vars(config), "learn_sigma": objective.learn_sigma})
     model = randomised(build_model(config)).eval()
     speed = SpeedFlags(True, True, True, fp8=fp8)
-    kernels = select_kernels(speed, torch.device("cuda"), dtype, config.head_dim, config.tokens)
+    kernels = select_kernels(speed, torch.device("cuda"), dtype, config.head_dim, config.tokens, inference=True)
     return model.place("cuda", dtype).use(ops=kernels.ops, attend=kernels.attend)
 
 
@@ -76,6 +79,21 @@ def test_every_kind_of_model(config):
 def test_in_fp8():
     objective = DDPMObjective()
     same(model_of(LABELS, objective, torch.bfloat16, fp8=True), objective, 0.1, sampler="ddim")
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3), (torch.float16, 4e-4)])
+@pytest.mark.parametrize("rows,width,hidden", [(1, 72, 288), (37, 144, 577), (512, 1152, 4608)])
+def test_gelu_in_the_product(dtype, bound, rows, width, hidden):
+    torch.set_float32_matmul_precision("highest")
+    generator = torch.Generator().manual_seed(0)
+    layer = Projection(width, hidden).to("cuda", dtype)
+    layer.bias.data.normal_()
+    x = torch.randn(2, rows, width, generator=generator).to("cuda", dtype)
+    with torch.inference_mode():
+        got = linear_gelu(x, layer)
+        want = F.gelu(F.linear(x.double(), layer.weight.double(), layer.bias.double()), approximate="tanh")
+    assert got.shape == want.shape and got.dtype == dtype
+    assert (got - want).norm() < bound * want.norm()
 
 
 def test_two_models_one_after_the_other():

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.kernels.operations import FLOAT8, KERNELS, MODULATE, NORM, SPLIT, chosen
+from opendit.kernels.operations import FLOAT8, INFERENCE, KERNELS, MODULATE, NORM, SPLIT, chosen
 from opendit.models.layers import TORCH_OPS, BlockOps, Projection
 
 SWITCHES = (set(), {MODULATE}, {MODULATE, NORM}, {SPLIT}, {MODULATE, NORM, SPLIT}, {FLOAT8})
+SWITCHES += ({MODULATE, NORM, SPLIT, INFERENCE},)
 
 
 def test_every_line_is_chosen_by_some_switches():

@@ -1,0 +1,18 @@
+"""GELU(x W^T + bias), tanh form, where there is no backward pass: in the product's own last step.
+
+Training keeps the product, so that its activation is a pass of its own (bias_gelu.py). Where nothing is kept, cuBLAS
+applies bias and GELU to the sums in fp32 before it writes them: a hidden layer is written once and not read.
+"""
+
+import torch
+from torch import Tensor
+
+from opendit.models.layers import TORCH_OPS, Projection
+
+
+def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
+    """(..., out) of x (..., in); without gradients. Off a GPU, and for a layer without bias, torch's expression."""
+    if linear.bias is None or not x.is_cuda:
+        return TORCH_OPS.linear_gelu(x, linear)
+    y = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], -1)
