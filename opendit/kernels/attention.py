@@ -26,6 +26,8 @@ BACKENDS = {
 }
 HALF = (torch.bfloat16, torch.float16)
 CUTE = "flash_attn.cute"  # FlashAttention 4, of the package flash-attn-4
+# By head size: the fewest tokens with which it was measured to be faster than cuDNN on Hopper, and how much.
+FLASH_ATTENTION_4 = {72: (8192, "1.25"), 128: (4096, "1.1")}
 
 
 @functools.cache
@@ -41,14 +43,38 @@ def flash_attn() -> tuple[Callable[..., Tensor | tuple], str] | None:
 
 def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor:
     """Attention (B, H, N, d) by the package, of heads that are filled up to ``head_size`` with zeros, which change
-    nothing. Deterministic where torch is told to be."""
+    nothing. Deterministic where torch is told to be.
+
+    What the package keeps of filled-up heads for its backward pass is kept without the zeros, which are added anew:
+    else q, k and v would be kept a second time.
+    """
     d = q.shape[-1]
-    parts = (x.transpose(1, 2) for x in (q, k, v))
-    parts = parts if head_size == d else (F.pad(x, (0, head_size - d)) for x in parts)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    output = flash_attn()[0](*parts, softmax_scale=d**-0.5, deterministic=deterministic)
-    output = output[0] if isinstance(output, tuple) else output  # some give the log-sum-exp, too
+    parts = [x.transpose(1, 2) for x in (q, k, v)]
+    if head_size == d:
+        return _call_package(*parts, d).transpose(1, 2)
+    filled = [F.pad(x, (0, head_size - d)) for x in parts]
+
+    def keep(saved: Tensor) -> tuple[Tensor, bool]:
+        for own, wide in zip(parts, filled, strict=True):
+            if saved.data_ptr() == wide.data_ptr():  # autograd gives another object of the same memory
+                return own.detach(), True
+        wide = saved.shape[-1:] == (head_size,) and saved.dim() == 4  # the output
+        return (saved[..., :d].contiguous() if wide else saved), wide
+
+    def restore(kept: tuple[Tensor, bool]) -> Tensor:
+        tensor, wide = kept
+        return F.pad(tensor, (0, head_size - d)) if wide else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, restore):
+        output = _call_package(*filled, d)
+    filled.clear(), parts.clear()  # autograd keeps the functions above, and by them what they refer to
     return output[..., :d].transpose(1, 2)
+
+
+def _call_package(q: Tensor, k: Tensor, v: Tensor, d: int) -> Tensor:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    output = flash_attn()[0](q, k, v, softmax_scale=d**-0.5, deterministic=deterministic)
+    return output[0] if isinstance(output, tuple) else output  # some give the log-sum-exp, too
 
 
 def right_head_size(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> int | None:
@@ -170,7 +196,9 @@ def preferences(
 
     head size, tokens    flash     cuDNN     FlashAttention 4    the same, deterministic
     72, 256            150/107   246/160
-    72, 8,192          235/192   355/323
+    72, 1,024                    314/266             179/254 (filled up to 96, as below)
+    72, 8,192          235/192   348/320             432/406
+    72, 74,240                   355/325             474/433
     128, 256           261/177   409/240             335/227                    318/193
     128, 1,024         327/269   565/426             535/475                    514/417
     128, 8,192         355/314   614/538             670/605                    667/585
@@ -179,9 +207,10 @@ def preferences(
     Cards after Hopper get its order, but for FlashAttention 4, which was not measured there.
     """
     order = torch_preferences(compute_capability, dtype)
-    measured = dtype in HALF and compute_capability == (9, 0) and head_dim == 128 and length >= 4096
-    if measured and (flash_attn() or ("", ""))[1] == CUTE:
-        order.insert(0, (PACKAGE, "fastest measured, on Hopper: at 8,192 tokens 1.1 x cuDNN"))
+    shortest, gain = FLASH_ATTENTION_4.get(head_dim, (math.inf, ""))
+    if dtype in HALF and compute_capability == (9, 0) and length >= shortest:
+        if (flash_attn() or ("", ""))[1] == CUTE:
+            order.insert(0, (PACKAGE, f"fastest measured, on Hopper: at 8,192 tokens {gain} x cuDNN"))
     return order
 
 

@@ -11,6 +11,7 @@ from opendit.kernels import attention
 from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.select import select_kernels
 from opendit.models.attention import local_attention
+from tests.memory import kept_bytes
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
@@ -158,6 +159,46 @@ def test_a_package_is_tried_and_heads_are_filled_up_where_it_is_wrong(package, m
         torch.testing.assert_close(a, b)
 
 
+class Saving(torch.autograd.Function):
+    """Attention (B, N, H, d) that keeps q, k, v and its output for the backward pass, as FlashAttention does."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        out = Saving.formula(q, k, v, scale)
+        ctx.save_for_backward(q, k, v, out)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def formula(q, k, v, scale):
+        factor = scale * q.shape[-1] ** 0.5
+        return expected(*(x.transpose(1, 2) for x in (q * factor, k, v))).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        *leaves, out = ctx.saved_tensors
+        assert {x.shape[-1] for x in (*leaves, out)} == {32}
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            again = Saving.formula(*leaves, ctx.scale)
+        torch.testing.assert_close(out, again.detach(), rtol=0, atol=0)
+        return *torch.autograd.grad(again, leaves, grad), None
+
+
+def test_what_fills_heads_up_is_not_kept(monkeypatch):
+    function = lambda q, k, v, softmax_scale, deterministic: Saving.apply(q, k, v, softmax_scale)  # noqa: E731
+    monkeypatch.setattr(attention, "flash_attn", lambda: (function, "flash_attn.cute"))
+    x = torch.randn(2, 7, 3, 3, 24, dtype=torch.float64, requires_grad=True)  # qkv, as a block's projection leaves it
+    q, k, v = x.permute(2, 0, 3, 1, 4).unbind()
+    weight = torch.randn(2, 3, 7, 24, dtype=torch.float64)
+    got, want = attention.package_attention(q, k, v, 32), expected(q, k, v)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(out, x, weight)[0] for out in (got, want)))
+    head = 2 * 7 * 3 * 8  # bytes of a number of every head
+    kept = kept_bytes(lambda: attention.package_attention(q, k, v, 32))
+    assert 0 < kept <= (32 + 24) * head  # the result, filled up, and what of it is kept; not q, k, v once more
+
+
 def test_a_package_that_raises_is_not_right(package, monkeypatch):
     package("flash_attn.cute")
     monkeypatch.setattr(attention, "package_attention", lambda *args: 1 / 0)
@@ -170,7 +211,13 @@ def test_auto_takes_the_package_where_it_was_measured_to_be_faster(package, card
     monkeypatch.setattr(attention, "right_head_size", lambda device, dtype, head_dim: head_dim)
     backend, reason = resolve_attention("auto", "cuda", BFLOAT16, 128, 8192)
     assert backend == "flash_attn" and "flash_attn.cute" in reason and "cuDNN" in reason
-    for capability, head_dim, length in (((9, 0), 72, 8192), ((9, 0), 128, 1024), ((10, 0), 128, 8192)):
+    assert resolve_attention("auto", "cuda", BFLOAT16, 72, 8192)[0] == "flash_attn"
+    for capability, head_dim, length in (
+        ((9, 0), 72, 1024),
+        ((9, 0), 128, 1024),
+        ((9, 0), 64, 8192),
+        ((10, 0), 128, 8192),
+    ):
         card(capability, "flash_attn", "cudnn")
         assert resolve_attention("auto", "cuda", BFLOAT16, head_dim, length)[0] == "cudnn"
     card((9, 0), "cudnn")  # the package is wrong
