@@ -12,6 +12,7 @@ from torch import Tensor
 from opendit.diffusion import Objective
 from opendit.inference.sampling_loop import LoopSettings, NotRecordedError, SamplingLoop
 from opendit.inference.step_inputs import evaluation_times
+from opendit.kernels.fp8_linear import keep_weights
 from opendit.kernels.recording import GraphRecorder
 from opendit.models import Condition, DiT
 
@@ -23,7 +24,8 @@ class SamplingEngine:
     """Draws latents by one model with one set of settings, for as long as its weights stay where and what they are.
 
     A batch size's first batch records its steps, further ones replay them. Recordings of the batch sizes that were used
-    last are kept. Where nothing can be recorded, the same code runs kernel by kernel; ``note`` says which and why.
+    last are kept. With operations in float8, weights are cast once. Where nothing can be recorded, the same code runs
+    kernel by kernel; ``note`` says which and why.
 
     Args:
         model: in its place and precision, in eval mode.
@@ -74,6 +76,8 @@ class SamplingEngine:
             around=around,
             memory=table_bytes,
         )
+        if model.ops.float8 and model.sequence is None:
+            keep_weights(model.blocks)
         channels = model.config.in_channels, model.config.out_channels
         times = evaluation_times(objective, name, steps, channels, model.device)
         most = max(map(len, times))

@@ -4,7 +4,8 @@
 
 Scales and formats: kernels/fp8.py. The tensor cores want the summed dimension contiguous in both factors, so backward
 needs W, dy and x transposed. Weights are cast from the ones at hand in every forward pass: there is nothing to keep,
-whichever weights they are. Everything else of a block stays as it is.
+whichever weights they are; but for sampling, whose weights stay (:func:`keep_weights`). Everything else of a block
+stays as it is.
 
 An activation that only a linear layer reads is written in float8 by the kernel that makes it, and in no other form.
 To autograd it is a stand-in, a tensor of its shape and dtype without memory, which carries the gradient
@@ -14,7 +15,7 @@ To autograd it is a stand-in, a tensor of its shape and dtype without memory, wh
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from opendit.kernels import fp8
@@ -95,6 +96,39 @@ def _stand_in(like: Tensor, width: int) -> Tensor:
     return torch.empty_strided((*like.shape[:-1], width), (0,) * like.dim(), dtype=like.dtype, device=like.device)
 
 
+# --------------------------------------------------------------------------------------------- weights that stay
+
+
+@dataclass(frozen=True)
+class KeptWeight:
+    """A weight in float8, and which values of the weight that is."""
+
+    float8: Float8
+    address: int
+    version: int
+
+
+def keep_weights(model: nn.Module) -> int:
+    """Casts the weights of all projections whose products are in float8 once, for as long as they stay what they are:
+    sampling calls a model a hundred times with the same ones. A weight that is changed or moved is cast anew in every
+    product again. Returns the bytes that this takes."""
+    taken = 0
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(layer, Projection) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
+            cast = fp8.cast(weight.detach(), E4M3, exact=True)
+            weight.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
+            taken += cast.data.nbytes
+    return taken
+
+
+def _in_float8(weight: Tensor) -> Float8:
+    kept = getattr(weight, "kept_float8", None)
+    if kept is not None and (kept.address, kept.version) == (weight.data_ptr(), weight._version):
+        return kept.float8
+    return fp8.cast(weight, E4M3, exact=True)
+
+
 # ------------------------------------------------------------------------------------------------- the three products
 
 
@@ -102,7 +136,7 @@ def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: T
     """(x W^T + bias (..., out) of ``dtype``; what :func:`_backward_products` wants saved)."""
     if weight.shape[0] % 16 or weight.shape[1] % 16:
         raise ValueError(f"--fp8 needs widths that are multiples of 16, not a weight of {tuple(weight.shape)}")
-    w = fp8.cast(weight, E4M3, exact=True)
+    w = _in_float8(weight)
     rows = x.data.flatten(0, -2)
     y = fp8.product(rows, w.data, (x.descale, w.descale), dtype, bias if bias is None else bias.to(dtype))
     ctx.dtypes = dtype, weight.dtype

@@ -17,6 +17,7 @@ from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels import fp8
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8, bias_gelu_reference
 from opendit.kernels.fp8 import E4M3, E5M2
+from opendit.kernels.fp8_linear import keep_weights
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8, layernorm_modulate_reference
 from opendit.kernels.operations import FLOAT8, chosen
@@ -205,6 +206,36 @@ def test_models_keep_what_is_not_a_linear_layer_of_a_block():
         assert torch.equal(model(*inputs()), got)
     model.use()
     torch.testing.assert_close(final, model.final_layer(x, m), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_stay_are_cast_once(monkeypatch):
+    model = randomised(DiT(CONFIG)).to(DEVICE, ACTIVATIONS)
+    choice = select_kernels(SpeedFlags(fp8=True), torch.device(DEVICE), ACTIVATIONS, 32, CONFIG.tokens)
+    model.use(ops=choice.ops)
+    given = [x.to(DEVICE) for x in inputs(CONFIG)]
+    cast, weights = fp8.cast, []
+    monkeypatch.setattr(
+        fp8, "cast", lambda x, *args, **how: (weights.append(how.get("exact")), cast(x, *args, **how))[1]
+    )
+    with torch.inference_mode():
+        want = model(*given)
+        assert weights.count(True) == 4 * CONFIG.depth
+        weights.clear()
+        taken = keep_weights(model.blocks)
+        assert taken == sum(p.numel() for n, p in model.blocks.named_parameters() if p.dim() == 2 and "adaLN" not in n)
+        assert weights.count(True) == 4 * CONFIG.depth
+        assert torch.equal(model(*given), want) and weights.count(True) == 4 * CONFIG.depth
+    weight = model.blocks[1].mlp.fc1.weight
+    kept = weight.kept_float8.float8
+    with torch.no_grad():
+        weight[5] *= -4
+    assert not any("float8" in name for name in model.state_dict())
+    with torch.inference_mode():
+        changed = model(*given)
+        assert weights.count(True) == 4 * CONFIG.depth + 1
+        del weight.kept_float8
+        assert torch.equal(model(*given), changed) and not torch.equal(changed, want)
+    assert not torch.equal(fp8.cast(weight.detach(), E4M3, exact=True).data.float(), kept.data.float())
 
 
 def test_widths_that_do_not_fit_are_named():
