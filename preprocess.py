@@ -16,7 +16,7 @@ runs during training. What ``demo`` or ``latents`` were stopped in goes on when 
 import sys
 
 from opendit.cli.command_line import speaks
-from opendit.cli.console import prepare_console
+from opendit.cli.console import name_of, prepare_console
 from opendit.cli.preprocess_flags import build_parser, check
 from opendit.cli.values import one_line
 
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def refuse(command: str, error: Exception) -> int:
-    print(one_line(f"preprocess.py {command}: error: {error}"), file=sys.stderr)
+    print(one_line(f"{name_of('preprocess.py')} {command}: error: {error}"), file=sys.stderr)
     return 2
 
 

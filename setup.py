@@ -3,6 +3,25 @@
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+SCRIPTS = ("train.py", "sample.py", "preprocess.py")
+
+
+class BuildWithScripts(build_py):
+    """Puts the programs of the root into the wheel as opendit/cli/scripts, where the command ``opendit`` finds them.
+
+    As modules of their own they would be installed as ``train`` and ``sample``, names that anybody's code may have. In
+    an editable installation the command takes them from the root.
+    """
+
+    def run(self):
+        super().run()
+        if not getattr(self, "editable_mode", False):
+            for name in SCRIPTS:
+                self.mkpath(str(Path(self.build_lib, "opendit", "cli", "scripts")))
+                self.copy_file(name, str(Path(self.build_lib, "opendit", "cli", "scripts", name)))
+
 
 setup(
     name="opendit",
@@ -12,6 +31,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["opendit", "opendit.*"]),
+    package_data={"opendit": ["py.typed"]},
+    cmdclass={"build_py": BuildWithScripts},
+    entry_points={"console_scripts": ["opendit = opendit.cli.command:main"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11",

@@ -12,17 +12,23 @@ from opendit.cli.console import prepare_console
 from opendit.cli.train_flags import TrainConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from opendit.training.build import Run
 
 
 def main(argv: list[str]) -> None:
-    """Trains as the flags say, or for --dry_run says what training would need.
+    """Trains as the flags say, or for --dry_run says what training would need."""
+    prepare_console()
+    start(read_flags(TrainConfig, argv))
+
+
+def start(flags: TrainConfig) -> "Path | None":
+    """Returns the run's folder; None for --dry_run.
 
     Ends the program with exit code 1 if a checkpoint, or something else that it writes, could not be written, and as
     ``Supervisor`` says if the run fails.
     """
-    prepare_console()
-    flags = read_flags(TrainConfig, argv)
     # torch and the rest, which a wrong flag need not wait for
     from opendit.cli.dry_run import dry_run
     from opendit.parallel.mesh import init_mesh
@@ -42,6 +48,7 @@ def main(argv: list[str]) -> None:
         failed_writes = run.failed_writes()
     if failed_writes:
         sys.exit(1)
+    return spec.folder
 
 
 def train(run: "Run") -> None:

@@ -1,3 +1,62 @@
-"""OpenDiT: fast, memory-lean training and sampling of Diffusion Transformers on Colossal-AI."""
+"""OpenDiT: fast, memory-lean training and sampling of Diffusion Transformers on Colossal-AI.
+
+    import opendit
+
+    pipe = opendit.load("outputs/000-vDiT-XL-222")     # a run, a checkpoint, Meta's .pt, a folder of diffusers
+    clips = pipe(["a seven moving left"], steps=50, guidance=3, seed=0)
+    clips[0].save("seven.mp4")
+
+docs/python.md has the rest. A name is imported when it is first used: importing opendit takes no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from opendit.common.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from opendit import fused as fused
+    from opendit.cli.programs import train as train
+    from opendit.cli.sample_flags import SampleConfig as SampleConfig
+    from opendit.cli.train_flags import TrainConfig as TrainConfig
+    from opendit.inference.clip import VideoClip as VideoClip
+    from opendit.inference.pipeline import Pipeline as Pipeline
+    from opendit.inference.pipeline import load as load
+    from opendit.models.dit import DiT as DiT
+    from opendit.models.zoo import build_model as build_model
+    from opendit.models.zoo import model_config as model_config
 
 __version__ = "0.1.0"
+__all__ = [
+    "DiT",
+    "Pipeline",
+    "SampleConfig",
+    "TrainConfig",
+    "VideoClip",
+    "build_model",
+    "fused",
+    "load",
+    "model_config",
+    "train",
+]
+
+_get, _ = import_when_used(
+    __name__,
+    {
+        "opendit.cli.programs": "train",
+        "opendit.cli.sample_flags": "SampleConfig",
+        "opendit.cli.train_flags": "TrainConfig",
+        "opendit.inference.clip": "VideoClip",
+        "opendit.inference.pipeline": "Pipeline load",
+        "opendit.models.dit": "DiT",
+        "opendit.models.zoo": "build_model model_config",
+    },
+)
+
+
+def __getattr__(name: str) -> Any:
+    return importlib.import_module("opendit.fused") if name == "fused" else _get(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

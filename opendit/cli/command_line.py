@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+from opendit.cli.console import name_of
 from opendit.cli.recipes import find_recipe, listing
 from opendit.cli.values import Value, one_line, show
 from opendit.models.names import nearest
@@ -185,7 +186,7 @@ def to_dict(config) -> dict:
 def build_parser(cls: type) -> "CommandLine":
     """A parser with the flags of a configuration; it returns those alone that stood on the command line."""
     parser = CommandLine(
-        prog=cls.program,
+        prog=name_of(cls.program),
         usage="%(prog)s [FLAG [VALUE]] ...",
         description=cls.__doc__.split("\n\n")[0],
         formatter_class=argparse.RawTextHelpFormatter,

@@ -6,6 +6,7 @@ import io
 import os
 import select
 import sys
+from collections.abc import Iterator
 
 PATIENCE_S = 10.0  # that a stream which takes nothing more (a pipe set to non-blocking) is waited for
 
@@ -30,6 +31,24 @@ def prepare_console() -> None:
             setattr(sys, name, _stream(descriptor, stream.encoding))
         elif hasattr(stream, "reconfigure"):  # somebody else's, such as a test's
             stream.reconfigure(errors="backslashreplace")
+
+
+_commands: list[str] = []  # the one of the console command ``opendit`` that is running
+
+
+@contextlib.contextmanager
+def started_as(command: str) -> Iterator[None]:
+    """Inside, programs call themselves ``opendit COMMAND``, as they were started."""
+    _commands.append(command)
+    try:
+        yield
+    finally:
+        _commands.pop()
+
+
+def name_of(program: str) -> str:
+    """How a program (train.py, python -m opendit.export) was started: itself, or ``opendit COMMAND``."""
+    return f"opendit {_commands[-1]}" if _commands else program
 
 
 def _open_if_closed(descriptor: int) -> None:

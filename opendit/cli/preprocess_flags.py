@@ -4,6 +4,7 @@ import argparse
 
 from opendit.cli.checks import check_exists, check_file, check_output_file, check_vae, check_workers, check_writable
 from opendit.cli.command_line import CommandLine, refuse_idle
+from opendit.cli.console import name_of
 from opendit.cli.values import BATCH, FRAMES, SIDE, WORKERS, Value, one_of, whole
 from opendit.data.names import named_sources
 
@@ -13,7 +14,7 @@ CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips")
 
 def build_parser(description: str) -> CommandLine:
     parser = CommandLine(
-        prog="preprocess.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=name_of("preprocess.py"), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     demo = commands.add_parser("demo", help="make clips of moving digits with captions")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from opendit.cli.checks import check_can_be_made, check_output_file, check_vae, check_weights
 from opendit.cli.command_line import CommandLine, refuse_idle
-from opendit.cli.console import prepare_console
+from opendit.cli.console import name_of, prepare_console
 from opendit.cli.values import Value, one_of
 from opendit.models.names import canonical_name
 
@@ -25,7 +25,9 @@ MAX_SHARD_SIZE = "50GB"  # as transformers' save_pretrained since its version 5
 def main(argv: list[str]) -> None:
     prepare_console()
     parser = CommandLine(
-        prog="python -m opendit.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=name_of("python -m opendit.export"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.option("to", one_of(("diffusers", "meta", "opendit")), "the format to write", metavar="FORMAT")
     parser.option("--ckpt", Value(), "what to convert: a file, a checkpoint, a run or a pipeline", required=True)

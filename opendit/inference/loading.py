@@ -102,10 +102,14 @@ def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
 
 
 def latent_size(
-    config: DiTConfig, weights: Weights, vae: str, num_frames: int | None = None, image_size: int | None = None
+    config: DiTConfig,
+    weights: Weights,
+    vae: str,
+    num_frames: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
 ) -> tuple[int, ...]:
     """(h, w) or (t, h, w) to draw, of clips of ``num_frames`` (None: as trained). Raises ValueError if that, or pixels
-    of ``image_size``, do not fit the model or its VAE."""
+    of ``image_size`` (a height, or height and width), do not fit the model or its VAE."""
     *frames, height, width = config.input_size
     if frames:
         channels, downscale, temporal = video_geometry(vae, config.in_channels)
@@ -115,10 +119,10 @@ def latent_size(
         channels, downscale = codec_geometry(vae, config.in_channels)
     if channels != config.in_channels:
         raise ValueError(f"--vae {vae} has {channels} channels, the model {config.in_channels}; name the model's VAE")
-    if image_size not in (None, height * downscale):
+    pixels = (height * downscale, width * downscale)
+    if image_size not in (None, pixels[0], pixels):
         raise ValueError(
-            f"--image_size {image_size}: {weights.path} draws {height * downscale} x {width * downscale}; leave "
-            "the flag out"
+            f"--image_size {image_size}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out"
         )
     grid = config.grid_of((*frames, height, width))  # raises ValueError if the patch does not divide the frames
     if config.positions == "learned" and grid[0] > config.grid[0]:  # (the other sides are the model's own)

@@ -18,6 +18,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class KernelSwitches:
+    """What is asked of :func:`select_kernels`, where no flags say it."""
+
+    enable_modulate_kernel: bool = False
+    enable_layernorm_kernel: bool = False
+    enable_flashattn: bool = False
+    fp8: bool = False
+    attention: str = "auto"
+
+
+@dataclass(frozen=True)
 class KernelChoice:
     """What to hand to ``model.use``, and one line each that says why."""
 
@@ -28,7 +39,7 @@ class KernelChoice:
 
 
 def select_kernels(
-    flags: "SpeedFlags",
+    flags: "SpeedFlags | KernelSwitches",
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,

@@ -6,7 +6,7 @@ python -m opendit.models --image_size 512 --batch_size 8 --world 8
 import sys
 
 from opendit.cli.command_line import CommandLine, refuse_idle
-from opendit.cli.console import prepare_console
+from opendit.cli.console import name_of, prepare_console
 from opendit.cli.values import BATCH, FRAMES, SIDE, Value, one_of, whole
 from opendit.models.names import NAMES, VIDEO_NAMES, is_video
 from opendit.parallel.names import PLUGINS, PRECISIONS
@@ -39,7 +39,7 @@ def table(names: list[str], image_size: int, frames: int, batch: int, world: int
 def main(argv: list[str]) -> None:
     prepare_console()
     parser = CommandLine(
-        prog="python -m opendit.models",
+        prog=name_of("python -m opendit.models"),
         description="Lists the models: parameters, work of a training sample (forward and backward), and training "
         "memory of one GPU under each plugin, with fused kernels and one EMA, by formula (opendit/training/memory.py).",
     )

@@ -25,6 +25,7 @@ from opendit.models.lora import Lora, check_peft
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.apply import Sharding
+from opendit.parallel.colossal import check_installed
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import PLUGINS
@@ -61,6 +62,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     Raises:
         ValueError, OSError, DataError: with a message that names the flag and the fix.
     """
+    check_installed()
     asked = Components(flags)
     if asked.run.deterministic:
         make_deterministic()

@@ -3,7 +3,18 @@
 Nothing here is imported or changed before :func:`load` is called.
 """
 
+from importlib.util import find_spec
 from types import ModuleType
+
+HOW_TO_INSTALL = "run `bash install.sh`, or `pip install --no-deps colossalai==0.5.0`"
+
+
+def check_installed() -> None:
+    """Raises ValueError, with the command to run, if Colossal-AI is not installed. Imports nothing."""
+    if find_spec("colossalai") is None:
+        raise ValueError(
+            f"training needs Colossal-AI, which is not installed: {HOW_TO_INSTALL} (sampling does without)"
+        )
 
 
 def load() -> ModuleType:

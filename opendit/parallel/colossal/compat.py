@@ -81,10 +81,9 @@ def _import_colossalai() -> None:
             import colossalai.booster.plugin
             import colossalai.nn.optimizer  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"Colossal-AI could not be imported ({error}); run `bash install.sh`, "
-            "or `pip install --no-deps colossalai==0.5.0`"
-        ) from error
+        from opendit.parallel.colossal import HOW_TO_INSTALL
+
+        raise ImportError(f"Colossal-AI could not be imported ({error}); {HOW_TO_INSTALL}") from error
     finally:
         sys.meta_path.remove(finder)
         # diffusers and transformers ask sys.modules whether peft is there: they must not see a placeholder.

@@ -1,0 +1,55 @@
+"""The console command ``opendit``: the programs under one name, with their flags and their code.
+
+opendit train --model DiT-S/2 --data_path FOLDER
+opendit sample --ckpt outputs/000-DiT-S-2 --class_labels 0 1
+torchrun --standalone --nproc_per_node=8 -m opendit train ...
+"""
+
+import importlib
+import sys
+from types import ModuleType
+
+from opendit import __version__
+from opendit.cli import console
+from opendit.cli.programs import program
+from opendit.models.names import nearest
+
+SCRIPTS = {
+    "train": "trains a model (train.py)",
+    "sample": "draws pictures or clips from a checkpoint (sample.py)",
+    "preprocess": "tables of captioned media, cached latents (preprocess.py)",
+}
+MODULES = {
+    "export": ("opendit.export.__main__", "to and from diffusers' and Meta's formats"),
+    "models": ("opendit.models.__main__", "lists the models: parameters, work, memory"),
+}
+COMMANDS = {**SCRIPTS, **{name: about for name, (_, about) in MODULES.items()}}
+
+
+def usage() -> str:
+    lines = [f"  {name:<12}{about}" for name, about in COMMANDS.items()]
+    return "\n".join(["usage: opendit COMMAND ...", "", *lines, "", "opendit COMMAND --help shows a command's flags."])
+
+
+def module_of(command: str) -> ModuleType:
+    return program(command) if command in SCRIPTS else importlib.import_module(MODULES[command][0])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    console.prepare_console()
+    words = sys.argv[1:] if argv is None else argv
+    command = words[0] if words else "--help"
+    if command in ("--help", "-h"):
+        print(usage())
+        return 0
+    if command == "--version":
+        print(f"opendit {__version__}")
+        return 0
+    if command not in COMMANDS:
+        print(
+            f"opendit: error: {command!r}: no such command; did you mean {nearest(command, COMMANDS)}?", file=sys.stderr
+        )
+        return 2
+    with console.started_as(command):
+        return module_of(command).main(words[1:]) or 0

@@ -1,0 +1,68 @@
+"""train.py, sample.py and preprocess.py as modules, wherever they lie: in the repository's root, or as the wheel has
+them (setup.py copies them to opendit/cli/scripts). And ``opendit.train``, which starts the first from Python."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from opendit.cli.command_line import flags_of, parse
+from opendit.cli.train_flags import TrainConfig
+
+
+def program(name: str) -> ModuleType:
+    """The module of ``name``.py, imported once. Raises ModuleNotFoundError if it is not beside the package."""
+    full = f"opendit.cli.scripts.{name}"
+    if full in sys.modules:
+        return sys.modules[full]
+    here = Path(__file__).resolve().parent
+    places = [here / "scripts" / f"{name}.py", here.parents[1] / f"{name}.py"]
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        raise ModuleNotFoundError(f"{name}.py is neither {places[0]} nor {places[1]}: install OpenDiT again", name=name)
+    spec = importlib.util.spec_from_file_location(full, path)
+    assert spec is not None and spec.loader is not None  # of a .py file there always are
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[full] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[full]
+        raise
+    return module
+
+
+def train(config: TrainConfig) -> Path:
+    """Trains as train.py does with the flags of ``config``, in this process; returns the run's folder.
+
+        folder = opendit.train(opendit.TrainConfig(model="DiT-S/2", data_path="pictures", image_size=64, vae="none"))
+        pipe = opendit.load(folder)
+
+    A field that has its default counts as not given, as a flag that is left out. Several processes: call it in a script
+    that torchrun starts.
+
+    Raises:
+        ValueError: what can't work; the message names the flag and the fix.
+        Exception: whatever ended the run; its line has been printed, too.
+    """
+    config = as_given(config)
+    config.settled(config.world_size(), has_gpu=True)  # what needs neither torch nor a GPU
+    try:
+        return program("train").start(config)
+    except SystemExit as stop:
+        if isinstance(stop.__context__, Exception):
+            raise stop.__context__ from None
+        raise RuntimeError("the run failed; what it has printed says why") from stop
+
+
+def as_given(config: TrainConfig) -> TrainConfig:
+    """The configuration that a command line of the fields that are not at their defaults has; of a recipe the rest is
+    the recipe's."""
+    if config.given:
+        return config
+    plain = TrainConfig()
+    changed = {item.name: getattr(config, item.name) for item in flags_of(TrainConfig)}
+    changed = {name: value for name, value in changed.items() if value != getattr(plain, name)}
+    base = parse(TrainConfig, ["--recipe", config.recipe]) if config.recipe else plain
+    return replace(base, **changed, given=frozenset(changed))

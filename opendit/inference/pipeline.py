@@ -1,0 +1,372 @@
+"""``opendit.load`` and ``Pipeline``: from a checkpoint to pictures or clips, in Python (docs/python.md)."""
+
+import contextlib
+import math
+import numbers
+import os
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from opendit.diffusion import Objective, objective_from_dict
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner
+from opendit.encoders.pictures import to_uint8
+from opendit.encoders.vae import ImageCodec
+from opendit.encoders.video_vae import VideoCodec
+from opendit.inference.clip import VideoClip
+from opendit.inference.engine import SamplingEngine
+from opendit.inference.loading import (
+    check_guidance,
+    check_negative,
+    check_text_encoder,
+    class_names,
+    frames_per_second,
+    latent_size,
+    load_vae,
+    make_conditioner,
+    null_of,
+    vae_of,
+)
+from opendit.kernels.select import KernelSwitches, select_kernels
+from opendit.models import Condition, DiT, DiTConfig
+from opendit.models.names import nearest
+from opendit.models.weights import Weights
+from opendit.parallel.engines import PRECISIONS
+from opendit.state.pretrained import assumption, load_pretrained
+
+# flag of sample.py: argument here, where they differ
+ARGUMENTS = {
+    "ckpt": "path",
+    "mixed_precision": "precision",
+    "cfg_scale": "guidance",
+    "cfg_interval": "interval",
+    "cfg_channels": "guided_channels",
+    "num_sampling_steps": "steps",
+    "negative_prompt": "negative",
+    "image_size": "size",
+    "num_frames": "frames",
+}
+ENGINES = 2  # settings whose recorded steps are kept
+MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # as sample.py's flags
+
+
+@contextlib.contextmanager
+def _arguments_named() -> Iterator[None]:
+    """Errors that name a flag of sample.py name the argument."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        said = re.sub(r"--(\w+)", lambda found: ARGUMENTS.get(found[1], found[1]), str(error))
+        said = said.replace("leave the flag out", "leave it out")
+        if said == str(error):
+            raise
+        kinds = (FileNotFoundError, OSError, ValueError)
+        raise next(kind for kind in kinds if isinstance(error, kind))(said) from error
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    precision: str | None = None,
+    weights: str = "ema",
+    model: str | None = None,
+    num_classes: int | None = None,
+    lora: str | os.PathLike[str] | None = None,
+    vae: str | None = None,
+    text_encoder: str | None = None,
+    fp8: bool = False,
+    kernels: bool = True,
+) -> "Pipeline":
+    """A checkpoint, ready to draw from.
+
+    Args:
+        path: a run's folder (its newest intact checkpoint), a checkpoint, a .safetensors file, Meta's .pt, or a folder
+            of diffusers' ``DiTPipeline``.
+        device: None for the GPU if there is one.
+        precision: of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU, fp32 on a CPU.
+        weights: "ema" or "model", of a run or checkpoint.
+        model: its name, where the file does not say (Meta's .pt): "DiT-XL/2".
+        num_classes: the number of classes, where the file does not say.
+        lora: a run of ``train.py --lora``, merged into the weights of ``path``.
+        vae: "ema", "mse", "none" or a folder; None for what the checkpoint names.
+        text_encoder: "clip", "t5" or a folder; None for what the checkpoint names.
+        fp8: the blocks' linear layers in FP8 (Hopper and newer).
+        kernels: the fused kernels and the fastest attention, on GPUs that have them.
+
+    Raises:
+        FileNotFoundError: nothing of the kind is there.
+        ValueError: damaged, another model than said, or an argument that does not fit it; the message names it.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    precision = precision or ("fp32" if device.type == "cpu" else "bf16")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
+    if weights not in ("ema", "model"):
+        raise ValueError(f"weights {weights}: must be ema or model")
+    notes: list[str] = []
+    with _arguments_named():
+        network, found = load_pretrained(Path(path).expanduser(), model, weights, lora, num_classes, notes)
+        config = network.config
+        notes += assumption(found, config)
+        check_text_encoder(text_encoder, config, found)
+        objective = objective_from_dict(found.info.get("objective"))
+        vae = vae_of(vae, found)
+        latent_size(config, found, vae)
+        if fp8:
+            config.check_speed(True, "none")
+        on = kernels and device.type == "cuda"
+        switches = KernelSwitches(on, on, on, fp8)
+        dtype = PRECISIONS[precision]
+        chosen = select_kernels(switches, device, dtype, config.head_dim, config.tokens, inference=True)
+        network.place(device, dtype).eval().requires_grad_(False)
+        network.use(ops=chosen.ops, attend=chosen.attend)
+        codec = load_vae(vae, config, device, precision)
+        conditioner = make_conditioner(config, found, text_encoder, device, precision)
+    said = Weights({}, found.path, found.info)  # without the tensors, which the network has
+    notes += [f"kernels: {chosen.ops_note}", f"attention: {chosen.attention_note}"]
+    return Pipeline(network, objective, codec, conditioner, said, precision, notes)
+
+
+@dataclass(eq=False, repr=False)
+class Pipeline:
+    """A network with what it takes to draw from it; made by :func:`load`, called to draw.
+
+        pipe = opendit.load("outputs/000-DiT-XL-2")
+        pictures = pipe([207, 360], steps=50, guidance=4, seed=0)
+
+    Attributes:
+        model: the network.
+        objective: what it was trained by.
+        codec: latents to pixels and back.
+        conditioner: classes or captions to conditions.
+        weights: where the weights are from (``path``) and what their file says of them (``info``).
+        precision: of the network.
+        notes: what is worth knowing of the loading, a line each.
+    """
+
+    model: DiT
+    objective: Objective
+    codec: ImageCodec | VideoCodec
+    conditioner: Conditioner
+    weights: Weights
+    precision: str
+    notes: list[str]
+    _engines: OrderedDict[tuple, SamplingEngine] = field(default_factory=OrderedDict)
+
+    @property
+    def config(self) -> DiTConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """Those that can draw from this model, the default one first."""
+        return self.objective.samplers
+
+    @property
+    def class_names(self) -> list[str]:
+        """The name of every class; none of a model of captions."""
+        return [] if self.config.text else class_names(self.config, self.weights)
+
+    def __repr__(self) -> str:
+        millions = sum(p.numel() for p in self.model.parameters()) / 1e6
+        draws = "clips" if self.config.is_video else "pictures"
+        draws += " of captions" if self.config.text else f" of {self.config.num_classes} classes"
+        name = self.weights.info.get("model", self.config.kind)
+        return f"Pipeline({name}, {millions:.1f} M parameters, draws {draws}, {self.precision} on {self.device})"
+
+    def __call__(
+        self,
+        what: int | str | Sequence[int | str],
+        *,
+        steps: int = 50,
+        guidance: float = 4.0,
+        seed: int = 0,
+        sampler: str | None = None,
+        interval: tuple[float, float] | None = None,
+        negative: str | None = None,
+        guided_channels: int | None = None,
+        size: int | tuple[int, int] | None = None,
+        frames: int | None = None,
+        batch_size: int = 32,
+        progress: bool = True,
+        callback: Callable[[int, Tensor], None] | None = None,
+    ) -> list[Any]:
+        """Draws one picture or clip for each of ``what``.
+
+        The noise of sample number i depends on ``seed`` and i only, as with sample.py, whose pictures these are.
+
+        Args:
+            what: a list of class numbers and names, or of captions; or one name or caption. A number alone is a count:
+                so many samples of no class or caption at all (a single class is a list: ``[207]``).
+            steps: of the sampler.
+            guidance: classifier-free; 1 is none, and half the work.
+            sampler: one of ``samplers``; None for the first.
+            interval: (low, high), the noise levels sigma between which there is guidance; None for all.
+            negative: a caption to guide away from, instead of the empty one.
+            guided_channels: so many of the latents' first channels are guided; None for all (Meta's figures: 3).
+            size: pixels, (height, width) or a side. A model draws one size: this only checks it.
+            frames: of a clip; None for as many as the model was trained on.
+            batch_size: samples at a time.
+            progress: shows a bar.
+            callback: ``callback(step, latents)`` after every step of every batch: how many steps are done, and the
+                latents (B, C, ...) there, which it must not change. An exception in it ends the sampling.
+
+        Returns:
+            ``PIL.Image``s, or :class:`VideoClip`s of a model of clips.
+
+        Raises:
+            ValueError: an unknown class (the message has the most similar name), or an argument that does not fit.
+        """
+        _check("steps", steps, 1, MOST_STEPS, int)
+        _check("seed", seed, 0, MOST_SEED, int)
+        _check("batch_size", batch_size, 1, 65_536, int)
+        _check("guidance", guidance, 0, MOST_GUIDANCE)
+        for name, value in (("interval", interval), ("negative", negative)):
+            if guidance == 1 and value is not None:
+                raise ValueError(f"{name} does nothing with guidance 1, which is none; leave one of them out")
+        if guided_channels is not None:
+            _check("guided_channels", guided_channels, 1, self.config.in_channels, int)
+        with _arguments_named():
+            latents = self._latent_size(size, frames)
+            check_negative(negative, self.config, self.weights)
+            self.objective.choose(sampler)
+            if not _is_count(what):
+                check_guidance(self.config, self.weights, guidance)
+        if interval is not None:
+            low, high = interval
+            if not 0 <= low < high:
+                raise ValueError(f"interval {low:g} {high:g}: two noise levels with 0 <= LOW < HIGH")
+        with self._arithmetic():
+            y = self._conditions(what)
+            if _is_count(what) and negative is None:
+                guidance, interval = 1.0, None  # away from what is drawn itself
+            engine = self._engine(
+                steps=steps,
+                sampler=self.objective.choose(sampler),
+                cfg_scale=float(guidance),
+                cfg_channels=guided_channels,
+                cfg_interval=None if interval is None else (float(interval[0]), float(interval[1])),
+                size=latents,
+            )
+            null, index, drawn = null_of(self.conditioner, negative), torch.arange(len(y)), []
+            with tqdm(total=steps * math.ceil(len(y) / batch_size), unit=" steps", disable=not progress) as bar:
+
+                def after_step(i: int, x: Tensor) -> None:
+                    bar.update()
+                    if callback is not None:
+                        callback(i + 1, x)
+
+                for first in range(0, len(y), batch_size):
+                    rows = slice(first, first + batch_size)
+                    drawn += self._shown(engine.sample(y[rows], null, index[rows], seed, callback=after_step))
+        return drawn
+
+    def _engine(self, **settings: Any) -> SamplingEngine:
+        """The engine of these settings; those used last are kept, with what they have recorded."""
+        key = tuple(settings.values())
+        if key not in self._engines:
+            while len(self._engines) >= ENGINES:
+                self._engines.popitem(last=False)
+            self._engines[key] = SamplingEngine(self.model, self.objective, **settings, say=warnings.warn)
+        self._engines.move_to_end(key)
+        return self._engines[key]
+
+    def _shown(self, latents: Tensor) -> list[Any]:
+        pixels = to_uint8(self.codec.decode(latents))
+        if not self.config.is_video:
+            return [Image.fromarray(picture) for picture in pixels]
+        return [VideoClip(frames, frames_per_second(self.weights)) for frames in pixels]
+
+    @contextlib.contextmanager
+    def _arithmetic(self) -> Iterator[None]:
+        """Matrix products of fp32 in fp32, as sample.py has them, on this pipeline's device."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def _latent_size(self, size: int | tuple[int, int] | None, frames: int | None) -> tuple[int, ...]:
+        """Raises ValueError for sizes that the model does not draw."""
+        if frames is not None:
+            if not self.config.is_video:
+                raise ValueError(f"frames: {self.weights.path} draws pictures; leave it out")
+            _check("frames", frames, 1, 16_384, int)
+        return latent_size(self.config, self.weights, self.codec.name, frames, size)
+
+    def _conditions(self, what: int | str | Sequence[int | str]) -> Condition:
+        """The condition of every sample, one row each."""
+        if _is_count(what):
+            return self._no_condition(int(what))
+        wanted = [what] if isinstance(what, str) else list(what)
+        if not wanted:
+            raise ValueError("nothing to draw: the list is empty")
+        if isinstance(self.conditioner, CaptionConditioner):
+            if strange := [item for item in wanted if not isinstance(item, str)]:
+                raise ValueError(f"{strange[0]!r}: {self.weights.path} is conditioned on captions; give text")
+            return self.conditioner.encode(wanted)
+        return torch.tensor([self._class(item) for item in wanted], dtype=torch.int64, device=self.device)
+
+    def _no_condition(self, count: int) -> Condition:
+        if not 1 <= count <= MOST_SAMPLES:
+            raise ValueError(
+                f"{count} samples: a number alone is a count of 1 to {MOST_SAMPLES:,}; a class is [{count}]"
+            )
+        if not self.config.null_class:
+            if self.config.num_classes != 1:
+                raise ValueError(f"{self.weights.path} was trained without class dropout: say which classes to draw")
+            return torch.zeros(count, dtype=torch.int64, device=self.device)
+        return self.conditioner.null()[torch.zeros(count, dtype=torch.int64, device=self.device)]
+
+    def _class(self, item: int | str) -> int:
+        """The number of a class, or of the one of this name; of names with commas, each part is one, too."""
+        names = self.class_names
+        if not isinstance(item, str):
+            _check("class", item, 0, len(names) - 1, int)
+            return int(item)
+        wanted = item.strip().casefold()
+        found = [number for number, name in enumerate(names) if name.strip().casefold() == wanted]
+        found = found or [
+            number
+            for number, name in enumerate(names)
+            if wanted in [part.strip().casefold() for part in name.split(",")]
+        ]
+        if not found:
+            raise ValueError(
+                f"class {item!r}: no such class; did you mean {nearest(item, names)!r}? (class_names has all)"
+            )
+        if len(found) > 1:
+            raise ValueError(f"class {item!r}: numbers {', '.join(map(str, found))} are called so; give one of these")
+        return found[0]
+
+
+def _is_count(what: object) -> bool:
+    return isinstance(what, numbers.Integral) and not isinstance(what, bool)
+
+
+def _check(name: str, value: Any, low: float, high: float, kind: type = float) -> None:
+    """Raises ValueError unless a value is a number of this kind between the two."""
+    try:
+        number = value.__index__() if kind is int else float(value)
+        fits = not isinstance(value, bool) and low <= number <= high
+    except (AttributeError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        what = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name} {value!r}: must be {what} from {low:,} to {high:,}")
