@@ -14,6 +14,7 @@ from opendit.kernels.select import select_kernels
 from opendit.models import DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
 from opendit.models.layers import Projection
 from tests.inference.test_engine import conditions
+from tests.kernels import test_short_attention as short
 from tests.models.test_dit import randomised
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -94,6 +95,19 @@ def test_gelu_in_the_product(dtype, bound, rows, width, hidden):
         want = F.gelu(F.linear(x.double(), layer.weight.double(), layer.bias.double()), approximate="tanh")
     assert got.shape == want.shape and got.dtype == dtype
     assert (got - want).norm() < bound * want.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_of_short_sequences(dtype, monkeypatch):
+    monkeypatch.setattr(short, "DEVICE", "cuda")
+    monkeypatch.setattr(short, "BOUND", 8e-3 if dtype == torch.bfloat16 else 1e-3)
+    made = short.made
+    monkeypatch.setattr(short, "made", lambda *shape: made(*shape, dtype=dtype))
+    for size in (16, 24, 64, 72, 96, 128):
+        for tokens in (1, 37, 256, 1000):
+            for packed in (True, False):
+                short.test_it_is_attention(size, tokens, packed)
+    short.test_large_scores_do_not_overflow()
 
 
 def test_two_models_one_after_the_other():

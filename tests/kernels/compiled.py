@@ -28,6 +28,7 @@ from opendit.kernels.exchange_heads import exchange_heads, new_heads, send_rows
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
 from opendit.kernels.philox import philox_bits
+from opendit.kernels.short_attention import short_attention
 from opendit.kernels.split_heads import gather_heads_float8, split_heads
 from opendit.kernels.sum_parts import sum_parts
 from opendit.kernels.transpose import transpose
@@ -108,6 +109,11 @@ def heads(width: int) -> None:
     torch.autograd.grad(outputs, leaves, [torch.randn_like(part) for part in outputs])
 
 
+def short(batch: int, tokens: int, heads: int, size: int) -> None:
+    qkv = torch.empty(batch, tokens, 3, heads, size, dtype=BFLOAT16)
+    short_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+
+
 def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     """Everything that launches kernels: at DiT-XL's width in bf16, packed, in fp32, and at a width that 16 does not
     divide."""
@@ -117,6 +123,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         if op.modulated:
             yield f"{name} packed", lambda n=name: forward_and_backward(n, 1152, BFLOAT16, (100, 156))
     yield "split_heads", lambda: heads(1152)
+    for shape in ((2, 256, 16, 72), (64, 256, 16, 72), (64, 130, 6, 64), (64, 256, 8, 96)):
+        yield f"short_attention {shape}", lambda s=shape: short(*s)
     yield "add_table", lambda: add_table(torch.zeros(16, 256, 1152, dtype=BFLOAT16), torch.zeros(256, 1152))
     for seed in (42, 2**64 - 1):
         yield f"philox {seed}", lambda s=seed: philox_bits(s, 2**32 - 1, torch.zeros(3, dtype=torch.int64), 1, 4096)

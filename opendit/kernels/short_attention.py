@@ -1,0 +1,127 @@
+"""softmax(q k^T / sqrt(d)) v of short sequences, without gradients, for heads whose size is no power of two.
+
+Kernels for training fill a head of 72 up to 128 and multiply the zeros, too. Here it is two blocks, 64 + 16, whose
+products add up, so a head of 72 costs what one of 80 does. Of a picture of 256 tokens a program reads all keys and
+values in two tiles. Scores, sums and the softmax are fp32; probabilities are rounded to the inputs' dtype, as in every
+tiled kernel (Dao 2023, "FlashAttention-2", algorithm 1).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from opendit.kernels.common import kernels_available, next_power_of_2, tl, triton
+from opendit.models.layers import Attend
+
+LONGEST = 1024  # tokens; above, kernels with more tiles in flight are made for it
+TILE = 128  # keys
+FEW = 2 * 132  # programs below which a GPU is better filled by smaller ones
+
+
+def short_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(B, H, N, d) in torch, in float32 or wider."""
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v
+
+
+def split_head(size: int) -> tuple[int, int]:
+    """Widths of the blocks that cover a head: (64, 16) of 72, (64, 0) of 64; each 0, or a power of two from 16 on."""
+    main = max(16, next_power_of_2(size + 1) // 2)
+    rest = size - main
+    return main, 0 if rest <= 0 else max(16, next_power_of_2(rest))
+
+
+def takes(q: Tensor) -> bool:
+    """Whether the kernel is made for such q (B, H, N, d)."""
+    if q.dtype not in (torch.bfloat16, torch.float16) or not kernels_available(q.device, q.dtype)[0]:
+        return False
+    return q.shape[2] <= LONGEST and q.shape[3] % 8 == 0 and sum(split_head(q.shape[3])) <= 128
+
+
+@triton.jit
+def _load(ptr, rows, stride, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr):
+    """Rows of a head, columns START .. START + WIDTH, zero beyond D; the stride counts in UNITs."""
+    cols = START + tl.arange(0, WIDTH)
+    mask = live[:, None] & (cols < D)[None, :]
+    return tl.load(ptr + (rows * stride * UNIT)[:, None] + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=("tokens", "q_batch", "q_head", "q_token", "k_batch", "k_head", "k_token",
+                               "v_batch", "v_head", "v_token"))  # fmt: skip
+def _short_attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, tokens, heads, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head,
+    v_token, scale,
+    D: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    UNIT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head. Strides count in UNITs, so that the compiler knows that 16 bytes are aligned."""
+    sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    q_ptr += (tl.cast(sample, tl.int64) * q_batch + head * q_head) * UNIT
+    k_ptr += (tl.cast(sample, tl.int64) * k_batch + head * k_head) * UNIT
+    v_ptr += (tl.cast(sample, tl.int64) * v_batch + head * v_head) * UNIT
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < tokens
+    q = _load(q_ptr, rows, q_token, live, 0, MAIN, D, UNIT)
+    total = tl.zeros((ROWS, MAIN), dtype=tl.float32)
+    if REST > 0:
+        q_rest = _load(q_ptr, rows, q_token, live, MAIN, REST, D, UNIT)
+        total_rest = tl.zeros((ROWS, REST), dtype=tl.float32)
+    largest = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    weight = tl.zeros((ROWS,), dtype=tl.float32)
+    for first in tl.range(0, tokens, KEYS, num_stages=STAGES):
+        keys = first + tl.arange(0, KEYS)
+        there = keys < tokens
+        k = _load(k_ptr, keys, k_token, there, 0, MAIN, D, UNIT)
+        scores = tl.dot(q, tl.trans(k), out_dtype=tl.float32)
+        if REST > 0:
+            k_rest = _load(k_ptr, keys, k_token, there, MAIN, REST, D, UNIT)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, out_dtype=tl.float32)
+        scores = tl.where(there[None, :], scores * scale, -float("inf"))  # scale has log2(e) in it
+        bound = tl.maximum(largest, tl.max(scores, axis=1))
+        shrink = tl.exp2(largest - bound)
+        p = tl.exp2(scores - bound[:, None])
+        weight = weight * shrink + tl.sum(p, axis=1)
+        largest = bound
+        p = p.to(v_ptr.dtype.element_ty)
+        v = _load(v_ptr, keys, v_token, there, 0, MAIN, D, UNIT)
+        total = tl.dot(p, v, total * shrink[:, None], out_dtype=tl.float32)
+        if REST > 0:
+            v_rest = _load(v_ptr, keys, v_token, there, MAIN, REST, D, UNIT)
+            total_rest = tl.dot(p, v_rest, total_rest * shrink[:, None], out_dtype=tl.float32)
+    # The result lies as (B, N, H, D).
+    place = (tl.cast(sample, tl.int64) * tokens + rows) * (heads * D) + head * D
+    cols = tl.arange(0, MAIN)
+    out = (total / weight[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place[:, None] + cols[None, :], out, mask=live[:, None] & (cols < D)[None, :])
+    if REST > 0:
+        cols = MAIN + tl.arange(0, REST)
+        out = (total_rest / weight[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + place[:, None] + cols[None, :], out, mask=live[:, None] & (cols < D)[None, :])
+
+
+class ShortAttention:
+    """Without gradients: :func:`short_attention` of what it :func:`takes`, and ``otherwise`` of the rest."""
+
+    def __init__(self, otherwise: Attend):
+        self.otherwise = otherwise
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return short_attention(q, k, v) if takes(q) else self.otherwise(q, k, v)
+
+
+def short_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(B, H, N, d), as (B, N, H, d) in memory, of q, k, v (B, H, N, d) in bf16 or fp16, for which :func:`takes` holds;
+    their last dimension is contiguous and their strides are multiples of 8."""
+    B, H, N, d = q.shape
+    parts = [x if x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) else x.contiguous() for x in (q, k, v)]
+    out = torch.empty(B, N, H, d, dtype=q.dtype, device=q.device)
+    main, rest = split_head(d)
+    rows = 64 if B * H * -(-N // 128) < FEW else 128
+    strides = [stride // 8 for x in parts for stride in x.stride()[:3]]
+    _short_attention_kernel[(-(-N // rows), B * H)](
+        *parts, out, N, H, *strides, math.log2(math.e) / math.sqrt(d),
+        D=d, MAIN=main, REST=rest, ROWS=rows, KEYS=min(TILE, max(16, next_power_of_2(N))), UNIT=8, STAGES=2,
+        num_warps=rows // 16,
+    )  # fmt: skip
+    return out.transpose(1, 2)

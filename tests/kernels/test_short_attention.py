@@ -1,0 +1,59 @@
+"""Attention of short sequences against float64, in Triton's interpreter; tests/gpu/test_sampling_gpu.py on a GPU."""
+
+import pytest
+import torch
+
+from opendit.kernels.short_attention import (
+    LONGEST,
+    ShortAttention,
+    short_attention,
+    short_attention_reference,
+    split_head,
+    takes,
+)
+
+DEVICE, BOUND = "cpu", 3e-3
+
+
+def made(batch: int, heads: int, tokens: int, size: int, packed: bool, dtype=torch.float16) -> list[torch.Tensor]:
+    """q, k, v (B, H, N, d): views of one tensor, or tensors of their own that lie in another order."""
+    generator = torch.Generator().manual_seed(0)
+    if packed:
+        qkv = torch.randn(batch, tokens, 3, heads, size, generator=generator).to(DEVICE, dtype)
+        return list(qkv.permute(2, 0, 3, 1, 4).unbind(0))
+    return [torch.randn(batch, heads, tokens, size, generator=generator).to(DEVICE, dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("size", [16, 24, 64, 72, 80, 96, 128])
+@pytest.mark.parametrize("tokens", [1, 37, 130])
+@pytest.mark.parametrize("packed", [True, False])
+def test_it_is_attention(size, tokens, packed):
+    q, k, v = made(2, 3, tokens, size, packed)
+    q, k = 3 * q, k + 0.5  # scores that are not all alike
+    assert takes(q)
+    got, want = short_attention(q, k, v), short_attention_reference(q.double(), k.double(), v.double())
+    assert got.shape == want.shape and got.dtype == q.dtype and got.transpose(1, 2).is_contiguous()
+    assert (got - want).norm() < BOUND * want.norm()
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = made(1, 2, 70, 72, True)
+    q = 60 * q
+    got, want = short_attention(q, k, v), short_attention_reference(q.double(), k.double(), v.double())
+    assert got.isfinite().all() and (got - want).norm() < 0.05 * want.norm()
+
+
+def test_heads_are_covered():
+    assert [split_head(size) for size in (8, 16, 24, 64, 72, 88, 96, 128)] == [
+        (16, 0), (16, 0), (16, 16), (64, 0), (64, 16), (64, 32), (64, 32), (128, 0),
+    ]  # fmt: skip
+    for tokens, size, dtype in ((LONGEST + 1, 72, torch.bfloat16), (8, 76, torch.bfloat16), (8, 200, torch.bfloat16),
+                                (8, 72, torch.float32)):  # fmt: skip
+        assert not takes(torch.empty(1, 1, tokens, size, dtype=dtype))
+    assert takes(torch.empty(1, 1, LONGEST, 72, dtype=torch.bfloat16))
+
+
+def test_what_it_does_not_take_goes_elsewhere():
+    given = made(1, 2, 5, 72, True)
+    attend = ShortAttention(lambda *qkv: "elsewhere")
+    assert attend(*(x.float() for x in given)) == "elsewhere" and torch.equal(attend(*given), short_attention(*given))
