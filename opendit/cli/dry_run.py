@@ -22,6 +22,7 @@ from opendit.training.from_flags import (
     saved_by_adaln_lora,
     sequence_shape,
 )
+from opendit.training.host_memory import save_buffers
 from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch, parts
 from opendit.training.monitor import print_block
 
@@ -124,6 +125,9 @@ def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
         needs = estimate(config, replace(setup, reshard=reshard), batch_size)
         how = f", --reshard {reshard}" if sharded else ""
         rows[f"memory{how}"] = f"{needs.total / GIB:,.2f} GiB a GPU estimated: {parts(needs)}"
+    if needs.host:
+        said = f"{needs.host_total / GIB:,.2f} GiB a GPU ({' and '.join(needs.host)})"
+        rows["host memory"] = f"{said}, and {save_buffers(config, setup) / GIB:,.2f} for saves"
     for name, card in CARDS.items():
         largest = largest_batch(config, setup, USABLE * card)
         mitigation = advice(config, setup, batch_size, USABLE * card)

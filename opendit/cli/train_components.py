@@ -23,7 +23,7 @@ from opendit.data.names import taken
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.kernels.names import RECOMPUTE
 from opendit.models.names import KINDS, POSITIONS
-from opendit.parallel.names import PLUGINS, PRECISIONS, REDUCE_DTYPES, RESHARD, plugin_help
+from opendit.parallel.names import OFFLOAD, PLUGINS, PRECISIONS, REDUCE_DTYPES, RESHARD, plugin_help
 from opendit.state.names import CHECKPOINT_FORMATS
 
 
@@ -226,6 +226,11 @@ class PluginFlags(Flags):
         choices=RESHARD,
     )
     reduce_dtype: str = flag("fp32", "of fsdp: in which gradients are summed over ranks", choices=REDUCE_DTYPES)
+    offload: str = flag(
+        "none",
+        "of fsdp: what lies in host memory: the averages of the weights, or with state Adam's moments too",
+        choices=OFFLOAD,
+    )
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ class TrainConfig(
         flags = replace(self, model=canonical_name(self.model))
         flags._check_kind()
         notes = settle_idle(flags, flags._idle()) + flags._check_steps()
+        if flags.plugin != "fsdp":  # it may be a recipe's
+            flags = replace(flags, offload="none")
         precision, note = settle_precision(flags.mixed_precision, "mixed_precision" in flags.given, has_gpu)
         flags, notes = replace(flags, mixed_precision=precision), notes + note
         flags._check_speed()
@@ -136,7 +138,7 @@ class TrainConfig(
         if self.lora is None:
             idle["lora_alpha"] = "does nothing without --lora"
         if self.plugin != "fsdp":
-            of_fsdp = ("data_parallel_replicate", "reshard", "reduce_dtype")
+            of_fsdp = ("data_parallel_replicate", "reshard", "reduce_dtype", "offload")
             idle |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
         if not self.use_video:
             idle |= dict.fromkeys(("num_frames", "frame_interval", "short_clips"), "does nothing without --use_video")

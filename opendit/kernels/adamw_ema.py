@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from opendit.kernels.averages import averages_reference
 from opendit.kernels.common import TRITON, kernels_available, tl, triton
-from opendit.kernels.tensor_table import addresses_of, at, block_table, send, triton_dtype
+from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, triton_dtype
 
 # Elements a program takes, and its warps. Norm and update of DiT-XL/2 (675 M parameters) on an H200 in ms: 2048 and 2
 # warps 6.35; 4096, 4: 6.55; 1024, 4: 6.71; 512, 4: 6.78; 2048, 4: 6.98; 4096, 2: 49, as the registers overflow.
@@ -66,8 +67,7 @@ def adamw_ema_reference(
         eps=eps,
         maximize=False,
     )
-    for shards, decay in zip(averages, decays, strict=True):
-        torch._foreach_lerp_(shards, masters, 1.0 - decay)
+    averages_reference(masters, averages, decays)
     if working:
         torch._foreach_copy_(working, masters)
 
@@ -184,13 +184,20 @@ class FusedStep:
     Uses the Triton kernels where they can run, else (on CPUs) torch, with the same results up to rounding.
 
     Args:
-        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size.
+        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size. Moments
+            and averages of masters on a GPU may lie in pinned host memory.
         working: the masters' copies in the precision of the forward pass, rewritten by every step; or None.
         count: 0-dim fp32 tensor on the masters' device: steps taken, skipped ones not counted; changed in place.
 
+    Attributes:
+        scalars: of the last :meth:`decide`, (4 + K,) fp32 on the device: whether the step is taken, the factor of the
+            gradients, two bias corrections, and 1 - decay of every average.
+
     Raises:
-        ValueError: sizes, dtypes or layouts that don't fit.
+        ValueError: sizes, dtypes, layouts or devices that don't fit.
     """
+
+    scalars: Tensor
 
     def __init__(
         self,
@@ -207,41 +214,33 @@ class FusedStep:
         self.masters = [master.detach() for master in masters]
         self.count, self.betas, self.eps, self.block = count, betas, eps, block
         self.device = self.masters[0].device
-        self.state = [self._checked(exp_avgs, "exp_avgs"), self._checked(exp_avg_sqs, "exp_avg_sqs")]
-        self._checked(self.masters, "masters")
-        self.working = [] if working is None else self._checked(working, "working", dtype=working[0].dtype)
+        self.state = [
+            check_tensors_fit(tensors, name, self.masters)
+            for tensors, name in ((exp_avgs, "exp_avgs"), (exp_avg_sqs, "exp_avg_sqs"))
+        ]
+        check_tensors_fit(self.masters, "masters", self.masters)
+        self.working = []
+        if working is not None:
+            self.working = check_tensors_fit(working, "working", self.masters, working[0].dtype)
         self.attach([], constant_decays([], self.device), torch.zeros_like(count))
         self.kernels, self.why = kernels_available(self.device, torch.float32)
-        self._addresses: list[int] = []
-        sizes = torch.tensor([master.numel() for master in self.masters])
-        self._first_block = [0, *torch.cumsum(-(-sizes // block), 0).tolist()]
-        self._blocks = send(block_table(-(-sizes // block)), self.device)
+        sizes = [master.numel() for master in self.masters]
+        self._addresses = AddressTable(sizes, self.device)
+        self._blocks = BlockTable(sizes, block, self.device)
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:
         """From now on every step that is not skipped also does average += (1 - decay) * (master - average).
 
         Args:
-            averages: for each average its tensors, fp32, of the masters' sizes and in their order.
+            averages: for each average its tensors, fp32, of the masters' sizes and in their order. None, though there
+                are decays: the averages are moved apart from the step, see
+                :class:`opendit.kernels.averages.SeparateAverages`.
             decays: from the number of updates so far (0-dim, on the device) to the decay of each average (K,) on the
                 device, in float64; it must not wait for the device.
             updates: 0-dim tensor on the device that counts them; changed in place.
         """
-        self.averages = [self._checked(shards, "averages") for shards in averages]
+        self.averages = [check_tensors_fit(shards, "averages", self.masters) for shards in averages]
         self.decays, self.updates = decays, updates
-
-    def _checked(self, tensors: Sequence[Tensor], name: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        tensors = [tensor.detach() for tensor in tensors]
-        if len(tensors) != len(self.masters):
-            raise ValueError(f"{name}: {len(tensors)} tensors for {len(self.masters)} masters")
-        for tensor, master in zip(tensors, self.masters, strict=True):
-            if tensor.numel() != master.numel() or tensor.dtype != dtype or tensor.device != self.device:
-                raise ValueError(
-                    f"{name}: {tensor.numel()} x {tensor.dtype} on {tensor.device} for a master of "
-                    f"{master.numel()} on {self.device}; expected {dtype}"
-                )
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name}: a tensor of shape {tuple(tensor.shape)} is not contiguous")
-        return tensors
 
     @torch.no_grad()
     def square_sum(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -263,11 +262,12 @@ class FusedStep:
             norms = [torch.linalg.vector_norm(g, dtype=torch.float32).double() for g in present]
             return sum((n.square() for n in norms), torch.zeros((), dtype=torch.float64, device=self.device))
         self._refresh_table()
-        partial = torch.empty(len(self._blocks), dtype=torch.float32, device=self.device)
-        if len(self._blocks):
-            _square_sum_kernel[(len(self._blocks),)](
-                self._table,
-                self._blocks,
+        blocks = self._blocks.blocks
+        partial = torch.empty(len(blocks), dtype=torch.float32, device=self.device)
+        if len(blocks):
+            _square_sum_kernel[(len(blocks),)](
+                self._addresses.table,
+                blocks,
                 partial,
                 len(self.masters),
                 BLOCK=self.block,
@@ -298,7 +298,7 @@ class FusedStep:
         self.count += finite
         self.updates += finite
         steps = self.count.double()
-        self._scalars = torch.cat(
+        self.scalars = torch.cat(
             [
                 torch.stack(
                     [
@@ -328,13 +328,13 @@ class FusedStep:
             self._gradients = []  # their memory is free for the next step's
 
     def _update_with_kernel(self, start: int, stop: int, lr: float, weight_decay: float) -> None:
-        first, last = self._first_block[start], self._first_block[stop]
+        first, last = self._blocks.first[start], self._blocks.first[stop]
         beta1, beta2 = self.betas
         if last > first:
             _update_kernel[(last - first,)](
-                self._table,
-                self._blocks,
-                self._scalars,
+                self._addresses.table,
+                self._blocks.blocks,
+                self.scalars,
                 len(self.masters),
                 first,
                 float(lr),
@@ -351,7 +351,7 @@ class FusedStep:
             )
 
     def _update_with_torch(self, part: slice, lr: float, weight_decay: float) -> None:
-        finite, coefficient, _, _, *weights = self._scalars.tolist()
+        finite, coefficient, _, _, *weights = self.scalars.tolist()
         if not finite:
             return
         adamw_ema_reference(
@@ -360,7 +360,7 @@ class FusedStep:
             *(tensors[part] for tensors in self.state),
             self.working[part],
             [shards[part] for shards in self.averages],
-            [1.0 - weight for weight in weights],
+            [1.0 - weight for weight in weights[: len(self.averages)]],
             count=self.count.item(),
             coefficient=coefficient,
             lr=lr,
@@ -370,9 +370,5 @@ class FusedStep:
         )
 
     def _refresh_table(self) -> None:
-        """(6 + averages, tensors) int64 on the device, sent again only when an address has changed."""
-        rows = [self._gradients, self.working or [None] * len(self.masters), self.masters, *self.state, *self.averages]
-        addresses = [address for row in rows for address in addresses_of(row)]
-        if addresses != self._addresses:
-            sizes = [master.numel() for master in self.masters]
-            self._addresses, self._table = addresses, send(torch.tensor(sizes + addresses), self.device)
+        working = self.working or [None] * len(self.masters)
+        self._addresses.refresh([self._gradients, working, self.masters, *self.state, *self.averages])

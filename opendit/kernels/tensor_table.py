@@ -38,3 +38,65 @@ def send(host: Tensor, device: torch.device) -> Tensor:
 def triton_dtype(dtype: torch.dtype):
     """Triton's name of a dtype of torch."""
     return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+class BlockTable:
+    """Tensors of ``sizes`` elements cut into blocks of ``block``, each tensor's last one shorter.
+
+    Attributes:
+        blocks: (blocks, 2) int32 on the device: the number of the block's tensor, and of the block in it.
+        first: the first block of every tensor, and their number at the end.
+    """
+
+    def __init__(self, sizes: Sequence[int], block: int, device: torch.device):
+        counts = -(-torch.tensor(sizes) // block)
+        self.first = [0, *torch.cumsum(counts, 0).tolist()]
+        self.blocks = send(block_table(counts), device)
+
+
+class AddressTable:
+    """(1 + rows, tensors) int64 on the device: sizes, and for every row of tensors their addresses; 0: no tensor.
+
+    Attributes:
+        table: as of the last :meth:`refresh`.
+    """
+
+    table: Tensor
+
+    def __init__(self, sizes: Sequence[int], device: torch.device):
+        self._sizes, self._device, self._sent = list(sizes), device, None
+
+    def refresh(self, rows: Sequence[Sequence[Tensor | None]]) -> None:
+        """Sends the table again if an address has changed."""
+        addresses = [address for row in rows for address in addresses_of(row)]
+        if addresses != self._sent:
+            self._sent, self.table = addresses, send(torch.tensor(self._sizes + addresses), self._device)
+
+
+def check_tensors_fit(
+    tensors: Sequence[Tensor], name: str, masters: Sequence[Tensor], dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    """``tensors``, detached, which a kernel reads and writes beside ``masters``: on their device, or in pinned host
+    memory.
+
+    Raises:
+        ValueError: sizes, dtypes, layouts or devices that don't fit.
+    """
+    tensors, device = [tensor.detach() for tensor in tensors], masters[0].device
+    if len(tensors) != len(masters):
+        raise ValueError(f"{name}: {len(tensors)} tensors for {len(masters)} masters")
+    for tensor, master in zip(tensors, masters, strict=True):
+        reached = tensor.device == device or (device.type == "cuda" and in_reach(tensor))
+        if tensor.numel() != master.numel() or tensor.dtype != dtype or not reached:
+            raise ValueError(
+                f"{name}: {tensor.numel()} x {tensor.dtype} on {tensor.device} for a master of "
+                f"{master.numel()} on {device}; expected {dtype}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: a tensor of shape {tuple(tensor.shape)} is not contiguous")
+    return tensors
+
+
+def in_reach(tensor: Tensor) -> bool:
+    """Whether a GPU's kernels can read and write a tensor in host memory."""
+    return tensor.device.type == "cpu" and (tensor.numel() == 0 or tensor.is_pinned())

@@ -169,11 +169,11 @@ class Layout:
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:
         """The full tensor, new memory, from the shards of all ranks; collective over the groups of the cuts, the same
-        on each of their ranks."""
-        full = shard
+        on each of their ranks. It lies on the device, if the shard does or other ranks' are needed."""
+        alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
+        full = shard if alone else shard.to(self.mesh.device)
         for cut, shape in zip(reversed(self.cuts[name]), reversed(self._before[name]), strict=True):
             full = self._join(cut, shape, full)
-        alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
         return full.clone() if alone else full
 
     def _join(self, cut: Cut, shape: tuple[int, ...], shard: Tensor) -> Tensor:

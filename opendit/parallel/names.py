@@ -13,6 +13,7 @@ PRECISIONS = ("fp16", "bf16", "fp32")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
 RESHARD = ("auto", "after_forward", "never")
 REDUCE_DTYPES = ("fp32", "bf16")
+OFFLOAD = ("none", "average", "state")
 OWN_ATTENTION = ("ring", "usp")  # that attend to a part of the keys at a time, by a kernel of their own
 
 

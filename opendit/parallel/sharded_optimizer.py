@@ -1,16 +1,28 @@
 """AdamW for a model whose parameters are cut by ``fully_shard``, or whole on the only rank."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opendit.kernels.averages import SeparateAverages
+from opendit.kernels.common import kernels_available
 from opendit.parallel.adamw import FusedAdamW, OnePassAdamW
+from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.loss_scale import LossScale
+
+ALIGNED = 32  # numbers: a tensor in host memory begins where a cache line does
 
 
 class ShardedOptimizer:
     """Steps the shards that this rank holds, for which no rank waits but for the norm of the gradients of all.
+
+    With ``offload`` the averages, or averages and moments, lie in host memory, page-locked where there is a GPU, whose
+    kernels read and write it in place. The step itself needs the moments. The averages it leaves to a side stream,
+    which moves them while the next step's forward and backward passes run, and meets the next step before it changes
+    the masters. The numbers are the same bits. Whoever reads or sets such state on the host calls :meth:`wait` before.
 
     Args:
         adam: has the settings; its parameters become the masters.
@@ -18,6 +30,10 @@ class ShardedOptimizer:
         group: ranks that hold the shards of one copy of the model; None: this one alone does.
         grad_clip: bound of the norm of all gradients, 0 for none.
         loss_scale: of fp16.
+        offload: one of ``opendit.parallel.names.OFFLOAD``.
+
+    Raises:
+        ValueError: ``offload`` on a GPU that can't run the kernels.
 
     Attributes:
         masters: the fp32 shards by name; the parameters' own memory where those are fp32.
@@ -35,6 +51,7 @@ class ShardedOptimizer:
         *,
         grad_clip: float,
         loss_scale: LossScale | None = None,
+        offload: str = "none",
     ):
         self._parameters, self._group = list(parameters.values()), group
         self._clip, self.loss_scale = grad_clip, loss_scale
@@ -44,6 +61,28 @@ class ShardedOptimizer:
         settings["params"] = list(self.masters.values())
         self._working = None if own[0].dtype == torch.float32 else own
         self._adamw = OnePassAdamW(adam, settings["params"], working=self._working)
+        self._device, self._offload = own[0].device, offload
+        self._averages: SeparateAverages | None = None
+        self._side = None if offload == "none" else SideStream(self._device)
+        self._updated: torch.cuda.Event | None = None
+        available, why = kernels_available(self._device, torch.float32)
+        if offload != "none" and self._device.type == "cuda" and not available:
+            raise ValueError(f"--offload {offload}: only the kernels reach host memory, and {why}; use --offload none")
+        if offload == "state":
+            moments = zip(*self._in_host_memory(2), strict=True)
+            for key, (exp_avg, exp_avg_sq) in zip(settings["params"], moments, strict=True):
+                step = torch.zeros((), dtype=torch.float32, device=self._device)
+                adam.state[key] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def _in_host_memory(self, count: int) -> list[list[Tensor]]:
+        """``count`` tensors of zeros for each master."""
+        masters = list(self.masters.values())
+        memory = HostMemory(count * sum(padded(m.numel(), ALIGNED) for m in masters), self._device)
+        made, end = [], 0
+        for _ in range(count):
+            tensors, end = memory.take(masters, end, ALIGNED)
+            made.append(tensors)
+        return made
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -56,9 +95,25 @@ class ShardedOptimizer:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
+    def new_averages(self, count: int) -> list[list[Tensor]]:
+        """Memory for averages, where ``offload`` has them: for each its tensors, in the order of the masters."""
+        if self._offload == "none":
+            return [[torch.empty_like(master) for master in self.masters.values()] for _ in range(count)]
+        return self._in_host_memory(count)
+
     def attach_averages(self, averages: list[list[Tensor]], decays, updates: Tensor) -> None:
-        """The steps also update these averages; see :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
+        """The steps also update these averages, which lie where :meth:`new_averages` has made them; see
+        :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
+        if self._side is not None:
+            self._averages, averages = SeparateAverages(list(self.masters.values()), averages), []
         self._adamw.attach_averages(averages, decays, updates)
+
+    def wait(self) -> None:
+        """The host waits until state in host memory is that of the last step; for nothing where none lies there."""
+        if self._side is not None:
+            self._side.finish()
+        if self._updated is not None:
+            self._updated.synchronize()
 
     def backward(self, loss: Tensor) -> None:
         """Adds to the gradients, those of fp16 times the loss scale."""
@@ -69,6 +124,8 @@ class ShardedOptimizer:
 
         If a gradient of any rank is not finite, nothing is changed.
         """
+        if self._side is not None:
+            self._side.join()  # what it still does is the last step's, and needs that step's masters and scalars
         fused, adam = self._adamw.fused(), self._adamw.adam.param_groups[0]
         total = fused.square_sum(self.gradients)
         if self._group is not None:
@@ -76,6 +133,11 @@ class ShardedOptimizer:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         self.grad_norm, self.finite = fused.decide(total, scale=scale, clip=self._clip)
         fused.update(lr=adam["lr"], weight_decay=adam["weight_decay"])
+        if self._averages is not None:
+            self._side.run(partial(self._averages.move, fused.scalars))
+        if self._offload == "state" and self._device.type == "cuda":
+            self._updated = torch.cuda.Event()
+            self._updated.record(torch.cuda.current_stream(self._device))
         for parameter in self._parameters:
             parameter.grad = None
         if self.loss_scale is not None:

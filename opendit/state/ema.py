@@ -24,10 +24,19 @@ class EMA:
         self.decays = tuple(decays) if isinstance(decays, Sequence) else (decays,)
         masters = engine.masters()
         device = next(iter(masters.values())).device
-        self.averages = [{name: shard.detach().clone() for name, shard in masters.items()} for _ in self.decays]
+        self._averages = engine.new_averages(len(self.decays))
+        for shards in self._averages:
+            for name, shard in masters.items():
+                shards[name].copy_(shard.detach())
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # earlier parts of a resumed run included
         self._decays = torch.tensor(self.decays, dtype=torch.float64).to(device)
-        self._in_the_step = engine.attach_averages(self.averages, self.decays_after, self.updates)
+        self._in_the_step = engine.attach_averages(self._averages, self.decays_after, self.updates)
+
+    @property
+    def averages(self) -> list[dict[str, Tensor]]:
+        """For each decay this rank's shards by name, as of the last step: waits for them."""
+        self.engine.wait_for_averages()
+        return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
         """The decays of the next update, (K,) float64: with warm-up min(decay, (1 + n) / (10 + n)) after n updates.
@@ -46,13 +55,13 @@ class EMA:
         if self._in_the_step or not finite:
             return
         masters = list(self.engine.masters().values())
-        for decay, shards in zip(self.decays_after(self.updates).tolist(), self.averages, strict=True):
+        for decay, shards in zip(self.decays_after(self.updates).tolist(), self._averages, strict=True):
             torch._foreach_lerp_(list(shards.values()), masters, 1.0 - decay)
         self.updates += 1
 
     def bytes_per_rank(self) -> int:
         """Memory of this rank's shards of all averages."""
-        return sum(shard.numel() * shard.element_size() for shards in self.averages for shard in shards.values())
+        return sum(shard.numel() * shard.element_size() for shards in self._averages for shard in shards.values())
 
     def gather(self, which: int = 0) -> Iterator[tuple[str, Tensor]]:
         """(name, full fp32 tensor) of every parameter of one average in turn; collective, the same on every rank."""

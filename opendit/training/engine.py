@@ -47,5 +47,6 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         grad_clip=flags.grad_clip,
         grad_accumulation=flags.grad_accumulation,
         sharding=spec.sharding,
+        offload=flags.offload,
         initial=initial,
     )

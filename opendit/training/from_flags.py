@@ -181,6 +181,7 @@ def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
         replicate=asked.plugin.data_parallel_replicate,
         reduce_dtype=asked.plugin.reduce_dtype,
         reshard=asked.plugin.reshard,
+        offload=asked.plugin.offload,
     )
 
 

@@ -9,8 +9,7 @@ counted: the VAE and text encoder, the trained bytes encoder's activations, a CU
 allocator can't use of its memory.
 """
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,7 +32,7 @@ class Setup:
     trained: with LoRA, the weights that are trained; None: those of the model, all.
     Of fsdp: replicate: copies of the sharded model. reduce_dtype: in which gradients are summed over ranks. reshard: as
     --reshard; keep_gradients: whole gradients add up over the micro-batches, and are reduced once. What is left open
-    ("auto", None) counts as what needs less memory; :func:`settle_sharding` decides it.
+    ("auto", None) counts as what needs less memory; :func:`settle_sharding` decides it. offload: as --offload.
     (Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
     head.)
     """
@@ -53,6 +52,7 @@ class Setup:
     reduce_dtype: str = "fp32"
     reshard: str = "auto"
     keep_gradients: bool | None = None
+    offload: str = "none"
 
     @property
     def autocast(self) -> bool:
@@ -68,7 +68,8 @@ class Setup:
 @dataclass(frozen=True)
 class Estimate:
     """Bytes of one rank: states by name, always there; activations when the backward pass begins; gradients then and
-    when it has ended (those that no state holds), and weights that were gathered from other ranks."""
+    when it has ended (those that no state holds), and weights that were gathered from other ranks. host: states by name
+    that lie in host memory instead; what is the host's own (``total`` is the device's peak) is ``host_total``."""
 
     states: dict[str, float]
     activations: float
@@ -76,12 +77,17 @@ class Estimate:
     gradients_at_the_end: float
     gathered: float = 0
     gathered_at_the_end: float = 0
+    host: dict[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
         beginning = self.activations + self.gradients + self.gathered
         end = self.gradients_at_the_end + self.gathered_at_the_end
         return sum(self.states.values()) + max(beginning, end) + LIBRARIES
+
+    @property
+    def host_total(self) -> float:
+        return sum(self.host.values())
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
@@ -91,7 +97,7 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     are those of training all weights: where no embedder is trained, LoRA keeps up to a fifth less.
     """
     if setup.plugin == "fsdp":
-        return _estimate_fsdp(config, setup, batch)
+        return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
     size, world = BYTES[setup.precision], setup.world
     parameters = config.parameters() + (setup.trained or 0)
     trained = config.parameters() if setup.trained is None else setup.trained
@@ -142,6 +148,15 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     return Estimate(states, activations, before, after, gathered, left)
 
 
+OFFLOADED = {"none": (), "average": ("averages",), "state": ("averages", "moments")}
+
+
+def _offloaded(needs: Estimate, offload: str) -> Estimate:
+    """The estimate with the states that --offload moves to host memory there."""
+    host = {name: size for name, size in needs.states.items() if name in OFFLOADED[offload]}
+    return replace(needs, states={n: size for n, size in needs.states.items() if n not in host}, host=host)
+
+
 def settle_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
     """``setup`` with what it leaves open of fsdp decided: what saves traffic, if the step then needs no more than
     ``capacity`` bytes; None: no bound. Gathered weights come before whole gradients."""
@@ -186,7 +201,8 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
     """What to change where the step needs more than ``capacity``: the first that is enough of recomputing by parts,
-    recomputing blocks, smaller micro-batches, ranks that share samples, more ranks. None: nothing."""
+    recomputing blocks, averages or moments too in host memory (of fsdp), smaller micro-batches, ranks that share
+    samples, more ranks. None: nothing."""
 
     def fits(**changes) -> bool:
         return estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -199,6 +215,11 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
                 return f"--recompute {level}"
     if fits(grad_checkpoint=True, recompute="none"):
         return "--grad_checkpoint"
+    if setup.plugin == "fsdp" and setup.offload != "state":
+        for flags, changes in (("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))):
+            for offload in ("average", "state"):
+                if fits(offload=offload, **changes):
+                    return f"--offload {offload}{flags}"
     smaller = largest_batch(config, replace(setup, accumulate=True), capacity)
     smaller = next((size for size in range(min(smaller, batch - 1), 0, -1) if batch % size == 0), 0)
     if smaller:
@@ -228,20 +249,6 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     )
 
 
-def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
-    """Raises ValueError if ``ranks`` processes that train on this machine's CPUs need more than all of its memory:
-    Linux would end them without a word."""
-    needs, there = (
-        ranks * estimate(config, setup, batch).total,
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-    )
-    if needs > there:
-        raise ValueError(
-            f"training needs about {needs / GIB:,.0f} GiB and this machine has {there / GIB:,.0f}: lower --image_size, "
-            "--num_frames, --batch_size or --num_classes, or take a smaller --model"
-        )
-
-
 def card_memory(device: torch.device) -> int | None:
     """Bytes that a GPU has; None for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -250,14 +257,15 @@ def card_memory(device: torch.device) -> int | None:
 def parts(needs: Estimate) -> str:
     """What the estimate is made of, in words."""
     text = f"states {sum(needs.states.values()) / GIB:,.2f}, activations {needs.activations / GIB:,.2f}"
-    return text + (f", gathered weights {needs.gathered / GIB:,.2f}" if needs.gathered else "")
+    text += f", gathered weights {needs.gathered / GIB:,.2f}" if needs.gathered else ""
+    return text + (f"; in host memory {' and '.join(needs.host)} {needs.host_total / GIB:,.2f}" if needs.host else "")
 
 
 def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> str:
     """One line, which train.py prints before it builds; ``capacity``: bytes of the card, None on a CPU."""
     settled = settle_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     needs = estimate(config, settled, batch)
-    total = needs.total - (LIBRARIES if capacity is None else 0)
+    total = needs.total if capacity is not None else needs.total - LIBRARIES + needs.host_total
     text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs)}"
     if setup.plugin == "fsdp" and setup.world > 1:
         text += f" (--reshard {settled.reshard})"

@@ -44,7 +44,8 @@ from opendit.training.from_flags import (
     saved_by_adaln_lora,
     sequence_shape,
 )
-from opendit.training.memory import Setup, card_memory, check_host
+from opendit.training.host_memory import check_host, check_offload
+from opendit.training.memory import Setup, card_memory
 from opendit.training.resume import check_resume
 from opendit.training.sharding import choose_sharding
 from opendit.training.specification import RunSpecification
@@ -73,9 +74,11 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     plan = plan_model(asked, dataset)
     flags, notes = flags.with_part(plan.captions), notes + plan.notes
     config, objective, captions, vae = plan.config, plan.objective, plan.captions, plan.vae
+    setup, ranks = memory_setup(asked, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if mesh.device.type == "cpu":
-        setup, ranks = memory_setup(asked, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         check_host(config, setup, batch.batch_size, ranks)
+    else:
+        check_offload(config, setup, batch.batch_size, ranks, asked.save.save)
     sequence = _sequence(asked, config, mesh, notes)
     resume = _checkpoint(asked.save, asked.model.model, mesh, notes)
     stored = stored_fingerprint(resume.state) if resume else {}

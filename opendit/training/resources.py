@@ -15,12 +15,11 @@ from opendit.parallel.supervisor import Supervisor
 from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
 from opendit.state.whole import most_bytes_of_a_host
+from opendit.training.host_memory import USABLE_OF_A_HOST, host_memory
 from opendit.training.memory import GIB
 from opendit.training.monitor import Monitor
 from opendit.training.profiling import StepProfiler
 from opendit.training.specification import RunSpecification
-
-USABLE_OF_A_HOST = 0.8  # for the buffers of saves: loaders, libraries and the page cache need the rest
 
 
 def open_monitor(spec: RunSpecification, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
@@ -92,7 +91,7 @@ def sharded_checkpoints(spec: RunSpecification, engine: Engine, monitor: Monitor
     sizes = {name: math.prod(shape) for name, shape in engine.shapes.items()}
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = most_bytes_of_a_host(sizes, len(spec.flags.ema_decays), spec.mesh.world_size, ranks)
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = host_memory()
     too_large = spec.mesh.broadcast_object(needed > USABLE_OF_A_HOST * there)
     if too_large and spec.flags.save and spec.mesh.is_main:
         monitor.say(

@@ -54,9 +54,10 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
         "trained": f"{weights:,} weights" + (f": {spec.lora}, and what is new" if spec.lora else ""),
-        "optimizer": engine.optimizer_name,
+        "optimizer": engine.optimizer_name + ("; moments in host memory" if flags.offload == "state" else ""),
         "EMA": f"decay {', '.join(map(str, ema.decays))}{', warm-up' if ema.warmup else ''}; "
-        f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)",
+        f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)"
+        + (" in host memory" if flags.offload != "none" else ""),
         "attention": attention_note(spec.kernels.attention_note, spec.sequence),
         "sequence": f"over {mesh.sp_size} ranks, {spec.sequence.plan}" if spec.sequence else "whole on every rank",
         "kernels": spec.kernels.ops_note,

@@ -36,6 +36,7 @@ CLIPS = "--model vDiT-Ti/122 --use_video --data_path mock"
         ("--data_path mock --sample_steps 3", "--data_path digits"),
         ("--warmup_steps 9 --max_steps 8", "--max_steps 9"),
         ("--reshard never", "--plugin fsdp"),
+        ("--offload average", "--plugin fsdp"),
         ("--reduce_dtype bf16 --mixed_precision bf16", "--plugin fsdp"),
         ("--load there --pretrained base.safetensors", "--lora 4"),
     ],

@@ -76,6 +76,12 @@ def test_warm_up_is_the_stated_rule():
         def masters(self):
             return {"w": torch.ones(3)}
 
+        def new_averages(self, count):
+            return [{"w": torch.empty(3)} for _ in range(count)]
+
+        def wait_for_averages(self):
+            pass
+
         def attach_averages(self, *_):
             return False
 

@@ -10,7 +10,7 @@ from opendit.models import DiT, DiTConfig, model_config
 from opendit.models.lora import Lora, add_lora, lora_parameters
 from opendit.parallel.apply import Sharding
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.training.memory import GATHERED, GIB, LIBRARIES, Setup, estimate, largest_batch, settle_sharding
+from opendit.training.memory import GATHERED, GIB, LIBRARIES, Setup, advice, estimate, largest_batch, settle_sharding
 from tests.memory import peak_bytes
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
@@ -126,6 +126,10 @@ def test_closed_forms():
     assert sum(estimate(XL, Setup("fsdp", "bf16", 8, averages=3), 4).states.values()) == 24 * P / 8
     outside = P - XL.depth * XL.whole_block_parameters()
     assert total(reshard="never") - total(reshard="after_forward") == 2 * (P - few - outside)
+    for offload, host in (("average", {"averages": 8}), ("state", {"moments": 8, "averages": 8})):
+        on, off = (estimate(XL, Setup("fsdp", "bf16", 8, averages=2, offload=o), 4) for o in ("none", offload))
+        assert off.host == {name: size * P / 8 for name, size in host.items()} and not on.host
+        assert on.total - off.total == pytest.approx(off.host_total) and off.host_total == sum(off.host.values())
     each, kept = (total(accumulate=True, keep_gradients=keep) for keep in (False, True))
     reduced = 4 * P / 8 + 4 * XL.whole_block_parameters() + 2 * outside  # shards, and the buffer of what is reduced
     assert kept - each == pytest.approx(4 * P - reduced)
@@ -160,3 +164,17 @@ def test_what_is_left_open_is_settled_by_what_fits():
     assert chosen(None, replace(setup, reshard="after_forward")) == ("after_forward", True)
     for batch in (largest_batch(XL, setup, 40 * GIB),):  # with everything open: the least
         assert estimate(XL, setup, batch).total <= 40 * GIB < estimate(XL, setup, batch + 1).total
+
+
+def test_offload_is_advised_where_recomputing_does_not_do():
+    setup = Setup("fsdp", "bf16", 4, reshard="after_forward")
+    recomputed = estimate(XL, replace(setup, grad_checkpoint=True), 8).total
+    average, share = "--offload average --grad_checkpoint", 4 * XL.parameters() / 4
+    assert advice(XL, setup, 8, recomputed) == "--grad_checkpoint"
+    assert advice(XL, setup, 8, recomputed - 0.5 * share) == average
+    assert advice(XL, setup, 8, recomputed - 1.5 * share) == average.replace("average", "state")
+    assert "offload" not in advice(XL, replace(setup, plugin="zero2"), 8, 0.8 * recomputed)
+    already = replace(setup, offload="state")
+    assert "offload" not in advice(XL, already, 8, recomputed - 3 * share)
+    for flags, changes in ((average, {"offload": "average"}), ("state", {"offload": "state"})):
+        assert estimate(XL, replace(setup, grad_checkpoint=True, **changes), 8).total < recomputed, flags

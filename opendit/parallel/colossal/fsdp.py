@@ -18,11 +18,20 @@ class FSDPPlugin(Plugin):
     Where there is one rank, nothing is cut: ``fully_shard`` would copy every weight and gradient of every step. The
     weights are kept in ``sharding.dtype`` then, beside fp32 masters, as under zero2.
 
-    loss_scale: for training in fp16.
+    loss_scale: for training in fp16. offload: see :class:`ShardedOptimizer`.
     """
 
-    def __init__(self, mesh: Mesh, sharding: Sharding, *, grad_clip: float, loss_scale: LossScale | None = None):
-        self.mesh, self.sharding, self.grad_clip, self.loss_scale = mesh, sharding, grad_clip, loss_scale
+    def __init__(
+        self,
+        mesh: Mesh,
+        sharding: Sharding,
+        *,
+        grad_clip: float,
+        loss_scale: LossScale | None = None,
+        offload: str = "none",
+    ):
+        self.mesh, self.sharding, self.grad_clip = mesh, sharding, grad_clip
+        self.loss_scale, self.offload = loss_scale, offload
 
     def configure(
         self, model: DiT, optimizer: FusedAdamW | None = None, criterion=None, dataloader=None, lr_scheduler=None
@@ -38,7 +47,12 @@ class FSDPPlugin(Plugin):
         if optimizer is not None:
             trained: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
             optimizer = ShardedOptimizer(
-                optimizer, trained, self.mesh.group("fsdp"), grad_clip=self.grad_clip, loss_scale=self.loss_scale
+                optimizer,
+                trained,
+                self.mesh.group("fsdp"),
+                grad_clip=self.grad_clip,
+                loss_scale=self.loss_scale,
+                offload=self.offload,
             )
         return model, optimizer, criterion, dataloader, lr_scheduler
 

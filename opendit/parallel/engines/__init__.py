@@ -7,7 +7,7 @@ from torch import nn
 from opendit.parallel.apply import Sharding
 from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings, StepResult, Values
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.names import PLUGINS, check_precision
+from opendit.parallel.names import OFFLOAD, PLUGINS, check_precision
 
 __all__ = ["MOMENTS", "PRECISIONS", "Engine", "Sharding", "StepResult", "build_engine", "engine_of"]
 
@@ -29,6 +29,7 @@ def build_engine(
     grad_clip: float = 1.0,
     grad_accumulation: int = 1,
     sharding: Sharding | None = None,
+    offload: str = "none",
     initial: Values | None = None,
 ) -> Engine:
     """Wraps a module, the same on every rank, for training.
@@ -40,14 +41,18 @@ def build_engine(
         grad_clip: bound of the global gradient norm; 0 means none.
         grad_accumulation: micro-batches a step (gemini and fsdp have to know).
         sharding: how fsdp divides the model; its dtype is that of ``precision``.
+        offload: what fsdp keeps in host memory, one of ``opendit.parallel.names.OFFLOAD``: ``average``: the averages;
+            ``state``: averages and moments.
         initial: gives the fp32 values of any shard, by the parameter's name, to begin with; None: they are those of
             the module, of which all ranks then have a copy in host memory for a time.
 
     Raises:
-        ValueError: unknown plugin or precision, or one that the plugin does not work in.
+        ValueError: unknown plugin, precision or offload, or one that the plugin does not work in.
     """
     if plugin not in PLUGINS or precision not in PRECISIONS:
         raise ValueError(f"plugin {plugin} with precision {precision}: plugins are {', '.join(PLUGINS)}")
     check_precision(plugin, precision)
-    settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation, sharding or Sharding())
+    if offload not in OFFLOAD or (offload != "none" and plugin != "fsdp"):
+        raise ValueError(f"offload {offload} with plugin {plugin}: with fsdp it is one of {', '.join(OFFLOAD)}")
+    settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation, sharding or Sharding(), offload)
     return engine_of(plugin)(module, mesh, precision, settings, initial)

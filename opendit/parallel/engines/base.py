@@ -44,7 +44,7 @@ class StepResult:
 @dataclass(frozen=True)
 class Settings:
     """Of AdamW: lr, weight_decay, betas. grad_clip: bound of the global gradient norm, 0 for none. grad_accumulation:
-    micro-batches a step. sharding: of fsdp."""
+    micro-batches a step. Of fsdp: sharding; offload: what of its state lies in host memory."""
 
     lr: float
     weight_decay: float
@@ -52,6 +52,7 @@ class Settings:
     grad_clip: float
     grad_accumulation: int
     sharding: Sharding = Sharding()
+    offload: str = "none"
 
 
 class Engine(ABC):
@@ -123,10 +124,19 @@ class Engine(ABC):
         told."""
         return None
 
+    def new_averages(self, count: int) -> list[dict[str, Tensor]]:
+        """Memory for averages of the masters, each a shard of every parameter, where this engine keeps them."""
+        return [{name: torch.empty_like(part) for name, part in self.masters().items()} for _ in range(count)]
+
     def attach_averages(self, averages: list[dict[str, Tensor]], decays, updates: Tensor) -> bool:
         """Asks the optimizer to update these averages of the masters in its own pass over memory, if it has one:
         ``decays(updates)`` gives the decays, and ``updates`` is counted up. Returns whether it will."""
         return False
+
+    def wait_for_averages(self) -> None:
+        """Until the averages that were attached are those of the last step, for the host, too, if they lie there: call
+        it before they are read or set."""
+        return None
 
     def _on_host(self, grad_norm: float, loss_scale: float) -> StepResult:
         """The result of a step whose norm the host has read."""

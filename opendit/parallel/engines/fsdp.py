@@ -36,6 +36,7 @@ class FSDPEngine(Engine):
             self._sharding,
             grad_clip=settings.grad_clip,
             loss_scale=LossScale(mesh.device) if self.precision == "fp16" else None,
+            offload=settings.offload,
         )
         model, optimizer = colossal.boost_with(plugin, module, adam)
         # A product's result may be a view, which FSDP2 says must not be changed in place: nothing does.
@@ -51,6 +52,20 @@ class FSDPEngine(Engine):
 
     def master(self, name):
         return self.optimizer.masters[name]
+
+    def set_master(self, name, part):
+        self.optimizer.wait()  # the averages still need the master as it was
+        super().set_master(name, part)
+
+    def moments(self, name):
+        self.optimizer.wait()
+        return super().moments(name)
+
+    def new_averages(self, count):
+        return [dict(zip(self.shapes, shards, strict=True)) for shards in self.optimizer.new_averages(count)]
+
+    def wait_for_averages(self):
+        self.optimizer.wait()
 
     def finish_loading(self):
         self._free_gathered()

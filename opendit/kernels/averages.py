@@ -1,0 +1,113 @@
+"""average += (1 - decay) * (master - average) of many tensors, apart from the optimizer's step.
+
+The step needs no average, so averages that lie in host memory are moved beside the forward and backward passes that
+follow, by few programs: the link to the host is slow enough to be filled by them, and the GPU's multiprocessors are
+left to those passes. Results have the bits of :class:`opendit.kernels.adamw_ema.FusedStep`, which moves averages in its
+own pass where they lie on the device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opendit.kernels.common import kernels_available, tl, triton
+from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit
+
+# Elements a program takes at a time, and its warps; programs in all.
+BLOCK, WARPS, PROGRAMS = 2048, 4, 32
+
+# ------------------------------------------------------------------------------------------ reference
+
+
+def averages_reference(masters: list[Tensor], averages: list[list[Tensor]], decays: list[float]) -> None:
+    """average += (1 - decay) * (master - average) for the tensors of every average, in place."""
+    for shards, decay in zip(averages, decays, strict=True):
+        torch._foreach_lerp_(shards, masters, 1.0 - decay)
+
+
+# ------------------------------------------------------------------------------------------ kernel
+
+
+@triton.jit
+def _averages_block(
+    row, tensors, offsets, mask, scalars, AVERAGES: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    master = tl.load(at(tl.load(row + tensors), offsets, tl.float32, ALIGNED), mask=mask, other=0.0)
+    for k in tl.static_range(AVERAGES):
+        averages = at(tl.load(row + (2 + k) * tensors), offsets, tl.float32, ALIGNED)
+        average = tl.load(averages, mask=mask, other=0.0)
+        average += tl.load(scalars + 4 + k) * (master - average)
+        tl.store(averages, average, mask=mask)
+
+
+@triton.jit(do_not_specialize=("tensors", "count"))
+def _averages_kernel(table, blocks, scalars, tensors, count, BLOCK: tl.constexpr, AVERAGES: tl.constexpr):
+    """All blocks, taken in turn by the programs; nothing at all if scalars[0] is 0. Rows of the table: size, master,
+    averages."""
+    if tl.load(scalars) != 0.0:
+        for block in range(tl.program_id(0), count, tl.num_programs(0)):
+            row = table + tl.load(blocks + 2 * block)
+            start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
+            offsets = start + tl.arange(0, BLOCK)
+            size = tl.load(row)
+            low_bits = tl.load(row + tensors)
+            for k in tl.static_range(AVERAGES):
+                low_bits |= tl.load(row + (2 + k) * tensors)
+            # Whole blocks of aligned tensors, all but a few, go without masks.
+            if (start + BLOCK <= size) & (low_bits % 16 == 0):
+                everything = tl.full((BLOCK,), 1, tl.int1)
+                _averages_block(row, tensors, offsets, everything, scalars, AVERAGES, True)
+            else:
+                _averages_block(row, tensors, offsets, offsets < size, scalars, AVERAGES, False)
+
+
+# ------------------------------------------------------------------------------------------ the averages
+
+
+class SeparateAverages:
+    """Averages of ``masters`` that no step moves.
+
+    Args:
+        masters: fp32, contiguous.
+        averages: for each average its tensors, fp32, of the masters' sizes and in their order; on the masters' device,
+            or in pinned host memory.
+
+    Raises:
+        ValueError: sizes, dtypes, layouts or devices that don't fit.
+    """
+
+    def __init__(self, masters: Sequence[Tensor], averages: Sequence[Sequence[Tensor]], *, block: int = BLOCK):
+        self.masters = check_tensors_fit(masters, "masters", masters)
+        self.averages = [check_tensors_fit(shards, "averages", masters) for shards in averages]
+        self.device, self.block = masters[0].device, block
+        self.kernels, self.why = kernels_available(self.device, torch.float32)
+        sizes = [master.numel() for master in masters]
+        self._blocks, self._addresses = BlockTable(sizes, block, self.device), AddressTable(sizes, self.device)
+        self._addresses.refresh([self.masters, *self.averages])
+
+    @torch.no_grad()
+    def move(self, scalars: Tensor) -> None:
+        """Moves all averages towards the masters if the step was taken, on the current stream.
+
+        Args:
+            scalars: of the step, see :class:`opendit.kernels.adamw_ema.FusedStep`. They and the masters must stay as
+                they are until this is done.
+        """
+        if not self.kernels:
+            finite, _, _, _, *weights = scalars.tolist()
+            if finite:
+                averages_reference(self.masters, self.averages, [1.0 - weight for weight in weights])
+            return
+        count = len(self._blocks.blocks)
+        if count and self.averages:
+            _averages_kernel[(min(PROGRAMS, count),)](
+                self._addresses.table,
+                self._blocks.blocks,
+                scalars,
+                len(self.masters),
+                count,
+                BLOCK=self.block,
+                AVERAGES=len(self.averages),
+                num_warps=WARPS,
+            )

@@ -1,0 +1,138 @@
+"""--offload on GPUs: the bits of a run, and of its checkpoint, without it; less memory of the device; no waiting."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from opendit.cli.shared_flags import SpeedFlags
+from opendit.kernels.averages import SeparateAverages
+from opendit.kernels.common import interpreting, kernels_available
+from opendit.kernels.select import select_kernels
+from opendit.models import DiT
+from opendit.parallel.apply import apply_parallel
+from opendit.parallel.engines import Engine, build_engine
+from opendit.parallel.host_memory import HostMemory
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.names import OFFLOAD
+from opendit.state.checkpoint import find_checkpoint
+from opendit.state.ema import EMA
+from opendit.state.loading import load_checkpoint
+from opendit.state.saving import Checkpoints
+from opendit.training.memory import Setup, estimate
+from opendit.training.prepare import make_deterministic
+from opendit.training.runners import build_runner
+from tests.gpu.test_fsdp_gpu import CONFIG, micro_batch
+from tests.models.test_dit import randomised
+from tests.objectives import SquaredError
+from tests.ranks import run_ranks
+
+AVAILABLE, REASON = kernels_available("cuda", torch.float32)
+pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason=REASON)
+STEPS, SAVED, SKIPPED = 20, 10, (4, 11)
+
+
+def engine_of(mesh: Mesh, offload: str) -> tuple[Engine, EMA]:
+    torch.manual_seed(0)
+    model = randomised(DiT(CONFIG)).to(mesh.device)
+    speed = SpeedFlags(True, True, True, attention="flash")  # whose gradients are the same bits every time
+    kernels = select_kernels(speed, mesh.device, torch.bfloat16, 64, CONFIG.tokens)
+    apply_parallel(model, ops=kernels.ops, attend=kernels.attend)
+    engine = build_engine(model, mesh, plugin="fsdp", precision="bf16", lr=1e-3, weight_decay=0.01, offload=offload)
+    return engine, EMA(engine, [0.9, 0.5])
+
+
+def train(mesh: Mesh, engine: Engine, ema: EMA, steps: range, graph: bool) -> list[float]:
+    """The losses; in SKIPPED the last rank's is not finite."""
+    runner, losses = build_runner(engine, SquaredError(), graph=graph), []
+    for step in steps:
+        given = micro_batch(mesh, step)
+        if step in SKIPPED and mesh.rank == mesh.world_size - 1:
+            given.noise[0] = math.nan
+        # When all is set up the host may not wait for the device: such a call would be an error.
+        torch.cuda.set_sync_debug_mode("error" if step - steps.start > 4 else "default")
+        result = runner.train_step([given])
+        ema.update(result.finite)
+        torch.cuda.set_sync_debug_mode("default")
+        losses.append(result.loss.clone())
+    return [None if math.isnan(loss) else loss for loss in torch.stack(losses).tolist()]
+
+
+def state_of(engine: Engine, ema: EMA) -> dict[str, Tensor]:
+    state = {name: engine.master(name) for name in engine.shapes}
+    state |= {f"{key}.{n}": shard for n in engine.shapes for key, shard in engine.moments(n).items()}
+    state |= {f"{which}.{n}": shard for which, shards in enumerate(ema.averages) for n, shard in shards.items()}
+    state |= {"updates": ema.updates, "steps": torch.tensor(engine.optimizer_steps())}
+    return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+
+
+def delayed(move):
+    """Averages that come late to what may change the masters, if that does not wait for them."""
+
+    def late(self, scalars):
+        busy = torch.ones(4096, 4096, device=self.device)
+        for _ in range(20):
+            busy = busy @ busy
+        move(self, scalars)
+
+    return late
+
+
+def runs(mesh: Mesh, folder: Path, graph: bool) -> list[tuple]:
+    """For each offload the losses, the state at the end, the device's peak of the last steps; then the same of runs
+    that go on from the checkpoint of another offload, and of one whose averages are late."""
+    make_deterministic()
+    found, folders = [], [folder / f"{mesh.world_size}{graph}{offload}" for offload in OFFLOAD]
+    for offload, here in zip(OFFLOAD, folders, strict=True):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        engine, ema = engine_of(mesh, offload)
+        on_host = [ema.averages[0], engine.moments("x_embedder.proj.weight")]
+        assert [next(iter(part.values())).is_pinned() for part in on_host] == [offload != "none", offload == "state"]
+        losses = train(mesh, engine, ema, range(SAVED), graph)
+        with Checkpoints(here / "checkpoints", engine, ema, {"model": "x"}, sharded=True, say=lambda _: None) as made:
+            made.save({"step": SAVED, "epoch": 0, "skipped": 1, "fingerprint": {}})
+            losses += train(mesh, engine, ema, range(SAVED, STEPS), graph)
+        assert not made.failures
+        torch.cuda.reset_peak_memory_stats()
+        found.append((losses, state_of(engine, ema), 0))
+        train(mesh, engine, ema, range(STEPS, STEPS + 3), False)
+        found[-1] = (*found[-1][:2], torch.cuda.max_memory_allocated() - before)
+        del engine, ema, made, on_host
+    move = SeparateAverages.move
+    for offload, there in zip(OFFLOAD, folders[::-1], strict=True):
+        SeparateAverages.move = delayed(move)
+        engine, ema = engine_of(mesh, offload)
+        train(mesh, engine, ema, range(3), graph)
+        load_checkpoint(find_checkpoint(str(there), "", "x", mesh), engine, ema)
+        found.append((train(mesh, engine, ema, range(SAVED, STEPS), graph), state_of(engine, ema), None))
+        SeparateAverages.move = move
+    return found
+
+
+@pytest.mark.parametrize(("world", "graph"), ((1, False), (1, True), (2, False)))
+def test_the_same_bits_in_less_memory(world, graph, tmp_path):
+    if torch.cuda.device_count() < world:
+        pytest.skip("needs 2 GPUs")
+    for rank in run_ranks(world, runs, tmp_path, graph):
+        (losses, state, peak), *others = rank
+        assert state["updates"] == state["steps"] == STEPS - len(SKIPPED)
+        for number, (curve, ended, _) in enumerate(others):
+            assert curve == losses[-len(curve) :], (world, graph, number)
+            different = [name for name, tensor in state.items() if not torch.equal(ended[name], tensor)]
+            assert not different, (world, graph, number, different[:9])
+        for offload, (_, _, less) in zip(OFFLOAD[1:], others, strict=False):
+            host = estimate(CONFIG, Setup("fsdp", "bf16", world, averages=2, offload=offload), 1).host_total
+            assert peak - less == pytest.approx(host, rel=0.02, abs=2 << 20), (world, graph, offload)
+
+
+def test_host_memory_is_locked_and_given_back():
+    """Many times, at what may be the same addresses."""
+    for size in (1000, 5_000_000, 1000, 5_000_000):
+        memory = HostMemory(size, torch.device("cuda"))
+        (part,), _ = memory.take([torch.empty(size)], 0)
+        del memory
+        assert part.is_pinned() and part.cuda().add_(1).sum().item() == size
+        del part

@@ -1,0 +1,61 @@
+"""Averages that are moved apart from the step: the bits of those that the step itself moves, and the definition.
+
+The same tests run twice: here with torch, and by tests/kernels/test_adamw_ema.py in Triton's interpreter.
+"""
+
+import math
+
+import pytest
+import torch
+
+from opendit.kernels.averages import SeparateAverages
+from tests.kernels.test_adamw_ema import LR, SIZES, Case
+
+
+def pair(device="cpu", decays=(0.5, 0.99), **kind) -> tuple[Case, Case, SeparateAverages]:
+    """A step with averages; the same whose averages are apart; and those."""
+    within, apart = (Case(device, decays=decays, **kind) for _ in range(2))
+    apart.step.attach([], apart.step.decays, apart.updates)
+    return within, apart, SeparateAverages(apart.masters, apart.averages, block=1024)
+
+
+def check_the_bits_of_one_pass(device="cpu", **kind):
+    """Of steps that are taken, and of one in the midst that is not."""
+    within, apart, averages = pair(device, **kind)
+    for number in range(4):
+        gradients = within.gradients()
+        if number == 2:
+            gradients[5][-1] = math.inf
+        for case in (within, apart):
+            _, finite = case.run(gradients, clip=0.5)
+        before = [average.clone() for average in apart.averages[0]]
+        averages.move(apart.step.scalars)
+        moved = not all(torch.equal(a, b) for a, b in zip(before, apart.averages[0], strict=True))
+        assert moved == finite.item() == (number != 2)
+        for ours, theirs in zip(apart.everything(), within.everything(), strict=True):
+            assert torch.equal(ours, theirs)
+    assert apart.updates == 3
+
+
+@pytest.mark.parametrize("odd", (False, True))
+@pytest.mark.parametrize("decays", ((0.9,), (0.5, 0.99, 0.9999)), ids=len)
+def test_the_bits_of_one_pass(odd, decays):
+    check_the_bits_of_one_pass(odd=odd, decays=decays)
+
+
+def test_against_float64():
+    _, case, averages = pair(decays=(0.5, 0.99))
+    for number in range(1, 4):
+        gradients = case.gradients()
+        case.run(gradients)
+        averages.move(case.step.scalars)
+        case.run_in_float64(gradients, number, lr=LR)
+        case.compare()
+
+
+def test_what_does_not_fit_is_refused():
+    case = Case()
+    with pytest.raises(ValueError, match=f"averages: 1 tensors for {len(SIZES)} masters"):
+        SeparateAverages(case.masters, [case.averages[0][:1]])
+    with pytest.raises(ValueError, match="expected torch.float32"):
+        SeparateAverages(case.masters, [case.working])

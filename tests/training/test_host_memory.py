@@ -1,0 +1,67 @@
+"""What a machine has, and whether what --offload keeps there fits."""
+
+import os
+
+import pytest
+
+from opendit.models import model_config
+from opendit.training import host_memory
+from opendit.training.memory import GIB, Setup, describe
+
+XL = model_config("DiT-XL/2", input_size=(32, 32), in_channels=4, num_classes=1000)
+ALL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "found"),
+    [
+        ("0::/a/b", {"a/memory.max": "1000", "a/b/memory.max": "max"}, 1000),
+        ("0::/", {"memory.max": "2000"}, 2000),
+        ("0::/elsewhere", {"memory.max": "3000"}, 3000),  # outside of what the container sees
+        ("3:cpu:/\n2:memory,pids:/c\n0::/", {"memory/c/memory.limit_in_bytes": "4000"}, 4000),
+        ("2:memory:/c", {"memory/memory.limit_in_bytes": str(2**63 - 4096)}, ALL),  # no limit
+        ("nothing to read", {}, ALL),
+        (None, {}, ALL),
+    ],
+)
+def test_a_container_may_have_less_than_its_machine(group, files, found, tmp_path):
+    if group is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(group + "\n")
+    for name, text in files.items():
+        file = tmp_path / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert host_memory.host_memory(tmp_path) == found
+
+
+def test_offload_that_the_machine_has_no_room_for_is_refused(monkeypatch):
+    """Of DiT-XL/2 on 8 ranks, four of them here: averages 1.26 GiB, moments 2.51, buffers of saves 5.03."""
+    one = 4 * XL.parameters() / 8 * 4 / GIB
+
+    def checked(offload: str, room: float, saves: bool = True) -> str | None:
+        monkeypatch.setattr(host_memory, "host_memory", lambda: room * GIB / host_memory.USABLE_OF_A_HOST)
+        try:
+            host_memory.check_offload(XL, Setup("fsdp", "bf16", 8, offload=offload), 4, 4, saves)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    assert one == pytest.approx(1.257, abs=0.001)
+    assert checked("average", 5.01 * one) is None and checked("state", 7.01 * one) is None
+    assert checked("state", 3.01 * one, saves=False) is None and checked("none", 0.1) is None
+    said = checked("state", 6.9 * one)
+    assert said.startswith("--offload state keeps 3.8 GiB in host memory, saves take 5.0 more, and of the 10.8 GiB")
+    assert said.endswith("80% can be used: take --offload average or --offload none or --no_save or more machines")
+    said = checked("average", 0.9 * one, saves=False)
+    assert said.endswith("take --offload none or more machines") and "saves" not in said
+    assert "--no_save" not in checked("state", 2.9 * one)
+
+
+def test_the_line_on_memory_says_what_lies_where():
+    setup = Setup("fsdp", "bf16", 8, reshard="never", offload="state")
+    share = 4 * XL.parameters() / 8 / GIB
+    on_gpu, on_cpu = (describe(XL, setup, 4, capacity) for capacity in (80 * GIB, None))
+    assert f"states {share:.2f}, " in on_gpu and f"; in host memory moments and averages {3 * share:.2f}" in on_gpu
+    total = float(on_gpu.split(" GiB")[0])
+    assert float(on_cpu.split(" GiB")[0]) == pytest.approx(total - 0.18 + 3 * share, abs=0.01)  # no CUDA libraries
