@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from opendit.parallel.engines import Engine
+from opendit.parallel.host_memory import HostMemory
 from opendit.state.ema import EMA
 
 MODEL_SET, AVERAGE_SET = "model", "ema"
@@ -37,15 +38,13 @@ class HostBuffer:
     """fp32 numbers in host memory, page-locked for a GPU's copies until :meth:`free`."""
 
     def __init__(self, numel: int, device: torch.device):
-        self.device = device
-        self._numbers, self._used = torch.empty(numel, dtype=torch.float32), 0
-        if device.type == "cuda" and numel:
-            # Not pin_memory=True: torch's pinned allocator rounds up to a power of two, 16 GiB for 10.8 GB.
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._numbers.data_ptr(), self.bytes, 0))
+        self.device, self._used = device, 0
+        self._memory = HostMemory(numel, device)
+        self._numbers = self._memory.numbers
 
     @property
     def bytes(self) -> int:
-        return self._numbers.numel() * self._numbers.element_size()
+        return self._numbers.nbytes
 
     def clear(self) -> None:
         """The next copy overwrites the first one."""
@@ -63,7 +62,5 @@ class HostBuffer:
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Unlocks the pages: the driver would take them for locked for ever, and the next buffer at this address could
-        not be."""
-        if self._numbers.is_pinned():
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._numbers.data_ptr()))
+        """Unlocks the pages, though tensors may still lie in them."""
+        self._memory.unlock()
