@@ -37,6 +37,7 @@ class CheckpointFlags(Flags):
         None, "of a checkpoint that does not say (Meta's .pt)", at_least=1, at_most=1_000_000
     )
     vae: str | None = flag(None, "ema, mse, PATH or none; from the checkpoint when left out")
+    vae_tiling: bool = flag(False, "decode large pictures and clips in overlapping tiles: less memory")
     text_encoder: str | None = flag(None, "clip, t5 or a folder; from the checkpoint when left out")
 
 
@@ -94,6 +95,7 @@ class OutputFlags(Flags):
 
     outputs: str = flag("./outputs", "where --ckpt latest looks for runs")
     output: str = flag("./samples", "folder for the grid and the single pictures")
+    overwrite: bool = flag(False, "draw anew what a job that did not end left in --output")
     save_png: bool = flag(True, "write single pictures too")
     npz: str | None = flag(None, "also write arr_0 (uint8 N,H,W,3) and arr_1 (labels) for FID tools")
     frame_interval: int | None = flag(None, "of the training clips: sets the clip's frame rate", **FRAMES)

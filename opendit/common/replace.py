@@ -7,11 +7,14 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, mark: str | None = None) -> Iterator[Path]:
     """Gives a name of this process's own, with the same suffix, to write to; what is there at the end takes ``path``'s
     place at once. After an exception (an OSError names ``path`` then) it is as it was, and nothing is left beside it.
+
+    mark: stands in that name instead of the process's number, for whoever can find what a killed process has left; no
+    two processes may write with one mark at once.
     """
-    new = path.with_name(f".{path.stem[:100]}.{os.getpid()}{path.suffix}")
+    new = path.with_name(f".{path.stem[:100]}.{mark or os.getpid()}{path.suffix}")
     try:
         yield new
         os.replace(new, path)

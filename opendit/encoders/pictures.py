@@ -19,10 +19,15 @@ from opendit.common.replace import replacing
 
 def to_uint8(pixels: Tensor) -> np.ndarray:
     """Pixels (B, 1 or 3, ..., H, W) in [-1, 1] to uint8 (B, ..., H, W, 3)."""
+    return to_bytes(pixels).cpu().numpy()
+
+
+def to_bytes(pixels: Tensor) -> Tensor:
+    """:func:`to_uint8` as a contiguous tensor where the pixels are."""
     scaled = (pixels.float().clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
     if scaled.shape[1] == 1:
         scaled = scaled.expand(-1, 3, *scaled.shape[2:])
-    return scaled.movedim(1, -1).cpu().numpy()
+    return scaled.movedim(1, -1).contiguous()
 
 
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:

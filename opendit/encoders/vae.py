@@ -6,7 +6,7 @@ is a plain object, not a module, so it never ends up in a model's state.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ FILES = (CONFIG, f"{STEM}.safetensors")
 # Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256, which took
 # 3.7 GiB to encode and 4.7 GiB to decode in half precision; 64 were no faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
+TILE = 512  # pixels a side of the tiles that larger pictures are decoded in, which overlap by a quarter
 
 
 PerChannel = float | Sequence[float]  # one number for all channels of a latent, or one for each
@@ -87,6 +88,10 @@ class Codec(ABC):
     def decode(self, latents: Tensor) -> Tensor:
         """Latents (B, C, h, w) -> pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
 
+    def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
+        """The rows of :meth:`decode`, as many at a time as the codec works on at once."""
+        yield self.decode(latents)
+
     @abstractmethod
     def fingerprint(self) -> str:
         """A hash of everything that latents depend on."""
@@ -132,6 +137,8 @@ class FrozenVAE(Codec):
 
     device: where it runs; inputs are brought there and results stay there. dtype: of its weights and
     activations on a GPU; a CPU always computes in fp32. chunk: samples at once, by default as many as memory allows.
+    tiling: decodes large pictures in overlapping tiles whose seams are blended: the result is close to that of the
+    whole picture, not the same, and takes a tile's memory.
     """
 
     def __init__(
@@ -142,9 +149,10 @@ class FrozenVAE(Codec):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         chunk: int | None = None,
+        tiling: bool = False,
     ):
         config = vae.config
-        self.name, self.chunk = name, chunk
+        self.name, self.chunk, self.tiling = name, chunk, tiling
         self.device = torch.device(device)
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
         self.scaling_factor, self.shift_factor = _scale_and_shift(config)
@@ -163,13 +171,16 @@ class FrozenVAE(Codec):
             parts.append(torch.cat((mean, torch.exp(0.5 * logvar.clamp(-30, 20))), dim=1))
         return torch.cat(parts)
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
+        return torch.cat(list(self.decode_in_slices(latents)))
+
+    @torch.no_grad()
+    def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
         latents = latents.to(self.device, torch.float32)
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
-        parts = latents.to(self.dtype).split(at_once)
-        return torch.cat([self.vae.decode(part).sample.float().clamp_(-1, 1) for part in parts])
+        for part in latents.to(self.dtype).split(at_once):
+            yield self.vae.decode(part).sample.float().clamp_(-1, 1)
 
     def fingerprint(self) -> str:
         return module_fingerprint(self.vae, f"{self.scaling_factor} {self.shift_factor}")
@@ -185,6 +196,12 @@ class VAECodec(FrozenVAE, ImageCodec):
     def __init__(self, vae: torch.nn.Module, **settings):
         super().__init__(vae, **settings)
         self.latent_channels, self.downscale = _geometry(vae.config)
+        if self.tiling:
+            # Of encoder and decoder alike, and not the VAE's own: those are of the size that it was trained on (256 for
+            # Stable Diffusion's), and smaller tiles have more seams.
+            self.vae.tile_sample_min_size = max(TILE, 4 * self.downscale)  # an overlap is at least one latent number
+            self.vae.tile_latent_min_size = self.vae.tile_sample_min_size // self.downscale
+            self.vae.enable_tiling()
 
 
 def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
@@ -241,14 +258,18 @@ def load_codec(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     chunk: int | None = None,
+    tiling: bool = False,
 ) -> ImageCodec:
     """The codec of ``--vae name``: "none" (latents = pixels of ``channels`` channels), "ema" or "mse" (Stable
     Diffusion's fine-tuned VAEs, from the local cache or the hub) or a folder with a VAE in diffusers' format.
 
+    tiling: as of :class:`FrozenVAE`; pixels have no tiles.
+
     Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such VAE."""
     if name == "none":
         return PixelCodec(channels)
-    return VAECodec(load_vae(name, IMAGE_CLASSES), name=name, device=device, dtype=dtype, chunk=chunk)
+    vae = load_vae(name, IMAGE_CLASSES)
+    return VAECodec(vae, name=name, device=device, dtype=dtype, chunk=chunk, tiling=tiling)
 
 
 def load_vae(name: str, classes: dict[str, Geometry]) -> torch.nn.Module:

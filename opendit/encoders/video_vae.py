@@ -6,6 +6,7 @@ frame.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -74,21 +75,21 @@ class FrameCodec(VideoCodec):
         self.scaling_factor, self.shift_factor = codec.scaling_factor, codec.shift_factor
 
     def moments(self, pixels: Tensor) -> Tensor:
-        return _clips(self.codec.moments(_frames(pixels)), len(pixels))
+        return _clips(self.codec.moments(frames_of(pixels)), len(pixels))
 
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
         """As of Codec; ``--vae none`` needs no noise."""
-        noise = noise if noise is None else _frames(noise)
-        return _clips(self.codec.encode(_frames(pixels), noise), len(pixels))
+        noise = noise if noise is None else frames_of(noise)
+        return _clips(self.codec.encode(frames_of(pixels), noise), len(pixels))
 
     def decode(self, latents: Tensor) -> Tensor:
-        return _clips(self.codec.decode(_frames(latents)), len(latents))
+        return _clips(self.codec.decode(frames_of(latents)), len(latents))
 
     def fingerprint(self) -> str:
         return self.codec.fingerprint()
 
 
-def _frames(clips: Tensor) -> Tensor:
+def frames_of(clips: Tensor) -> Tensor:
     """(B, C, T, H, W) -> (B * T, C, H, W)."""
     return clips.transpose(1, 2).flatten(0, 1)
 
@@ -115,15 +116,15 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         self._tile(pixels.shape[-2] * pixels.shape[-1])
         return self._checked(super().moments(pixels), expected, tuple(pixels.shape[-2:]))
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
         count, *sides = latents.shape[2:]
         height, width = (side * self.downscale for side in sides)
         frames = (count - 1) * self.temporal_downscale + 1
         self._tile(height * width)
         # CogVideoX decodes two latent frames at a time and knows the first frame by an odd number of them. Of an even
         # number it makes temporal_downscale frames of the first latent frame, too; the last of those is the frame.
-        pixels = super().decode(latents)[:, :, -frames:]
-        return self._checked(pixels, [frames, height, width], (height, width))
+        for pixels in super().decode_in_slices(latents):
+            yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
 
     def _checked(self, result: Tensor, expected: list[int], frame: tuple[int, int]) -> Tensor:
         if list(result.shape[2:]) != expected:
@@ -132,7 +133,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         return result
 
     def _tile(self, pixels: int) -> None:
-        self.vae.enable_tiling() if pixels > TILED_ABOVE else self.vae.disable_tiling()
+        self.vae.enable_tiling() if self.tiling or pixels > TILED_ABOVE else self.vae.disable_tiling()
 
 
 def _cogvideox_geometry(config: dict) -> tuple[int, int, int]:
@@ -178,13 +179,16 @@ def load_video_codec(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     chunk: int | None = None,
+    tiling: bool = False,
 ) -> VideoCodec:
     """The codec of ``--vae name``: all that ``load_codec`` knows, frame by frame, or a folder with one of
     VIDEO_CLASSES in diffusers' format.
 
-    chunk: frames (of a picture's codec) or clips (of a video autoencoder) that are worked on at once.
+    chunk: frames (of a picture's codec) or clips (of a video autoencoder) that are worked on at once. tiling: of a
+    picture's codec as of :class:`FrozenVAE`; a video autoencoder's tiles, which it takes by itself for frames of more
+    than TILED_ABOVE pixels, for frames of any size above its tile.
     Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such VAE."""
+    settings = dict(device=device, dtype=dtype, chunk=chunk, tiling=tiling)
     if _video_vae(name) is None:
-        return FrameCodec(load_codec(name, channels=channels, device=device, dtype=dtype, chunk=chunk))
-    vae = load_vae(name, VIDEO_CLASSES)
-    return VideoVAECodec(vae, name=name, device=device, dtype=dtype, chunk=chunk)
+        return FrameCodec(load_codec(name, channels=channels, **settings))
+    return VideoVAECodec(load_vae(name, VIDEO_CLASSES), name=name, **settings)

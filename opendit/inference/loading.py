@@ -35,10 +35,13 @@ def vae_of(vae: str | None, weights: Weights) -> str:
     return encoder_name("--vae", vae, stored, weights.path) or "ema"
 
 
-def load_vae(name: str, config: DiTConfig, device: torch.device, precision: str) -> ImageCodec | VideoCodec:
-    """The VAE of :func:`vae_of`, for decoding beside a model of this precision (fp32, bf16 or fp16)."""
+def load_vae(
+    name: str, config: DiTConfig, device: torch.device, precision: str, tiling: bool = False
+) -> ImageCodec | VideoCodec:
+    """The VAE of :func:`vae_of`, for decoding beside a model of this precision (fp32, bf16 or fp16); ``tiling`` as of
+    ``load_codec``."""
     load = load_video_codec if config.is_video else load_codec
-    return load(name, channels=config.in_channels, device=device, dtype=encoder_dtype(precision))
+    return load(name, channels=config.in_channels, device=device, dtype=encoder_dtype(precision), tiling=tiling)
 
 
 def encoder_dtype(precision: str) -> torch.dtype:

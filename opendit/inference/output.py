@@ -1,8 +1,5 @@
-"""Where samples go: their files' names, what an earlier run left in the folder, rows for the sheet and the .npz."""
+"""Where samples go: their files' names, what an earlier run left in the folder, the .npz."""
 
-import contextlib
-import errno
-import io
 import json
 import os
 import re
@@ -13,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from opendit.common.replace import replacing
+from opendit.inference.parts import npy_header
 
 INDEX = ".samples.json"  # the files in a folder that sample.py wrote, and will take away when it draws there again
-_CANT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EPERM)  # of file systems that know no such call
 LONGEST = 100  # bytes of a label in a file name; a name may have 255 (143 on an encrypted disk)
 
 
@@ -46,6 +43,13 @@ class OutputFolder:
     def __init__(self, folder: Path, names: Iterable[str]):
         self.folder, self.names = folder, list(names)
 
+    def go_on(self) -> None:
+        """Takes away what an earlier start of the same run was about to write when it was killed. Raises OSError."""
+        names = set(self.names)
+        for name in os.listdir(self.folder):
+            if _unfinished(name) in names and not (self.folder / name).is_symlink():
+                (self.folder / name).unlink()
+
     def begin(self) -> list[str]:
         """Takes away what an earlier run wrote here, and nothing else; returns notes for the user. Raises OSError."""
         earlier = self._earlier()
@@ -69,10 +73,9 @@ class OutputFolder:
     def _earlier(self) -> set[str]:
         try:
             names = json.loads((self.folder / INDEX).read_text())["files"]
-            plain = {name for name in names if isinstance(name, str) and Path(name).name == name != ".."}
+            return {name for name in names if isinstance(name, str) and Path(name).name == name != ".."}
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return set()
-        return plain | {name for name in os.listdir(self.folder) if re.fullmatch(r"\.rows-\d{4,}\.npy", name)}
 
 
 def _unfinished(name: str) -> str | None:
@@ -81,103 +84,26 @@ def _unfinished(name: str) -> str | None:
     return found and found[1] + found[2]
 
 
-class ArrayFile:
-    """A .npy file of uint8 rows, written one after the other, for what does not fit in memory.
-
-    Its whole length is reserved at first, where the file system can: a disk that is too small is an error then, and not
-    after hours; and not a SIGBUS, as writing into a mapped file would be.
-
-    Raises:
-        OSError: naming the file, as :meth:`append` does.
-    """
-
-    def __init__(self, path: Path, count: int, shape: tuple[int, ...]):
-        self.path, self.shape, self.written, self._count = path, tuple(shape), 0, count
-        header = _npy_header((count, *self.shape))
-        self._file = open(path, "wb", buffering=0)
-        try:
-            size = len(header) + count * int(np.prod(self.shape))
-            try:
-                os.posix_fallocate(self._file.fileno(), 0, size)
-            except OSError as error:
-                if error.errno not in _CANT_RESERVE:
-                    raise
-            self._write(header)
-        except OSError as error:
-            error.filename = str(path)
-            self.remove()
-            raise
-
-    def append(self, rows: np.ndarray) -> None:
-        """Appends rows (n, *shape) uint8."""
-        try:
-            self._write(np.ascontiguousarray(rows).data.cast("B"))
-        except OSError as error:
-            error.filename = str(self.path)
-            raise
-        self.written += len(rows)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def remove(self) -> None:
-        self.close()
-        self.path.unlink(missing_ok=True)
-
-    def keep(self, path: Path) -> None:
-        """Makes a file of its own, which np.load reads, of the rows that there are, under another name."""
-        header = _npy_header((self.written, *self.shape))
-        with open(self.path, "r+b") as file:  # numpy leaves room in a header for any number of rows
-            file.truncate(len(header) + self.written * int(np.prod(self.shape)))
-            file.write(header)
-        self.path.rename(path)
-
-    def _write(self, data) -> None:
-        data = memoryview(data)
-        while len(data):  # an unbuffered write may take a part
-            data = data[self._file.write(data) :]
-
-
-def _npy_header(shape: tuple[int, ...], descr: str = "|u1") -> bytes:
-    file = io.BytesIO()
-    np.lib.format.write_array_header_2_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
-    return file.getvalue()
-
-
-def write_npz(path: Path, arrays: dict[str, tuple[str, tuple[int, ...], Iterable[np.ndarray]]]) -> None:
-    """An .npz, as np.savez writes it, of arrays that come in parts and need not fit in memory.
+def write_npz(
+    path: Path, arrays: dict[str, tuple[str, tuple[int, ...], Iterable[np.ndarray]]], mark: str | None = None
+) -> None:
+    """An .npz, as np.savez writes it, of arrays that come in blocks and need not fit in memory.
 
     Args:
-        arrays: name -> type as numpy writes it ("|u1"), shape, and the rows, some at a time.
+        arrays: name -> type as numpy writes it ("|u1"), shape, and the numbers in C order, some at a time.
+        mark: as of :func:`replacing`.
     """
-    with replacing(path) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for name, (descr, shape, parts) in arrays.items():
+    with replacing(path, mark) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, (descr, shape, blocks) in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                file.write(_npy_header(shape, descr))
-                for part in parts:
-                    file.write(np.ascontiguousarray(part, dtype=descr).tobytes())
-
-
-def in_parts(rows: np.ndarray, size: int = 64 << 20) -> Iterator[np.ndarray]:
-    """An array (a mapped file) some rows at a time, at most ``size`` bytes or one row."""
-    step = max(1, size // max(1, rows[:1].nbytes))
-    for first in range(0, len(rows), step):
-        yield rows[first : first + step]
+                file.write(npy_header(shape, descr))
+                for block in blocks:
+                    # As bytes: a memoryview knows no unicode, and a copy of a large block would be held beside it.
+                    file.write(np.ascontiguousarray(block, dtype=descr).reshape(-1).view(np.uint8).data)
 
 
 def texts(captions: list[str]) -> tuple[str, tuple[int, ...], Iterator[np.ndarray]]:
     """Captions as an array of :func:`write_npz`."""
     descr = f"<U{max([1, *map(len, captions)])}"
-    parts = (np.array(captions[first : first + 256], dtype=descr) for first in range(0, len(captions), 256))
-    return descr, (len(captions),), parts
-
-
-@contextlib.contextmanager
-def removed_at_the_end(rows: list[ArrayFile]) -> Iterator[None]:
-    """Deletes these files at the end of the block, however it ends, but for those that were kept."""
-    try:
-        yield
-    finally:
-        for file in rows:
-            with contextlib.suppress(OSError):
-                file.remove()
+    blocks = (np.array(captions[first : first + 256], dtype=descr) for first in range(0, len(captions), 256))
+    return descr, (len(captions),), blocks

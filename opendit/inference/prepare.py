@@ -51,10 +51,11 @@ class SamplingRun:
     mesh: Mesh
     replica: Replica
     model: DiT
-    codec: ImageCodec | VideoCodec | None  # only the rank that leads a replica has one
+    codec: ImageCodec | VideoCodec
     objective: Objective
     kernels: KernelChoice
     sequence: SequenceParallel | None
+    conditioner: Conditioner
     conditions: Condition  # of every class or prompt
     null: Condition  # of guidance's other half, one row
     choices: Tensor
@@ -118,6 +119,8 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
     objective.choose(flags.sampler)
     dtype = PRECISIONS[flags.mixed_precision]
     vae = vae_of(flags.vae, weights)
+    if flags.vae_tiling and vae == "none":
+        raise ValueError(f"--vae_tiling: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
     size = latent_size(config, weights, vae, flags.num_frames, flags.image_size)
     if flags.fp8:
         config.check_speed(True, "none")
@@ -126,7 +129,7 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
     kernels = select_kernels(flags, mesh.device, dtype, config.head_dim, config.tokens, inference=True)
     model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
-    codec = load_vae(vae, config, mesh.device, flags.mixed_precision) if replica.leads else None
+    codec = load_vae(vae, config, mesh.device, flags.mixed_precision, flags.vae_tiling)
     conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)
     null = null_of(conditioner, flags.negative_prompt)
     conditions, choices, names = what_to_draw(flags, config, weights, conditioner)
@@ -144,6 +147,7 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
         objective=objective,
         kernels=kernels,
         sequence=sequence,
+        conditioner=conditioner,
         conditions=conditions,
         null=null,
         choices=choices,

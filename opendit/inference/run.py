@@ -1,23 +1,32 @@
-"""Draws what a run of sample.py asks for: single files, a sheet, an .npz."""
+"""Draws what a run of sample.py asks for: single files, a sheet, an .npz. A job that was killed goes on."""
 
 import contextlib
 import errno
+import math
+import os
 import shutil
-from itertools import chain, islice
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
+from opendit.common.hashing import hash_parts
 from opendit.common.replace import replacing
 from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
-from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid, to_uint8
-from opendit.inference.output import ArrayFile, OutputFolder, file_name, in_parts, removed_at_the_end, texts, write_npz
+from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
+from opendit.inference.job import GRID_PICTURES, SHEET_CLIPS, job_of
+from opendit.inference.output import OutputFolder, file_name, texts, write_npz
+from opendit.inference.output_pipeline import OutputPipeline, Writers
+from opendit.inference.parts import DamagedPart, PartAssembly, Parts, find
 from opendit.inference.prepare import SamplingRun, prepare
-from opendit.parallel.mesh import init_mesh
+from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import attention_note
 from opendit.parallel.supervisor import Supervisor
 from opendit.training.monitor import print_block
@@ -25,7 +34,7 @@ from opendit.training.monitor import print_block
 if TYPE_CHECKING:
     from opendit.cli.sample_flags import SampleConfig
 
-GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most; the single files and the .npz hold all
+WAITING_BYTES = 256 << 20  # of pictures that wait for a thread to write them
 
 
 def run(flags: "SampleConfig") -> None:
@@ -33,108 +42,194 @@ def run(flags: "SampleConfig") -> None:
     with Supervisor((ValueError, OSError)) as supervisor:
         mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size)
         sampling = prepare(flags, mesh)
-        supervisor.started(())
         with sampling.lock:
-            draw(sampling)
+            parts, earlier = open_parts(sampling)
+            supervisor.started(())
+            draw(sampling, parts, earlier)
 
 
-def draw(sampling: SamplingRun) -> None:
-    """Draws this replica's share; rank 0 then makes the sheet and the .npz of all.
+# ------------------------------------------------------------------------------------------ an earlier start
+
+
+def open_parts(sampling: SamplingRun) -> tuple[Parts, bool]:
+    """The parts of the job in its folder, and whether an earlier start left some to go on from. Collective.
+
+    Raises:
+        ValueError: on every rank: there are parts of a job with other settings, and --overwrite does not drop them.
+    """
+    mesh, flags, output, job, problem = sampling.mesh, sampling.flags, Path(sampling.flags.output), None, None
+    earlier = False
+    if mesh.is_main:
+        job = job_of(sampling)
+        try:
+            found = None if flags.overwrite else find(output)
+            earlier = found is not None
+            if earlier and (differences := found.differences(job.settings)):
+                raise ValueError(
+                    f"--output {output} holds {found.there:,} of {found.count:,} samples of a job that did not end, "
+                    f"and this one is another: {'; '.join(differences)}. Start it as it was to go on, give another "
+                    "--output, or add --overwrite to drop what is there"
+                )
+            if earlier:
+                job = replace(job, samples_a_part=found.samples_a_part)
+        except ValueError as error:
+            problem = str(error)
+    job, earlier, problem = mesh.broadcast_object((job, earlier, problem))
+    if problem:
+        raise ValueError(problem)
+    return Parts(output, job), earlier
+
+
+def begin(sampling: SamplingRun, parts: Parts, folder: OutputFolder, earlier: bool) -> list[int]:
+    """Rank 0, before the first sample: puts the folder in order. Returns the parts to draw."""
+    missing = list(range(parts.count))
+    if earlier:
+        suffix = suffix_of(sampling)
+        files = [folder.folder / (name + suffix) for name in file_names(sampling)] if sampling.flags.save_png else []
+        missing, problems = parts.missing(lambda number: not files or is_file(files[number]))
+        sampling.notes += problems[:10] + [f"and {len(problems) - 10:,} more"] * (len(problems) > 10)
+        there, count = drawn_before(parts, missing), parts.job.count
+        sampling.notes.append(f"{there:,} of {count:,} samples are there from an earlier start; it goes on from them")
+        folder.go_on()
+        parts.remove_unfinished()
+    else:
+        parts.remove()
+        sampling.notes += folder.begin()
+    check_room(sampling, parts, missing)
+    parts.begin()
+    return missing
+
+
+def drawn_before(parts: Parts, missing: list[int]) -> int:
+    return parts.job.count - sum(len(parts.samples(part)) for part in missing)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there and not empty, as a power cut may leave one."""
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def check_room(sampling: SamplingRun, parts: Parts, missing: list[int]) -> None:
+    """Raises OSError if the parts to draw and the .npz can't fit on their disks: now, not after hours."""
+    sample = math.prod(parts.job.shape)
+    needs = [(parts.folder.parent, sum(map(parts.rows, missing)) * sample, str(parts.folder))]
+    if sampling.flags.npz:
+        needs.append((Path(sampling.flags.npz).absolute().parent, parts.job.count * sample, sampling.flags.npz))
+    disks = [folder.stat().st_dev for folder, *_ in needs]
+    for (folder, _, name), disk in zip(needs, disks, strict=True):
+        needed = sum(size for (_, size, _), other in zip(needs, disks, strict=True) if other == disk)
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            what = f"{os.strerror(errno.ENOSPC)}: {needed / 2**30:.2f} GiB are needed, {free / 2**30:.2f} are free"
+            raise OSError(errno.ENOSPC, what, name)
+
+
+# ------------------------------------------------------------------------------------------ drawing
+
+
+def draw(sampling: SamplingRun, parts: Parts, earlier: bool) -> None:
+    """Draws this replica's share of what is missing; rank 0 then makes the sheet and the .npz of all.
 
     Raises:
         OSError: a disk that takes no more; the message says what is there and what can be done.
     """
-    mesh, all_drawn = sampling.mesh, False
+    mesh, missing = sampling.mesh, None
     folder = OutputFolder(Path(sampling.flags.output), files_of(sampling))
-    rows: list[ArrayFile] = []
-    with removed_at_the_end(rows):
-        try:
-            if mesh.is_main:
-                sampling.notes += folder.begin()
-            announce(sampling)
-            mesh.barrier()  # nothing is written before what was there is gone
-            draw_share(sampling, folder.folder, rows)
-            mesh.barrier()
-            all_drawn = True
-            if mesh.is_main:
-                print_block("\nDone", collect(sampling, folder))
-            mesh.barrier()
-        except OSError as error:
-            raise OSError(f"{error}; {what_is_there(sampling, folder, rows, all_drawn)}") from error
+    try:
+        if mesh.is_main:
+            missing = begin(sampling, parts, folder, earlier)
+        announce(sampling)
+        missing = mesh.broadcast_object(missing)  # nothing is written before what was there is gone
+        draw_share(sampling, parts, missing)
+        mesh.barrier()
+        if mesh.is_main:
+            rows = collect(sampling, parts, folder)
+            parts.remove()
+            print_block("\nDone", rows)
+        mesh.barrier()
+    except OSError as error:
+        text = f"{error}; {what_is_there(sampling, parts, folder, error)}"
+        if mesh.world_size == 1 and not parts.there():
+            with contextlib.suppress(OSError):
+                parts.remove()
+        raise OSError(text) from error
 
 
-def draw_share(sampling: SamplingRun, output: Path, rows: list[ArrayFile]) -> None:
-    """The samples of this rank's replica: their own files, and in ``rows`` what rank 0 needs of them."""
+def draw_share(sampling: SamplingRun, parts: Parts, missing: list[int]) -> None:
+    """The missing samples of this rank's replica, into their files and parts."""
     flags, mesh, replica = sampling.flags, sampling.mesh, sampling.replica
-    mine = torch.arange(len(sampling.choices)).tensor_split(replica.count)[replica.number]
-    torch.set_float32_matmul_precision("highest")
-    y = sampling.conditions[sampling.choices[mine].to(mesh.device)]
-    batches = sampling.engine.batches(y, sampling.null, mine, flags.batch_size, flags.seed)
-    names, needed = file_names(sampling), int((mine < on_file(sampling)).sum())
-    with Progress(len(mine), "samples", disable=not mesh.is_main) as progress:
-        for index, latents in batches:
-            if sampling.codec is None:  # this rank helps another one to draw its samples
-                continue
-            first, pictures = int(index[0]), to_uint8(sampling.codec.decode(latents))
-            # Through a file: with 50,000 pictures the .npz does not fit in every process's memory.
-            if not rows and needed:
-                rows.append(ArrayFile(rows_of(output, replica.number), needed, pictures.shape[1:]))
-                check_room(sampling, pictures[0].nbytes)
-            if first < on_file(sampling):
-                rows[0].append(pictures[: on_file(sampling) - first])
-            if flags.save_png:
-                for number, picture in zip(index.tolist(), pictures, strict=True):
-                    save_one(output / names[number], picture, sampling.fps)
+    # A job of fewer samples than all replicas draw at once leaves none idle.
+    batch_size = min(flags.batch_size, math.ceil(parts.job.count / replica.count))
+    groups = parts.to_draw(missing, batch_size)
+    mine = [batch for group in shares(groups, replica.count)[replica.number] for batch in group]
+    names, assembly = file_names(sampling), PartAssembly(parts, missing)
+
+    def write(number: int, picture: np.ndarray) -> None:
+        if flags.save_png:
+            save_one(Path(flags.output) / names[number], picture, sampling.fps)
+        assembly.add(number, picture)
+
+    def deliver(index: Tensor, pictures: np.ndarray) -> None:
+        for number, picture in zip(index.tolist(), pictures, strict=True):
+            if assembly.wants(number):
+                writers.put(write, number, picture)
+
+    threads = writer_threads(mesh)
+    waiting = min(4096, max(threads, WAITING_BYTES // math.prod(parts.job.shape)))
+    with (
+        Progress(sum(map(len, mine)), "samples", disable=not mesh.is_main) as progress,
+        Writers(threads, waiting) as writers,
+        OutputPipeline(sampling.codec, mesh.device, deliver, replica.ranks, replica.leads) as pipeline,
+    ):
+        for index, latents in drawn(sampling, mine):
+            pipeline.put(index, latents)
             progress.update(len(index))
-    for file in rows:
-        file.close()
 
 
-def on_file(sampling: SamplingRun) -> int:
-    """How many samples, the first ones, rank 0 needs again: all for an .npz, those on the sheet without."""
-    if sampling.flags.npz:
-        return len(sampling.choices)
-    return SHEET_CLIPS if sampling.model.config.is_video else GRID_PICTURES
+def drawn(sampling: SamplingRun, batches: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
+    """(index, latents) of these samples, a range at a time."""
+    torch.set_float32_matmul_precision("highest")
+    for batch in batches:
+        index = torch.arange(batch.start, batch.stop)
+        y = sampling.conditions[sampling.choices[index].to(sampling.mesh.device)]
+        yield from sampling.engine.batches(y, sampling.null, index, len(index), sampling.flags.seed)
 
 
-def rows_of(output: Path, replica: int) -> Path:
-    return output / f".rows-{replica:04d}.npy"
+def shares(groups: list, count: int) -> list[list]:
+    """A list in ``count`` lists of about the same length, in order; the first one is empty only if all are."""
+    ends = [-(-len(groups) * number // count) for number in range(count + 1)]
+    return [groups[start:end] for start, end in pairwise(ends)]
 
 
-def check_room(sampling: SamplingRun, size: int) -> None:
-    """Raises OSError if the .npz of samples of this many bytes can't fit beside what is there."""
-    if not sampling.flags.npz or not sampling.mesh.is_main:
-        return
-    free, needed = shutil.disk_usage(Path(sampling.flags.npz).absolute().parent).free, size * len(sampling.choices)
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC, f"--npz takes {needed / 2**30:.2f} GiB, {free / 2**30:.2f} are free there", sampling.flags.npz
-        )
+def writer_threads(mesh: Mesh) -> int:
+    """For encoding files: this process's share of the machine's cores, up to 8."""
+    here = min(mesh.world_size, torch.cuda.device_count() or mesh.world_size)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, max(1, cores // here))
 
 
-def collect(sampling: SamplingRun, folder: OutputFolder) -> dict[str, str]:
-    """Rank 0: the .npz and the sheet from all replicas' rows. Returns what there is now, for people."""
+# ------------------------------------------------------------------------------------------ the end
+
+
+def collect(sampling: SamplingRun, parts: Parts, folder: OutputFolder) -> dict[str, str]:
+    """Rank 0: the .npz and the sheet from all parts. Returns what there is now, for people."""
     flags, captions, output = sampling.flags, sampling.captions, folder.folder
-    shares = [
-        int((share < on_file(sampling)).sum())
-        for share in torch.arange(len(captions)).tensor_split(sampling.replica.count)
-    ]
-    parts = [np.load(rows_of(output, number), mmap_mode="r") for number, size in enumerate(shares) if size]
-    clips, rows = parts[0].ndim == 5, {}
+    clips, rows = sampling.model.config.is_video, {}
     if flags.npz:
-        shape = (len(captions), *parts[0].shape[1:])
-        labels = sampling.choices.numpy()
+        shape, labels = (len(captions), *parts.job.shape), sampling.choices.numpy()
         with_text = sampling.model.config.text is not None
-        write_npz(
-            Path(flags.npz),
-            {
-                "arr_0": ("|u1", shape, chain.from_iterable(map(in_parts, parts))),
-                "arr_1": texts(captions) if with_text else (labels.dtype.str, labels.shape, [labels]),
-            },
-        )
+        arrays = {
+            "arr_0": ("|u1", shape, parts.all_blocks()),
+            "arr_1": texts(captions) if with_text else (labels.dtype.str, labels.shape, [labels]),
+        }
+        # One job at a time writes to a folder, and the next one to it writes over what a killed one left.
+        write_npz(Path(flags.npz), arrays, mark=hash_parts(str(output.resolve()))[:12])
         of = " x ".join(map(str, shape))
         rows["npz"] = f"{flags.npz}: arr_0 {of}, arr_1 {'captions' if with_text else 'labels'}"
-    shown = np.stack(list(islice(chain.from_iterable(parts), SHEET_CLIPS if clips else GRID_PICTURES)))
+    shown = parts.first(SHEET_CLIPS if clips else GRID_PICTURES)
     if clips:
         save_contact_sheet(output / "grid.png", shown, captions[: len(shown)])
         save_animation(output / "grid.gif", shown, captions[: len(shown)], sampling.fps)
@@ -146,28 +241,30 @@ def collect(sampling: SamplingRun, folder: OutputFolder) -> dict[str, str]:
     return rows
 
 
-def what_is_there(sampling: SamplingRun, folder: OutputFolder, rows: list[ArrayFile], all_drawn: bool) -> str:
-    """After an error: what of the samples is there and whole, and what to do. Where there are no single files, the rows
-    of this process, or of all if they have drawn theirs, become files that np.load reads."""
-    flags, found = sampling.flags, ""
-    if flags.save_png:
-        found = f"{folder.there():,} of {len(sampling.choices):,} samples are there and whole, in {flags.output}"
-    elif flags.npz and rows and rows[0].written:
-        kept = folder.folder / "samples-{:04d}.npy"
-        with contextlib.suppress(OSError):
-            rows[0].keep(Path(str(kept).format(sampling.replica.number)))
-            for other in range(sampling.replica.count) if all_drawn and sampling.mesh.is_main else ():
-                with contextlib.suppress(FileNotFoundError):
-                    rows_of(folder.folder, other).rename(str(kept).format(other))
-            found = f"what was drawn is in {folder.folder}/samples-*.npy, for np.load"
-    return f"{found or 'no sample is there'}; make room, or give other places to --output and --npz"
+def what_is_there(sampling: SamplingRun, parts: Parts, folder: OutputFolder, error: OSError) -> str:
+    """After an error: what of the samples is there and whole, and what to do."""
+    found, there = "no sample is there", parts.there()
+    if sampling.flags.save_png:
+        found = f"{folder.there():,} of {parts.job.count:,} samples are there and whole, in {folder.folder}"
+    elif there and sampling.flags.npz:
+        found = f"{there:,} of {parts.job.count:,} samples are in {parts.folder}/*.npy, for np.load"
+    if isinstance(error, DamagedPart):
+        return f"{found}; start it again as it was: what is damaged is drawn anew"
+    if there:
+        found += "; make room, or give another place to --npz"
+        return f"{found}, and start it again as it was: it goes on from there"
+    return f"{found}; make room, or give other places to --output and --npz"
 
 
 def files_of(sampling: SamplingRun) -> list[str]:
     """All files that the run will write into its folder."""
-    suffix = ".mp4" if sampling.model.config.is_video else ".png"
+    suffix = suffix_of(sampling)
     single = [name + suffix for name in file_names(sampling)] if sampling.flags.save_png else []
     return [*single, "grid.png", *(["grid.gif"] if sampling.model.config.is_video else [])]
+
+
+def suffix_of(sampling: SamplingRun) -> str:
+    return ".mp4" if sampling.model.config.is_video else ".png"
 
 
 def file_names(sampling: SamplingRun) -> list[str]:

@@ -21,25 +21,32 @@ from opendit.parallel.sizes import check_cfg_parallel
 class Replica:
     """The ranks that draw the same samples: replica ``number`` of ``count``.
 
-    All of its ranks get the same latents; the one that ``leads`` decodes them and writes the files.
+    All of its ranks get the same latents and decode a share of them each; the one that ``leads`` writes the files.
     halves: this rank and the one that has the same tokens in the other half of guidance; None if no rank has.
+    ranks: all of the replica; None for one alone.
     """
 
     number: int
     count: int
     leads: bool
     halves: Group | None
+    ranks: Group | None = None
 
 
 def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
     """This rank's replica. Collective over all ranks. Raises ValueError as :func:`check_cfg_parallel`."""
     ranks, halves = mesh.sp_size, None
+    group = Group.of(mesh.sp_group) if ranks > 1 else None
     if cfg_parallel:
         check_cfg_parallel(mesh.sp_size, mesh.world_size)
         pairs = [[i, i + ranks] for i in range(mesh.world_size) if i // ranks % 2 == 0]
         halves = Group.of(dist.new_subgroups_by_enumeration(pairs)[0])
         ranks *= 2
-    return Replica(mesh.rank // ranks, mesh.world_size // ranks, mesh.rank % ranks == 0, halves)
+        group = halves
+        if mesh.sp_size > 1:
+            replicas = [list(range(first, first + ranks)) for first in range(0, mesh.world_size, ranks)]
+            group = Group.of(dist.new_subgroups_by_enumeration(replicas)[0])
+    return Replica(mesh.rank // ranks, mesh.world_size // ranks, mesh.rank % ranks == 0, halves, group)
 
 
 @dataclass(frozen=True)

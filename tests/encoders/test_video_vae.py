@@ -140,6 +140,10 @@ def test_large_frames_go_in_tiles(video, monkeypatch):
     assert used == ["tiled_encode", "tiled_decode"]
     codec.moments(clip(1, 16, 16))  # and small ones whole again
     assert len(used) == 2
+    monkeypatch.undo()
+    asked = load_video_codec(folder, channels=3, device="cpu", tiling=True)
+    asked.vae.enable_tiling(tile_sample_min_height=24, tile_sample_min_width=40, **strides)
+    assert not torch.equal(asked.decode(whole[:, :4]), decoded)  # of any size above its tile, if asked to
 
 
 def test_tiles_that_do_not_fit_are_told():

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,8 @@ from safetensors.torch import save_file
 
 import sample
 from opendit.inference import output as writing
-from opendit.inference.output import INDEX, ArrayFile, OutputFolder, file_name, in_parts, texts, write_npz
+from opendit.inference.output import INDEX, OutputFolder, file_name, texts, write_npz
+from opendit.inference.parts import FOLDER, Parts
 from opendit.models import DiT, model_config
 from opendit.state.lock import FolderLock
 from opendit.state.pretrained import METADATA_KEY
@@ -36,13 +36,6 @@ def ckpt(tmp_path_factory):
     info = {"model": "DiT-Ti/2", "config": config.to_dict(), "class_names": NAMES, "vae": "none", "image_size": 8}
     save_file(DiT(config).state_dict(), path, metadata={METADATA_KEY: json.dumps(info)})
     return path
-
-
-@pytest.fixture
-def limit_size():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def argv(ckpt: Path, folder: Path, count: int, *more: str) -> list[str]:
@@ -66,40 +59,11 @@ def test_labels_in_another_encoding(monkeypatch):
     assert file_name(1, "café 漢字x") == "000001-café___x"
 
 
-def test_rows_are_a_npy_file_also_when_cut_short(tmp_path):
-    pictures = np.random.default_rng(0).integers(0, 256, (7, 3, 5, 3), np.uint8)
-    rows = ArrayFile(tmp_path / "rows.npy", 1000, (3, 5, 3))
-    for first in (0, 3, 5):
-        rows.append(pictures[first : {0: 3, 3: 5, 5: 7}[first]])
-    rows.close()
-    assert (tmp_path / "rows.npy").stat().st_blocks * 512 >= 45_000  # the room is there before it is needed
-    rows.keep(tmp_path / "kept.npy")
-    assert np.array_equal(np.load(tmp_path / "kept.npy"), pictures) and os.listdir(tmp_path) == ["kept.npy"]
-
-
-@pytest.mark.parametrize("reserves", [True, False])
-def test_a_disk_too_small_for_rows_is_an_error(reserves, tmp_path, limit_size, monkeypatch):
-    if not reserves:
-
-        def unknown(*_):
-            raise OSError(errno.EOPNOTSUPP, "not supported")
-
-        monkeypatch.setattr(writing.os, "posix_fallocate", unknown)
-    limit_size(3000)
-    with pytest.raises(OSError) as error:
-        rows = ArrayFile(tmp_path / "rows.npy", 100, (8, 8, 3))
-        assert not reserves
-        for _ in range(100):
-            rows.append(np.zeros((1, 8, 8, 3), np.uint8))
-    assert error.value.errno == errno.EFBIG and error.value.filename == str(tmp_path / "rows.npy")
-
-
-def test_an_npz_in_parts_is_numpys(tmp_path):
+def test_an_npz_in_blocks_is_numpys(tmp_path):
     pictures = np.random.default_rng(0).integers(0, 256, (11, 4, 4, 3), np.uint8)
     labels, words = np.arange(11), [*NAMES, "漢"] * 40
-    parts = list(in_parts(pictures, 100))
-    assert len(parts) == 6 and len(list(in_parts(pictures[:0]))) == 0
-    arrays = {"arr_0": ("|u1", pictures.shape, parts), "arr_1": (labels.dtype.str, labels.shape, [labels])}
+    blocks = np.split(pictures.reshape(-1), [7, 100, 101])
+    arrays = {"arr_0": ("|u1", pictures.shape, blocks), "arr_1": (labels.dtype.str, labels.shape, [labels])}
     write_npz(tmp_path / "a.npz", {**arrays, "arr_2": texts(words)})
     found = np.load(tmp_path / "a.npz")
     assert np.array_equal(found["arr_0"], pictures) and np.array_equal(found["arr_1"], labels)
@@ -115,7 +79,6 @@ def test_a_small_run_after_a_large_one_leaves_no_mixed_folder(tmp_path, ckpt, no
     assert len([name for name in first if name[0] == "0"]) == 9 and "000005.png" in first
     (tmp_path / ".000003-x.4242.png").touch()  # that somebody else made
     (tmp_path / ".000000-zero.4242.png").touch()  # that a kill left
-    (tmp_path / ".rows-0003.npy").touch()
     (tmp_path / "000099-old.png").touch()
     (tmp_path / "000004-x").mkdir()
     sample.main(argv(ckpt, tmp_path, 2, "--class_labels", "3"))
@@ -162,10 +125,10 @@ def test_ranks_share_an_npz_of_odd_names(tmp_path, ckpt):
         pngs = sorted((tmp_path / str(world)).glob("0*.png"))
         assert found["arr_0"].shape == (9, 8, 8, 3) and len(pngs) == 9
         assert all(np.array_equal(Image.open(png), picture) for png, picture in zip(pngs, found["arr_0"], strict=True))
-        assert not list((tmp_path / str(world)).glob(".rows*")) and not list(tmp_path.glob(".s.*"))
+        assert not (tmp_path / str(world) / FOLDER).exists() and not list(tmp_path.glob(".s.*"))
 
 
-@pytest.mark.parametrize("how", ["single files", "npz too large", "rows too large"])
+@pytest.mark.parametrize("how", ["single files", "npz too large", "parts too large"])
 def test_a_full_disk_says_what_is_there(how, tmp_path, ckpt, no_ranks, capsys, monkeypatch):
     """A tmpfs cannot be filled in this process: what is written fails as if it were full."""
     npz, more = tmp_path / "s.npz", ["--npz", str(tmp_path / "s.npz")]
@@ -184,26 +147,31 @@ def test_a_full_disk_says_what_is_there(how, tmp_path, ckpt, no_ranks, capsys, m
         expected = "5 of 9 samples are there and whole"
     else:
         more.append("--no_save_png")
-        target = "write_npz" if how == "npz too large" else "ArrayFile"
 
         def fails(*args, **options):
             raise full
 
-        monkeypatch.setattr(f"opendit.inference.run.{target}", fails)
-        expected = "what was drawn is in" if how == "npz too large" else "no sample is there"
+        if how == "npz too large":
+            monkeypatch.setattr("opendit.inference.run.write_npz", fails)
+            expected = f"9 of 9 samples are in {tmp_path}/o/{FOLDER}/*.npy, for np.load"
+        else:
+            monkeypatch.setattr(Parts, "write", fails)
+            expected = "no sample is there"
     with pytest.raises(SystemExit) as stop:
         sample.main(argv(ckpt, tmp_path / "o", 9, *more))
     said = capsys.readouterr()
     (line,) = said.err.strip().splitlines()[-1:]
     assert stop.value.code == 1 and line.startswith("error: [Errno 28] No space left on device") and expected in line
     assert "make room" in line and "Traceback" not in said.err and "Done" not in said.out and not npz.exists()
-    left = sorted(path.name for path in (tmp_path / "o").iterdir() if path.name != INDEX)
+    left = sorted(path.name for path in (tmp_path / "o").iterdir() if path.name not in (INDEX, FOLDER))
+    parts = sorted((tmp_path / "o" / FOLDER).glob("*.npy"))
+    assert ("start it again as it was: it goes on from there" in line) == (how != "parts too large")
     if how == "single files":
         assert len(left) == 5 and all(Image.open(tmp_path / "o" / name).size == (8, 8) for name in left)
-    elif how == "npz too large":
-        assert left == ["samples-0000.npy"] and np.load(tmp_path / "o" / left[0]).shape == (9, 8, 8, 3)
+        assert 0 < len(parts) <= 5
     else:
-        assert left == []
+        assert left == [] and (tmp_path / "o" / FOLDER).exists() == (how == "npz too large")
+        assert [np.load(part).shape for part in parts] == [(1, 8, 8, 3)] * (9 if how == "npz too large" else 0)
 
 
 SMALL = """
@@ -230,6 +198,6 @@ def test_a_disk_that_is_really_small(tmp_path, ckpt):
     assert (
         last.startswith("error: [Errno 28] No space left on device: ")
         and "make room" in last
-        and ".rows-0000.npy" in last
+        and last.count(str(disk / "o" / ".parts")) == 1
     ), said
     assert not (told / "s.npz").exists()

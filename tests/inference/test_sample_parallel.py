@@ -179,10 +179,10 @@ def start(mesh: Mesh, runs: list[str]) -> list[tuple]:
     for argv in runs:
         decodes, met, status = [], [(0, 0)], 0
 
-        def watched(sampling, decodes=decodes, met=met) -> None:
+        def watched(sampling, *more, decodes=decodes, met=met) -> None:
             decodes.append(sampling.codec is not None)
             sampling.model.blocks[0].register_forward_pre_hook(lambda _, args: met.append(args[0].shape[:2]))
-            run(sampling)
+            run(sampling, *more)
 
         inference.draw = watched
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
@@ -244,7 +244,7 @@ def test_sample_py_writes_the_pictures_of_one_process(world, tmp_path, weights, 
         assert all(other[:3] == (0, "", "") for other in others), runs[i]
         assert met == most, runs[i]
         assert (" ranks, " in out, "halves" in out) == ("sequence" in flags, "cfg" in flags), runs[i]
-        assert [rank[i][3] for rank in ranks] == [r % (world // replicas) == 0 for r in range(world)], runs[i]
+        assert all(rank[i][3] for rank in ranks), runs[i]
         assert names_of(tmp_path / str(i)) == names_of(alone[name]), runs[i]
         ours, reference = np.load(tmp_path / f"{i}.npz"), np.load(f"{alone[name]}.npz")
         assert np.array_equal(ours["arr_1"], reference["arr_1"])

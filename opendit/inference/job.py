@@ -1,0 +1,102 @@
+"""What a run of sample.py draws, as its parts on disk know it: everything that decides a sample, by name."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from opendit.common.hashing import hash_parts
+from opendit.encoders.conditioner import CaptionConditioner
+from opendit.encoders.vae import FrozenVAE
+from opendit.encoders.video_vae import FrameCodec, VideoCodec
+from opendit.inference.parts import Job, samples_a_part
+from opendit.inference.prepare import SamplingRun
+
+GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most; the single files and the .npz hold all
+_ODD = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed number: multiples of it are spread over all bits
+_WORDS = 1 << 22  # that are summed up at once
+
+
+def job_of(sampling: SamplingRun) -> Job:
+    """The job of a run, with parts of the size that a first start gives them."""
+    shape, count = pixel_shape(sampling), len(sampling.choices)
+    size = samples_a_part(count, sampling.flags.batch_size, int(torch.tensor(shape).prod()))
+    return Job(settings_of(sampling), count, kept(sampling), shape, size)
+
+
+def kept(sampling: SamplingRun) -> int:
+    """How many samples, the first ones, are needed again after they are drawn: all for an .npz, those on the sheet
+    without."""
+    if sampling.flags.npz:
+        return len(sampling.choices)
+    return SHEET_CLIPS if sampling.model.config.is_video else GRID_PICTURES
+
+
+def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
+    """(H, W, 3) of a picture, (T, H, W, 3) of a clip."""
+    codec, (*frames, height, width) = sampling.codec, sampling.size
+    if frames and isinstance(codec, VideoCodec):
+        frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
+    return (*frames, height * codec.downscale, width * codec.downscale, 3)
+
+
+def settings_of(sampling: SamplingRun) -> dict[str, str]:
+    """Everything that decides a sample or what is kept of it: what differs in two starts is shown by these names.
+
+    The number of processes and ``--batch_size`` are not among them: they change a sample by the rounding of matrix
+    products only.
+    """
+    flags, objective, conditioner = sampling.flags, sampling.objective, sampling.conditioner
+    codec = sampling.codec.codec if isinstance(sampling.codec, FrameCodec) else sampling.codec
+    vae = tensors_digest(codec.vae.state_dict())[:16] if isinstance(codec, FrozenVAE) else ""
+    encoder = conditioner.encoder if isinstance(conditioner, CaptionConditioner) else None
+    choices = sampling.choices.numpy().tobytes(), json.dumps(sampling.names)  # which writes any text in ASCII
+    settings = {
+        "weights": tensors_digest(sampling.model.state_dict())[:16],
+        "model": hash_parts(json.dumps(sampling.model.config.to_dict(), sort_keys=True))[:16],
+        "objective": json.dumps(objective.to_dict(), sort_keys=True),
+        "--sampler": objective.choose(flags.sampler),
+        "--num_sampling_steps": flags.num_sampling_steps,
+        "--cfg_scale": f"{flags.cfg_scale:g}",
+        "--cfg_channels": flags.cfg_channels,
+        "--cfg_interval": " ".join(f"{level:g}" for level in flags.cfg_interval) or None,
+        "--seed": flags.seed,
+        "--num_samples": len(sampling.choices),
+        "classes or prompts": hash_parts(*choices)[:16],
+        "--negative_prompt": json.dumps(flags.negative_prompt) if flags.negative_prompt is not None else None,
+        "text encoder": encoder and tensors_digest(encoder.model.state_dict())[:16],
+        "size of latents": " x ".join(map(str, sampling.size)),
+        "--mixed_precision": flags.mixed_precision,
+        "kernels": sampling.kernels.ops_note,
+        "attention": sampling.kernels.attention_note,
+        "--vae": vae or codec.name,
+        "--vae_tiling": "on" if flags.vae_tiling else "off",
+        "frames a second": f"{sampling.fps:g}" if sampling.model.config.is_video else None,
+        "--save_png": "on" if flags.save_png else "off",
+        "--npz": "given" if flags.npz else "not given",
+    }
+    return {name: str(value)[:4096] for name, value in settings.items() if value is not None}
+
+
+@torch.no_grad()
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of tensors' names, types, shapes and contents, computed where they are.
+
+    The contents count as the sum, modulo 2^64, of word times an odd number that depends on its place: it keeps no
+    secret, but any one word that is another makes another sum. A GPU takes milliseconds where SHA-256 takes seconds.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        words = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
+        total = torch.zeros((), dtype=torch.int64, device=words.device)
+        for start in range(0, len(words), _WORDS):
+            part = words[start : start + _WORDS].long()
+            place = torch.arange(start + 1, start + 1 + len(part), device=part.device)
+            total += (part * (place * _ODD | 1)).sum()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total.item()}\n".encode())
+    return digest.hexdigest()
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
