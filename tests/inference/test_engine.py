@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
-from opendit.diffusion.sampling import sample_latents
+from opendit.diffusion.sampling import sample_in_batches, sample_latents
 from opendit.inference.engine import SamplingEngine
 from opendit.models import DiTConfig, TextCondition, VDiTConfig, build_model, encode_bytes
 from tests.inference.tape import TapeRecorder
@@ -101,3 +101,152 @@ def test_tables_of_a_few_steps(which, sampler):
         (capacity,) = {loop.network.capacity for size, loop in engine._loops.items() if size == 3}
         assert capacity == 1 if memory == 1 else 1 < capacity < 8
     compare(CAPTIONS, which, sampler, counts=(2, 2), table_bytes=1)  # captions' keys are made in every step
+
+
+def test_batches_and_the_last_one_is_smaller():
+    objective, model = OBJECTIVES["ddpm"], fresh(CAPTIONS).double()
+    y, null = conditions(CAPTIONS, 5)
+    settings = {"steps": 4, "sampler": "ddpm", "cfg_scale": 3.0}
+    engine = SamplingEngine(model, objective, **settings, recorder=TapeRecorder())
+    reference = sample_in_batches(model, y, null, torch.arange(5) + 3, 5, objective=objective, seed=1, **settings)
+    ((_, want),) = reference
+    for size in (2, 3):
+        drawn = list(engine.batches(y, null, torch.arange(5) + 3, size, 1))
+        assert [index.tolist() for index, _ in drawn] == [part.tolist() for part in (torch.arange(5) + 3).split(size)]
+        assert off_by(torch.cat([latents for _, latents in drawn]), want) < 1e-6
+
+
+@pytest.mark.parametrize("config", [LABELS, CAPTIONS], ids=["labels", "captions"])
+def test_a_negative_condition_for_every_sample(config):
+    objective, model = OBJECTIVES["ddpm"], fresh(config).double()
+    (y, _), (negative, _) = conditions(config, 3), conditions(config, 4)
+    settings = {"steps": 4, "sampler": "ddim", "cfg_scale": 3.0}
+    engine = SamplingEngine(model, objective, **settings, recorder=TapeRecorder())
+    for null in (negative[:3], negative[3:], negative[:3]):  # other tables, and back
+        want = sample_latents(model, y, null, torch.arange(3), objective=objective, seed=0, **settings)
+        assert off_by(engine.sample(y, null, torch.arange(3), 0), want) < 1e-6
+    (_, one), (_, two) = engine.batches(y[:2], negative[:2], torch.arange(2), 1, 0)
+    assert not torch.equal(one[0], two[0])
+
+
+def test_a_recording_has_nothing_of_the_callers_tensors():
+    objective, model = OBJECTIVES["ddpm"], fresh(CAPTIONS).double()
+    settings = {"steps": 4, "sampler": "ddpm", "cfg_scale": 3.0}
+    engine = SamplingEngine(model, objective, **settings, recorder=TapeRecorder())
+    y, null = conditions(CAPTIONS, 2)
+    index = torch.arange(2)
+    engine.sample(y, null, index, 0)
+    for tensor in (y.tokens, y.pooled, null.tokens, null.pooled):
+        tensor.fill_(float("nan"))
+    y.mask.fill_(False), index.fill_(99)
+    given = *conditions(CAPTIONS, 2), torch.arange(2)
+    want = sample_latents(model, *given, objective=objective, seed=5, **settings)
+    got = engine.sample(*given, 5)
+    kept = got.clone()
+    assert off_by(got, want) < 1e-6
+    engine.sample(*given, 6)
+    assert torch.equal(got, kept)  # what was handed out is the caller's
+
+
+def test_recordings_of_the_sizes_used_last_are_kept():
+    objective, model = OBJECTIVES["flow"], fresh(LABELS, OBJECTIVES["flow"]).double()
+    recorder = TapeRecorder()
+    engine = SamplingEngine(model, objective, steps=4, recorder=recorder, loops=2)
+    recorded = []
+    for size in (1, 2, 1, 3, 1, 2):
+        engine.sample(*conditions(LABELS, size), torch.arange(size), 0)
+        recorded.append(recorder.recorded)
+    assert recorded == [1, 2, 2, 3, 3, 4] and list(engine._loops) == [1, 2]
+
+
+class Refuses:
+    """A recorder of a GPU that records no third step."""
+
+    def __init__(self):
+        self.tape, self.asked = TapeRecorder(), 0
+
+    def record(self, work):
+        self.asked += 1
+        if self.asked == 2:
+            raise RuntimeError("operation not permitted\nwhile it records")
+        return self.tape.record(work)
+
+
+def test_a_recording_that_fails():
+    objective, model, said = OBJECTIVES["ddpm"], fresh(LABELS).double(), []
+    settings = {"steps": 8, "sampler": "ddim", "cfg_scale": 3.0, "cfg_interval": (0.3, 5.0)}
+    recorder = Refuses()
+    engine = SamplingEngine(model, objective, **settings, recorder=recorder, say=said.append)
+    given = *conditions(LABELS, 2), torch.arange(2)
+    want = sample_latents(model, *given, objective=objective, seed=0, **settings)
+    for _ in range(2):
+        assert off_by(engine.sample(*given, 0), want) < 1e-6
+    assert recorder.asked == 2 and not engine.records
+    assert said == ["CUDA graph: kernel by kernel: recording failed: operation not permitted"]
+
+
+def test_an_error_of_a_step_is_no_failed_recording():
+    model = fresh(LABELS)
+    engine = SamplingEngine(model, OBJECTIVES["ddpm"], steps=3, recorder=TapeRecorder(), say=pytest.fail)
+    model.predict = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.sample(*conditions(LABELS, 2), torch.arange(2), 0)
+
+
+@pytest.mark.parametrize("size", [(2, 4, 3), (1, 8, 6), (6, 8, 6)], ids=str)
+def test_other_sizes_than_the_models(size):
+    compare(CAPTIONS, "ddpm", "ddim", counts=(2, 2), size=size)
+
+
+def test_without_a_null_class():
+    objective, config = OBJECTIVES["ddpm"], replace(LABELS, null_class=False)
+    model, y = fresh(config).double(), torch.tensor([0, 4])
+    engine = SamplingEngine(model, objective, steps=3, sampler="ddim", cfg_scale=1.0)
+    settings = dict(objective=objective, seed=0, steps=3, sampler="ddim", cfg_scale=1.0)
+    null = torch.tensor([5])  # no row of the table
+    want = sample_latents(model, y, null, torch.arange(2), **settings)
+    assert off_by(engine.sample(y, null, torch.arange(2), 0), want) < 1e-6
+
+
+def test_in_autocast():
+    objective, model = OBJECTIVES["ddpm"], fresh(LABELS)
+    given = *conditions(LABELS, 3), torch.arange(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        engine = SamplingEngine(model, objective, steps=5, sampler="ddim", recorder=TapeRecorder())
+        got = engine.sample(*given, 0)
+        want = sample_latents(model, *given, objective=objective, seed=0, steps=5, sampler="ddim")
+    assert not engine.records and "autocast" in engine.note
+    assert (got - want).norm() < 0.05 * want.norm()
+
+
+def test_progress_and_callback():
+    objective = OBJECTIVES["flow"]
+    engine = SamplingEngine(fresh(LABELS, objective), objective, steps=4, cfg_scale=1.0, recorder=TapeRecorder())
+    steps, seen = [], []
+
+    def progress(of):
+        for i in of:
+            steps.append(i)
+            yield i
+
+    given = *conditions(LABELS, 2), torch.arange(2), 0
+    got = engine.sample(*given, progress=progress, callback=lambda i, x: seen.append((i, x)))
+    assert steps == [i for i, _ in seen] == [0, 1, 2, 3] and torch.equal(seen[-1][1], got)
+    assert not torch.equal(seen[0][1], got)
+
+
+def test_what_does_not_fit_is_refused():
+    engine = SamplingEngine(fresh(LABELS), OBJECTIVES["ddpm"], steps=3)
+    assert not engine.records and "CUDA graphs need a GPU" in engine.note
+    y, null = conditions(LABELS, 3)
+    with pytest.raises(ValueError, match="3 conditions for 2 samples"):
+        engine.sample(y, null, torch.arange(2), 0)
+    for wrong in (torch.tensor([5, 5]), torch.tensor([[5]])):
+        with pytest.raises(ValueError, match="does not expand"):
+            engine.sample(y, wrong, torch.arange(3), 0)
+    with pytest.raises(ValueError, match="--sampler euler"):
+        SamplingEngine(fresh(LABELS), OBJECTIVES["ddpm"], steps=3, sampler="euler")
+    with pytest.raises(ValueError, match="LOW < HIGH"):
+        SamplingEngine(fresh(LABELS), OBJECTIVES["ddpm"], steps=3, cfg_interval=(3.0, 1.0)).sample(
+            y, null, torch.arange(3), 0
+        )

@@ -20,6 +20,7 @@ from opendit.cli.command_line import parse
 from opendit.cli.sample_flags import SampleConfig
 from opendit.diffusion import DDPMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
+from opendit.inference.engine import SamplingEngine
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model
 from opendit.models.vdit import VDiTConfig
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
@@ -27,6 +28,7 @@ from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.state.pretrained import METADATA_KEY
+from tests.inference.test_engine import Refuses
 from tests.models.test_dit import randomised
 from tests.numbers import largest
 from tests.ranks import run_ranks, several_programs
@@ -66,12 +68,16 @@ def conditions(config: DiTConfig, count: int) -> tuple:
 def drawn(
     config: DiTConfig, objective, scale: float, size, samples: int, interval=None, *, sequence=None, halves=None
 ) -> Tensor:
+    """By an engine whose model's work is shared out; without ``sequence`` and ``halves`` by the reference."""
     model = fresh(config).use(sequence=sequence)
-    y, null = conditions(config, samples)
-    forward = SharedBatch(model, halves) if halves else None
-    settings = dict(objective=objective, sampler=objective.samplers[-1], cfg_scale=scale, cfg_interval=interval)
-    index = torch.arange(samples)
-    return sample_latents(model, y, null, index, seed=3, steps=5, size=size, forward=forward, **settings)
+    given = *conditions(config, samples), torch.arange(samples)
+    settings = dict(sampler=objective.samplers[-1], cfg_scale=scale, cfg_interval=interval, steps=5, size=size)
+    if sequence is None and halves is None:
+        return sample_latents(model, *given, seed=3, objective=objective, **settings)
+    around = (lambda model: SharedBatch(model, halves)) if halves else None
+    engine = SamplingEngine(model, objective, around=around, recorder=Refuses(), **settings)
+    assert not engine.records and "ranks" in engine.note
+    return engine.sample(*given, 3)
 
 
 def compare(mesh: Mesh, cases: list[tuple]) -> list[tuple[float, bytes]]:
