@@ -76,8 +76,8 @@ class Bench:
     def settings(self) -> dict:
         return {"steps": self.args.steps, "sampler": self.args.sampler, "cfg_scale": self.args.cfg_scale}
 
-    def engine(self, fp8: bool, short: bool = False) -> Draw:
-        engine = SamplingEngine(self.model(fp8, short), self.objective, **self.settings())
+    def engine(self, fp8: bool, short: bool = False, compiled: bool = False) -> Draw:
+        engine = SamplingEngine(self.model(fp8, short), self.objective, **self.settings(), compile=compiled)
         print(f"{'fp8' if fp8 else 'engine'}: steps {engine.note}", flush=True)
         return lambda y, index: engine.sample(y, self.null, index, SEED)
 
@@ -110,6 +110,7 @@ class Bench:
     def variants(self) -> dict[str, Callable[[], Draw]]:
         found = {"engine bf16": lambda: self.engine(False), "engine fp8": lambda: self.engine(True)}
         found |= {f"{name}, {SHORT}": lambda fp8=name[-1] == "8": self.engine(fp8, True) for name in [*found]}
+        found |= {f"engine bf16, {SHORT}, compiled": lambda: self.engine(False, True, True)}
         found |= {"eager bf16": self.eager, PLAIN: self.plain}
         return {name: build for name, build in found.items() if name not in self.args.without}
 
@@ -209,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{case}, batch {size}")
         for name, seconds in found.items():
             ratio = f"{baseline / seconds:6.2f} x {PLAIN}" if baseline else ""
-            print(f"{name:>28} {1000 * seconds:10.1f} ms {size / seconds:9.2f} img/s {ratio}", flush=True)
+            print(f"{name:>40} {1000 * seconds:10.1f} ms {size / seconds:9.2f} img/s {ratio}", flush=True)
             row = {"bench": "sampling", "case": f"{case} batch {size} {name}", "metric": "img/s"}
             row["value"] = f"{size / seconds:.2f}"
             if baseline and name != PLAIN:

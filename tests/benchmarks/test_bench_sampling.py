@@ -4,7 +4,21 @@ import csv
 
 from benchmarks.bench_sampling import main
 
-TINY = ["--model", "DiT-Ti/8", "--image_size", "64", "--steps", "3", "--trials", "1", "--batches", "1", "2"]
+TINY = [
+    "--without",
+    "engine bf16, short attention, compiled",
+    "--model",
+    "DiT-Ti/8",
+    "--image_size",
+    "64",
+    "--steps",
+    "3",
+    "--trials",
+    "1",
+    "--batches",
+    "1",
+    "2",
+]
 
 
 def test_all_variants_take_turns(tmp_path, capsys):
