@@ -35,11 +35,16 @@ def kept(sampling: SamplingRun) -> int:
 
 
 def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
-    """(H, W, 3) of a picture, (T, H, W, 3) of a clip."""
+    """(H, W, 3) of a picture, (T, H, W, 3) of a clip; other channels than 1 or 3 as the model has them."""
     codec, (*frames, height, width) = sampling.codec, sampling.size
+    inner = codec.codec if isinstance(codec, FrameCodec) else codec
+    channels = inner.latent_channels
+    if isinstance(inner, FrozenVAE):
+        config = inner.vae.config
+        channels = config.get("out_channels", 3) // (config.get("patch_size") or 1) ** 2
     if frames and isinstance(codec, VideoCodec):
         frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
-    return (*frames, height * codec.downscale, width * codec.downscale, 3)
+    return (*frames, height * codec.downscale, width * codec.downscale, 3 if channels == 1 else channels)
 
 
 def settings_of(sampling: SamplingRun) -> dict[str, str]:
