@@ -5,8 +5,9 @@ tables that follow from the size, computed again.
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,10 +28,12 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 
 @dataclass
 class Adaptation:
-    """What became of a model's weights: the number of each parameter's and buffer's, by name.
+    """What becomes of a model's weights: the number of each parameter's and buffer's, by name.
 
-    new: fresh, nothing fitted. resized: partly taken over, ``why`` says how. recomputed: fixed tables of another size.
-    left_out: of the file, without a place in the model.
+    new: initial values, nothing fitted. resized: partly taken over, ``why`` says how. recomputed: fixed tables of
+    another size. left_out: of the file, without a place in the model.
+
+    stored: the name in the file of what is reused. made: the values of what is resized, in host memory.
     """
 
     reused: dict[str, int] = field(default_factory=dict)
@@ -39,6 +42,8 @@ class Adaptation:
     recomputed: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, int] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
+    stored: dict[str, str] = field(default_factory=dict)
+    made: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def untrained(self) -> list[str]:
@@ -75,8 +80,16 @@ def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path) -> None:
 
 
 @torch.no_grad()
-def adapt(model: DiT, weights: "Weights", found: DiTConfig, class_names: Sequence[str] = ()) -> Adaptation:
-    """Puts of ``weights``, of a model ``found``, into ``model`` what fits.
+def adapt(
+    model: DiT,
+    weights: Weights,
+    found: DiTConfig,
+    class_names: Sequence[str] = (),
+    *,
+    fresh: Callable[[str], Tensor],
+) -> Adaptation:
+    """What of ``weights``, of a model ``found``, fits into ``model``: for every parameter and buffer whether it is a
+    tensor of the file, one that is made here, or neither. The model is not changed, and may be on the meta device.
 
     Same name and shape: as it is, unless it belongs to another text encoder. Label table of other classes: the null
     class, where the file has one, and the classes whose names (``class_names``, and the file's) are the same; the
@@ -84,30 +97,34 @@ def adapt(model: DiT, weights: "Weights", found: DiTConfig, class_names: Sequenc
     from a DiT's: its filter, spread over the frames. Learned positions: interpolated linearly along each axis; between
     pictures and clips rows go to rows and columns to columns, and the table of frames is fresh or left out. Sine-cosine
     tables are those of the new size, counted from 0 as always: they are computed, not interpolated.
+
+    Nothing is read of the file but what is resized: a label table, filters of patches, a head, learned positions.
+
+    fresh: the initial values of a parameter, whole, fp32 in host memory; asked for the label table alone.
     """
-    done, config, theirs = Adaptation(), model.config, weights.state
-    unused = dict.fromkeys(theirs)  # in the order of the file; each of its tensors is read when it is its turn
+    done, config, theirs = Adaptation(), model.config, weights.shapes
+    unused = dict.fromkeys(theirs)  # in the order of the file
     buffers = {name for name, _ in model.named_buffers()}
     other_words = _text_name(found) != _text_name(config)
     for name, own in model.state_dict().items():
-        stored, why = _stored_as(name, found, config), None
-        value = theirs[stored] if stored in unused else None
+        stored, shape, made, why = _stored_as(name, found, config), tuple(own.shape), None, None
+        there = theirs[stored] if stored in unused else None
         unused.pop(stored, None)
-        if value is not None and other_words and name.startswith(("y_embedder.", "text_encoder.")):
-            done.left_out[name], value = value.numel(), None
-        if value is not None and name == TABLE:
-            value, why = _relabelled(own, value, weights.info.get("class_names") or (), class_names, found.null_class)
-        elif value is not None and value.shape != own.shape:
-            value, why = _resized(name, own, value, found, config)
-        if value is not None:
-            own.copy_(value)
-        kind = done.reused if why is None else done.resized
-        if value is None:
-            kind = done.recomputed if name in buffers else done.new
-        kind[name] = own.numel()
-        if why is not None and value is not None:
-            done.why[name] = why
-    done.left_out.update((name, theirs[name].numel()) for name in unused)
+        if there is not None and other_words and name.startswith(("y_embedder.", "text_encoder.")):
+            done.left_out[name], there = math.prod(there), None
+        if there is not None and name == TABLE:
+            before = weights.info.get("class_names") or ()
+            if not _same_table(shape, there, before, class_names, found.null_class):
+                made, why = _relabelled(fresh(name), weights.state[stored], before, class_names, found.null_class)
+        elif there is not None and there != shape:
+            made, why = _resized(name, shape, weights.state[stored], found, config)
+        if made is not None:
+            done.resized[name], done.made[name], done.why[name] = own.numel(), made, why
+        elif there is not None and why is None:
+            done.reused[name], done.stored[name] = own.numel(), stored
+        else:
+            (done.recomputed if name in buffers else done.new)[name] = own.numel()
+    done.left_out.update((name, math.prod(theirs[name])) for name in unused)
     return done
 
 
@@ -123,18 +140,26 @@ def _text_name(config: DiTConfig) -> str | None:
     return config.text and config.text.name
 
 
+def _same_classes(before: Sequence[str], after: Sequence[str]) -> bool:
+    return not before or not after or list(before) == list(after)
+
+
+def _same_table(
+    own: Sequence[int], there: Sequence[int], before: Sequence[str], after: Sequence[str], null_class: bool
+) -> bool:
+    """Whether the file's label table is the model's: of the same shape and classes, with the null class."""
+    return own == there and null_class and _same_classes(before, after)
+
+
 def _relabelled(
     own: Tensor, value: Tensor, before: Sequence[str], after: Sequence[str], null_class: bool
-) -> tuple[Tensor, str | None]:
-    """The label table, its last row the null class, and what was done to it; None: nothing. ``value`` has a row for a
-    null class too, or only those of its classes."""
-    same_classes = not before or not after or list(before) == list(after)
-    if own.shape == value.shape and null_class and same_classes:
-        return value, None
+) -> tuple[Tensor, str]:
+    """The label table, its last row the null class, and what was done to it. ``own``: initial values. ``value`` has a
+    row for a null class too, or only those of its classes."""
     if own.shape[1] != value.shape[1]:
         return own, "the null class too"
     made, rows, classes = own.clone(), {name: row for row, name in enumerate(before)}, len(own) - 1
-    if not null_class and len(value) == classes and same_classes:
+    if not null_class and len(value) == classes and _same_classes(before, after):
         made[:-1] = value
         return made, f"all {classes} classes are kept, and the null class, which the file does not have, is fresh"
     if null_class:
@@ -146,20 +171,22 @@ def _relabelled(
     return made, f"{kept}, and the null class are kept" if null_class else f"{kept} are kept, and no null class"
 
 
-def _resized(name: str, own: Tensor, value: Tensor, found: DiTConfig, config: DiTConfig) -> tuple[Tensor | None, str]:
-    """``value`` in the shape of ``own`` and how; None if there is no sensible way."""
-    if name == PATCHES and value.dim() == 4 and own.shape[:2] + own.shape[3:] == value.shape:
-        return (value.unsqueeze(2) / own.shape[2]).expand_as(own), "a picture's filter, spread over the frames"
+def _resized(
+    name: str, shape: tuple[int, ...], value: Tensor, found: DiTConfig, config: DiTConfig
+) -> tuple[Tensor | None, str]:
+    """``value`` in another shape and how; None if there is no sensible way."""
+    if name == PATCHES and value.dim() == 4 and shape[:2] + shape[3:] == value.shape:
+        return (value.unsqueeze(2) / shape[2]).expand(shape), "a picture's filter, spread over the frames"
     if name.startswith(HEAD) and found.in_channels == config.in_channels and found.patch[-2:] == config.patch[-2:]:
         channels, rest = min(found.out_channels, config.out_channels), value.shape[1:]
         rows = value.view(-1, found.out_channels, *rest)[:, :channels]  # of a patch's places, frames first
-        made = torch.zeros_like(own).view(-1, config.out_channels, *rest)
+        made = torch.zeros(shape, device="cpu").view(-1, config.out_channels, *rest)
         frames = config.patch[0] if config.is_video and not found.is_video else 1
         if frames * len(rows) == len(made):
             made[:, :channels] = rows.repeat(frames, *(1,) * (rows.dim() - 1))
-            return made.view_as(own), "the head" + _variance(found, config)
-    if name.startswith("learned_positions.") and own.shape[1] == value.shape[1]:
-        table = F.interpolate(value.float().t()[None], len(own), mode="linear", align_corners=True)
+            return made.view(shape), "the head" + _variance(found, config)
+    if name.startswith("learned_positions.") and shape[1] == value.shape[1]:
+        table = F.interpolate(value.float().t()[None], shape[0], mode="linear", align_corners=True)
         return table[0].t(), "interpolated linearly"
     return None, ""
 

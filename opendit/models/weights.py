@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from opendit.models.configuration import DiTConfig
+from opendit.models.shapes import Shapes
 from opendit.models.zoo import config_from_dict
 
 
@@ -23,3 +24,9 @@ class Weights:
     @property
     def config(self) -> DiTConfig | None:
         return config_from_dict(self.info["config"]) if "config" in self.info else None
+
+    @property
+    def shapes(self) -> Shapes:
+        """The shape of every tensor; of those in safetensors files without reading them."""
+        known = getattr(self.state, "shapes", None)
+        return {name: tuple(tensor.shape) for name, tensor in self.state.items()} if known is None else known

@@ -2,12 +2,14 @@
 
 import datetime
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from opendit.parallel.mesh import Mesh
+
+Result = TypeVar("Result")
 
 
 class ControlGroup:
@@ -30,6 +32,18 @@ class ControlGroup:
         values = [None] * self.mesh.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def together(self, work: Callable[[], Result], *errors: type[Exception]) -> Result:
+        """This rank's ``work()``. Where it raises one of ``errors`` on any rank, the first one's is raised on all."""
+        result = problem = None
+        try:
+            result = work()
+        except errors as error:
+            problem = error
+        for found in self.gather(problem):
+            if found is not None:
+                raise found
+        return result
 
     def start_any(self, flag: bool) -> Callable[[], bool]:
         """Starts to ask whether ``flag`` is true on any rank; the function returned waits and gives the answer, the

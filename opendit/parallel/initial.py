@@ -35,6 +35,11 @@ class InitialValues:
         shape, distribution = self._drawn[name]
         return initial_values(distribution, self.seed, name, shape, shard)
 
+    def whole(self, name: str) -> Tensor:
+        """All of the parameter: for what is small."""
+        shape, _ = self._drawn[name]
+        return self(name, Shard(shape, ()))
+
 
 def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequence[int], shard: Shard) -> Tensor:
     """A shard of a parameter's initial values, (shard.shape) fp32 in host memory; the other arguments are those of

@@ -42,17 +42,18 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
             _places(checkpoint, [("", file)], engine.shapes)
         moment_shapes = {f"{key}.{name}": shape for name, shape in engine.shapes.items() for key in MOMENTS}
         moments = _places(checkpoint, moment_files, moment_shapes)
-        problem = None
-        try:
-            for name in engine.shapes:
-                _load(checkpoint, engine, ema, name, model, averages, moments)
-        except (Unloadable, FloatingPointError, OSError) as error:
-            problem = error
-        except ValueError as error:
-            problem = Unloadable(f"--load: {error}")
-    problems = ControlGroup(engine.mesh).gather(problem)  # the others would go on without this rank
-    if problem := next(filter(None, problems), None):
-        raise problem
+
+        def load() -> None:
+            try:
+                for name in engine.shapes:
+                    _load(checkpoint, engine, ema, name, model, averages, moments)
+            except Unloadable:
+                raise
+            except ValueError as error:
+                raise Unloadable(f"--load: {error}") from error
+
+        # Together, for the others would go on without a rank that can't.
+        ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
     ema.updates.fill_(state["ema"]["updates"])
     engine.load_scaler_state(state["scaler"])
     engine.finish_loading()

@@ -17,8 +17,9 @@ _SEARCHED = 16 << 20  # bytes of a pickle
 
 
 def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
-    """The state dict in a .pt file, in CPU memory, and the number of classes if the file says it. Meta's training
-    checkpoints hold ``model``, ``ema``, ``opt`` and ``args``; ``ema`` is taken.
+    """The state dict in a .pt file and the number of classes if the file says it. The tensors are on the CPU, and of
+    today's format (an archive) still in the file: what is not used is not read. Meta's training checkpoints hold
+    ``model``, ``ema``, ``opt`` and ``args``; ``ema`` is taken.
 
     Raises ValueError with one line that names the file: it would run code, is damaged, unpacks to more than its own
     size, or holds anything but tensors of real numbers under their names.
@@ -53,7 +54,7 @@ def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
         if total > size:
             raise ValueError(f"{path}: its tensors are larger than the file, because they share memory; save copies")
     for name, tensor in content.items():
-        state[name.removeprefix("module.")] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        state[name.removeprefix("module.")] = tensor.detach()
     return state, num_classes if type(num_classes) is int else None
 
 

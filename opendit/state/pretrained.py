@@ -2,7 +2,6 @@
 diffusers' DiTPipeline folders."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,11 +11,14 @@ from opendit.models.adapt import adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.lora import check_lora, merge_lora
 from opendit.models.names import SIZES, canonical_name, is_video
-from opendit.models.shapes import Shapes
 from opendit.models.weights import Weights
-from opendit.models.zoo import build_model, empty_model, model_config
+from opendit.models.zoo import empty_model, model_config
+from opendit.parallel.control_group import ControlGroup
+from opendit.parallel.initial import InitialValues
+from opendit.parallel.mesh import Mesh
 from opendit.state.diffusers_folder import PIPELINE_INDEX, read_pipeline
 from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
+from opendit.state.first_weights import FirstWeights
 from opendit.state.header import check_shapes, check_size, compare
 from opendit.state.names import PARTS, SHARDS, WHOLE
 from opendit.state.pickled import read_pickled
@@ -24,6 +26,7 @@ from opendit.state.schema import checked_metadata
 from opendit.state.tensor_set import TensorSet, files_of, is_set, open_set
 
 METADATA_KEY = "opendit"
+ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 
@@ -62,24 +65,27 @@ def weights_in(folder: Path, which: str) -> Path:
     return folder / next((name for name in names if (folder / name).is_file()), which + missing)
 
 
-def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None) -> Weights:
-    """Reads the weights of a path as :func:`find_weights` takes it; with ``notes``, of a run folder those of its newest
+def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None, mesh: Mesh = ALONE) -> Weights:
+    """The weights of a path as :func:`find_weights` takes it; with ``notes``, of a run folder those of its newest
     intact checkpoint. Where that is not the newest, a line in ``notes`` says why: it must be shown.
 
+    mesh: ranks that all call this; they share the work of verifying, and find the same.
+
     Raises:
-        FileNotFoundError, ValueError: nothing there, damaged or unreadable, or no intact checkpoint.
+        FileNotFoundError, ValueError: nothing there, damaged or unreadable, or no intact checkpoint; on every rank.
     """
-    folders, damaged = [] if Path(path).is_file() else checkpoints_in(Path(path)), []
+    group = ControlGroup(mesh)
+    folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
-        return read_weights(find_weights(path, which))
+        return read_weights(group.together(lambda: find_weights(path, which), OSError), group)
     for folder in folders:
         file = weights_in(folder, which)
-        if problem := _damage(file):
+        if problem := _damage(file, group):
             damaged.append(problem)
             continue
         if damaged:
             notes.append(f"{'; '.join(damaged)}; taken is {folder}, the newest that is intact")
-        return _read(file)
+        return _read(file, group)
     raise ValueError(f"{path} has no intact checkpoint: {'; '.join(damaged)}")
 
 
@@ -106,59 +112,77 @@ def read_config(path: Path) -> DiTConfig | None:
         return None
 
 
-def read_weights(path: Path) -> Weights:
-    """Reads a weights file into CPU memory, verified if it is a checkpoint's; its header must be that of the model that
-    it says it holds. No code in a file is run (opendit.state.pickled).
+def read_weights(path: Path, group: ControlGroup | None = None) -> Weights:
+    """The weights that a file stands for, verified if it is a checkpoint's; its header must be that of the model that
+    it says it holds. They stay in the file until they are asked for. No code in a file is run (opendit.state.pickled).
+
+    group: of ranks that all call this, and share the work of verifying.
 
     Raises:
         ValueError: the file is damaged, can't be read, holds another model than it says, no state dict, or weights that
-            are not finite.
+            are not finite; on every rank.
     """
-    if problem := _damage(path):
-        which = path.name.removesuffix(SHARDS).removesuffix(WHOLE)
-        earlier = intact_before(path.parent, lambda folder: _damage(weights_in(folder, which)))
-        fix = f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
-        raise ValueError(f"{problem}; {fix}")
-    return _read(path)
+    group = group or ControlGroup(ALONE)
+    if problem := _damage(path, group):
+
+        def fix() -> str:
+            which = path.name.removesuffix(SHARDS).removesuffix(WHOLE)
+            earlier = intact_before(path.parent, lambda folder: _damage(weights_in(folder, which), ControlGroup(ALONE)))
+            return f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
+
+        raise ValueError(f"{problem}; {group.gather(fix() if group.mesh.is_main else None)[0]}")
+    return _read(path, group)
 
 
-def _damage(path: Path) -> str | None:
-    """What is wrong with weights by the manifest beside their file; None if nothing is, or for files that stand
-    alone."""
+def _damage(path: Path, group: ControlGroup) -> str | None:
+    """What is wrong with weights by the manifest beside their file, the same on every rank; None if nothing is, or for
+    files that stand alone."""
+    return next(filter(None, group.gather(_damaged_part(path, group.mesh.rank, group.mesh.world_size))), None)
+
+
+def _damaged_part(path: Path, part: int, parts: int) -> str | None:
     if not is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
         return None
-    if problem := damage(path.parent, only=[path.name]):
+    if problem := damage(path.parent, part, parts, only=[path.name]):
         return problem
     try:
-        if problem := damage(path.parent, only=files_of(path)):
+        if problem := damage(path.parent, part, parts, only=files_of(path)):
             return problem
         if path.name.endswith(SHARDS):
             with open_set(path) as tensors:
-                tensors.check_files()
+                tensors.check_files(part, parts)
     except (ValueError, OSError) as error:
         return str(error)
     return None
 
 
-def _read(path: Path) -> Weights:
+def _read(path: Path, group: ControlGroup) -> Weights:
     """Weights that are as they were written."""
+    return group.together(lambda: _read_part(path, group.mesh.rank, group.mesh.world_size), ValueError, OSError)
+
+
+def _read_part(path: Path, part: int, parts: int) -> Weights:
+    """The weights, of which this share is checked."""
     if path.name == PIPELINE_INDEX:
-        return refuse_unless_finite(read_pipeline(path.parent))
+        return refuse_unless_finite(read_pipeline(path.parent), part, parts)
     if not is_set(path):
         state, num_classes = read_pickled(path)
-        return refuse_unless_finite(Weights(state, path, num_classes=num_classes))
+        return refuse_unless_finite(Weights(state, path, num_classes=num_classes), part, parts)
     tensors = open_set(path)
     tensors.check_floats()
-    tensors.check_files()
+    tensors.check_files(part, parts)
     weights = Weights(tensors, path, _info(tensors))
     if weights.config is not None and "lora" not in weights.info:
         check_shapes(weights.config, tensors.shapes, path)
-    return refuse_unless_finite(weights)
+    return refuse_unless_finite(weights, part, parts)
 
 
-def refuse_unless_finite(weights: Weights) -> Weights:
-    """The same weights. Raises ValueError, naming the file and the tensor, if one holds a NaN or an infinity."""
-    if name := next((name for name in weights.state if not_finite({name: weights.state[name]})), None):
+def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Weights:
+    """The same weights. Raises ValueError, naming the file and the tensor, if one of this share of them holds a NaN or
+    an infinity."""
+    state = weights.state
+    tensors = state.as_stored(part, parts) if isinstance(state, TensorSet) else list(state.items())[part::parts]
+    if name := next((name for name, tensor in tensors if not_finite({name: tensor})), None):
         raise ValueError(
             f"{weights.path}: {name} holds values that are not finite (NaN or infinity); take an earlier checkpoint"
         )
@@ -234,15 +258,10 @@ def assumption(weights: Weights, config: DiTConfig) -> list[str]:
 def load_state(model: DiT, weights: Weights) -> None:
     """Strictly loads weights into a model. Raises ValueError naming the first differences."""
     own = model.state_dict()
-    compare({name: tuple(tensor.shape) for name, tensor in own.items()}, shapes_of(weights.state), weights.path)
+    compare({name: tuple(tensor.shape) for name, tensor in own.items()}, weights.shapes, weights.path)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(weights.state[name])
-
-
-def shapes_of(state: Mapping[str, Tensor]) -> Shapes:
-    """The shape of every tensor; of those in files without reading them."""
-    return state.shapes if isinstance(state, TensorSet) else {name: tuple(t.shape) for name, t in state.items()}
 
 
 def load_pretrained(
@@ -306,12 +325,13 @@ def _base_of(added: Weights) -> Weights:
 
 def _with_lora(weights: Weights, added: Weights, name: str | None) -> tuple[DiT, Weights]:
     check_name(added, name)
-    shapes = shapes_of(weights.state) | shapes_of(added.state)
-    check_size(added.config, shapes, added.path)
+    check_size(added.config, weights.shapes | added.shapes, added.path)
     check_lora(added)
     found = weights.config or infer_config(weights.state, added.info["model"], weights.path, weights.num_classes)
     check_same_blocks(found, added.config, weights.path)
-    model = build_model(added.config)
-    adapt(model, weights, found, added.info.get("class_names") or ())
+    model = empty_model(added.config)
+    initial = InitialValues(model, seed=0)  # of what is new, which was trained too
+    start = adapt(model, weights, found, added.info.get("class_names") or (), fresh=initial.whole)
+    FirstWeights(start, weights.state, initial).fill(model)
     merge_lora(model, added)
     return model, added

@@ -4,6 +4,7 @@
 Files are mapped: what is not asked for is not read.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -46,6 +47,11 @@ class TensorSet(Mapping[str, Tensor]):
 
         Raises ValueError if a file that has some of it is not as the index says, or OSError."""
         raise NotImplementedError
+
+    def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
+        """This share of its tensors as they lie in the files: shards by themselves, and none is copied."""
+        names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
+        return ((name, self[name]) for name in names[part::parts])
 
     def check_files(self, part: int = 0, parts: int = 1) -> None:
         """Opens this share of its files and compares their headers with the index. Raises ValueError."""
@@ -116,6 +122,11 @@ class ShardedTensors(TensorSet):
         self.index, self.metadata = index, index.metadata
         for name, tensor in index.tensors.items():
             self.shapes[name], self.dtypes[name] = tensor.shape, tensor.dtype
+
+    def as_stored(self, part=0, parts=1):
+        for file in self.index.files[part::parts]:
+            for name in self.index.held_by(file):
+                yield name, self._file(file).get_tensor(name)
 
     def check_files(self, part=0, parts=1):
         for name in self.index.files[part::parts]:

@@ -2,31 +2,23 @@
 
 import torch
 
-from opendit.models import empty_model
+from opendit.models import DiT, empty_model
 from opendit.models.adapt import adapt
-from opendit.models.initialization import initialize
 from opendit.models.lora import add_lora
 from opendit.parallel.apply import apply_parallel
-from opendit.parallel.engines import Engine, build_engine
+from opendit.parallel.engines import Engine, Values, build_engine
 from opendit.parallel.initial import InitialValues
+from opendit.state.first_weights import FirstWeights
 from opendit.training.specification import RunSpecification
 
 
 def build_model_and_engine(spec: RunSpecification) -> Engine:
     flags = spec.flags
     torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
-    fresh, cut = spec.initial is None, flags.plugin == "fsdp" and spec.mesh.world_size > 1
-    with spec.mesh.device:  # a fresh model that is cut is nowhere whole
-        model = empty_model(spec.model_config, parameters=not (fresh and cut))
-    initial = None  # what the model will hold
-    if fresh:
-        initial = InitialValues(model, flags.global_seed)  # of a rank's own shards, which is all that it needs
-    else:
-        initialize(model, flags.global_seed)
-        start = adapt(model, spec.initial, spec.initial_config, spec.dataset.class_names)
-        spec.notes += [f"--pretrained: {line}" for line in start.describe()]
-        if spec.lora is not None:
-            add_lora(model, spec.lora, start.untrained, flags.global_seed)
+    with spec.mesh.device:  # a model that is cut is nowhere whole
+        cut = flags.plugin == "fsdp" and spec.mesh.world_size > 1
+        model = empty_model(spec.model_config, parameters=not cut)
+    initial = _first_values(spec, model)
     apply_parallel(
         model,
         ops=spec.kernels.ops,
@@ -50,3 +42,20 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         offload=flags.offload,
         initial=initial,
     )
+
+
+def _first_values(spec: RunSpecification, model: DiT) -> Values:
+    """What the parameters of ``model`` will hold, of which every rank then takes what it needs: initial values, or what
+    fits of --pretrained. With --lora the model gets its layers."""
+    seed = spec.flags.global_seed
+    initial = InitialValues(model, seed)
+    if spec.initial is None:
+        return initial
+    start = adapt(model, spec.initial, spec.initial_config, spec.dataset.class_names, fresh=initial.whole)
+    spec.notes += [f"--pretrained: {line}" for line in start.describe()]
+    if spec.lora is not None:
+        add_lora(model, spec.lora, start.untrained, seed)
+        initial = InitialValues(model, seed)
+    first = FirstWeights(start, spec.initial.state, initial)
+    first.fill_buffers(model)
+    return first

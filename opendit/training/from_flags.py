@@ -18,8 +18,9 @@ from opendit.models.lora import lora_parameters
 from opendit.models.names import patch_size
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
+from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence.choose import Shape
-from opendit.state.pretrained import assumption, infer_config, read_newest
+from opendit.state.pretrained import ALONE, assumption, infer_config, read_newest
 from opendit.training.memory import BYTES, Setup
 
 
@@ -134,13 +135,13 @@ def sequence_shape(
 
 
 def check_pretrained(
-    pretrained: str, model: str, config: DiTConfig, notes: list[str], resumed: bool = False
+    pretrained: str, model: str, config: DiTConfig, notes: list[str], mesh: Mesh = ALONE, resumed: bool = False
 ) -> tuple[Weights, DiTConfig, DiTConfig]:
-    """The weights of --pretrained, in CPU memory, the configuration that they are of, and the model's in their
-    revision; of a run that is ``resumed``, the model's as it is.
+    """The weights of --pretrained, still in their file, the configuration that they are of, and the model's in their
+    revision; of a run that is ``resumed``, the model's as it is. Call it on every rank of ``mesh``.
 
     Raises ValueError or FileNotFoundError if there are none that this model can start from."""
-    weights = read_newest(pretrained, notes=notes)
+    weights = read_newest(pretrained, notes=notes, mesh=mesh)
     if "lora" in weights.info:
         raise ValueError(f"--pretrained {pretrained} holds what --lora adds to {weights.info['lora']['base']}")
     # What the file says, or what its shapes say of Meta's files.

@@ -90,7 +90,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     initial, initial_config = None, None
     if asked.start.pretrained and (asked.start.lora or not resume):
         initial, initial_config, config = check_pretrained(
-            asked.start.pretrained, asked.model.model, config, notes, resumed=resume is not None
+            asked.start.pretrained, asked.model.model, config, notes, mesh, resumed=resume is not None
         )
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))

@@ -11,9 +11,9 @@ from torch import nn
 
 import sample
 from opendit.models import DiT, DiTConfig, model_config
-from opendit.models.adapt import adapt
 from opendit.models.weights import Weights
 from opendit.state.pretrained import METADATA_KEY, assumption, infer_config, load_pretrained
+from tests.first_weights import taken_over
 from tests.models.test_dit import randomised
 
 
@@ -121,7 +121,7 @@ def test_fine_tuning_does_not_take_the_last_class_for_the_null_class(classes, tm
     new = DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=classes))
     name = "y_embedder.embedding_table.weight"
     fresh = new.state_dict()[name].clone()
-    done = adapt(new, Weights(state, tmp_path / "w.pt", num_classes=8), found)
+    done = taken_over(new, Weights(state, tmp_path / "w.pt", num_classes=8), found)
     table = new.state_dict()[name]
     assert torch.equal(table[-1], fresh[-1]) and name in done.untrained
     assert torch.equal(table[:-1], state[name] if classes == 8 else fresh[:-1])
@@ -129,6 +129,6 @@ def test_fine_tuning_does_not_take_the_last_class_for_the_null_class(classes, tm
     names = [f"c{i}" for i in range(8)]
     new = DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=2))
     fresh = new.state_dict()[name].clone()
-    adapt(new, Weights(state, tmp_path / "w.pt", {"class_names": names}), found, ["c7", "other"])
+    taken_over(new, Weights(state, tmp_path / "w.pt", {"class_names": names}), found, ["c7", "other"])
     table = new.state_dict()[name]
     assert torch.equal(table[0], state[name][7]) and torch.equal(table[1:], fresh[1:])

@@ -127,8 +127,7 @@ def test_a_configuration_is_compared_with_the_shapes_before_a_model_is_made(
     change(info)
     save_file(state, path, metadata={METADATA_KEY: json.dumps(info)})
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for make in ("build_model", "empty_model"):
-        monkeypatch.setattr(f"opendit.state.pretrained.{make}", lambda *_: pytest.fail("a model was made"))
+    monkeypatch.setattr("opendit.state.pretrained.empty_model", lambda *_: pytest.fail("a model was made"))
     told = [draw(path, tmp_path, capsys)]
     start = ["--model", "DiT-Ti/2", "--image_size", "8", "--vae", "none", "--num_workers", "0", "--outputs", tmp_path]
     told += [refused(train.main, [*start, "--pretrained", path], capsys)]
@@ -191,8 +190,7 @@ def test_what_lora_adds_must_fit_and_its_base_be_a_regular_file(tmp_path, no_ran
 
     lora(right)
     load_pretrained(path)
-    for make in ("build_model", "empty_model"):
-        monkeypatch.setattr(f"opendit.state.pretrained.{make}", lambda *_: pytest.fail("a model was made"))
+    monkeypatch.setattr("opendit.state.pretrained.empty_model", lambda *_: pytest.fail("a model was made"))
     for state in (
         {**right, a: torch.randn(3, 128)},
         {**right, b: torch.randn(128, 2)},

@@ -18,7 +18,6 @@ import train
 from opendit.kernels import operations
 from opendit.kernels.operations import MODULATE, NORM, SPLIT
 from opendit.models import DiT, TextConfig, build_model, encode_bytes, model_config
-from opendit.models.adapt import adapt
 from opendit.models.initialization import initialize
 from opendit.models.layers import TORCH_OPS
 from opendit.models.lora import A, B, Lora, add_lora, merge_lora, targets
@@ -26,6 +25,7 @@ from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
 from opendit.models.weights import Weights
 from opendit.state.pretrained import METADATA_KEY, load_pretrained
+from tests.first_weights import taken_over
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.ranks import run_ranks
@@ -54,7 +54,7 @@ def inputs(of: DiT, batch: int = 3) -> tuple:
 
 def test_the_same_model_is_taken_over_whole(tmp_path):
     old, new = model(), model(seed=1)
-    done = adapt(new, weights(old, tmp_path, class_names=list("abcde")), old.config, list("abcde"))
+    done = taken_over(new, weights(old, tmp_path, class_names=list("abcde")), old.config, list("abcde"))
     assert all(torch.equal(value, new.state_dict()[name]) for name, value in old.state_dict().items())
     assert not done.untrained and not done.left_out and len(done.describe()) == 1
     assert sum(done.reused.values()) == old.config.parameters() + old.pos_embed.numel()
@@ -63,7 +63,7 @@ def test_the_same_model_is_taken_over_whole(tmp_path):
 def test_other_classes_keep_the_null_class_and_those_of_the_same_name(tmp_path):
     old, new = model(), model(seed=1, num_classes=4)
     fresh = new.y_embedder.embedding_table.weight.clone()
-    done = adapt(new, weights(old, tmp_path, class_names=list("abcde")), old.config, list("xdya"))
+    done = taken_over(new, weights(old, tmp_path, class_names=list("abcde")), old.config, list("xdya"))
     before, after = old.y_embedder.embedding_table.weight, new.y_embedder.embedding_table.weight
     assert torch.equal(after[4], before[5]) and torch.equal(after[1], before[3]) and torch.equal(after[3], before[0])
     assert torch.equal(after[[0, 2]], fresh[[0, 2]])
@@ -73,12 +73,12 @@ def test_other_classes_keep_the_null_class_and_those_of_the_same_name(tmp_path):
     assert torch.equal(new(x, t, torch.full((3,), 4)), old(x, t, torch.full((3,), 5)))
     # as many classes of other names are other classes
     other = model(seed=1)
-    assert adapt(other, weights(old, tmp_path, class_names=list("abcde")), old.config, list("vwxyz")).untrained
+    assert taken_over(other, weights(old, tmp_path, class_names=list("abcde")), old.config, list("vwxyz")).untrained
 
 
 def test_another_size_gets_its_own_sine_cosine_table(tmp_path):
     old, new = model(), model(seed=1, input_size=(12, 16))
-    done = adapt(new, weights(old, tmp_path), old.config)
+    done = taken_over(new, weights(old, tmp_path), old.config)
     assert torch.equal(new.pos_embed[0], sincos_position_table(128, 6, 8))
     assert list(done.recomputed) == ["pos_embed"] and not done.untrained
     x, t = torch.randn(2, 2, 12, 16), torch.tensor([1, 600])
@@ -90,7 +90,7 @@ def test_learned_positions_are_interpolated(tmp_path):
     slope = torch.randn(128)
     for table in old.learned_positions.axes:  # a straight line stays one, from the same start to the same end
         table.weight.data = torch.linspace(-1, 3, len(table.weight))[:, None] * slope
-    done = adapt(new, weights(old, tmp_path), old.config)
+    done = taken_over(new, weights(old, tmp_path), old.config)
     rows, columns = (table.weight for table in new.learned_positions.axes)
     assert torch.equal(rows, old.learned_positions.axes[0].weight)
     assert torch.allclose(columns, torch.linspace(-1, 3, 7)[:, None] * slope, atol=1e-6)
@@ -99,12 +99,12 @@ def test_learned_positions_are_interpolated(tmp_path):
 
 def test_another_objective_keeps_the_head_of_the_prediction(tmp_path):
     old, new = model(), model(seed=1, learn_sigma=False)
-    adapt(new, weights(old, tmp_path), old.config)
+    taken_over(new, weights(old, tmp_path), old.config)
     x, t = inputs(new)
     y = torch.tensor([0, 2, 5])
     assert torch.allclose(new(x, t, y), old(x, t, y)[:, :2], atol=1e-6)
     back = model(seed=2)
-    done = adapt(back, weights(new, tmp_path), new.config)
+    done = taken_over(back, weights(new, tmp_path), new.config)
     assert torch.allclose(back(x, t, y)[:, :2], new(x, t, y), atol=1e-6) and back(x, t, y)[:, 2:].abs().max() == 0
     assert "learned variance that begins at zero" in " ".join(done.describe())
 
@@ -112,7 +112,7 @@ def test_another_objective_keeps_the_head_of_the_prediction(tmp_path):
 def test_another_condition_makes_the_embedder_anew_and_starts_as_without(tmp_path):
     text = TextConfig("bytes", 32, 9, cross_attention=True)
     old, new = model(), build_model(model_config("DiT-Ti/2", **SIZES, text=text)).eval()
-    done = adapt(new, weights(old, tmp_path), old.config)
+    done = taken_over(new, weights(old, tmp_path), old.config)
     assert {name.split(".")[0] for name in done.new} == {"y_embedder", "text_encoder", "blocks"}
     assert all("cross_attn" in name for name in done.new if name.startswith("blocks"))
     assert list(done.left_out) == ["y_embedder.embedding_table.weight"]
@@ -123,13 +123,13 @@ def test_another_condition_makes_the_embedder_anew_and_starts_as_without(tmp_pat
     assert torch.allclose(new(x, t, encode_bytes(["a", "b", ""], 9)), old(x, t, torch.tensor([0, 1, 2])), atol=1e-5)
     # another encoder of the same width is another one
     third = build_model(model_config("DiT-Ti/2", **SIZES, text=TextConfig("clip", 32, 9, cross_attention=True)))
-    done = adapt(third, weights(new, tmp_path), new.config)
+    done = taken_over(third, weights(new, tmp_path), new.config)
     assert all(name.startswith("y_embedder.") for name in done.new) and "y_embedder.mlp.0.weight" in done.left_out
 
 
 def test_a_clip_model_starts_from_a_picture_model(tmp_path):
     old, new = model(), model("vDiT-Ti/222", seed=1, frames=6)
-    done = adapt(new, weights(old, tmp_path), old.config)
+    done = taken_over(new, weights(old, tmp_path), old.config)
     x, _ = inputs(old)
     still = x[:, :, None].expand(-1, -1, 2, -1, -1)  # two frames alike are one token, as the picture is
     assert torch.allclose(new.x_embedder(still), old.x_embedder(x), atol=1e-6)
@@ -156,7 +156,7 @@ def test_learned_positions_of_a_picture_model_are_a_clip_model_s_rows_and_column
     options = dict(positions="learned", input_size=(8, 12))
     old, new = model(picture, **options), model(clip, seed=1, frames=4, **options)  # as many frames as rows of patches
     fresh = new.learned_positions.axes[0].weight.clone()
-    done = adapt(new, weights(old, tmp_path), old.config)
+    done = taken_over(new, weights(old, tmp_path), old.config)
     assert list(done.new) == [AXES.format(0)] and not done.left_out
     assert torch.equal(new.learned_positions.axes[0].weight, fresh)
     assert {AXES.format(1), AXES.format(2)} <= done.reused.keys()
@@ -168,7 +168,7 @@ def test_learned_positions_of_a_picture_model_are_a_clip_model_s_rows_and_column
     torch.testing.assert_close(new(x[:, :, None], t, y)[:, :, 0], old(x, t, y), atol=1e-5, rtol=1e-4)
     # of other sizes, each axis by itself
     other = model(clip, seed=1, frames=6, positions="learned", input_size=(12, 10))
-    done = adapt(other, weights(old, tmp_path), old.config)
+    done = taken_over(other, weights(old, tmp_path), old.config)
     assert list(done.new) == [AXES.format(0)] and {AXES.format(1), AXES.format(2)} <= done.resized.keys()
     rows, columns = (table.weight for table in old.learned_positions.axes)
     for table, expected in zip(
@@ -181,7 +181,7 @@ def test_learned_positions_of_a_picture_model_are_a_clip_model_s_rows_and_column
 def test_learned_positions_of_a_clip_model_without_its_frames_are_a_picture_model_s(picture, clip, tmp_path):
     options = dict(positions="learned", input_size=(8, 12))
     old, new = model(clip, frames=4, **options), model(picture, seed=1, **options)
-    done = adapt(new, weights(old, tmp_path), old.config)
+    done = taken_over(new, weights(old, tmp_path), old.config)
     assert done.left_out[AXES.format(0)] == 4 * 128 and {AXES.format(0), AXES.format(1)} <= done.reused.keys()
     assert re.fullmatch(r"left out of the file: [\d,]+ weights, .*learned_positions\.axes\.0", done.describe()[-1])
     new.x_embedder.proj.weight.data.copy_(old.x_embedder.proj.weight[:, :, 0])  # new: of another number of axes
@@ -189,7 +189,7 @@ def test_learned_positions_of_a_clip_model_without_its_frames_are_a_picture_mode
     (x, t), y = inputs(new), torch.tensor([0, 2, 5])
     torch.testing.assert_close(new(x, t, y), old(x[:, :, None], t, y)[:, :, 0], atol=1e-5, rtol=1e-4)
     other = model(picture, seed=1, positions="learned", input_size=(12, 10))
-    done = adapt(other, weights(old, tmp_path), old.config)
+    done = taken_over(other, weights(old, tmp_path), old.config)
     assert {AXES.format(0), AXES.format(1)} <= done.resized.keys() and AXES.format(0) in done.left_out
     _, rows, columns = (table.weight for table in old.learned_positions.axes)
     for table, expected in zip(other.learned_positions.axes, (stretched(rows, 6), stretched(columns, 5)), strict=True):

@@ -9,7 +9,7 @@ from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings,
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import OFFLOAD, PLUGINS, check_precision
 
-__all__ = ["MOMENTS", "PRECISIONS", "Engine", "Sharding", "StepResult", "build_engine", "engine_of"]
+__all__ = ["MOMENTS", "PRECISIONS", "Engine", "Sharding", "StepResult", "Values", "build_engine", "engine_of"]
 
 
 def engine_of(plugin: str) -> type[Engine]:
@@ -35,7 +35,7 @@ def build_engine(
     """Wraps a module, the same on every rank, for training.
 
     Args:
-        module: a plain module with fp32 weights, or with ``initial`` one whose trained weights are not filled yet.
+        module: a plain module with fp32 weights, or with ``initial`` one whose weights are not filled yet.
         plugin: one of ``opendit.parallel.names.PLUGINS``.
         betas: of AdamW, both at least 0 and below 1.
         grad_clip: bound of the global gradient norm; 0 means none.
@@ -43,8 +43,9 @@ def build_engine(
         sharding: how fsdp divides the model; its dtype is that of ``precision``.
         offload: what fsdp keeps in host memory, one of ``opendit.parallel.names.OFFLOAD``: ``average``: the averages;
             ``state``: averages and moments.
-        initial: gives the fp32 values of any shard, by the parameter's name, to begin with; None: they are those of
-            the module, of which all ranks then have a copy in host memory for a time.
+        initial: gives the fp32 values of any shard, by the parameter's name, to begin with, of what is trained and of
+            what is not; None: they are those of the module, and all ranks have a copy of those to be trained in host
+            memory for a time.
 
     Raises:
         ValueError: unknown plugin, precision or offload, or one that the plugin does not work in.

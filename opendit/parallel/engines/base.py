@@ -68,7 +68,7 @@ class Engine(ABC):
         self.shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
         # Plugins cast weights and buffers to half before they make their fp32 copies; the masters must be
         # the fp32 initialisation itself, and position tables stay fp32.
-        initial = _values_of(module) if initial is None else initial
+        trained = _values_of(module) if initial is None else initial
         buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         self.model, self.optimizer, adam, self.optimizer_name = self._wrap(module, settings)
         self.module, self.adam = module, adam
@@ -79,7 +79,9 @@ class Engine(ABC):
             buffer.data = buffers[name].to(mesh.device)
         self._locate()
         for name in self.shapes:
-            self.set_master(name, initial(name, self.held(name)))
+            self.set_master(name, trained(name, self.held(name)))
+        if initial is not None:
+            self._fill_frozen(initial)
         self.finish_loading()
 
     plugin: str  # its name in --plugin
@@ -170,6 +172,18 @@ class Engine(ABC):
     def set_master(self, name: str, part: Tensor) -> None:
         """Sets what this rank holds (:meth:`held`) of a parameter's master; finish_loading follows."""
         self.master(name).copy_(part)
+
+    @torch.no_grad()
+    def _fill_frozen(self, values: Values) -> None:
+        """Gives the weights that are not trained their values."""
+        for name, parameter in self.module.named_parameters():
+            if name not in self.shapes:
+                part, shard = self._frozen_part(name, parameter)
+                part.copy_(values(name, shard))
+
+    def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
+        """This rank's memory of a weight that is not trained, and which shard of it that is."""
+        return parameter, Shard(tuple(parameter.shape), ())
 
     def load_master(self, name: str, full: Tensor) -> None:
         """:meth:`set_master` of the full tensor's part (call on every rank, then finish_loading)."""

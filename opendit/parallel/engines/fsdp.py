@@ -10,7 +10,7 @@ from opendit.parallel.colossal import load
 from opendit.parallel.engines.base import Engine, StepResult
 from opendit.parallel.layout import Layout, dim_cut
 from opendit.parallel.loss_scale import LossScale
-from opendit.parallel.sharded_optimizer import ShardedOptimizer
+from opendit.parallel.sharded_optimizer import ShardedOptimizer, local_part
 
 
 class FSDPEngine(Engine):
@@ -45,10 +45,17 @@ class FSDPEngine(Engine):
         return model, optimizer, adam, name
 
     def _locate(self):
-        ranks = self.mesh.dims.size("fsdp")
-        cuts = {name: [dim_cut("fsdp", 0, shape[0], ranks)] for name, shape in self.shapes.items()}
-        self.layout = Layout(self.mesh, self.shapes, cuts)
+        self.layout = self._rows(self.shapes)
         self._optimizer_keys = dict(self.optimizer.masters)
+
+    def _rows(self, shapes) -> Layout:
+        """Where ``fully_shard`` puts what of tensors of these shapes."""
+        ranks = self.mesh.dims.size("fsdp")
+        cuts = {name: [dim_cut("fsdp", 0, shape[0], ranks)] for name, shape in shapes.items()}
+        return Layout(self.mesh, shapes, cuts)
+
+    def _frozen_part(self, name, parameter):
+        return local_part(parameter), self._rows({name: tuple(parameter.shape)}).local(name)
 
     def master(self, name):
         return self.optimizer.masters[name]

@@ -1,0 +1,22 @@
+"""Weights taken over by a model that is whole and in memory: what a run does shard by shard (FirstWeights)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from opendit.models import DiT, DiTConfig
+from opendit.models.adapt import Adaptation, adapt
+from opendit.models.weights import Weights
+
+
+@torch.no_grad()
+def taken_over(model: DiT, weights: Weights, found: DiTConfig, class_names: Sequence[str] = ()) -> Adaptation:
+    """Puts into ``model`` what fits of the weights of a model ``found``; its own values are the initial ones."""
+    own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    start = adapt(model, weights, found, class_names, fresh=own.__getitem__)
+    for name, tensor in model.state_dict().items():
+        if name in start.made:
+            tensor.copy_(start.made[name])
+        elif name in start.stored:
+            tensor.copy_(weights.state[start.stored[name]])
+    return start
