@@ -1,6 +1,6 @@
 """Does a run survive kills? `kill -9` of a random rank at random moments; the end must be that of an undisturbed run.
 
-    python benchmarks/bench_kills.py [--kills 30] [--results FILE]
+    python benchmarks/bench_kills.py [--kills 30] [--plugin zero2] [--checkpoint_format whole] [--results FILE]
 
 Two gloo ranks train a tiny model on a CPU and save every step. Again and again one of them is killed, then the other,
 as torchrun does, and the run is started anew with ``--load latest``. Every second kill falls into a save, the others
@@ -106,6 +106,8 @@ def differences(one: Path, other: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--plugin", default="zero2", help="of train.py (default: zero2)")
+    parser.add_argument("--checkpoint_format", default="whole", choices=["whole", "sharded"], help="(default: whole)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
     parser.add_argument("--results", help="append to this CSV")
     args = parser.parse_args()
@@ -113,7 +115,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Programs(starter := Starter(), Path(folder, "cwd")) as programs:
         outputs = {name: Path(folder, name) for name in ("whole", "killed")}
         # More than the run gets on between the kills; what is left after the last one is trained in one go.
-        argv = [*ARGV, "--max_steps", str(40 + 5 * args.kills), "--ckpt_every", "1", "--ckpt_keep", "2"]
+        argv = [*ARGV, "--plugin", args.plugin, "--checkpoint_format", args.checkpoint_format]
+        argv += ["--max_steps", str(40 + 5 * args.kills), "--ckpt_every", "1", "--ckpt_keep", "2"]
         finish(programs, [*argv, "--outputs", str(outputs["whole"])])
         again = [*argv, "--outputs", str(outputs["killed"]), "--load", "latest"]
         run = outputs["killed"] / RUN
@@ -144,7 +147,8 @@ def main() -> None:
     minutes = (time.monotonic() - began) / 60
     print(f"| {len(kills)} | {inside} | {sum(made.rank == 0 for made in kills)} | {steps} | {minutes:.1f} | {result} |")
     if args.results:
-        case = f"DiT-Ti/2 fp32, {WORLD} gloo ranks, saves every step"
+        kind = "" if args.checkpoint_format == "whole" else f", {args.checkpoint_format}, --plugin {args.plugin}"
+        case = f"DiT-Ti/2 fp32, {WORLD} gloo ranks, saves every step{kind}"
         figures = {"kills": len(kills), "kills inside a save": inside, "differences": len(different)}
         append([dict(bench="kills", case=case, metric=m, value=str(v)) for m, v in figures.items()], args.results)
     sys.exit(bool(different))

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -226,9 +226,9 @@ class Lab:
         """It ends before it has begun, the fault's name in the last line."""
         self.ends(program, {code}, says)
 
-    def same_weights(self, world: int = 1) -> None:
-        """The run's end is the undisturbed one's, bit for bit."""
-        self._lost(differing(self.undisturbed(world) / RUN, self.run))
+    def same_weights(self, world: int = 1, *more: object) -> None:
+        """The run's end is the undisturbed one's, bit for bit; ``more``: flags of both."""
+        self._lost(differing(self.undisturbed(world, *more) / RUN, self.run))
 
     def loses_nothing(self, world: int = 1, *more: object) -> None:
         """The newest checkpoint is intact, and a resume from it ends as the undisturbed run, bit for bit."""
@@ -246,7 +246,7 @@ class Lab:
         if any(codes):
             self._lost(f"a resume ended with {codes}: {programs[0].last_line()}")
         else:
-            self.same_weights(world)
+            self.same_weights(world, *more)
         self.programs.kill_all()
 
     def untouched(self) -> None:
@@ -261,22 +261,26 @@ class Lab:
 
     # ---------------------------------------------------------------------------------------- surroundings
 
-    def undisturbed(self, world: int = 1) -> Path:
-        """The outputs of a run of so many ranks that nobody disturbed."""
-        return self.shared.once(f"whole-{world}", lambda folder: self._train_in(folder, world, STEPS))
+    def undisturbed(self, world: int = 1, *more: object) -> Path:
+        """The outputs of a run of so many ranks that nobody disturbed; ``more``: its flags beside TRAIN."""
+        return self._trained("whole", STEPS, world, more)
 
-    def prepared(self, world: int = 1) -> Path:
+    def prepared(self, world: int = 1, *more: object) -> Path:
         """This fault's own copy of a run that was trained to step HALF; returns its newest checkpoint."""
-        made = self.shared.once(f"half-{world}", lambda folder: self._train_in(folder, world, HALF))
+        made = self._trained("half", HALF, world, more)
         shutil.copytree(made, self.outputs, symlinks=True)
         newest = newest_checkpoint(self.run)
         assert newest is not None and newest.name == f"step_{HALF:07d}"
         return newest
 
-    def _train_in(self, folder: Path, world: int, steps: int) -> None:
+    def _trained(self, name: str, steps: int, world: int, more: Sequence[object]) -> Path:
+        name = "-".join(map(str, (name, world, *(str(word).strip("-") for word in more))))
+        return self.shared.once(name, lambda folder: self._train_in(folder, world, steps, more))
+
+    def _train_in(self, folder: Path, world: int, steps: int, more: Sequence[object]) -> None:
         lab = Lab(self.shared, f"{folder.name}.made-{time.monotonic_ns()}")
         lab.outputs = folder
-        programs = lab.train("--max_steps", steps, world=world)
+        programs = lab.train("--max_steps", steps, *more, world=world)
         end = FOREVER * self.shared.patience
         lab.programs.wait(lambda: all(program.code() is not None for program in programs), end, "an undisturbed run")
         if any(program.code() for program in programs):

@@ -35,7 +35,7 @@ class ShellLab(Lab):
     def train(self, *_, **__):
         return [self.programs.run("sh", "-c", self.command, OUT=str(self.outputs))]
 
-    def undisturbed(self, world: int = 1) -> Path:
+    def undisturbed(self, world: int = 1, *more: object) -> Path:
         return self.shared.folder / "whole"
 
 
