@@ -212,14 +212,16 @@ def kill(processes: list[Process]) -> None:
 
 
 def test_kills_in_a_save_and_a_sigterm_change_nothing(tmp_path, launch):
+    """Saves of both kinds, one after the other in one run."""
     steps = 40
     argv = [*ARGV, "--max_steps", str(steps), "--ckpt_every", "1", "--ckpt_keep", "2"]
+    argv += ["--checkpoint_format", "sharded"]
     assert exit_codes(launch([*argv, "--outputs", str(tmp_path / "whole")]), 200) == [0, 0]
     outputs = tmp_path / "parts"
     checkpoints = outputs / "000-DiT-Ti-2" / "checkpoints"
     again = [*argv, "--outputs", str(outputs), "--load", "latest"]
-    for victim, at_least in enumerate((3, 9, 15)):
-        processes = launch(again)
+    for victim, (at_least, kind) in enumerate(((3, "sharded"), (9, "whole"), (15, "sharded"))):
+        processes = launch([*again, "--checkpoint_format", kind])
         wait_for(lambda bar=at_least: max(steps_in(checkpoints), default=0) >= bar, processes)
         wait_for(lambda: any(checkpoints.glob(".step_*.incomplete")), processes)
         processes[victim % 2].kill()  # one rank, in the middle of a save; then, as torchrun does, the other
