@@ -26,7 +26,8 @@ AVERAGES = ("ema", "ema_0.5")
 
 @dataclass(frozen=True)
 class Run:
-    """A plugin (hsdp: fsdp with two copies of the model), its ranks, and the kind of its checkpoint."""
+    """A plugin (hsdp: fsdp with two copies of the model), its ranks, and the kind of its checkpoint. (On 2 ranks fsdp
+    keeps the whole state in host memory, on 4 hsdp the averages.)"""
 
     plugin: str
     world: int
@@ -61,6 +62,7 @@ ELASTIC = {
 def built(mesh: Mesh, run: Run, **more) -> tuple[Mesh, Engine, EMA]:
     plugin, copies = ("fsdp", 2) if run.plugin == "hsdp" else (run.plugin, 1)
     mesh = init_mesh(replicate=copies) if copies > 1 else mesh
+    more["offload"] = {("fsdp", 2): "state", ("hsdp", 4): "average"}.get((run.plugin, run.world), "none")
     settings = dict(lr=LR, weight_decay=0.01, betas=BETAS, grad_clip=CLIP, sharding=Sharding(keep_gathered=False))
     engine = build_engine(build_model(), mesh, plugin=plugin, precision=run.precision, **settings, **more)
     return mesh, engine, EMA(engine, DECAYS, warmup=True)

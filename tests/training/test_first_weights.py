@@ -127,6 +127,7 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
         adam_beta2=0.999,
         grad_clip=1.0,
         grad_accumulation=1,
+        offload="none",
     )
     return SimpleNamespace(
         flags=flags,
