@@ -11,7 +11,8 @@ from opendit.encoders.folder import encoder_name
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
-from opendit.models import Condition, DiTConfig
+from opendit.models.conditioning import Condition
+from opendit.models.configuration import DiTConfig
 from opendit.models.weights import Weights
 
 SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval counts

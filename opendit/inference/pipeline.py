@@ -17,7 +17,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from opendit.diffusion import Objective, objective_from_dict
+from opendit.diffusion.objectives import objective_from_dict
+from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import ImageCodec
@@ -37,7 +38,9 @@ from opendit.inference.loading import (
     vae_of,
 )
 from opendit.kernels.select import KernelSwitches, select_kernels
-from opendit.models import Condition, DiT, DiTConfig
+from opendit.models.conditioning import Condition
+from opendit.models.configuration import DiTConfig
+from opendit.models.dit import DiT
 from opendit.models.names import nearest
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
@@ -114,8 +117,9 @@ def load(
     if weights not in ("ema", "model"):
         raise ValueError(f"weights {weights}: must be ema or model")
     notes: list[str] = []
+    added = None if lora is None else Path(lora).expanduser()
     with _arguments_named():
-        network, found = load_pretrained(Path(path).expanduser(), model, weights, lora, num_classes, notes)
+        network, found = load_pretrained(Path(path).expanduser(), model, weights, added, num_classes, notes)
         config = network.config
         notes += assumption(found, config)
         check_text_encoder(text_encoder, config, found)
@@ -240,11 +244,15 @@ class Pipeline:
                 raise ValueError(f"{name} does nothing with guidance 1, which is none; leave one of them out")
         if guided_channels is not None:
             _check("guided_channels", guided_channels, 1, self.config.in_channels, int)
+        if isinstance(what, bool):
+            raise ValueError(f"what to draw is a list of classes or captions, or a count, not {what}")
+        if isinstance(what, numbers.Integral):
+            what = int(what)  # numpy's, too
         with _arguments_named():
             latents = self._latent_size(size, frames)
             check_negative(negative, self.config, self.weights)
             self.objective.choose(sampler)
-            if not _is_count(what):
+            if not isinstance(what, int):
                 check_guidance(self.config, self.weights, guidance)
         if interval is not None:
             low, high = interval
@@ -252,7 +260,7 @@ class Pipeline:
                 raise ValueError(f"interval {low:g} {high:g}: two noise levels with 0 <= LOW < HIGH")
         with self._arithmetic():
             y = self._conditions(what)
-            if _is_count(what) and negative is None:
+            if isinstance(what, int) and negative is None:
                 guidance, interval = 1.0, None  # away from what is drawn itself
             engine = self._engine(
                 steps=steps,
@@ -312,15 +320,17 @@ class Pipeline:
 
     def _conditions(self, what: int | str | Sequence[int | str]) -> Condition:
         """The condition of every sample, one row each."""
-        if _is_count(what):
-            return self._no_condition(int(what))
+        if isinstance(what, int):
+            return self._no_condition(what)
         wanted = [what] if isinstance(what, str) else list(what)
         if not wanted:
             raise ValueError("nothing to draw: the list is empty")
         if isinstance(self.conditioner, CaptionConditioner):
-            if strange := [item for item in wanted if not isinstance(item, str)]:
-                raise ValueError(f"{strange[0]!r}: {self.weights.path} is conditioned on captions; give text")
-            return self.conditioner.encode(wanted)
+            captions = [item for item in wanted if isinstance(item, str)]
+            if len(captions) < len(wanted):
+                strange = next(item for item in wanted if not isinstance(item, str))
+                raise ValueError(f"{strange!r}: {self.weights.path} is conditioned on captions; give text")
+            return self.conditioner.encode(captions)
         return torch.tensor([self._class(item) for item in wanted], dtype=torch.int64, device=self.device)
 
     def _no_condition(self, count: int) -> Condition:
@@ -354,10 +364,6 @@ class Pipeline:
         if len(found) > 1:
             raise ValueError(f"class {item!r}: numbers {', '.join(map(str, found))} are called so; give one of these")
         return found[0]
-
-
-def _is_count(what: object) -> bool:
-    return isinstance(what, numbers.Integral) and not isinstance(what, bool)
 
 
 def _check(name: str, value: Any, low: float, high: float, kind: type = float) -> None:

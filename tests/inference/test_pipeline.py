@@ -143,6 +143,7 @@ def test_classes_by_name(weights):
         ([1.5], "class 1.5"),
         ([], "the list is empty"),
         (0, r"a class is \[0\]"),
+        (True, "not True"),
     ]:
         with pytest.raises(ValueError, match=message):
             pipe(what, steps=2)
