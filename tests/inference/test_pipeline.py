@@ -29,6 +29,7 @@ def weights(tmp_path_factory):
     flow = {"objective": FlowObjective().to_dict(), "frame_interval": 3}
     return {
         "classes": write(folder / "classes.safetensors", info={"class_names": NAMES}),
+        "colours": write(folder / "colours.safetensors", in_channels=3),
         "words": write(folder / "words.safetensors", text=BYTES),
         "clips": write(folder / "clips.safetensors", "vDiT-Ti/222", info=flow, frames=4, text=BYTES, learn_sigma=False),
         "one class": write(folder / "one.safetensors", num_classes=1, null_class=False),
@@ -53,8 +54,8 @@ def same(samples, latents) -> bool:
 JOBS = [
     ("classes", [3, 1, 4, 1, 0], {"batch_size": 2}, "--class_labels 3 1 4 1 0 --batch_size 2"),
     ("classes", [2, 2, 0], {"guidance": 1}, "--class_labels 2 2 0 --cfg_scale 1"),
-    ("classes", ["one", 0], {"sampler": "ddim", "guided_channels": 1, "interval": (0.5, 20.0), "guidance": 2.5},
-     "--class_labels 1 0 --sampler ddim --cfg_channels 1 --cfg_interval 0.5 20 --cfg_scale 2.5"),
+    ("colours", ["1", 0], {"sampler": "ddim", "guided_channels": 2, "interval": (1.5, 20.0), "guidance": 2.5},
+     "--class_labels 1 0 --sampler ddim --cfg_channels 2 --cfg_interval 1.5 20 --cfg_scale 2.5"),
     ("words", ["a dog", "a cat", ""], {"negative": "a seven"},
      "--prompt 'a dog' 'a cat' '' --negative_prompt 'a seven'"),
     ("clips", ["left", "up"], {"frames": 6, "sampler": "heun", "guidance": 2},
