@@ -66,7 +66,7 @@ main(["train", "--model", "DiT-Ti/2", "--data_path", "mock", "--vae", "none", "-
 
 
 def test_sampling_and_export_need_no_colossalai_and_training_says_so(tmp_path):
-    ckpt = write(tmp_path / "w.safetensors", in_channels=4)
+    ckpt = write(tmp_path / "w.safetensors")
     draw = f"sample --ckpt {ckpt} --num_sampling_steps 2 --class_labels 0 1".split()
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *draw], cwd=tmp_path, capture_output=True, text=True, timeout=300

@@ -86,6 +86,7 @@ def load(
     num_classes: int | None = None,
     lora: str | os.PathLike[str] | None = None,
     vae: str | None = None,
+    vae_tiling: bool = False,
     text_encoder: str | None = None,
     fp8: bool = False,
     kernels: bool = True,
@@ -102,6 +103,7 @@ def load(
         num_classes: the number of classes, where the file does not say.
         lora: a run of ``train.py --lora``, merged into the weights of ``path``.
         vae: "ema", "mse", "none" or a folder; None for what the checkpoint names.
+        vae_tiling: the VAE decodes tile by tile, for large pictures and long clips.
         text_encoder: "clip", "t5" or a folder; None for what the checkpoint names.
         fp8: the blocks' linear layers in FP8 (Hopper and newer).
         kernels: the fused kernels and the fastest attention, on GPUs that have them.
@@ -134,7 +136,7 @@ def load(
         chosen = select_kernels(switches, device, dtype, config.head_dim, config.tokens, inference=True)
         network.place(device, dtype).eval().requires_grad_(False)
         network.use(ops=chosen.ops, attend=chosen.attend)
-        codec = load_vae(vae, config, device, precision)
+        codec = load_vae(vae, config, device, precision, vae_tiling)
         conditioner = make_conditioner(config, found, text_encoder, device, precision)
     said = Weights({}, found.path, found.info)  # without the tensors, which the network has
     notes += [f"kernels: {chosen.ops_note}", f"attention: {chosen.attention_note}"]
