@@ -14,6 +14,7 @@ The kernels take all tensors at once (opendit/kernels/tensor_table.py).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.optim.adamw import adamw
 
 from opendit.kernels.averages import averages_reference
 from opendit.kernels.common import TRITON, kernels_available, tl, triton
+from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, triton_dtype
 
 # Elements a program takes, and its warps. Norm and update of DiT-XL/2 (675 M parameters) on an H200 in ms: 2048 and 2
@@ -105,7 +107,7 @@ def _square_sum_kernel(table, blocks, partial, tensors, BLOCK: tl.constexpr, GRA
 
 @triton.jit
 def _update_block(
-    table, tensors, offsets, mask, scalars, lr, shrink, beta2, rest1, rest2, eps,
+    table, tensors, offsets, mask, scalars, lr, shrink, beta2, rest1, rest2, eps, shift, stride,
     GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The step for one block. ``table`` begins at the block's tensor; ``rest`` is 1 - beta, ``shrink`` lr * decay: the
@@ -117,8 +119,8 @@ def _update_block(
     master = tl.load(masters, mask=mask, other=0.0)
     gradient_address = tl.load(table + GRADIENT * tensors)
     if gradient_address != 0:
-        exp_avgs = at(tl.load(table + EXP_AVG * tensors), offsets, tl.float32, ALIGNED)
-        exp_avg_sqs = at(tl.load(table + EXP_AVG_SQ * tensors), offsets, tl.float32, ALIGNED)
+        exp_avgs = at(tl.load(table + EXP_AVG * tensors) + shift, offsets, tl.float32, ALIGNED)
+        exp_avg_sqs = at(tl.load(table + EXP_AVG_SQ * tensors) + shift + stride, offsets, tl.float32, ALIGNED)
         gradient = tl.load(at(gradient_address, offsets, GRAD, ALIGNED), mask=mask, other=0.0).to(tl.float32)
         gradient *= coefficient
         exp_avg = tl.load(exp_avgs, mask=mask, other=0.0)
@@ -140,12 +142,13 @@ def _update_block(
         tl.store(averages, average, mask=mask)
 
 
-@triton.jit(do_not_specialize=("tensors", "first"))
+@triton.jit(do_not_specialize=("tensors", "first", "shift", "stride"))
 def _update_kernel(
-    table, blocks, scalars, tensors, first, lr, shrink, beta2, rest1, rest2, eps,
+    table, blocks, scalars, tensors, first, lr, shrink, beta2, rest1, rest2, eps, shift, stride,
     BLOCK: tl.constexpr, GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr,
 ):  # fmt: skip
-    """AdamW, averages and working weights of block ``first`` + program; nothing at all if scalars[0] is 0."""
+    """AdamW, averages and working weights of block ``first`` + program; nothing at all if scalars[0] is 0. The moments
+    are ``shift``, the second ones ``stride`` more, bytes further on than the table says."""
     block = first + tl.program_id(0)
     if tl.load(scalars) != 0.0:
         table += tl.load(blocks + 2 * block)
@@ -159,13 +162,13 @@ def _update_kernel(
         if (start + BLOCK <= size) & (low_bits % 16 == 0):
             everything = tl.full((BLOCK,), 1, tl.int1)
             _update_block(
-                table, tensors, offsets, everything, scalars, lr, shrink, beta2, rest1, rest2, eps,
-                GRAD, WORKING, AVERAGES, True,
+                table, tensors, offsets, everything, scalars, lr, shrink, beta2, rest1, rest2, eps, shift,
+                stride, GRAD, WORKING, AVERAGES, True,
             )  # fmt: skip
         else:
             _update_block(
-                table, tensors, offsets, offsets < size, scalars, lr, shrink, beta2, rest1, rest2, eps,
-                GRAD, WORKING, AVERAGES, False,
+                table, tensors, offsets, offsets < size, scalars, lr, shrink, beta2, rest1, rest2, eps, shift,
+                stride, GRAD, WORKING, AVERAGES, False,
             )  # fmt: skip
 
 
@@ -227,6 +230,7 @@ class FusedStep:
         sizes = [master.numel() for master in self.masters]
         self._addresses = AddressTable(sizes, self.device)
         self._blocks = BlockTable(sizes, block, self.device)
+        self.access: InPlace | Staged = InPlace()
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:
         """From now on every step that is not skipped also does average += (1 - decay) * (master - average).
@@ -321,34 +325,40 @@ class FusedStep:
         """
         stop = len(self.masters) if stop is None else stop
         if self.kernels:
-            self._update_with_kernel(start, stop, lr, weight_decay)
+            first, last = self._blocks.first[start], self._blocks.first[stop]
+            if last > first:
+                self.access.run(partial(self._launch, lr, weight_decay), first, last)
         else:
             self._update_with_torch(slice(start, stop), lr, weight_decay)
         if stop == len(self.masters):
             self._gradients = []  # their memory is free for the next step's
 
-    def _update_with_kernel(self, start: int, stop: int, lr: float, weight_decay: float) -> None:
-        first, last = self._blocks.first[start], self._blocks.first[stop]
+    def _launch(self, lr: float, weight_decay: float, first: int, last: int, shift: int, stride: int) -> None:
         beta1, beta2 = self.betas
-        if last > first:
-            _update_kernel[(last - first,)](
-                self._addresses.table,
-                self._blocks.blocks,
-                self.scalars,
-                len(self.masters),
-                first,
-                float(lr),
-                float(lr * weight_decay),
-                beta2,
-                1.0 - beta1,
-                1.0 - beta2,
-                self.eps,
-                BLOCK=self.block,
-                GRAD=triton_dtype(self._gradient_dtype),
-                WORKING=triton_dtype(self.working[0].dtype if self.working else torch.float32),
-                AVERAGES=len(self.averages),
-                num_warps=WARPS,
-            )
+        _update_kernel[(last - first,)](
+            self._addresses.table,
+            self._blocks.blocks,
+            self.scalars,
+            len(self.masters),
+            first,
+            float(lr),
+            float(lr * weight_decay),
+            beta2,
+            1.0 - beta1,
+            1.0 - beta2,
+            self.eps,
+            shift,
+            stride,
+            BLOCK=self.block,
+            GRAD=triton_dtype(self._gradient_dtype),
+            WORKING=triton_dtype(self.working[0].dtype if self.working else torch.float32),
+            AVERAGES=len(self.averages),
+            num_warps=WARPS,
+        )
+
+    def stage(self, rows: Tensor, **options) -> None:
+        """From now on the moments, which are views of ``rows``, travel by :class:`Staged` copies."""
+        self.access = Staged(rows, self.state, self._blocks, self.device, **options)
 
     def _update_with_torch(self, part: slice, lr: float, weight_decay: float) -> None:
         finite, coefficient, _, _, *weights = self.scalars.tolist()

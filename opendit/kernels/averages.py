@@ -7,11 +7,13 @@ own pass where they lie on the device.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from opendit.kernels.common import kernels_available, tl, triton
+from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit
 
 # Elements a program takes at a time, and its warps; programs in all.
@@ -31,22 +33,24 @@ def averages_reference(masters: list[Tensor], averages: list[list[Tensor]], deca
 
 @triton.jit
 def _averages_block(
-    row, tensors, offsets, mask, scalars, AVERAGES: tl.constexpr, ALIGNED: tl.constexpr
+    row, tensors, offsets, mask, scalars, shift, stride, AVERAGES: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     master = tl.load(at(tl.load(row + tensors), offsets, tl.float32, ALIGNED), mask=mask, other=0.0)
     for k in tl.static_range(AVERAGES):
-        averages = at(tl.load(row + (2 + k) * tensors), offsets, tl.float32, ALIGNED)
+        averages = at(tl.load(row + (2 + k) * tensors) + shift + k * stride, offsets, tl.float32, ALIGNED)
         average = tl.load(averages, mask=mask, other=0.0)
         average += tl.load(scalars + 4 + k) * (master - average)
         tl.store(averages, average, mask=mask)
 
 
-@triton.jit(do_not_specialize=("tensors", "count"))
-def _averages_kernel(table, blocks, scalars, tensors, count, BLOCK: tl.constexpr, AVERAGES: tl.constexpr):
-    """All blocks, taken in turn by the programs; nothing at all if scalars[0] is 0. Rows of the table: size, master,
-    averages."""
+@triton.jit(do_not_specialize=("tensors", "first", "last", "shift", "stride"))
+def _averages_kernel(
+    table, blocks, scalars, tensors, first, last, shift, stride, BLOCK: tl.constexpr, AVERAGES: tl.constexpr
+):  # fmt: skip
+    """Blocks ``first`` to before ``last``, taken in turn by the programs; nothing at all if scalars[0] is 0. Rows of
+    the table: size, master, averages, which are ``shift`` + their number * ``stride`` bytes further on."""
     if tl.load(scalars) != 0.0:
-        for block in range(tl.program_id(0), count, tl.num_programs(0)):
+        for block in range(first + tl.program_id(0), last, tl.num_programs(0)):
             row = table + tl.load(blocks + 2 * block)
             start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
             offsets = start + tl.arange(0, BLOCK)
@@ -57,9 +61,9 @@ def _averages_kernel(table, blocks, scalars, tensors, count, BLOCK: tl.constexpr
             # Whole blocks of aligned tensors, all but a few, go without masks.
             if (start + BLOCK <= size) & (low_bits % 16 == 0):
                 everything = tl.full((BLOCK,), 1, tl.int1)
-                _averages_block(row, tensors, offsets, everything, scalars, AVERAGES, True)
+                _averages_block(row, tensors, offsets, everything, scalars, shift, stride, AVERAGES, True)
             else:
-                _averages_block(row, tensors, offsets, offsets < size, scalars, AVERAGES, False)
+                _averages_block(row, tensors, offsets, offsets < size, scalars, shift, stride, AVERAGES, False)
 
 
 # ------------------------------------------------------------------------------------------ the averages
@@ -85,6 +89,8 @@ class SeparateAverages:
         sizes = [master.numel() for master in masters]
         self._blocks, self._addresses = BlockTable(sizes, block, self.device), AddressTable(sizes, self.device)
         self._addresses.refresh([self.masters, *self.averages])
+        self.access: InPlace | Staged = InPlace()
+        self.programs = PROGRAMS
 
     @torch.no_grad()
     def move(self, scalars: Tensor) -> None:
@@ -101,13 +107,23 @@ class SeparateAverages:
             return
         count = len(self._blocks.blocks)
         if count and self.averages:
-            _averages_kernel[(min(PROGRAMS, count),)](
-                self._addresses.table,
-                self._blocks.blocks,
-                scalars,
-                len(self.masters),
-                count,
-                BLOCK=self.block,
-                AVERAGES=len(self.averages),
-                num_warps=WARPS,
-            )
+            self.access.run(partial(self._launch, scalars), 0, count)
+
+    def _launch(self, scalars: Tensor, first: int, last: int, shift: int, stride: int) -> None:
+        _averages_kernel[(min(self.programs, last - first),)](
+            self._addresses.table,
+            self._blocks.blocks,
+            scalars,
+            len(self.masters),
+            first,
+            last,
+            shift,
+            stride,
+            BLOCK=self.block,
+            AVERAGES=len(self.averages),
+            num_warps=WARPS,
+        )
+
+    def stage(self, rows: Tensor, **options) -> None:
+        """From now on the averages, which are views of ``rows``, travel by :class:`Staged` copies."""
+        self.access, self.programs = Staged(rows, self.averages, self._blocks, self.device, **options), 2**31 - 1

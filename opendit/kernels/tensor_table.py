@@ -45,11 +45,11 @@ class BlockTable:
 
     Attributes:
         blocks: (blocks, 2) int32 on the device: the number of the block's tensor, and of the block in it.
-        first: the first block of every tensor, and their number at the end.
+        first: the first block of every tensor, and their number at the end. block: as given.
     """
 
     def __init__(self, sizes: Sequence[int], block: int, device: torch.device):
-        counts = -(-torch.tensor(sizes) // block)
+        counts, self.block = -(-torch.tensor(sizes) // block), block
         self.first = [0, *torch.cumsum(counts, 0).tolist()]
         self.blocks = send(block_table(counts), device)
 

@@ -78,7 +78,13 @@ class OnePassAdamW:
         keys: the masters, in the order in which gradients will come, fp32 and 1-d or contiguous.
         sizes: elements of each that are to be stepped, from its first; None: all. (Beyond are paddings.)
         working: the masters' copies in the precision of the forward pass; None: there are none.
+
+    Attributes:
+        staged: rows in host memory of which the moments are views, to be copied through device memory; None: kernels
+            read and write moments where they lie. To be set before the first step.
     """
+
+    staged: Tensor | None = None
 
     def __init__(
         self,
@@ -113,11 +119,18 @@ class OnePassAdamW:
             )
             if self._averages is not None:
                 self._fused.attach(*self._averages)
+            if self.staged is not None:
+                self._fused.stage(self.staged)
         if any(state["step"] is not self._fused.count for state in states):  # new, or loaded from a checkpoint
             self._fused.count.fill_(states[0]["step"])
             for state in states:
                 state["step"] = self._fused.count
         return self._fused
+
+    def finish(self) -> None:
+        """The host waits for the moments that are still on their way back to host memory."""
+        if self._fused is not None:
+            self._fused.access.finish()
 
     def _own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         pairs = zip(tensors, self._sizes, strict=True)

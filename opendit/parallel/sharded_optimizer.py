@@ -7,13 +7,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opendit.kernels.adamw_ema import BLOCK
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import kernels_available
 from opendit.parallel.adamw import FusedAdamW, OnePassAdamW
 from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.loss_scale import LossScale
 
-ALIGNED = 32  # numbers: a tensor in host memory begins where a cache line does
+# Whether state in host memory travels by copies through a ring buffer of device memory, rather than by the loads and
+# stores of the kernels: benchmarks/bench_offload.py compares the two.
+STAGED = False
 
 
 class ShardedOptimizer:
@@ -69,20 +72,21 @@ class ShardedOptimizer:
         if offload != "none" and self._device.type == "cuda" and not available:
             raise ValueError(f"--offload {offload}: only the kernels reach host memory, and {why}; use --offload none")
         if offload == "state":
-            moments = zip(*self._in_host_memory(2), strict=True)
+            rows, both = self._in_host_memory(2)
+            self._adamw.staged = rows if STAGED else None
+            moments = zip(*both, strict=True)
             for key, (exp_avg, exp_avg_sq) in zip(settings["params"], moments, strict=True):
                 step = torch.zeros((), dtype=torch.float32, device=self._device)
                 adam.state[key] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
-    def _in_host_memory(self, count: int) -> list[list[Tensor]]:
-        """``count`` tensors of zeros for each master."""
+    def _in_host_memory(self, count: int) -> tuple[Tensor, list[list[Tensor]]]:
+        """``count`` tensors of zeros for each master, and the rows that they are views of, one for each of ``count``:
+        in which every tensor begins where a block of the kernels does."""
         masters = list(self.masters.values())
-        memory = HostMemory(count * sum(padded(m.numel(), ALIGNED) for m in masters), self._device)
-        made, end = [], 0
-        for _ in range(count):
-            tensors, end = memory.take(masters, end, ALIGNED)
-            made.append(tensors)
-        return made
+        size = sum(padded(master.numel(), BLOCK) for master in masters)
+        memory = HostMemory(count * size, self._device)
+        made = [memory.take(masters, row * size, BLOCK)[0] for row in range(count)]
+        return memory.numbers.view(count, size), made
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -99,13 +103,17 @@ class ShardedOptimizer:
         """Memory for averages, where ``offload`` has them: for each its tensors, in the order of the masters."""
         if self._offload == "none":
             return [[torch.empty_like(master) for master in self.masters.values()] for _ in range(count)]
-        return self._in_host_memory(count)
+        self._average_rows, made = self._in_host_memory(count)
+        return made
 
     def attach_averages(self, averages: list[list[Tensor]], decays, updates: Tensor) -> None:
         """The steps also update these averages, which lie where :meth:`new_averages` has made them; see
         :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
         if self._side is not None:
-            self._averages, averages = SeparateAverages(list(self.masters.values()), averages), []
+            self._averages = SeparateAverages(list(self.masters.values()), averages, block=BLOCK)
+            if STAGED:
+                self._averages.stage(self._average_rows)
+            averages = []
         self._adamw.attach_averages(averages, decays, updates)
 
     def wait(self) -> None:
@@ -114,6 +122,9 @@ class ShardedOptimizer:
             self._side.finish()
         if self._updated is not None:
             self._updated.synchronize()
+        if self._averages is not None:
+            self._averages.access.finish()
+        self._adamw.finish()
 
     def backward(self, loss: Tensor) -> None:
         """Adds to the gradients, those of fp16 times the loss scale."""

@@ -1,5 +1,6 @@
 """--offload on GPUs: the bits of a run, and of its checkpoint, without it; less memory of the device; no waiting."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT
+from opendit.parallel import sharded_optimizer
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.host_memory import HostMemory
@@ -25,6 +27,7 @@ from opendit.training.memory import Setup, estimate
 from opendit.training.prepare import make_deterministic
 from opendit.training.runners import build_runner
 from tests.gpu.test_fsdp_gpu import CONFIG, micro_batch
+from tests.kernels.test_averages import check_staged, check_the_bits_of_one_pass
 from tests.models.test_dit import randomised
 from tests.objectives import SquaredError
 from tests.ranks import run_ranks
@@ -82,7 +85,7 @@ def delayed(move):
 
 def runs(mesh: Mesh, folder: Path, graph: bool) -> list[tuple]:
     """For each offload the losses, the state at the end, the device's peak of the last steps; then the same of runs
-    that go on from the checkpoint of another offload, and of one whose averages are late."""
+    that go on from the checkpoint of another offload, whose averages are late, and travel in either way."""
     make_deterministic()
     found, folders = [], [folder / f"{mesh.world_size}{graph}{offload}" for offload in OFFLOAD]
     for offload, here in zip(OFFLOAD, folders, strict=True):
@@ -102,13 +105,13 @@ def runs(mesh: Mesh, folder: Path, graph: bool) -> list[tuple]:
         found[-1] = (*found[-1][:2], torch.cuda.max_memory_allocated() - before)
         del engine, ema, made, on_host
     move = SeparateAverages.move
-    for offload, there in zip(OFFLOAD, folders[::-1], strict=True):
-        SeparateAverages.move = delayed(move)
+    for (offload, staged), there in zip((*itertools.product(OFFLOAD, (False, True)),), 2 * folders[::-1], strict=True):
+        SeparateAverages.move, sharded_optimizer.STAGED = delayed(move), staged
         engine, ema = engine_of(mesh, offload)
         train(mesh, engine, ema, range(3), graph)
         load_checkpoint(find_checkpoint(str(there), "", "x", mesh), engine, ema)
         found.append((train(mesh, engine, ema, range(SAVED, STEPS), graph), state_of(engine, ema), None))
-        SeparateAverages.move = move
+        SeparateAverages.move, sharded_optimizer.STAGED = move, False
     return found
 
 
@@ -126,6 +129,12 @@ def test_the_same_bits_in_less_memory(world, graph, tmp_path):
         for offload, (_, _, less) in zip(OFFLOAD[1:], others, strict=False):
             host = estimate(CONFIG, Setup("fsdp", "bf16", world, averages=2, offload=offload), 1).host_total
             assert peak - less == pytest.approx(host, rel=0.02, abs=2 << 20), (world, graph, offload)
+
+
+def test_averages_apart_and_through_a_ring_buffer():
+    for odd in (False, True):
+        check_the_bits_of_one_pass("cuda", odd=odd)
+    check_staged("cuda", pin=True)
 
 
 def test_host_memory_is_locked_and_given_back():

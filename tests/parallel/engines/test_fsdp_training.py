@@ -30,8 +30,8 @@ def test_lora_and_its_resumption_follow_one_process(tmp_path):
     run_ranks(1, programs, [base, f"{lora} --batch_size 8 --max_steps 8 --outputs {tmp_path}/one"])
     fsdp = f"{lora} --plugin fsdp --outputs {tmp_path}"
     runs = [
-        f"{fsdp}/freed --reshard after_forward --batch_size 4 --max_steps 5",
-        f"{fsdp}/freed --reshard after_forward --batch_size 4 --max_steps 8 --load latest",
+        f"{fsdp}/freed --reshard after_forward --batch_size 4 --max_steps 5 --offload average",
+        f"{fsdp}/freed --reshard after_forward --batch_size 4 --max_steps 8 --load latest --offload state",
         f"{fsdp}/split --batch_size 2 --grad_accumulation 2 --max_steps 8",
     ]
     run_ranks(2, programs, runs)
