@@ -17,7 +17,6 @@ from opendit.common.lazy import import_when_used
 if TYPE_CHECKING:
     from opendit import fused as fused
     from opendit.cli.programs import train as train
-    from opendit.cli.sample_flags import SampleConfig as SampleConfig
     from opendit.cli.train_flags import TrainConfig as TrainConfig
     from opendit.inference.clip import VideoClip as VideoClip
     from opendit.inference.pipeline import Pipeline as Pipeline
@@ -30,7 +29,6 @@ __version__ = "0.1.0"
 __all__ = [
     "DiT",
     "Pipeline",
-    "SampleConfig",
     "TrainConfig",
     "VideoClip",
     "build_model",
@@ -44,7 +42,6 @@ _get, _ = import_when_used(
     __name__,
     {
         "opendit.cli.programs": "train",
-        "opendit.cli.sample_flags": "SampleConfig",
         "opendit.cli.train_flags": "TrainConfig",
         "opendit.inference.clip": "VideoClip",
         "opendit.inference.pipeline": "Pipeline load",
