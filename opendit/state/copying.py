@@ -1,6 +1,8 @@
 """A run's state, and a copy of it in host memory: what of a save training waits for."""
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -34,11 +36,16 @@ def buffers_of(engine: Engine) -> dict[str, Tensor]:
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
 
 
+THREADS = 4  # that copy from host to host: one alone does not fill the memory's bandwidth
+
+
 class HostBuffer:
     """fp32 numbers in host memory, page-locked for a GPU's copies until :meth:`free`."""
 
     def __init__(self, numel: int, device: torch.device):
         self.device, self._used = device, 0
+        self._threads: ThreadPoolExecutor | None = None
+        self._copies: deque[Future] = deque()
         self._memory = HostMemory(numel, device)
         self._numbers = self._memory.numbers
 
@@ -54,10 +61,21 @@ class HostBuffer:
         """A copy of a tensor in the buffer; there when :meth:`wait` has returned."""
         space = self._numbers[self._used : self._used + tensor.numel()].view(tensor.shape)
         self._used += tensor.numel()
-        return space.copy_(tensor, non_blocking=True)
+        if tensor.device.type != "cpu" or self.device.type == "cpu":
+            return space.copy_(tensor, non_blocking=True)
+        self._threads = self._threads or ThreadPoolExecutor(THREADS, "save")
+        self._copies.append(self._threads.submit(space.copy_, tensor))
+        while len(self._copies) > THREADS:  # tensors that are kept for their copies alone must not add up
+            self._copies.popleft().result()
+        return space
 
     def wait(self) -> None:
         """Until the copies are made."""
+        while self._copies:
+            self._copies.popleft().result()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
