@@ -68,7 +68,7 @@ def _arguments_named() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        said = re.sub(r"--(\w+)", lambda found: ARGUMENTS.get(found[1], found[1]), str(error))
+        said = re.sub(r"(?<![\w./-])--(\w+)", lambda found: ARGUMENTS.get(found[1], found[1]), str(error))
         said = said.replace("leave the flag out", "leave it out")
         if said == str(error):
             raise
@@ -111,11 +111,16 @@ def load(
     Raises:
         FileNotFoundError: nothing of the kind is there.
         ValueError: damaged, another model than said, or an argument that does not fit it; the message names it.
+
+    What is not an error and should be known is a warning: a newer checkpoint that is damaged, a number of classes that
+    was taken for granted, FP8 that this GPU does not have.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = precision or ("fp32" if device.type == "cpu" else "bf16")
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
+    if precision == "fp16" and device.type == "cpu":
+        raise ValueError("precision fp16 needs a GPU: use fp32")
     if weights not in ("ema", "model"):
         raise ValueError(f"weights {weights}: must be ema or model")
     notes: list[str] = []
@@ -138,6 +143,10 @@ def load(
         network.use(ops=chosen.ops, attend=chosen.attend)
         codec = load_vae(vae, config, device, precision, vae_tiling)
         conditioner = make_conditioner(config, found, text_encoder, device, precision)
+    if fp8 and not chosen.ops.float8:
+        notes.append(chosen.ops_note)
+    for note in notes:  # a damaged checkpoint that was passed over, what was taken for granted
+        warnings.warn(note, stacklevel=2)
     said = Weights({}, found.path, found.info)  # without the tensors, which the network has
     notes += [f"kernels: {chosen.ops_note}", f"attention: {chosen.attention_note}"]
     return Pipeline(network, objective, codec, conditioner, said, precision, notes)

@@ -118,16 +118,29 @@ def test_metas_weights(tmp_path, weights):
     config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=4, num_classes=1000)
     torch.manual_seed(2)
     model = randomised(DiT(config)).eval()
-    torch.save(model.state_dict(), tmp_path / "meta.pt")
-    with pytest.raises(ValueError, match="does not say which model it is: name it with model, e.g. DiT-XL/2"):
-        load(tmp_path / "meta.pt")
+    torch.save(model.state_dict(), tmp_path / "metas--ckpt.pt")
+    with pytest.raises(
+        ValueError, match="metas--ckpt.pt does not say which model it is: name it with model, e.g. DiT-XL/2"
+    ):
+        load(tmp_path / "metas--ckpt.pt")
     small_vae().save_pretrained(tmp_path / "vae")
-    pipe = load(tmp_path / "meta.pt", model="DiT-Ti/2", vae=str(tmp_path / "vae"))
+    pipe = load(tmp_path / "metas--ckpt.pt", model="DiT-Ti/2", vae=str(tmp_path / "vae"))
     assert pipe.config == config
     settings = dict(objective=DDPMObjective(), seed=0, steps=3, cfg_scale=4.0)
     index = torch.arange(2)
     latents = sample_latents(model, torch.tensor([207, 360]), torch.tensor([1000]), index, **settings)
     assert same(pipe([207, 360], steps=3, progress=False), pipe.codec.decode(latents))
+
+
+def test_what_is_taken_for_granted_is_a_warning(tmp_path, weights):
+    config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=4, num_classes=6)
+    torch.save(randomised(DiT(config)).state_dict(), tmp_path / "seven_rows.pt")
+    with pytest.warns(UserWarning, match="the last of its 7 rows is taken for the null class") as said:
+        pipe = load(tmp_path / "seven_rows.pt", model="DiT-Ti/2", vae="none")
+    assert len(said) == 1
+    assert pipe.config.num_classes == 6 and any("7 rows" in note for note in pipe.notes)
+    with pytest.warns(UserWarning, match="no FP8: "):
+        load(weights["classes"], fp8=True)
 
 
 # --------------------------------------------------------------------------------------------------- what is drawn
@@ -230,6 +243,7 @@ def test_errors_name_the_argument(kind, arguments, message, weights):
     ("kind", "arguments", "error", "message"),
     [
         ("classes", {"precision": "bf8"}, ValueError, "precision bf8: must be one of"),
+        ("classes", {"precision": "fp16"}, ValueError, "precision fp16 needs a GPU"),
         ("classes", {"weights": "best"}, ValueError, "weights best: must be ema or model"),
         ("classes", {"model": "DiT-S/2"}, ValueError, "checkpoint of DiT-Ti/2, not of model DiT-S/2"),
         ("classes", {"text_encoder": "clip"}, ValueError, "^text_encoder: .* leave it out"),
