@@ -12,7 +12,7 @@ from torch import Tensor
 from opendit.diffusion import Objective
 from opendit.inference.sampling_loop import LoopSettings, NotRecordedError, SamplingLoop
 from opendit.inference.step_inputs import evaluation_times
-from opendit.kernels.fp8_linear import keep_weights
+from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.recording import GraphRecorder
 from opendit.models import Condition, DiT
 

@@ -159,11 +159,12 @@ def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, norm
     return partial
 
 
-def cast(x: Tensor, dtype: torch.dtype, exact: bool = False) -> Float8:
-    """x (..., D) bf16, fp16 or fp32 in float8; see :func:`amax` for ``exact``."""
+def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor | None = None) -> Float8:
+    """x (..., D) bf16, fp16 or fp32 in float8; see :func:`amax` for ``exact``. scaled_as: what x is a part of, whose
+    scale it gets."""
     x, y = x.contiguous(), Float8.empty(x.shape, dtype, x.device)
     target = EXACT if exact else SAMPLED if dtype == E4M3 else SAMPLED_GRADIENT
-    pointers, options = kernel_arguments(y, amax(x, exact=exact), target)
+    pointers, options = kernel_arguments(y, amax(x if scaled_as is None else scaled_as, exact=exact), target)
     grid, rows, shape = tiles_of(x, CAST)
     _cast_kernel[grid](x, *pointers, rows, **shape, **options)
     return y

@@ -3,9 +3,9 @@
     y = x W^T (e4m3 x e4m3),  dx = dy W (e5m2 x e4m3),  dW = dy^T x (e5m2 x e4m3)
 
 Scales and formats: kernels/fp8.py. The tensor cores want the summed dimension contiguous in both factors, so backward
-needs W, dy and x transposed. Weights are cast from the ones at hand in every forward pass: there is nothing to keep,
-whichever weights they are; but for sampling, whose weights stay (:func:`keep_weights`). Everything else of a block
-stays as it is.
+needs W, dy and x transposed. Weights are cast from the ones at hand in every forward pass, so that there is nothing to
+keep, whichever weights they are; but for those that sampling keeps or FSDP2 has gathered in float8 (fp8_weight.py).
+Everything else of a block stays as it is.
 
 An activation that only a linear layer reads is written in float8 by the kernel that makes it, and in no other form.
 To autograd it is a stand-in, a tensor of its shape and dtype without memory, which carries the gradient
@@ -15,7 +15,7 @@ To autograd it is a stand-in, a tensor of its shape and dtype without memory, wh
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from opendit.kernels import fp8
@@ -24,6 +24,7 @@ from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8 import E4M3, E5M2, Float8
+from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.kernels.gate_residual import gate_residual, gate_residual_backward
 from opendit.kernels.split_heads import gather_heads_float8, head_views
 from opendit.models.layers import Projection
@@ -96,39 +97,6 @@ def _stand_in(like: Tensor, width: int) -> Tensor:
     return torch.empty_strided((*like.shape[:-1], width), (0,) * like.dim(), dtype=like.dtype, device=like.device)
 
 
-# --------------------------------------------------------------------------------------------- weights that stay
-
-
-@dataclass(frozen=True)
-class KeptWeight:
-    """A weight in float8, and which values of the weight that is."""
-
-    float8: Float8
-    address: int
-    version: int
-
-
-def keep_weights(model: nn.Module) -> int:
-    """Casts the weights of all projections whose products are in float8 once, for as long as they stay what they are:
-    sampling calls a model a hundred times with the same ones. A weight that is changed or moved is cast anew in every
-    product again. Returns the bytes that this takes."""
-    taken = 0
-    for layer in model.modules():
-        weight = getattr(layer, "weight", None)
-        if isinstance(layer, Projection) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
-            cast = fp8.cast(weight.detach(), E4M3, exact=True)
-            weight.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
-            taken += cast.data.nbytes
-    return taken
-
-
-def _in_float8(weight: Tensor) -> Float8:
-    kept = getattr(weight, "kept_float8", None)
-    if kept is not None and (kept.address, kept.version) == (weight.data_ptr(), weight._version):
-        return kept.float8
-    return fp8.cast(weight, E4M3, exact=True)
-
-
 # ------------------------------------------------------------------------------------------------- the three products
 
 
@@ -136,7 +104,7 @@ def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: T
     """(x W^T + bias (..., out) of ``dtype``; what :func:`_backward_products` wants saved)."""
     if weight.shape[0] % 16 or weight.shape[1] % 16:
         raise ValueError(f"--fp8 needs widths that are multiples of 16, not a weight of {tuple(weight.shape)}")
-    w = _in_float8(weight)
+    w = weight_in_float8(weight)
     rows = x.data.flatten(0, -2)
     y = fp8.product(rows, w.data, (x.descale, w.descale), dtype, bias if bias is None else bias.to(dtype))
     ctx.dtypes = dtype, weight.dtype
@@ -234,7 +202,7 @@ class _LinearGateResidualLayerNormModulate(Function):
 
 
 # ------------------------------------------------------------------------------------------------------------ BlockOps
-# They take the projection over: they read its weight, which is cast in the same pass that scales it.
+# They take the projection over: they read its weight.
 
 
 def linear_heads(x, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

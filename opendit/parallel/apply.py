@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from opendit.common.patterns import fits
 from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, plan_of
 from opendit.models.attention import local_attention
@@ -67,12 +68,15 @@ class Sharding:
         freed in between and gathered anew.
     keep_gradients: of several micro-batches' gradients whole sums are kept, and only the last one's backward pass
         reduces them; else every backward pass does.
+    gather_float8: :func:`float8_weights` are gathered in float8 (opendit/parallel/float8_gather.py), else in ``dtype``,
+        for the operations to cast. The values are the same.
     """
 
     dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     keep_gathered: bool = True
     keep_gradients: bool = True
+    gather_float8: bool = True
 
 
 def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
@@ -101,6 +105,22 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     for place, module in enumerate(called):
         module.set_modules_to_forward_prefetch(called[place + 1 : place + 1 + PREFETCHED])
         module.set_modules_to_backward_prefetch(called[max(0, place - PREFETCHED) : place][::-1])
+
+
+def float8_weights(model: DiT) -> list[str]:
+    """Names of the weights that are read by operations in float8, and by nothing else. (None where blocks are compiled:
+    torch's compiler would not know what weights are that are there in float8 alone.)"""
+
+    def in_float8(operation: str) -> bool:
+        kernel = model.ops.kernel(operation)
+        return kernel is not None and kernel.float8 and kernel.takes_projection
+
+    if any(block._compiled_call_impl is not None for block in model.blocks):
+        return []
+    projections = plan_of(model.config).projections(model.config)
+    patterns = [pattern for pattern, operations in projections.items() if all(map(in_float8, operations))]
+    names = (name for name, _ in model.named_modules())
+    return [f"{name}.weight" for name in names if any(fits(pattern, name) for pattern in patterns)]
 
 
 def _children_first(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -11,6 +11,7 @@ from opendit.kernels.adamw_ema import BLOCK
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import kernels_available
 from opendit.parallel.adamw import FusedAdamW, OnePassAdamW
+from opendit.parallel.float8_gather import Float8Shards
 from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.loss_scale import LossScale
 
@@ -33,6 +34,7 @@ class ShardedOptimizer:
         group: ranks that hold the shards of one copy of the model; None: this one alone does.
         grad_clip: bound of the norm of all gradients, 0 for none.
         loss_scale: of fp16.
+        float8: what is gathered in float8 of these parameters, made anew when they change; None: nothing is.
         offload: one of ``opendit.parallel.names.OFFLOAD``.
 
     Raises:
@@ -55,8 +57,9 @@ class ShardedOptimizer:
         grad_clip: float,
         loss_scale: LossScale | None = None,
         offload: str = "none",
+        float8: Float8Shards | None = None,
     ):
-        self._parameters, self._group = list(parameters.values()), group
+        self._parameters, self._group, self._float8 = list(parameters.values()), group, float8
         self._clip, self.loss_scale = grad_clip, loss_scale
         own = [local_part(parameter.detach()) for parameter in self._parameters]
         self.masters = {name: part.float() for name, part in zip(parameters, own, strict=True)}
@@ -144,6 +147,7 @@ class ShardedOptimizer:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         self.grad_norm, self.finite = fused.decide(total, scale=scale, clip=self._clip)
         fused.update(lr=adam["lr"], weight_decay=adam["weight_decay"])
+        self._refresh_float8()
         if self._averages is not None:
             self._side.run(partial(self._averages.move, fused.scalars))
         if self._offload == "state" and self._device.type == "cuda":
@@ -156,9 +160,14 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def masters_to_working(self) -> None:
-        """Rounds the masters to the precision of the forward pass, where weights in it are kept."""
+        """Rounds the masters to the precisions of the forward pass, where weights in them are kept."""
         if self._working is not None:
             torch._foreach_copy_(self._working, list(self.masters.values()))
+        self._refresh_float8()
+
+    def _refresh_float8(self) -> None:
+        if self._float8 is not None:
+            self._float8.refresh()
 
 
 @torch.no_grad()  # so that it is no operation of autograd's, of which every step would have one a parameter

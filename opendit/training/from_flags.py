@@ -176,6 +176,7 @@ def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
         accumulate=asked.batch.grad_accumulation > 1,
         fused=asked.speed.enable_modulate_kernel and asked.speed.enable_layernorm_kernel,
         fp8=asked.speed.fp8,
+        compiled=asked.train_speed.compile,
         recompute=asked.memory.recompute,
         grad_checkpoint=asked.memory.grad_checkpoint,
         trained=None if asked.start.lora is None else lora_parameters(config, asked.start.lora),

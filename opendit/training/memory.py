@@ -28,8 +28,8 @@ LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS and cuDNN and the like: what is l
 class Setup:
     """What of a run decides its memory, besides model and batch.
 
-    fused: LayerNorm + modulate in one kernel. averages: how many EMAs. accumulate: several micro-batches a step.
-    trained: with LoRA, the weights that are trained; None: those of the model, all.
+    fused: LayerNorm + modulate in one kernel. compiled: blocks are. averages: how many EMAs. accumulate: several
+    micro-batches a step. trained: with LoRA, the weights that are trained; None: those of the model, all.
     Of fsdp: replicate: copies of the sharded model. reduce_dtype: in which gradients are summed over ranks. reshard: as
     --reshard; keep_gradients: whole gradients add up over the micro-batches, and are reduced once. What is left open
     ("auto", None) counts as what needs less memory; :func:`settle_sharding` decides it. offload: as --offload.
@@ -45,6 +45,7 @@ class Setup:
     accumulate: bool = False
     fused: bool = True
     fp8: bool = False
+    compiled: bool = False
     recompute: str = "none"
     grad_checkpoint: bool = False
     trained: int | None = None
@@ -58,6 +59,11 @@ class Setup:
     def autocast(self) -> bool:
         """Whether weights are fp32 and cast to half precision in the forward pass."""
         return self.plugin == "ddp" and self.precision != "fp32"
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Whether weights that are read in float8 are gathered so from shards that are kept so."""
+        return self.plugin == "fsdp" and self.world > 1 and self.fp8 and not self.compiled
 
     @property
     def execution(self) -> Execution:
@@ -123,7 +129,8 @@ GATHERED = 3
 
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """FSDP2: fp32 shards of weights, gradients, moments and averages; whole weights of the units that are gathered, and
-    whole gradients of the block that has computed, beside the buffer in which those of the one before are reduced."""
+    whole gradients of the block that has computed, beside the buffer in which those of the one before are reduced. What
+    is gathered in float8 takes a byte a weight, and as much on its shard."""
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.world // setup.replicate
     trained = config.parameters() if setup.trained is None else setup.trained
     frozen = config.parameters() + (setup.trained or 0) - trained
@@ -133,7 +140,8 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         states |= {"weights": size * (trained + frozen), "masters": 0 if setup.precision == "fp32" else share}
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained)
     states["weights"] = share + size * frozen / ranks
-    block = config.whole_block_parameters()
+    block, float8 = config.whole_block_parameters(), block_float8(config, setup) if setup.gathers_float8 else 0
+    states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = config.parameters() - config.depth * block
     trained_block = block * trained / (trained + frozen)
     if setup.accumulate and setup.keep_gradients:  # which are reduced where the last backward pass has used them
@@ -141,10 +149,12 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     else:
         transient = (size + reduced) * trained_block + size * outside
         before, after = share * setup.accumulate + transient, share + transient
+    whole = size * block - (size - 1) * float8
     if setup.reshard == "never":
-        gathered, left = size * (trained + frozen), size * (outside + block)
+        gathered = size * (trained + frozen) - config.depth * (size * block - whole)
+        left = size * outside + whole
     else:
-        gathered = left = size * (outside + min(GATHERED, config.depth) * block)
+        gathered = left = size * outside + min(GATHERED, config.depth) * whole
     return Estimate(states, activations, before, after, gathered, left)
 
 
@@ -180,6 +190,11 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
     return max(0, int(room // (one.activations - fixed.activations)))
 
 
+def block_float8(config: DiTConfig, setup: Setup) -> float:
+    """Weights of a block that are read in float8, and bytes that they take in it."""
+    return plan_of(config).kept(config, setup.execution).weights
+
+
 def block_units(config: DiTConfig, setup: Setup) -> float:
     """Units that a block keeps for its backward pass."""
     return plan_of(config).kept(config, setup.execution).units
@@ -192,7 +207,8 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
     kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
     tokens = batch * -(-config.tokens // setup.sequence_parallel)
     unit = tokens * config.hidden_size * size
-    block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers + kept.weights
+    block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
+    block += 0 if setup.gathers_float8 else kept.weights
     if setup.grad_checkpoint:  # every block's input and modulation, and all of one block
         given = unit + size * batch * config.modulation_width
         return config.depth * given + (block - given) + backward * unit
@@ -257,7 +273,8 @@ def card_memory(device: torch.device) -> int | None:
 def parts(needs: Estimate) -> str:
     """What the estimate is made of, in words."""
     text = f"states {sum(needs.states.values()) / GIB:,.2f}, activations {needs.activations / GIB:,.2f}"
-    text += f", gathered weights {needs.gathered / GIB:,.2f}" if needs.gathered else ""
+    float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
+    text += f", gathered weights {needs.gathered / GIB:,.2f}{float8}" if needs.gathered else ""
     return text + (f"; in host memory {' and '.join(needs.host)} {needs.host_total / GIB:,.2f}" if needs.host else "")
 
 

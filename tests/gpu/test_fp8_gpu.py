@@ -1,6 +1,7 @@
 """FP8 on a GPU: the cases of tests/kernels/test_fp8.py, large tensors, and a whole model."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
 from tests.gpu.test_model_gpu import gradients
 from tests.kernels import test_fp8 as cases
+from tests.kernels import test_fp8_shards as shards
 from tests.models.test_dit import randomised
 
 AVAILABLE, REASON = float8_available("cuda", torch.bfloat16)
@@ -23,6 +25,7 @@ FORMATS = (fp8.E4M3, fp8.E5M2)
 @pytest.fixture(autouse=True)
 def on_the_gpu(monkeypatch):
     monkeypatch.setattr(cases, "DEVICE", "cuda")
+    monkeypatch.setattr(shards, "DEVICE", "cuda")
     monkeypatch.setattr(cases, "ACTIVATIONS", torch.bfloat16)
 
 
@@ -42,6 +45,26 @@ def test_operations():
         cases.test_gathered_heads(layout)
     for largest in (1.0, 30.0):
         cases.test_layernorm_modulate_never_exceeds_the_range(largest)
+
+
+def test_shards():
+    for ranks, rounded in itertools.product((1, 2, 4), (torch.bfloat16, torch.float16, torch.float32)):
+        shards.test_shards_are_those_of_the_whole_weight(ranks, rounded)
+    shards.test_it_is_the_reference()
+    for value in (math.inf, math.nan):
+        shards.test_what_is_not_finite_becomes_nan(value)
+    shards.test_what_lies_behind_the_rows_stays()
+    shards.test_shards_that_are_empty_on_this_rank_get_the_others_scale()
+    shards.test_it_is_a_parameter_of_its_dtype_and_has_a_gradient()
+    shards.test_rows_have_the_scale_of_the_whole()
+
+
+def test_large_shards():
+    whole = [torch.randn(9216, 3072, device="cuda") * 0.02, torch.randn(4099, 3072, device="cuda")]
+    made, descales = shards.by_shards(whole, 2, torch.bfloat16)
+    for weight, data, descale in zip(whole, made, descales, strict=True):
+        cast = fp8.cast(weight.bfloat16(), fp8.E4M3, exact=True)
+        assert shards.same(cast.data, data) and cast.descale.item() == descale.item()
 
 
 def test_linear_layers():

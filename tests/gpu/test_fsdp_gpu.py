@@ -1,10 +1,14 @@
 """--plugin fsdp on GPUs: on one the steps of zero2, on two the curve of one; what it holds, and that nothing waits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.diffusion.random import Stream, integers, normal
+from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig
 from opendit.parallel.apply import Sharding, apply_parallel
@@ -23,11 +27,14 @@ KEPT, FREED = Sharding(), Sharding(keep_gathered=False)
 LIBRARIES = 80 << 20  # workspaces that cuBLAS keeps
 
 
-def engine_of(mesh: Mesh, plugin: str, precision: str, recompute: str, sharding: Sharding):
+FUSED = SpeedFlags(True, True, True)
+
+
+def engine_of(mesh: Mesh, plugin: str, precision: str, recompute: str, sharding: Sharding, speed: SpeedFlags = FUSED):
     torch.manual_seed(0)
     model = randomised(DiT(CONFIG)).to(mesh.device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    kernels = select_kernels(SpeedFlags(True, True, True), mesh.device, dtype, 64, CONFIG.tokens)
+    kernels = select_kernels(speed, mesh.device, dtype, 64, CONFIG.tokens)
     apply_parallel(model, ops=kernels.ops, attend=kernels.attend, recompute=recompute)
     return build_engine(model, mesh, plugin=plugin, precision=precision, lr=1e-3, sharding=sharding)
 
@@ -112,3 +119,37 @@ def test_on_two_gpus_the_curve_is_that_of_one():
             assert held < 12 * weights / 2 * 1.1 + LIBRARIES, (how, more)
     for losses in run_ranks(2, copies):
         assert off_by(losses, reference["fp32"]) < 1e-4
+
+
+FLOAT8 = SpeedFlags(True, True, fp8=True, attention="math")  # whose gradients are the same bits in every run
+
+
+def in_float8(mesh: Mesh, sharding: Sharding) -> tuple[list[Tensor], list[Tensor], int]:
+    """Losses of 10 steps, this rank's masters after them, and the most bytes that the last step took."""
+    engine = engine_of(mesh, "fsdp", "bf16", "none", sharding, FLOAT8)
+    runner, losses = build_runner(engine, SquaredError(), graph=False), []
+    for step in range(10):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        given = micro_batch(mesh, step)
+        torch.cuda.set_sync_debug_mode("error" if step > 4 else "default")
+        losses.append(runner.train_step([given]).loss.clone())
+        torch.cuda.set_sync_debug_mode("default")
+    masters = [master.cpu() for master in engine.masters().values()]
+    return [loss.cpu() for loss in losses], masters, torch.cuda.max_memory_allocated() - before
+
+
+def float8_gathers(mesh: Mesh) -> list[tuple]:
+    ways = [replace(how, gather_float8=way) for how in (FREED, KEPT) for way in (True, False, False)]
+    return [in_float8(mesh, way) for way in ways]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.skipif(not float8_available(torch.device("cuda"), torch.bfloat16)[0], reason="needs FP8 (Hopper or newer)")
+def test_gathering_float8_changes_no_bit():
+    for rank in run_ranks(2, float8_gathers):
+        for ours, theirs, again in (rank[:3], rank[3:]):
+            for name, other in (("the same again", again), ("gathered in float8", ours)):
+                for mine, wanted in zip(other[:2], theirs[:2], strict=True):
+                    assert all(map(torch.equal, mine, wanted)), name
+            assert ours[2] < theirs[2]  # bytes in place of bf16, and nothing that was cast is kept

@@ -25,6 +25,7 @@ from opendit.kernels.adamw_ema import FusedStep, constant_decays
 from opendit.kernels.add_table import add_table
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.exchange_heads import exchange_heads, new_heads, send_rows
+from opendit.kernels.fp8_shards import ShardQuantizer
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
 from opendit.kernels.philox import philox_bits
@@ -114,6 +115,12 @@ def short(batch: int, tokens: int, heads: int, size: int) -> None:
     short_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
 
 
+def shards_in_float8(dtype: torch.dtype) -> None:
+    shards = [torch.randn(64, 1152), torch.randn(7, 5)]
+    quantizer = ShardQuantizer(shards, [torch.zeros(s.shape, dtype=torch.uint8) for s in shards], dtype)
+    quantizer.quantize(quantizer.amax())
+
+
 def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     """Everything that launches kernels: at DiT-XL's width in bf16, packed, in fp32, and at a width that 16 does not
     divide."""
@@ -133,6 +140,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "transpose", lambda: transpose(torch.zeros(64, 1152, dtype=BFLOAT16))
     yield "float8", lambda: float8(1152)
     yield "adamw_ema", optimizer_step
+    for dtype in (BFLOAT16, torch.float16):
+        yield f"shards in float8, {dtype}", lambda t=dtype: shards_in_float8(t)
 
 
 def main() -> None:

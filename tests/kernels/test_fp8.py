@@ -17,7 +17,7 @@ from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels import fp8
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8, bias_gelu_reference
 from opendit.kernels.fp8 import E4M3, E5M2
-from opendit.kernels.fp8_linear import keep_weights
+from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8, layernorm_modulate_reference
 from opendit.kernels.operations import FLOAT8, chosen

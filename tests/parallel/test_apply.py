@@ -1,14 +1,19 @@
 """The one order in which a model is changed: each step finds what it needs, and none undoes another."""
 
+from dataclasses import replace
+
 import torch
 
+from opendit.common.patterns import fits
 from opendit.kernels import recompute
-from opendit.models import DiT, DiTConfig
+from opendit.kernels.operations import FLOAT8, MODULATE, NORM, SPLIT, chosen
+from opendit.models import DiT, DiTConfig, plan_of
 from opendit.models.attention import Attention
 from opendit.models.blocks import is_cut
-from opendit.models.layers import TORCH_OPS
+from opendit.models.layers import TORCH_OPS, BlockOps, Projection
 from opendit.parallel import apply
-from opendit.parallel.apply import apply_parallel
+from opendit.parallel.apply import apply_parallel, float8_weights
+from tests.models import test_zoo
 from tests.models.test_dit import randomised
 
 CONFIG = DiTConfig((4, 4), 2, 2, 32, 2, 2, num_classes=3)
@@ -54,3 +59,54 @@ def test_the_other_order_would_lose_the_policy():
     recompute.recompute_in(model, "mlp")
     model.use()
     assert model.blocks[0].ops == TORCH_OPS
+
+
+@test_zoo.every_config
+def test_plans_say_which_projections_operations_are_given(config):
+    model, given, called = test_zoo.model_of(config), {}, []
+
+    def watched(operation: str):
+        function = getattr(TORCH_OPS, operation) or joined(operation)
+
+        def watch(*args):
+            layer = next(a for a in args if isinstance(a, Projection))
+            given.setdefault(layer, set()).add(operation)
+            before = len(called)
+            result = function(*args)
+            del called[before:]  # calls of the layer itself by the operation's reference
+            return result
+
+        return watch
+
+    def joined(operation: str):
+        def both(x, gate, z, layer, *more):
+            return x, TORCH_OPS.layernorm_modulate(x + gate[:, None] * layer(z), *more[-2:])
+
+        return both
+
+    operations = BlockOps.names(projection=True)
+    kernels = replace(TORCH_OPS, **{operation: watched(operation) for operation in operations})
+    model.use(ops=kernels)
+    for module in model.modules():
+        if isinstance(module, Projection):
+            module.register_forward_hook(lambda module, *_: called.append(module))
+    model(*test_zoo.inputs(config))
+    names = {module: name for name, module in model.named_modules()}
+    projections = plan_of(config).projections(config)
+    expected = {name: ops for name in names.values() for pattern, ops in projections.items() if fits(pattern, name)}
+    assert {names[layer] for layer in given} == set(expected)
+    assert all(found <= set(expected[names[layer]]) for layer, found in given.items())
+    assert not {names[layer] for layer in called} & set(expected)  # nor does torch call them
+
+
+def test_weights_in_float8_are_those_of_its_operations():
+    model = DiT(CONFIG)
+    matrices = [
+        f"blocks.{i}.{name}.weight" for i in range(2) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    ]
+    for switches in (set(), {MODULATE, NORM, SPLIT}):
+        assert float8_weights(model.use(ops=chosen(switches))) == []
+    assert float8_weights(apply_parallel(model, ops=chosen({FLOAT8}))) == matrices
+    without = chosen({FLOAT8}).by_reference(["linear_gate_residual_layernorm_modulate", "linear_gelu"])
+    assert float8_weights(model.use(ops=without)) == [name for name in matrices if "qkv" in name]
+    assert float8_weights(apply_parallel(model, ops=chosen({FLOAT8}), compiled=True, backend="eager")) == []

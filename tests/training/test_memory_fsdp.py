@@ -1,16 +1,30 @@
 """The estimate of --plugin fsdp against closed forms, and against what ranks really allocate."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from opendit.models import DiT, DiTConfig, model_config
+from opendit.kernels.operations import FLOAT8, chosen
+from opendit.models import DiT, DiTConfig, TextConfig, build_model, model_config
 from opendit.models.lora import Lora, add_lora, lora_parameters
-from opendit.parallel.apply import Sharding
+from opendit.parallel.apply import Sharding, float8_weights
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.training.memory import GATHERED, GIB, LIBRARIES, Setup, advice, estimate, largest_batch, settle_sharding
+from opendit.training.memory import (
+    GATHERED,
+    GIB,
+    LIBRARIES,
+    Estimate,
+    Setup,
+    advice,
+    block_float8,
+    describe,
+    estimate,
+    largest_batch,
+    settle_sharding,
+)
 from tests.memory import peak_bytes
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
@@ -178,3 +192,31 @@ def test_offload_is_advised_where_recomputing_does_not_do():
     assert "offload" not in advice(XL, already, 8, recomputed - 3 * share)
     for flags, changes in ((average, {"offload": "average"}), ("state", {"offload": "state"})):
         assert estimate(XL, replace(setup, grad_checkpoint=True, **changes), 8).total < recomputed, flags
+
+
+@pytest.mark.parametrize("kind", ("vDiT-7B/122", "ST-DiT-XL/122"))
+def test_float8_weights_take_a_byte_where_they_are_gathered_and_another_on_their_shard(kind):
+    text = TextConfig("t5", 64, 7, True)
+    config = model_config(kind, input_size=(32, 32), in_channels=4, frames=8, text=text)
+    with torch.device("meta"):
+        model = build_model(config).use(ops=chosen({FLOAT8}))
+    shapes = {name: math.prod(parameter.shape) for name, parameter in model.named_parameters()}
+    float8 = sum(shapes[name] for name in float8_weights(model))
+    assert float8 == config.depth * block_float8(config, Setup(fp8=True))
+    setup = Setup("fsdp", "bf16", 4, fp8=True, reshard="never")
+
+    def needs(**changes) -> Estimate:
+        return estimate(config, replace(setup, **changes), 1)
+
+    ours, theirs = needs(), needs(compiled=True)  # compiled blocks cast what was gathered in bf16
+    assert theirs.gathered - ours.gathered == float8 and theirs.activations - ours.activations == float8
+    assert sum(ours.states.values()) - sum(theirs.states.values()) == float8 / 4 == ours.states["float8 weights"]
+    few = GATHERED * float8 / config.depth
+    ours, theirs = needs(reshard="after_forward"), needs(reshard="after_forward", compiled=True)
+    assert (
+        theirs.gathered - ours.gathered == pytest.approx(few) == theirs.gathered_at_the_end - ours.gathered_at_the_end
+    )
+    assert needs(world=2, replicate=2).states["float8 weights"] == float8
+    assert "float8 weights" not in needs(world=1).states and "float8 weights" not in needs(fp8=False).states
+    assert "(float8 where it is read so)" in describe(config, setup, 1, None)
+    assert "float8" not in describe(config, replace(setup, fp8=False), 1, None)

@@ -100,6 +100,23 @@ def stages(*every: str) -> StageCuts:
     return StageCuts("blocks", tuple(name for name in first if name not in every), ("final_layer",), condition + every)
 
 
+# ------------------------------------------------------------------------------------------------------- projections
+
+RESIDUAL = "linear_gate_residual"
+
+
+def block_projections(*attentions: str, norm: str = "layernorm") -> dict[str, tuple[str, ...]]:
+    """Of blocks with these attentions between their own tokens, and an MLP; ``norm``: layernorm or rmsnorm."""
+    residual = RESIDUAL, f"{RESIDUAL}_{norm}_modulate"
+    inputs = {f"blocks.*.{name}.qkv": ("linear_heads",) for name in attentions}
+    outputs = {f"blocks.*.{name}.proj": residual for name in attentions}
+    return inputs | outputs | {"blocks.*.mlp.fc1": ("linear_gelu",), "blocks.*.mlp.fc2": residual}
+
+
+def projections(config: "DiTConfig") -> dict[str, tuple[str, ...]]:
+    return block_projections("attn")
+
+
 # ------------------------------------------------------------------------------------------------------------ memory
 # What a DiT's block keeps is listed in opendit/kernels/recompute.py.
 
@@ -124,6 +141,11 @@ def layer_norms(count: Count) -> MemoryTerm:
     return MemoryTerm("norms", kept)
 
 
+def float8_weights(execution: Execution, count: int) -> int:
+    """Bytes of ``count`` weights that operations in float8 read, which keep them in e4m3."""
+    return count if execution.fp8 else 0
+
+
 def attention_units(execution: Execution) -> float:
     """Of self-attention q, k, v, its output, that projected and the sum with x."""
     # In FP8 the attention's output is there in both forms.
@@ -131,8 +153,8 @@ def attention_units(execution: Execution) -> float:
 
 
 def attentions(count: Count) -> MemoryTerm:
-    """Self-attentions. All of torch's kernels but ``math`` keep a log-sum-exp a row and head. (Those, and weights in
-    e4m3, are counted for one attention, whatever the number.)"""
+    """Self-attentions. All of torch's kernels but ``math`` keep a log-sum-exp a row and head. (Counted for one
+    attention, whatever the number.)"""
 
     def kept(config: "DiTConfig", execution: Execution) -> Kept:
         each = attention_units(execution)
@@ -140,8 +162,8 @@ def attentions(count: Count) -> MemoryTerm:
             each += 4  # both products of an RMSNorm, of queries and of keys
         elif config.positions == "rope":
             each += 2
-        weights = 4 * config.hidden_size**2 if execution.fp8 else 0
-        return Kept(units=each * count(config), statistics=config.num_heads, weights=weights)
+        weights = float8_weights(execution, 4 * config.hidden_size**2)
+        return Kept(units=each * count(config), statistics=config.num_heads, weights=weights * count(config))
 
     return MemoryTerm("attention", kept)
 
@@ -164,7 +186,7 @@ def gelu_mlp(config: "DiTConfig", execution: Execution) -> Kept:
     units = 1 + {"half": wide / 2, "mlp": 0}.get(level, wide)
     if level in ("none", "norms"):  # one byte a number in FP8
         units += wide / 2 if execution.fp8 and level == "none" else wide
-    return Kept(units=units, weights=2 * wide * config.hidden_size**2 if execution.fp8 else 0)
+    return Kept(units=units, weights=float8_weights(execution, 2 * config.hidden_size * config.mlp_hidden))
 
 
 # Units that the backward pass of a block takes at its worst beyond what was kept: in fc2's, dout, gate * dout and the
@@ -254,4 +276,4 @@ FLOPS = (
     FlopTerm("MLP", mlp_flops),
     *COMMON_FLOPS,
 )
-PLAN = Plan(rules, divisible, MEMORY, backward, FLOPS, stages())
+PLAN = Plan(rules, divisible, MEMORY, backward, FLOPS, stages(), projections)

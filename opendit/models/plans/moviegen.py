@@ -26,6 +26,14 @@ def divisible(config: "MovieGenConfig") -> dict[str, dict[str, int]]:
     return {"tp": dit.divisible(config)["tp"] | kv_heads}
 
 
+def projections(config: "MovieGenConfig") -> dict[str, tuple[str, ...]]:
+    found = dit.block_projections("attn", norm="rmsnorm")
+    by_torch = ["blocks.*.mlp.fc1"]  # SwiGLU is given its output
+    if config.kv_heads not in (None, config.num_heads):
+        by_torch.append("blocks.*.attn.qkv")
+    return {name: operations for name, operations in found.items() if name not in by_torch}
+
+
 def _rms_norms(config: "MovieGenConfig", execution: Execution) -> Kept:
     """Two RMSNorms' products and their modulations; fused, the modulations alone."""
     return Kept(units=2 * (1 if execution.fused else 3), statistics=4)
@@ -66,4 +74,5 @@ PLAN = replace(
         *dit.COMMON_FLOPS,
     ),
     stages=dit.stages("learned_positions"),  # added before every block
+    projections=projections,
 )

@@ -23,6 +23,11 @@ def rules(config: "STDiTConfig") -> dict[str, Rule]:
     }
 
 
+def projections(config: "STDiTConfig") -> dict[str, tuple[str, ...]]:
+    between = dit.block_projections("spatial_attn", "temporal_attn", "full_attn")
+    return between | {"blocks.*.cross_attn.proj": between["blocks.*.mlp.fc2"]}
+
+
 def _norms(config: "STDiTConfig") -> int:
     """One before each attention and one before the MLP."""
     return 3 + config.full_attention + config.cross_attention
@@ -31,7 +36,13 @@ def _norms(config: "STDiTConfig") -> int:
 def _attention_along_time(config: "STDiTConfig", execution: Execution) -> Kept:
     """As every self-attention, and its result in the order that the projection reads, which is another than it is
     written in. Rotated queries and keys are copies in its own order; normalised ones are kept besides those."""
-    return Kept(units=dit.attention_units(execution) + 1 + 5 * config.qk_norm)
+    weights = dit.float8_weights(execution, 4 * config.hidden_size**2)
+    return Kept(units=dit.attention_units(execution) + 1 + 5 * config.qk_norm, weights=weights)
+
+
+def _cross_attention_output(config: "STDiTConfig", execution: Execution) -> Kept:
+    """The weight of its projection, which is the next norm's operation's, unlike a DiT's."""
+    return Kept(weights=dit.float8_weights(execution, config.cross_attention * config.hidden_size**2))
 
 
 def _attention_flops(config: "STDiTConfig") -> int:
@@ -49,7 +60,9 @@ PLAN = replace(
         dit.attentions(lambda config: 1 + config.full_attention),
         MemoryTerm("attention along time", _attention_along_time),
         dit.caption_attention(lambda execution: 2),  # h before it, its projection
+        MemoryTerm("cross-attention's output", _cross_attention_output),
         MemoryTerm("MLP", dit.gelu_mlp),
     ),
     flops=(FlopTerm("attention", _attention_flops), FlopTerm("MLP", dit.mlp_flops), *dit.COMMON_FLOPS),
+    projections=projections,
 )

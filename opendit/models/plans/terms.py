@@ -161,6 +161,8 @@ class Plan:
     divisible: of a configuration, the numbers that a group's size has to divide: group ("tp", "ep") -> what is counted
         -> number. A model without the key can't use the group.
     memory: what a block keeps; backward: the units that its backward pass takes at its worst beyond that.
+    projections: of a configuration, patterns of modules -> the operations (fields of BlockOps) that a block gives them
+        to as their projection; nothing else reads their weights.
     units: patterns of modules that are shard units, each gathered and freed as a whole; what is outside of all of
         them is one more. A block's modulation is a unit inside the block's, because ``Block.modulate`` uses it apart.
     """
@@ -171,6 +173,7 @@ class Plan:
     backward: Callable[["DiTConfig", Execution], float]
     flops: tuple[FlopTerm, ...]
     stages: StageCuts
+    projections: Callable[["DiTConfig"], dict[str, tuple[str, ...]]]
     units: tuple[str, ...] = ("blocks.*.adaLN_modulation", "blocks.*")
 
     def kept(self, config: "DiTConfig", execution: Execution) -> Kept:

@@ -5,7 +5,8 @@ from torch import nn
 
 from opendit.models import DiT
 from opendit.parallel.adamw import FusedAdamW
-from opendit.parallel.apply import Sharding, apply_shards
+from opendit.parallel.apply import Sharding, apply_shards, float8_weights
+from opendit.parallel.float8_gather import Float8Shards
 from opendit.parallel.loss_scale import LossScale
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sharded_optimizer import ShardedOptimizer
@@ -36,10 +37,13 @@ class FSDPPlugin(Plugin):
     def configure(
         self, model: DiT, optimizer: FusedAdamW | None = None, criterion=None, dataloader=None, lr_scheduler=None
     ):
+        float8 = None
         if self.mesh.world_size > 1:
             apply_shards(model, self.mesh, self.sharding)
             if any(parameter.is_meta for parameter in model.parameters()):
                 model.to_empty(device=self.mesh.device)  # its shards; the engine fills them
+            if self.sharding.gather_float8 and (names := float8_weights(model)):
+                float8 = Float8Shards(model, names, self.sharding.dtype, self.mesh.group("fsdp"))
         else:
             model.to(self.mesh.device)
             for parameter in model.parameters():
@@ -53,6 +57,7 @@ class FSDPPlugin(Plugin):
                 grad_clip=self.grad_clip,
                 loss_scale=self.loss_scale,
                 offload=self.offload,
+                float8=float8,
             )
         return model, optimizer, criterion, dataloader, lr_scheduler
 

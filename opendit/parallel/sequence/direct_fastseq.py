@@ -141,7 +141,7 @@ class _OwnProjection(torch.autograd.Function):
         layer.gather(sent)
         # A copy, under the inputs' way. The three blocks of rows as they lie would be three products, whose few tiles
         # leave more multiprocessors idle at the end, or one batch of three, which takes no bias.
-        own_weight = products.factor(own_rows(weight, group))
+        own_weight = products.factor(weight, group)
         qkv = x.new_empty(len(x), layer.length, len(own_weight[0]))
         for rank, shard in layer.shards(sent):
             for out, tokens in zip(qkv[:, layer.tokens_of(rank)], shard, strict=True):  # sample by sample

@@ -108,7 +108,7 @@ class _OwnHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, sent, products, num_heads, ring, gathered):
         (B, n, D), group = x.shape, ring.group
-        own_weight = products.factor(own_rows(weight, group))
+        own_weight = products.factor(weight, group)
         own_bias = None if bias is None else own_rows(bias, group)
         packed = x.new_empty(group.size, B, n, len(own_weight[0]))
         kept = sent.new_empty(group.size, B, n, D) if gathered is None else None

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from opendit.kernels import fp8
 from opendit.kernels.fp8_linear import Modulated, Quantized, quantized
+from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.models.layers import Projection
 from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.sequence.layout import linear_into, weight_gradient
+from opendit.parallel.sequence.layout import linear_into, own_rows, weight_gradient
 
 Saved = tuple[Tensor, ...]  # a weight, as the backward pass wants it
 
@@ -21,9 +22,10 @@ Saved = tuple[Tensor, ...]  # a weight, as the backward pass wants it
 class Products:
     """In the dtype of the activations. One object for each call of a layer; it holds no activations."""
 
-    def factor(self, weight: Tensor) -> Saved:
-        """These rows of the weight as the other factor of all products; to be saved for the backward pass."""
-        return (weight,)
+    def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
+        """The weight as the other factor of all products; to be saved for the backward pass. group: of its rows those
+        of the heads that this rank of the group has; None: all."""
+        return (weight if group is None else own_rows(weight, group),)
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:
         """sent W^T + bias, written to ``out``, contiguous and with as many rows of the factor's length."""
@@ -34,7 +36,7 @@ class Products:
         return grad
 
     def columns(self, factor: Saved) -> Saved:
-        """The weight's rows as :meth:`input_gradient` wants them."""
+        """The factor's rows as :meth:`input_gradient` wants them."""
         return factor
 
     def input_gradient(self, grad: Tensor, columns: Saved) -> Tensor:
@@ -62,12 +64,12 @@ class Float8Products(Products):
         """dtypes: of the activations and of the weight. descale: of the input."""
         self._dtypes, self._descale = dtypes, descale
 
-    def factor(self, weight: Tensor) -> Saved:
-        if weight.shape[0] % 16 or weight.shape[1] % 16:
-            rows = f"{tuple(weight.shape)}, of the heads of one rank"
+    def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
+        made = weight_in_float8(weight, None if group is None else lambda rows: own_rows(rows, group))
+        if made.data.shape[0] % 16 or made.data.shape[1] % 16:
+            rows = f"{tuple(made.data.shape)}, of the heads of one rank"
             raise ValueError(f"--fp8 needs widths that are multiples of 16, not a weight of {rows}")
-        weight = fp8.cast(weight, fp8.E4M3, exact=True)
-        return weight.data, weight.descale
+        return made.data, made.descale
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:
         (weight, descale), dtype = factor, out.dtype

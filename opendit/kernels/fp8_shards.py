@@ -1,0 +1,141 @@
+"""The shards of many weights in float8, each with the scale of its whole weight: in two passes over all of them.
+
+    quantizer = ShardQuantizer(shards, bytes_, torch.bfloat16)
+    amax = quantizer.amax()          # several ranks take the maximum of theirs here
+    quantizer.quantize(amax)
+
+What is written is, bit for bit, what :func:`opendit.kernels.fp8.cast` makes of the whole weight when its shards have
+been rounded to the precision of the forward pass and gathered: the largest absolute value of rounded numbers is known
+from the shards, and the scale is a power of two. The kernels take all shards at once
+(opendit/kernels/tensor_table.py).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from opendit.kernels.common import TRITON, tl, triton
+from opendit.kernels.fp8 import E4M3, EXACT, LIMIT, float8_factor_reference, float8_reference
+from opendit.kernels.fp8_tiles import float8_range
+from opendit.kernels.tensor_table import addresses_of, at, block_table, send, triton_dtype
+
+BLOCK, WARPS = 4096, 4  # elements a program takes, and its warps (not tuned: a rank passes over its shards once a step)
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def amax_reference(shards: Sequence[Tensor], rounded: torch.dtype) -> Tensor:
+    """(shards,) fp32, the largest absolute value of each shard rounded to ``rounded``, of its numbers (not NaN);
+    0 of a shard without any."""
+    numbers = (shard.to(rounded).float().abs().flatten() for shard in shards)
+    return torch.stack([torch.cat([n.new_zeros(1), n[~n.isnan()]]).amax() for n in numbers])
+
+
+def quantize_reference(shards: Sequence[Tensor], amax: Tensor, rounded: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """(every shard in e4m3; descales (shards,)) with scales from ``amax`` (shards,), all above 0."""
+    factors = float8_factor_reference(amax, EXACT)
+    return [float8_reference(s.to(rounded), f, E4M3) for s, f in zip(shards, factors, strict=True)], 1 / factors
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+_constant = tl.constexpr if TRITON else int
+SIZE, SHARD, BYTES = map(_constant, range(3))  # rows of the table
+
+
+@triton.jit
+def _rounded(address, offsets, mask, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr):
+    return tl.load(at(address, offsets, tl.float32, ALIGNED), mask=mask, other=0.0).to(ROUNDED).to(tl.float32)
+
+
+@triton.jit
+def _amax_block(address, offsets, mask, largest, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr):
+    value = tl.max(tl.abs(_rounded(address, offsets, mask, ROUNDED, ALIGNED)), axis=0)
+    tl.atomic_max(largest, value.to(tl.int32, bitcast=True))  # numbers that are not negative have their bits' order
+
+
+@triton.jit(do_not_specialize=("tensors",))
+def _shard_amax_kernel(table, blocks, amax, tensors, BLOCK: tl.constexpr, ROUNDED: tl.constexpr):
+    """amax[tensor], the bits of an fp32 number, becomes at least that of the block."""
+    block = tl.program_id(0)
+    tensor = tl.load(blocks + 2 * block)
+    start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    size = tl.load(table + SIZE * tensors + tensor)
+    address = tl.load(table + SHARD * tensors + tensor)
+    if (start + BLOCK <= size) & (address % 16 == 0):
+        everything = tl.full((BLOCK,), 1, tl.int1)
+        _amax_block(address, offsets, everything, amax + tensor, ROUNDED, True)
+    else:
+        _amax_block(address, offsets, offsets < size, amax + tensor, ROUNDED, False)
+
+
+@triton.jit
+def _quantize_block(
+    address, target, offsets, mask, factor, ROUNDED: tl.constexpr, LIMIT: tl.constexpr, ALIGNED: tl.constexpr
+):
+    value = float8_range(_rounded(address, offsets, mask, ROUNDED, ALIGNED), factor, LIMIT)
+    tl.store(at(target, offsets, tl.float8e4nv, ALIGNED), value.to(tl.float8e4nv), mask=mask)
+
+
+@triton.jit(do_not_specialize=("tensors",))
+def _shard_quantize_kernel(
+    table, blocks, factors, tensors, BLOCK: tl.constexpr, ROUNDED: tl.constexpr, LIMIT: tl.constexpr
+):
+    block = tl.program_id(0)
+    tensor = tl.load(blocks + 2 * block)
+    start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    size = tl.load(table + SIZE * tensors + tensor)
+    address = tl.load(table + SHARD * tensors + tensor)
+    target = tl.load(table + BYTES * tensors + tensor)
+    factor = tl.load(factors + tensor)
+    if (start + BLOCK <= size) & ((address | target) % 16 == 0):
+        everything = tl.full((BLOCK,), 1, tl.int1)
+        _quantize_block(address, target, offsets, everything, factor, ROUNDED, LIMIT, True)
+    else:
+        _quantize_block(address, target, offsets, offsets < size, factor, ROUNDED, LIMIT, False)
+
+
+# ---------------------------------------------------------------------------------------------------------- operation
+
+
+class ShardQuantizer:
+    """Writes a rank's shards in float8.
+
+    Args:
+        shards: fp32, contiguous; those of this rank, empty ones among them, in the same order on all ranks.
+        targets: uint8, contiguous, of at least the shards' sizes: their beginnings are written.
+        rounded: the precision of the forward pass, to which numbers are rounded first.
+
+    Attributes:
+        descales: (shards,) fp32, by which products with the weights are to be multiplied; written by :meth:`quantize`.
+    """
+
+    def __init__(self, shards: Sequence[Tensor], targets: Sequence[Tensor], rounded: torch.dtype):
+        self._kept, self._rounded, device = (list(shards), list(targets)), rounded, shards[0].device
+        sizes = torch.tensor([shard.numel() for shard in shards])
+        table = [*sizes.tolist(), *addresses_of(shards), *addresses_of(targets)]
+        self._table = send(torch.tensor(table), device)
+        self._blocks = send(block_table(-(-sizes // BLOCK)), device)
+        self.descales = torch.ones(len(shards), dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def amax(self) -> Tensor:
+        """(shards,) fp32: the largest absolute value of each, 0 of one without numbers."""
+        amax = torch.zeros_like(self.descales)
+        self._launch(_shard_amax_kernel, amax.view(torch.int32))
+        return amax
+
+    @torch.no_grad()
+    def quantize(self, amax: Tensor) -> None:
+        """amax: (shards,) fp32, of the whole weights."""
+        exponent = (amax.view(torch.int32) >> 23).bitwise_and_(0xFF).clamp_(min=EXACT + 1)
+        self.descales.view(torch.int32).copy_((exponent - EXACT) << 23)
+        self._launch(_shard_quantize_kernel, ((254 + EXACT - exponent) << 23).view(torch.float32), LIMIT=LIMIT[E4M3])
+
+    def _launch(self, kernel, values: Tensor, **options) -> None:
+        if len(self._blocks):
+            options |= {"BLOCK": BLOCK, "ROUNDED": triton_dtype(self._rounded), "num_warps": WARPS}
+            kernel[(len(self._blocks),)](self._table, self._blocks, values, len(self.descales), **options)

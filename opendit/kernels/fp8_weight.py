@@ -1,0 +1,93 @@
+"""Weights in float8: cast for a product, kept for many, or there in no other form."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._C import _disabled_torch_function_impl
+
+from opendit.kernels import fp8
+from opendit.kernels.fp8 import E4M3, Float8
+from opendit.models.layers import Projection
+
+
+class Float8Weight(Tensor):
+    """A weight (out, in) of which only ``float8`` is in memory.
+
+    To autograd, and to whoever asks for its shape, device or dtype, it is a tensor of ``dtype``; so is its gradient.
+    Operations that know of it (:func:`weight_in_float8`) take its ``float8``; any other use raises RuntimeError.
+    """
+
+    float8: Float8
+    # So that it does not count as a tensor that watches torch's calls, as Gemini's do.
+    __torch_function__ = _disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, float8: Float8, dtype: torch.dtype):
+        data = float8.data
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype, device=data.device)
+
+    def __init__(self, float8: Float8, dtype: torch.dtype):
+        self.float8 = float8
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        weight, kwargs = args[0], dict(kwargs or {})
+        aten = torch.ops.aten
+        if function == aten.detach.default or (
+            function == aten.as_strided.default
+            and (tuple(args[1]), tuple(args[2])) == (tuple(weight.shape), weight.stride())
+        ):  # what makes a parameter of it
+            return cls(weight.float8, weight.dtype)
+        if function == aten.zeros_like.default:  # a gradient that nothing has made
+            return torch.zeros(weight.shape, dtype=kwargs.get("dtype") or weight.dtype, device=weight.device)
+        raise RuntimeError(f"{function} got a weight of shape {tuple(weight.shape)} that is there in float8 only")
+
+    def __repr__(self, **_) -> str:
+        return f"Float8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+@dataclass(frozen=True)
+class KeptWeight:
+    """A weight in float8, and which values of the weight that is."""
+
+    float8: Float8
+    address: int
+    version: int
+
+
+def keep_weights(model: nn.Module) -> int:
+    """Casts the weights of all projections whose products are in float8 once, for as long as they stay what they are:
+    sampling calls a model a hundred times with the same ones. A weight that is changed or moved is cast anew in every
+    product again. Returns the bytes that this takes."""
+    taken = 0
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(layer, Projection) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
+            cast = fp8.cast(weight.detach(), E4M3, exact=True)
+            weight.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
+            taken += cast.data.nbytes
+    return taken
+
+
+def weight_in_float8(weight: Tensor, take: Callable[[Tensor], Tensor] | None = None) -> Float8:
+    """weight (out, in) in e4m3, with a scale from its largest absolute value: as it is there, or cast.
+
+    take: gives the rows that are wanted, contiguous, of all rows of a tensor; the scale is the whole weight's even so.
+    """
+    whole = _there(weight)
+    if whole is None:
+        return fp8.cast(weight if take is None else take(weight), E4M3, exact=True, scaled_as=weight)
+    # (As bytes: not everything that takes rows knows float8.)
+    return whole if take is None else Float8(take(whole.data.view(torch.uint8)).view(E4M3), whole.descale)
+
+
+def _there(weight: Tensor) -> Float8 | None:
+    """The weight in float8 if it need not be cast."""
+    if isinstance(weight, Float8Weight):
+        return weight.float8
+    kept = getattr(weight, "kept_float8", None)
+    if kept is not None and (kept.address, kept.version) == (weight.data_ptr(), weight._version):
+        return kept.float8
+    return None
