@@ -37,7 +37,7 @@ def _averages_block(
 ):  # fmt: skip
     master = tl.load(at(tl.load(row + tensors), offsets, tl.float32, ALIGNED), mask=mask, other=0.0)
     for k in tl.static_range(AVERAGES):
-        averages = at(tl.load(row + (2 + k) * tensors) + shift + k * stride, offsets, tl.float32, ALIGNED)
+        averages = at(tl.load(row + (2 + k) * tensors) + shift + k * stride.to(tl.int64), offsets, tl.float32, ALIGNED)
         average = tl.load(averages, mask=mask, other=0.0)
         average += tl.load(scalars + 4 + k) * (master - average)
         tl.store(averages, average, mask=mask)
