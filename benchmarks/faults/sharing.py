@@ -91,6 +91,22 @@ def two_samplers(lab: Lab) -> None:
     lab.require(matches, "the pictures are a mixture")
 
 
+@fault("sample.py is killed (SIGKILL) while it draws, and started again")
+def killed_sampler(lab: Lab) -> None:
+    ckpt, output, alone = lab.prepared(), lab.folder / "samples", lab.folder / "alone"
+    slow = ("--num_samples", 40, "--batch_size", 2, "--num_sampling_steps", 20)
+    ended_well(lab, lab.sample(ckpt, *slow, "--output", alone), "a sampler that nobody kills")
+    first = lab.sample(ckpt, *slow, "--output", output)
+    begun = lambda: first.code() is not None or len(list(output.glob(".parts/0*.npy"))) > 5  # noqa: E731
+    lab.programs.wait(begun, 60 * lab.shared.patience, "the first parts")
+    first.send(signal.SIGKILL)
+    lab.programs.wait(lambda: first.code() is not None, 10 * lab.shared.patience, "its end")
+    again = lab.sample(ckpt, *slow, "--output", output)
+    lab.ends(again, {0}, within=60)
+    lab.require("of 40 samples are there from an earlier start" in again.said(), "it did not go on")
+    lab.require(pictures(output) == pictures(alone), "the pictures are others")
+
+
 def pictures(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.png"))}
 

@@ -123,7 +123,7 @@ def check_room(sampling: SamplingRun, parts: Parts, missing: list[int]) -> None:
         needed = sum(size for (_, size, _), other in zip(needs, disks, strict=True) if other == disk)
         free = shutil.disk_usage(folder).free
         if free < needed:
-            what = f"{os.strerror(errno.ENOSPC)}: {needed / 2**30:.2f} GiB are needed, {free / 2**30:.2f} are free"
+            what = f"{os.strerror(errno.ENOSPC)}: {needed / 2**20:,.1f} MiB are needed, {free / 2**20:,.1f} are free"
             raise OSError(errno.ENOSPC, what, name)
 
 
@@ -251,8 +251,8 @@ def what_is_there(sampling: SamplingRun, parts: Parts, folder: OutputFolder, err
     if isinstance(error, DamagedPart):
         return f"{found}; start it again as it was: what is damaged is drawn anew"
     if there:
-        found += "; make room, or give another place to --npz"
-        return f"{found}, and start it again as it was: it goes on from there"
+        found += "; make room" + ", or give another place to --npz," * bool(sampling.flags.npz)
+        return f"{found} and start it again as it was: it goes on from there"
     return f"{found}; make room, or give other places to --output and --npz"
 
 
