@@ -30,11 +30,10 @@ from opendit.inference.engine import SamplingEngine
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
-from opendit.kernels.short_attention import ShortAttention
 from opendit.models import build_model, model_config
 
 CHANNELS, CLASSES, SEED = 4, 1000, 0
-PLAIN, SHORT = "plain compiled", "short attention"
+PLAIN = "plain compiled"
 Draw = Callable[[Tensor, Tensor], Tensor]  # y, index (B,) to latents
 
 
@@ -55,8 +54,8 @@ class Bench:
         """Seconds."""
         return self.args.seconds - (time.perf_counter() - self.start)
 
-    def model(self, fp8: bool, short: bool = False):
-        """A model with the fused kernels; ``short``: and that attention. Raises ValueError where there are none."""
+    def model(self, fp8: bool):
+        """A model with the fused kernels. Raises ValueError where there are none."""
         usable, why = (float8_available if fp8 else kernels_available)(self.device, self.dtype)
         if not usable and self.device.type == "cuda":
             raise ValueError(why)
@@ -70,14 +69,13 @@ class Bench:
                     torch.nn.init.normal_(parameter, std=0.02)
         config, speed = self.config, SpeedFlags(True, True, True, fp8=fp8)
         kernels = select_kernels(speed, self.device, self.dtype, config.head_dim, config.tokens, inference=True)
-        attend = ShortAttention(kernels.attend) if short else kernels.attend
-        return model.place(self.device, self.dtype).eval().use(ops=kernels.ops, attend=attend)
+        return model.place(self.device, self.dtype).eval().use(ops=kernels.ops, attend=kernels.attend)
 
     def settings(self) -> dict:
         return {"steps": self.args.steps, "sampler": self.args.sampler, "cfg_scale": self.args.cfg_scale}
 
-    def engine(self, fp8: bool, short: bool = False, compiled: bool = False) -> Draw:
-        engine = SamplingEngine(self.model(fp8, short), self.objective, **self.settings(), compile=compiled)
+    def engine(self, fp8: bool) -> Draw:
+        engine = SamplingEngine(self.model(fp8), self.objective, **self.settings())
         print(f"{'fp8' if fp8 else 'engine'}: steps {engine.note}", flush=True)
         return lambda y, index: engine.sample(y, self.null, index, SEED)
 
@@ -109,8 +107,6 @@ class Bench:
 
     def variants(self) -> dict[str, Callable[[], Draw]]:
         found = {"engine bf16": lambda: self.engine(False), "engine fp8": lambda: self.engine(True)}
-        found |= {f"{name}, {SHORT}": lambda fp8=name[-1] == "8": self.engine(fp8, True) for name in [*found]}
-        found |= {f"engine bf16, {SHORT}, compiled": lambda: self.engine(False, True, True)}
         found |= {"eager bf16": self.eager, PLAIN: self.plain}
         return {name: build for name, build in found.items() if name not in self.args.without}
 
@@ -210,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{case}, batch {size}")
         for name, seconds in found.items():
             ratio = f"{baseline / seconds:6.2f} x {PLAIN}" if baseline else ""
-            print(f"{name:>40} {1000 * seconds:10.1f} ms {size / seconds:9.2f} img/s {ratio}", flush=True)
+            print(f"{name:>16} {1000 * seconds:10.1f} ms {size / seconds:9.2f} img/s {ratio}", flush=True)
             row = {"bench": "sampling", "case": f"{case} batch {size} {name}", "metric": "img/s"}
             row["value"] = f"{size / seconds:.2f}"
             if baseline and name != PLAIN:

@@ -36,8 +36,6 @@ class SamplingEngine:
         size: (h, w) or (t, h, w) of the latents; the model's own when left out.
         around: makes of ``model(x, t, y)`` what guidance calls in its place: a strategy that shares batches between
             ranks (``SharedBatch``).
-        compile: torch.compile for what of a step is not the network. It takes seconds, and saves some 20 of the small
-            kernels of every step.
         record: whether steps may be recorded.
         table_bytes: memory of the modulations that are made beforehand, and as much again of captions' keys and values.
         loops: batch sizes whose recordings are kept.
@@ -59,7 +57,6 @@ class SamplingEngine:
         cfg_interval: tuple[float, float] | None = None,
         size: tuple[int, ...] | None = None,
         around: Callable | None = None,
-        compile: bool = False,
         record: bool = True,
         table_bytes: int = TABLE_BYTES,
         loops: int = LOOPS,
@@ -78,7 +75,6 @@ class SamplingEngine:
             size=tuple(size or model.config.input_size),
             around=around,
             memory=table_bytes,
-            compile=compile,
         )
         if model.ops.float8 and model.sequence is None:
             keep_weights(model.blocks)

@@ -30,7 +30,6 @@ class LoopSettings:
     size: tuple[int, ...]
     around: Callable | None
     memory: int
-    compile: bool
 
 
 class NotRecordedError(RuntimeError):
@@ -69,8 +68,6 @@ class SamplingLoop:
         # (For the kinds of steps no noise is drawn: x stands for it.)
         self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
         self._inputs: StepInputs | None = None
-        # The network stays as it is: its blocks are kernels already, and it would take minutes.
-        self._take = torch.compile(self._advance, dynamic=False) if settings.compile else self._advance
         self._like, self._trajectory = like, trajectory
         state = self.sampler.init(like)
         self.state, self._state_type = tuple(part.clone() for part in state), type(state)
@@ -87,8 +84,6 @@ class SamplingLoop:
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
         forward = self.network if settings.around is None else settings.around(self.network)
-        if settings.compile:
-            forward = torch.compiler.disable(forward.__call__)
         guided = cfg_model(forward, y, null, settings.cfg_scale, settings.cfg_channels)
         if settings.cfg_interval is None:
             return guided
@@ -122,12 +117,12 @@ class SamplingLoop:
             self.step.zero_()
         kind = self.sampler.model_at(i), self._inputs.present[i]
         if recorder is None or kind not in self._warm:
-            self._take(*kind)
+            self._advance(*kind)
             self._warm.add(kind)
             return
         if kind not in self.recordings:
             try:
-                _, self.recordings[kind] = recorder.record(lambda: self._take(*kind))
+                _, self.recordings[kind] = recorder.record(lambda: self._advance(*kind))
             except RuntimeError as error:
                 raise NotRecordedError(str(error)) from error
         self.recordings[kind]()

@@ -11,6 +11,7 @@ from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.operations import FLOAT8, INFERENCE, MODULATE, NORM, SPLIT, chosen
+from opendit.kernels.short_attention import ShortAttention, short_is_faster
 from opendit.models.layers import BlockOps, Kernel, modulate
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ def select_kernels(
         attention_note += "; qkv's gradient in one pass" if usable else f"; qkv's gradient by torch: {why}"
     if inference and MODULATE in switches:
         switches.add(INFERENCE)
+    if inference and SPLIT in switches and flags.attention == "auto" and short_is_faster(device):
+        attend = ShortAttention(attend)
+        attention_note += "; a kernel of its own for few and short samples"
     if flags.fp8:
         usable, why = float8_available(device, dtype)
         if usable:

@@ -4,21 +4,7 @@ import csv
 
 from benchmarks.bench_sampling import main
 
-TINY = [
-    "--without",
-    "engine bf16, short attention, compiled",
-    "--model",
-    "DiT-Ti/8",
-    "--image_size",
-    "64",
-    "--steps",
-    "3",
-    "--trials",
-    "1",
-    "--batches",
-    "1",
-    "2",
-]
+TINY = ["--model", "DiT-Ti/8", "--image_size", "64", "--steps", "3", "--trials", "1", "--batches", "1", "2"]
 
 
 def test_all_variants_take_turns(tmp_path, capsys):
@@ -26,13 +12,13 @@ def test_all_variants_take_turns(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "engine fp8 is left out: " in out and "engine bf16, batch 2" in out and "kernel by kernel" in out
     errors = [float(part.split()[0]) for part in out.split("relative error of latents ")[1:]]
-    assert len(errors) == 2 and max(errors) < 1e-5
+    assert len(errors) == 1 and max(errors) < 1e-5
     rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
-    assert len(rows) == 2 * 4 and {row["metric"] for row in rows} == {"img/s"}
-    assert all(float(row["value"]) > 0 for row in rows) and sum(bool(row["ratio"]) for row in rows) == 2 * 3
+    assert len(rows) == 2 * 3 and {row["metric"] for row in rows} == {"img/s"}
+    assert all(float(row["value"]) > 0 for row in rows) and sum(bool(row["ratio"]) for row in rows) == 2 * 2
 
 
 def test_nothing_begins_after_its_time(capsys):
     main([*TINY, "--seconds", "0"])
     out = capsys.readouterr().out
-    assert out.count("no time left for ") == 2 * 4 and "ms" not in out
+    assert out.count("no time left for ") == 2 * 3 and "ms" not in out

@@ -1,6 +1,5 @@
 """The sampling engine draws what sample_latents draws, kernel by kernel and recorded."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -251,19 +250,3 @@ def test_what_does_not_fit_is_refused():
         SamplingEngine(fresh(LABELS), OBJECTIVES["ddpm"], steps=3, cfg_interval=(3.0, 1.0)).sample(
             y, null, torch.arange(3), 0
         )
-
-
-@pytest.mark.parametrize(("which", "sampler"), [("v", "dpmpp"), ("edm", "heun")])
-def test_a_compiled_step(which, sampler):
-    """Traced, and run by torch's own operations: what a compiler may do with it is torch's business."""
-    objective, compiler = OBJECTIVES[which], torch.compile
-    model, given = fresh(LABELS, objective), (*conditions(LABELS, 2), torch.arange(2))
-    settings = {"steps": 6, "sampler": sampler, "cfg_interval": (0.3, 5.0)}
-    want = SamplingEngine(model, objective, **settings).sample(*given, 0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(compiler, backend="aot_eager"))
-        engine = SamplingEngine(model, objective, **settings, compile=True)
-        for _ in range(2):
-            assert torch.equal(engine.sample(*given, 0), want)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 2
-    torch._dynamo.reset()

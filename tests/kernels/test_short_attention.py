@@ -50,7 +50,8 @@ def test_heads_are_covered():
     for tokens, size, dtype in ((LONGEST + 1, 72, torch.bfloat16), (8, 76, torch.bfloat16), (8, 200, torch.bfloat16),
                                 (8, 72, torch.float32)):  # fmt: skip
         assert not takes(torch.empty(1, 1, tokens, size, dtype=dtype))
-    assert takes(torch.empty(1, 1, LONGEST, 72, dtype=torch.bfloat16))
+    assert takes(torch.empty(1, 16, LONGEST, 72, dtype=torch.bfloat16))
+    assert not takes(torch.empty(1, 17, LONGEST, 72, dtype=torch.bfloat16))  # more programs than fit at once
 
 
 def test_what_it_does_not_take_goes_elsewhere():
