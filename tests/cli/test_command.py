@@ -1,5 +1,6 @@
 """The console command: the flat scripts' code under one name."""
 
+import ast
 import subprocess
 import sys
 
@@ -20,6 +21,14 @@ def test_commands_are_the_programs(monkeypatch):
         monkeypatch.setattr(command.module_of(name), "main", lambda argv, code=code: seen.append(argv) or code)
         assert command.main([name, "--x", "y"]) == (code or 0)
     assert seen == [["--x", "y"]] * 4
+
+
+def test_the_wheel_has_them():
+    setup = ast.parse((ROOT / "setup.py").read_text())
+    values = {node.targets[0].id: node.value for node in setup.body if isinstance(node, ast.Assign)}
+    assert ast.literal_eval(values["SCRIPTS"]) == tuple(f"{name}.py" for name in command.SCRIPTS)
+    included = (ROOT / "MANIFEST.in").read_text().split()  # of the sdist, which the wheel is built from
+    assert {f"{name}.py" for name in command.SCRIPTS} <= set(included)
 
 
 @pytest.mark.parametrize(
