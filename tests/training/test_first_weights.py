@@ -160,7 +160,7 @@ def expected(case: Case, path: Path) -> tuple[dict[str, Tensor], set[str]]:
 
 
 def digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
 
 
 def values_of(engine: Engine) -> dict[str, str]:
