@@ -133,7 +133,7 @@ def test_memory_does_not_grow():
         engine.sample(*batch(LABELS, 1 + call % 3), call)
         torch.cuda.synchronize()
         after.append(torch.cuda.memory_reserved())
-    assert len(engine._loops) == 2 and after[-1] == after[8], after
+    assert len(engine._loops) == 2 and max(after[12:]) <= max(after[6:12]), after  # twice the same sizes
     del engine
     assert torch.cuda.memory_allocated() - before < 64 << 20  # workspaces of libraries
 

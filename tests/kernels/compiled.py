@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from opendit.kernels import fp8
 from opendit.kernels.adamw_ema import FusedStep, constant_decays
 from opendit.kernels.add_table import add_table
+from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.exchange_heads import exchange_heads, new_heads, send_rows
 from opendit.kernels.fp8_shards import ShardQuantizer
@@ -84,6 +85,12 @@ def optimizer_step() -> None:
     step.update(lr=1e-3)
 
 
+def separate_averages() -> None:
+    averages = SeparateAverages([torch.zeros(4096)], [[torch.zeros(4096)], [torch.zeros(4096)]])
+    averages.kernels = True
+    averages.move(torch.zeros(6))
+
+
 def float8(width: int) -> None:
     x, modulation = torch.randn(2, 256, width, dtype=BFLOAT16), torch.randn(2, 6 * width, dtype=BFLOAT16)
     (shift, scale, gate), bias = modulation.chunk(6, dim=1)[:3], torch.randn(width, dtype=BFLOAT16)
@@ -140,6 +147,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "transpose", lambda: transpose(torch.zeros(64, 1152, dtype=BFLOAT16))
     yield "float8", lambda: float8(1152)
     yield "adamw_ema", optimizer_step
+    yield "averages", separate_averages
     for dtype in (BFLOAT16, torch.float16):
         yield f"shards in float8, {dtype}", lambda t=dtype: shards_in_float8(t)
 
