@@ -70,7 +70,10 @@ class Sampler(ABC):
 
     @abstractmethod
     def inputs(self, i: int) -> NamedTuple:
-        """What step i = 0, 1, ... takes besides the state: tensors, or None for what the step doesn't have."""
+        """What step i = 0, 1, ... takes besides the state: tensors, or None for what the step doesn't have.
+
+        ``advance`` may get a number of these as (B, 1, ..., 1), one a sample: samples of a batch may be at other steps
+        (opendit.inference.step_inputs)."""
 
     @abstractmethod
     def advance(self, model: Model, state, inputs, observe: Observer | None = None) -> NamedTuple:

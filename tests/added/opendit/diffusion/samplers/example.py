@@ -7,7 +7,8 @@ from opendit.diffusion.samplers.euler import EulerSampler
 class MidpointSampler(EulerSampler):
     def mean_slope(self, model, state: State, inputs, slope):
         half = inputs.length / 2
-        return self.trajectory.slope(model, state.x + half * slope, inputs.point + half)
+        # The engine has a length for each sample, (B, 1, ...), beside points (B,): its samples may be at other steps.
+        return self.trajectory.slope(model, state.x + half * slope, inputs.point + half.flatten())
 
 
 SAMPLER = MidpointSampler
