@@ -93,7 +93,15 @@ def run_ranks(world: int, function: Callable, *args, fresh: bool = False) -> lis
 
     ``fresh``: every rank in an interpreter of its own, where sets of strings have another order.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        args = (world, free_port(), folder, _Surroundings(), function, args)
-        mp.start_processes(_child, args, nprocs=world, start_method=context(fresh).get_start_method())
-        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world)]
+    how = context(fresh).get_start_method()
+    for attempt in range(5):
+        with tempfile.TemporaryDirectory() as folder:
+            given = (world, free_port(), folder, _Surroundings(), function, args)
+            try:
+                mp.start_processes(_child, given, nprocs=world, start_method=how)
+            except mp.ProcessRaisedException as error:
+                # Between the choice of a port and its use another program, of a test beside this one, took it.
+                if attempt < 4 and "is used by another program on this machine" in str(error):
+                    continue
+                raise
+            return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world)]

@@ -231,6 +231,9 @@ class PluginFlags(Flags):
         "of fsdp: what lies in host memory: the averages of the weights, or with state Adam's moments too",
         choices=OFFLOAD,
     )
+    gather_fp8: bool = flag(
+        False, "of fsdp with --fp8: quantise weights on their shards and gather them in FP8 (not tried on GPUs yet)"
+    )
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,10 @@ class TrainConfig(
         if self.lora is None:
             idle["lora_alpha"] = "does nothing without --lora"
         if self.plugin != "fsdp":
-            of_fsdp = ("data_parallel_replicate", "reshard", "reduce_dtype", "offload")
+            of_fsdp = ("data_parallel_replicate", "reshard", "reduce_dtype", "offload", "gather_fp8")
             idle |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
+        elif not self.fp8:
+            idle["gather_fp8"] = "does nothing without --fp8"
         if not self.use_video:
             idle |= dict.fromkeys(("num_frames", "frame_interval", "short_clips"), "does nothing without --use_video")
         if not self.save:

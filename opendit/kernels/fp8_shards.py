@@ -111,6 +111,7 @@ class ShardQuantizer:
 
     Attributes:
         descales: (shards,) fp32, by which products with the weights are to be multiplied; written by :meth:`quantize`.
+            Each begins 16 bytes after the one before: cuBLAS wants the addresses of what it reads aligned so.
     """
 
     def __init__(self, shards: Sequence[Tensor], targets: Sequence[Tensor], rounded: torch.dtype):
@@ -119,12 +120,12 @@ class ShardQuantizer:
         table = [*sizes.tolist(), *addresses_of(shards), *addresses_of(targets)]
         self._table = send(torch.tensor(table), device)
         self._blocks = send(block_table(-(-sizes // BLOCK)), device)
-        self.descales = torch.ones(len(shards), dtype=torch.float32, device=device)
+        self.descales = torch.ones(len(shards), 4, dtype=torch.float32, device=device)[:, 0]
 
     @torch.no_grad()
     def amax(self) -> Tensor:
         """(shards,) fp32: the largest absolute value of each, 0 of one without numbers."""
-        amax = torch.zeros_like(self.descales)
+        amax = torch.zeros(len(self.descales), dtype=torch.float32, device=self.descales.device)
         self._launch(_shard_amax_kernel, amax.view(torch.int32))
         return amax
 

@@ -76,7 +76,7 @@ class Sharding:
     reduce_dtype: torch.dtype = torch.float32
     keep_gathered: bool = True
     keep_gradients: bool = True
-    gather_float8: bool = True
+    gather_float8: bool = False
 
 
 def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:

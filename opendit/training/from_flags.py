@@ -184,6 +184,7 @@ def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
         reduce_dtype=asked.plugin.reduce_dtype,
         reshard=asked.plugin.reshard,
         offload=asked.plugin.offload,
+        gather_fp8=asked.plugin.gather_fp8,
     )
 
 

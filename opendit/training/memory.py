@@ -54,6 +54,7 @@ class Setup:
     reshard: str = "auto"
     keep_gradients: bool | None = None
     offload: str = "none"
+    gather_fp8: bool = False
 
     @property
     def autocast(self) -> bool:
@@ -63,7 +64,8 @@ class Setup:
     @property
     def gathers_float8(self) -> bool:
         """Whether weights that are read in float8 are gathered so from shards that are kept so."""
-        return self.plugin == "fsdp" and self.world > 1 and self.fp8 and not self.compiled
+        asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8
+        return asked and self.world > 1 and not self.compiled
 
     @property
     def execution(self) -> Execution:

@@ -19,4 +19,5 @@ def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float
         reduce_dtype=PRECISIONS[settled.reduce_dtype],
         keep_gathered=settled.reshard == "never",
         keep_gradients=settled.keep_gradients,
+        gather_float8=setup.gathers_float8,
     )

@@ -37,6 +37,8 @@ CLIPS = "--model vDiT-Ti/122 --use_video --data_path mock"
         ("--warmup_steps 9 --max_steps 8", "--max_steps 9"),
         ("--reshard never", "--plugin fsdp"),
         ("--offload average", "--plugin fsdp"),
+        ("--gather_fp8 --fp8", "--plugin fsdp"),
+        ("--gather_fp8 --plugin fsdp", "--fp8"),
         ("--reduce_dtype bf16 --mixed_precision bf16", "--plugin fsdp"),
         ("--load there --pretrained base.safetensors", "--lora 4"),
     ],

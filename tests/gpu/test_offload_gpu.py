@@ -88,6 +88,7 @@ def runs(mesh: Mesh, folder: Path, graph: bool) -> list[tuple]:
     """For each offload the losses, the state at the end, the device's peak of the last steps; then the same of runs
     that go on from the checkpoint of another offload, whose averages are late, and travel in either way."""
     make_deterministic()
+    train(mesh, *engine_of(mesh, "none"), range(2), graph)  # libraries take their workspaces, which they keep
     found, folders = [], [folder / f"{mesh.world_size}{graph}{offload}" for offload in OFFLOAD]
     for offload, here in zip(OFFLOAD, folders, strict=True):
         gc.collect()
