@@ -70,7 +70,7 @@ CASES = (
     Case("vDiT-XL", "mock_pretrain_xl_256p_joint", GRAPH),
     Case("ST-DiT-XL", "mock_st_dit_xl_256p_joint", GRAPH),
     Case("EC-DiT-1B", "mock_ec_dit_1b", GRAPH),
-    Case("28B", "mock_pretrain_28b_256p_joint"),  # by gemini and with --grad_checkpoint, as its recipe says
+    Case("28B", "mock_pretrain_28b_256p_joint"),  # by fsdp and with --grad_checkpoint, as its recipe says
     Case("MovieGen-30B", "mock_moviegen_30b_256p_joint"),
 )
 

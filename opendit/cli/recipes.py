@@ -93,12 +93,12 @@ RECIPES = {
     **_stages("pretrain_xl", "vDiT-XL/122", EDM, batch=64, world=1024),
     **_stages("pretrain_7b", "vDiT-7B/122", EDM, batch=9, world=4608),
     **_stages(
-        "pretrain_28b", "vDiT-28B/122", EDM, batch=9, world=4608, more="--plugin gemini", joint="--grad_checkpoint"
+        "pretrain_28b", "vDiT-28B/122", EDM, batch=9, world=4608, more="--plugin fsdp", joint="--grad_checkpoint"
     ),
     **_stages("st_dit_xl", "ST-DiT-XL/122", FLOW, batch=64, world=1024),
     **_stages("moviegen_5b", "MovieGen-5B/122", FLOW, batch=12, world=4608),
     **_stages(
-        "moviegen_30b", "MovieGen-30B/122", FLOW, batch=6, world=9216, more="--plugin gemini", joint="--grad_checkpoint"
+        "moviegen_30b", "MovieGen-30B/122", FLOW, batch=6, world=9216, more="--plugin fsdp", joint="--grad_checkpoint"
     ),
     "ec_dit_1b": Preset(
         "256 px pictures with captions",

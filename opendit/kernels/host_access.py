@@ -46,7 +46,7 @@ class Staged:
         tensors: Sequence[Sequence[Tensor]],
         table: BlockTable,
         device: torch.device,
-        part: int = 4096,
+        part: int = 1024,
         depth: int = 3,
     ):
         for row, shards in zip(rows, tensors, strict=True):

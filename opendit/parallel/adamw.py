@@ -119,7 +119,7 @@ class OnePassAdamW:
             )
             if self._averages is not None:
                 self._fused.attach(*self._averages)
-            if self.staged is not None:
+            if self.staged is not None and self._fused.kernels:
                 self._fused.stage(self.staged)
         if any(state["step"] is not self._fused.count for state in states):  # new, or loaded from a checkpoint
             self._fused.count.fill_(states[0]["step"])

@@ -15,18 +15,16 @@ from opendit.parallel.float8_gather import Float8Shards
 from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.loss_scale import LossScale
 
-# Whether state in host memory travels by copies through a ring buffer of device memory, rather than by the loads and
-# stores of the kernels: benchmarks/bench_offload.py compares the two.
-STAGED = False
-
 
 class ShardedOptimizer:
     """Steps the shards that this rank holds, for which no rank waits but for the norm of the gradients of all.
 
-    With ``offload`` the averages, or averages and moments, lie in host memory, page-locked where there is a GPU, whose
-    kernels read and write it in place. The step itself needs the moments. The averages it leaves to a side stream,
-    which moves them while the next step's forward and backward passes run, and meets the next step before it changes
-    the masters. The numbers are the same bits. Whoever reads or sets such state on the host calls :meth:`wait` before.
+    With ``offload`` the averages, or averages and moments, lie in host memory, page-locked where there is a GPU. The
+    step itself needs the moments, which travel by copies through a ring buffer of device memory: on an H200 the step of
+    300 M weights takes 49 ms so, and 57 by the kernel's own loads and stores (benchmarks/bench_offload.py). The
+    averages it leaves to a side stream, on which a kernel moves them in place while the next step's forward and
+    backward passes run, and which meets the next step before it changes the masters. The numbers are the same bits.
+    Whoever reads or sets such state on the host calls :meth:`wait` before.
 
     Args:
         adam: has the settings; its parameters become the masters.
@@ -76,7 +74,7 @@ class ShardedOptimizer:
             raise ValueError(f"--offload {offload}: only the kernels reach host memory, and {why}; use --offload none")
         if offload == "state":
             rows, both = self._in_host_memory(2)
-            self._adamw.staged = rows if STAGED else None
+            self._adamw.staged = rows
             moments = zip(*both, strict=True)
             for key, (exp_avg, exp_avg_sq) in zip(settings["params"], moments, strict=True):
                 step = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -106,16 +104,13 @@ class ShardedOptimizer:
         """Memory for averages, where ``offload`` has them: for each its tensors, in the order of the masters."""
         if self._offload == "none":
             return [[torch.empty_like(master) for master in self.masters.values()] for _ in range(count)]
-        self._average_rows, made = self._in_host_memory(count)
-        return made
+        return self._in_host_memory(count)[1]
 
     def attach_averages(self, averages: list[list[Tensor]], decays, updates: Tensor) -> None:
         """The steps also update these averages, which lie where :meth:`new_averages` has made them; see
         :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
         if self._side is not None:
             self._averages = SeparateAverages(list(self.masters.values()), averages, block=BLOCK)
-            if STAGED:
-                self._averages.stage(self._average_rows)
             averages = []
         self._adamw.attach_averages(averages, decays, updates)
 

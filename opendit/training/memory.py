@@ -160,13 +160,16 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     return Estimate(states, activations, before, after, gathered, left)
 
 
+RING = 48 << 20  # bytes of the ring buffer through which both moments travel
 OFFLOADED = {"none": (), "average": ("averages",), "state": ("averages", "moments")}
 
 
 def _offloaded(needs: Estimate, offload: str) -> Estimate:
     """The estimate with the states that --offload moves to host memory there."""
     host = {name: size for name, size in needs.states.items() if name in OFFLOADED[offload]}
-    return replace(needs, states={n: size for n, size in needs.states.items() if n not in host}, host=host)
+    states = {name: size for name, size in needs.states.items() if name not in host}
+    states |= {"ring buffer": RING} if "moments" in host else {}
+    return replace(needs, states=states, host=host)
 
 
 def settle_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:

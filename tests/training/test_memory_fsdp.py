@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from opendit.kernels.adamw_ema import BLOCK
+from opendit.kernels.host_access import Staged
 from opendit.kernels.operations import FLOAT8, chosen
+from opendit.kernels.tensor_table import BlockTable
 from opendit.models import DiT, DiTConfig, TextConfig, build_model, model_config
 from opendit.models.lora import Lora, add_lora, lora_parameters
 from opendit.parallel.apply import Sharding, float8_weights
@@ -16,6 +19,7 @@ from opendit.training.memory import (
     GATHERED,
     GIB,
     LIBRARIES,
+    RING,
     Estimate,
     Setup,
     advice,
@@ -143,7 +147,8 @@ def test_closed_forms():
     for offload, host in (("average", {"averages": 8}), ("state", {"moments": 8, "averages": 8})):
         on, off = (estimate(XL, Setup("fsdp", "bf16", 8, averages=2, offload=o), 4) for o in ("none", offload))
         assert off.host == {name: size * P / 8 for name, size in host.items()} and not on.host
-        assert on.total - off.total == pytest.approx(off.host_total) and off.host_total == sum(off.host.values())
+        ring = RING if offload == "state" else 0
+        assert on.total - off.total == pytest.approx(off.host_total - ring) and off.host_total == sum(off.host.values())
     each, kept = (total(accumulate=True, keep_gradients=keep) for keep in (False, True))
     reduced = 4 * P / 8 + 4 * XL.whole_block_parameters() + 2 * outside  # shards, and the buffer of what is reduced
     assert kept - each == pytest.approx(4 * P - reduced)
@@ -221,3 +226,9 @@ def test_float8_weights_take_a_byte_where_they_are_gathered_and_another_on_their
     assert "float8 weights" not in needs(gather_fp8=False).states
     assert "(float8 where it is read so)" in describe(config, setup, 1, None)
     assert "float8" not in describe(config, replace(setup, fp8=False), 1, None)
+
+
+def test_the_ring_buffer_of_moments_is_as_large_as_the_estimate_says():
+    rows = torch.zeros(2, BLOCK)
+    staged = Staged(rows, rows.unsqueeze(1).unbind(), BlockTable([BLOCK], BLOCK, rows.device), rows.device)
+    assert staged._ring.nbytes == RING
