@@ -287,6 +287,8 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
     """One line, which train.py prints before it builds; ``capacity``: bytes of the card, None on a CPU."""
     settled = settle_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     needs = estimate(config, settled, batch)
+    if capacity is None:  # nothing is staged where kernels don't run
+        needs = replace(needs, states={name: size for name, size in needs.states.items() if name != "ring buffer"})
     total = needs.total if capacity is not None else needs.total - LIBRARIES + needs.host_total
     text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs)}"
     if setup.plugin == "fsdp" and setup.world > 1:
