@@ -62,6 +62,12 @@ CASES = (
     Case("7B recompute mlp", "mock_pretrain_7b_256p_joint", "--recompute mlp", NEMO),
     Case("7B grad_checkpoint", "mock_pretrain_7b_256p_joint", "--grad_checkpoint", NEMO),
     Case("7B gemini", "mock_pretrain_7b_256p_joint", "--plugin gemini", NEMO),
+    Case("7B fsdp", "mock_pretrain_7b_256p_joint", "--plugin fsdp", NEMO),
+    Case("7B fsdp reduce bf16", "mock_pretrain_7b_256p_joint", "--plugin fsdp --reduce_dtype bf16", NEMO),
+    Case("7B fsdp offload average", "mock_pretrain_7b_256p_joint", "--plugin fsdp --offload average", NEMO),
+    Case("7B fsdp offload state", "mock_pretrain_7b_256p_joint", "--plugin fsdp --offload state", NEMO),
+    Case("7B fsdp fp8", "mock_pretrain_7b_256p_joint", "--plugin fsdp --fp8", NEMO),
+    Case("7B fsdp fp8 gathered", "mock_pretrain_7b_256p_joint", "--plugin fsdp --fp8 --gather_fp8", NEMO),
     Case("MovieGen-1B", "mock_moviegen_5b_256p_joint", "--model MovieGen-1B/122"),
     Case("MovieGen-3B", "mock_moviegen_5b_256p_joint", "--model MovieGen-3B/122"),
     Case("MovieGen-5B", "mock_moviegen_5b_256p_joint"),
@@ -89,8 +95,9 @@ class Figures:
     waited: float
 
 
-def planned(argv: list[str], gpus: int, capacity: float) -> tuple[int, float]:
-    """(the batch a GPU, GiB by the estimate) of a run; batch 0: not even one sample fits into ``capacity`` bytes."""
+def planned(argv: list[str], gpus: int, capacity: float, asked_batch: int | None = None) -> tuple[int, float]:
+    """(the batch a GPU, GiB by the estimate) of a run: the batch that is asked for, or the largest that fits into
+    ``capacity`` bytes; 0: not even one sample does."""
     flags = parse(TrainConfig, [*argv, "--dry_run", str(gpus)])
     flags, _ = flags.settled(gpus, has_gpu=True)
     asked = Components(flags)
@@ -98,7 +105,7 @@ def planned(argv: list[str], gpus: int, capacity: float) -> tuple[int, float]:
     config = plan_model(asked, open_data(asked.data, asked.captions, asked.model.num_classes, max_bad, seed)).config
     setup = memory_setup(asked, config, gpus)
     enough = max(1, int(LARGEST_STEP * flags.sequence_parallel_size // (3 * config.forward_flops())))
-    batch = min(enough, largest_batch(config, setup, capacity))
+    batch = asked_batch or min(enough, largest_batch(config, setup, capacity))
     return batch, estimate(config, setup, max(batch, 1)).total / GIB
 
 
@@ -145,6 +152,10 @@ def figures(run: Path) -> Figures:
     how = [flags["plugin"], flags["mixed_precision"], f"batch {flags['batch_size']}"]
     how += ["grad_checkpoint"] * flags["grad_checkpoint"] + ["graph"] * flags["enable_cuda_graph"]
     how += [f"recompute {flags['recompute']}"] * (flags["recompute"] != "none")
+    how += ["fp8"] * flags.get("fp8", False) + ["gathered in fp8"] * flags.get("gather_fp8", False)
+    if flags["plugin"] == "fsdp":
+        how += [f"offload {flags['offload']}"] * (flags["offload"] != "none")
+        how += [f"reduced in {flags['reduce_dtype']}"] * (flags["reduce_dtype"] != "fp32")
     return Figures(
         case=" ".join([flags["model"], f"{config.tokens} tokens", *how]),
         batch=flags["batch_size"],
@@ -157,8 +168,8 @@ def figures(run: Path) -> Figures:
     )
 
 
-def rows_of(found: Figures, published: tuple[str, float] | None) -> list[dict]:
-    """For results.csv. The ratio to a published figure stays empty: another run, and another card."""
+def rows_of(found: Figures, published: tuple[str, float] | None, estimated: float | None = None) -> list[dict]:
+    """For results.csv. The ratio to a published figure stays empty: another run, and another card. estimated: GiB."""
     values = {
         "tokens/s/GPU": f"{found.tokens:.0f}",
         "ms": f"{found.ms:.1f}",
@@ -169,6 +180,9 @@ def rows_of(found: Figures, published: tuple[str, float] | None) -> list[dict]:
     rows = [{"bench": "recipes", "case": found.case, "metric": k, "value": v} for k, v in values.items()]
     if published is not None:
         rows[0] |= {"baseline": published[0], "baseline_value": published[1], "ratio": ""}
+    if estimated:
+        rows[2] |= {"baseline": "estimated", "baseline_value": f"{estimated:.1f}"}
+        rows[2]["ratio"] = f"{found.peak / estimated:.3f}"
     return rows
 
 
@@ -202,8 +216,7 @@ def main(argv: list[str]) -> None:
     for gpus in args.gpus:
         for case in chosen:
             argv, started = case.argv(shlex.split(args.more)), time.perf_counter()
-            batch, estimated = planned(argv, gpus, capacity)
-            batch = args.batch_size or batch
+            batch, estimated = planned(argv, gpus, capacity, args.batch_size)
             name = f"{case.name:28s} {gpus:4d} {batch:5d}"
             try:
                 if args.plan or not batch:
@@ -215,7 +228,7 @@ def main(argv: list[str]) -> None:
                     found = figures(run)
                     lines.append(line(case, gpus, estimated, found))
                     if args.results:
-                        append(rows_of(found, case.published), args.results, gpus=gpus)
+                        append(rows_of(found, case.published, estimated), args.results, gpus=gpus)
             except RuntimeError as error:
                 lines.append(f"{name} failed: {error}")
             print(f"{lines[-1]}  [{time.perf_counter() - started:.0f} s]", flush=True)

@@ -26,8 +26,8 @@ CALLS = 50  # of a graph
 
 def variants() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     found = {name: LocalAttention(name) for name in ("cudnn", "flash")}
-    for rows, keys, stages in itertools.product((64, 128), (32, 64, 128), (1, 2)):
-        for warps in (4, 8) if rows == 128 else (4,):
+    for rows, keys, stages in itertools.product((32, 64, 128, 256), (64, 128, 256), (1, 2)):
+        for warps in {32: (2, 4), 64: (4,), 128: (4, 8), 256: (8, 16)}[rows]:
             tiles = AttentionTiles(rows, keys, stages, warps)
             found[f"tiles {rows} x {keys}, {stages} stages, {warps} warps"] = lambda q, k, v, tiles=tiles: (
                 short_attention(q, k, v, tiles)

@@ -75,9 +75,10 @@ def _short_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, tokens, heads, q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head,
     v_token, scale,
     D: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    UNIT: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head. Strides count in UNITs, so that the compiler knows that 16 bytes are aligned."""
+    """One tile of queries of one head. Strides count in UNITs, so that the compiler knows that 16 bytes are aligned;
+    EVEN: tiles of keys are whole."""
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q_ptr += (tl.cast(sample, tl.int64) * q_batch + head * q_head) * UNIT
     k_ptr += (tl.cast(sample, tl.int64) * k_batch + head * k_head) * UNIT
@@ -99,10 +100,11 @@ def _short_attention_kernel(
         if REST > 0:
             k_rest = _load(k_ptr, keys, k_token, there, MAIN, REST, D, UNIT)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, out_dtype=tl.float32)
-        scores = tl.where(there[None, :], scores * scale, -float("inf"))  # scale has log2(e) in it
-        bound = tl.maximum(largest, tl.max(scores, axis=1))
+        if not EVEN:
+            scores = tl.where(there[None, :], scores, -float("inf"))
+        bound = tl.maximum(largest, tl.max(scores, axis=1) * scale)  # scale has log2(e) in it
         shrink = tl.exp2(largest - bound)
-        p = tl.exp2(scores - bound[:, None])
+        p = tl.exp2(scores * scale - bound[:, None])
         weight = weight * shrink + tl.sum(p, axis=1)
         largest = bound
         p = p.to(v_ptr.dtype.element_ty)
@@ -139,9 +141,10 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles = TIL
     out = torch.empty(B, N, H, d, dtype=q.dtype, device=q.device)
     main, rest = split_head(d)
     strides = [stride // 8 for x in parts for stride in x.stride()[:3]]
+    keys = min(tiles.keys, max(16, next_power_of_2(N)))
     _short_attention_kernel[(-(-N // tiles.rows), B * H)](
         *parts, out, N, H, *strides, math.log2(math.e) / math.sqrt(d),
-        D=d, MAIN=main, REST=rest, ROWS=tiles.rows, KEYS=min(tiles.keys, max(16, next_power_of_2(N))), UNIT=8,
+        D=d, MAIN=main, REST=rest, ROWS=tiles.rows, KEYS=keys, EVEN=N % keys == 0, UNIT=8,
         STAGES=tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -94,7 +94,7 @@ def test_runs_on_two_ranks_and_goes_on_after_a_failure(tmp_path, monkeypatch, ca
         Case("tiny", "mock_pretrain_xl_256p_joint", f"{tiny} --num_frames 2", ("somebody's", 1000)),
     )
     monkeypatch.setattr(bench_recipes, "CASES", cases)
-    monkeypatch.setattr(bench_recipes, "planned", lambda argv, gpus, capacity: (7, 0.0))
+    monkeypatch.setattr(bench_recipes, "planned", lambda argv, gpus, capacity, batch: (batch, 1.0))
     results = tmp_path / "results.csv"
     main(["--gpus", "2", "--batch_size", "2", "--outputs", str(tmp_path / "out"), "--results", str(results)])
     shown = capsys.readouterr().out.partition("\n\n")[2].splitlines()
@@ -106,4 +106,5 @@ def test_runs_on_two_ranks_and_goes_on_after_a_failure(tmp_path, monkeypatch, ca
     tokens = float(rows["tokens/s/GPU"]["value"])
     assert tokens == pytest.approx(2 * 8 / (float(rows["ms"]["value"]) / 1e3), rel=0.02)
     assert (rows["tokens/s/GPU"]["baseline_value"], rows["tokens/s/GPU"]["ratio"]) == ("1000", "")
+    assert (rows["peak GiB"]["baseline"], rows["peak GiB"]["baseline_value"]) == ("estimated", "1.0")
     assert f"{tokens:,.0f}" in shown[2]

@@ -132,7 +132,7 @@ def test_the_same_bits_in_less_memory(world, graph, tmp_path):
             whole = estimate(CONFIG, setup := Setup("fsdp", "bf16", world, averages=2), 1).total
             saved = whole - estimate(CONFIG, replace(setup, offload=offload), 1).total
             # (What recordings hold besides is freed when it may be.)
-            assert graph or peak - less == pytest.approx(saved, rel=0.02, abs=2 << 20), (world, graph, offload)
+            assert graph or peak - less == pytest.approx(saved, rel=0.05), (world, graph, offload)
 
 
 def test_averages_apart_and_through_a_ring_buffer():

@@ -25,7 +25,7 @@ def made(batch: int, heads: int, tokens: int, size: int, packed: bool, dtype=tor
 
 
 @pytest.mark.parametrize("size", [16, 24, 64, 72, 80, 96, 128])
-@pytest.mark.parametrize("tokens", [1, 37, 130])
+@pytest.mark.parametrize("tokens", [1, 37, 128, 130])
 @pytest.mark.parametrize("packed", [True, False])
 def test_it_is_attention(size, tokens, packed):
     q, k, v = made(2, 3, tokens, size, packed)
