@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # From top to bottom; common is below all.
-ROOMS = "cli inference evaluation training state data encoders diffusion parallel kernels models common".split()
+ROOMS = "cli evaluation inference training state data encoders diffusion parallel kernels models common".split()
 PROGRAMS = ("fused", "export")  # they, and every __main__.py, may import anything
 # (module, imported room) -> why it may climb, as long as it does.
 EXCEPTIONS = {
