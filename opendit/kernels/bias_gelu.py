@@ -15,7 +15,7 @@ from opendit.kernels.common import Launch, tl, triton
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.operators import operator
-from opendit.kernels.tiles import column_block, load_columns, logistic, store_column_sums
+from opendit.kernels.tiles import column_block, gelu_sigmoid, load_columns, store_column_sums
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -30,13 +30,6 @@ def bias_gelu_reference(x: Tensor, bias: Tensor) -> Tensor:
 FORWARD = Launch(rows=32, tiles=1, warps=4)
 BACKWARD = Launch(rows=32, tiles=16, warps=4, stages=3)
 FORWARD_FLOAT8 = Launch(rows=32, tiles=4, warps=4)  # fewer programs: each begins with reading what the scale is made of
-
-
-@triton.jit
-def _sigmoid(u, square, APPROXIMATE: tl.constexpr):
-    """sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3). GELU is u times this: (1 + tanh(z)) / 2 = sigmoid(2 z)."""
-    # exp(-2 z) as a power of 2
-    return logistic(u * (-2.302208198144325 - 0.1029432395800235 * square), APPROXIMATE)
 
 
 @triton.jit(do_not_specialize=("rows",))
@@ -56,7 +49,7 @@ def _bias_gelu_forward_kernel(
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
         offsets, mask = column_block(column, start, stop, D, BLOCK, ROWS)
         u = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) + bias
-        y = u * _sigmoid(u, u * u, APPROXIMATE)
+        y = u * gelu_sigmoid(u, u * u, APPROXIMATE)
         if FLOAT8:
             y = float8_range(y, factor, LIMIT)
         tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -83,7 +76,7 @@ def _bias_gelu_backward_kernel(
         u = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32) + bias
         dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         square = u * u
-        s = _sigmoid(u, square, APPROXIMATE)
+        s = gelu_sigmoid(u, square, APPROXIMATE)
         dx = dy * (s + u * (s - s * s) * (1.5957691216057308 + 0.2140644488178144 * square))
         total += dx  # rows beyond ``stop`` have dy = 0
         if FLOAT8:

@@ -37,26 +37,35 @@ LINES = 16  # runs of numbers a tile of the amax kernel
 
 @dataclass(frozen=True)
 class Float8:
-    """``data * descale``: data (..., D) in float8, contiguous; descale (1,) fp32."""
+    """``data * descale``: data (..., D) in float8, contiguous; descale fp32, (1,), or (rows, 1) with a scale a row."""
 
     data: Tensor
     descale: Tensor
 
     @classmethod
-    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Float8":
-        """Memory for a kernel to fill."""
-        return cls(torch.empty(shape, dtype=dtype, device=device), torch.empty(1, dtype=torch.float32, device=device))
+    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, by_row: bool = False) -> "Float8":
+        """Memory for a kernel to fill. by_row: with a scale a row."""
+        scales = (math.prod(shape[:-1]), 1) if by_row else (1,)
+        return cls(
+            torch.empty(shape, dtype=dtype, device=device), torch.empty(scales, dtype=torch.float32, device=device)
+        )
+
+    @property
+    def by_row(self) -> bool:
+        return self.descale.dim() == 2
 
 
 def kernel_arguments(y: Tensor | Float8, partial: Tensor | None = None, target: int = 0) -> tuple[tuple, dict]:
     """Of a kernel that writes a tensor or a Float8: its pointers (y, partial, descale) and options.
 
-    partial: of :func:`amax`. target: EXACT, SAMPLED or SAMPLED_GRADIENT.
+    partial: of :func:`amax`; None with a scale a row, which the kernel knows. target: EXACT, SAMPLED or
+    SAMPLED_GRADIENT.
     """
     if isinstance(y, Tensor):
         return (y, y, y), {"FLOAT8": False, "PARTIALS": 1, "TARGET": 0, "LIMIT": 0.0}
-    options = {"FLOAT8": True, "PARTIALS": partial.numel(), "TARGET": target, "LIMIT": LIMIT[y.data.dtype]}
-    return (y.data, partial, y.descale), options
+    partials = 0 if partial is None else partial.numel()
+    options = {"FLOAT8": True, "PARTIALS": partials, "TARGET": target, "LIMIT": LIMIT[y.data.dtype]}
+    return (y.data, y.descale if partial is None else partial, y.descale), options
 
 
 # ---------------------------------------------------------------------------------------------------------- reference
@@ -184,6 +193,7 @@ def product(
 ) -> Tensor:  # fmt: skip
     """a (M, K) times b (N, K) transposed, both float8 with K and N multiples of 16, as (M, N) of ``dtype``; + bias.
 
+    descales: fp32, (1,) both, or (M, 1) and (1, N).
     fast: the sums stay in the tensor cores, which keep some 14 bits of them, over the whole of K.
     out: (M, N) of ``dtype``, contiguous, to write to.
     """

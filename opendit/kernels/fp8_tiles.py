@@ -1,21 +1,45 @@
-"""Device functions for kernels that write float8: the factor of a tensor and the range of a format."""
+"""Device functions for kernels that write float8: the factor of a tensor or a row, and the range of a format."""
 
 from opendit.kernels.common import tl, triton
 
 
 @triton.jit
-def float8_factor(partial_ptr, descale_ptr, PARTIALS: tl.constexpr, TARGET: tl.constexpr):
-    """The power of two that brings the largest of the partial maxima to [2^TARGET, 2^(TARGET + 1)).
+def power_of_2(largest, TARGET: tl.constexpr):
+    """(factor, its inverse): the power of two that brings ``largest`` to [2^TARGET, 2^(TARGET + 1)).
 
-    A power of two rounds nothing away. It is made from the exponent's bits, so it is the same everywhere. The first
-    program stores its inverse, by which the matrix product multiplies.
+    A power of two rounds nothing away. It is made from the exponent's bits, so it is the same everywhere.
     """
-    largest = tl.max(tl.load(partial_ptr + tl.arange(0, PARTIALS)), axis=0)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.maximum(exponent, TARGET + 1)  # zero and what is next to it; both powers stay normal numbers
+    factor = ((254 + TARGET - exponent) << 23).to(tl.float32, bitcast=True)
+    return factor, ((exponent - TARGET) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def float8_factor(partial_ptr, descale_ptr, PARTIALS: tl.constexpr, TARGET: tl.constexpr):
+    """The power of two of the largest of the partial maxima; the first program stores its inverse, by which the matrix
+    product multiplies."""
+    largest = tl.max(tl.load(partial_ptr + tl.arange(0, PARTIALS)), axis=0)
+    factor, inverse = power_of_2(largest, TARGET)
     if tl.program_id(0) == 0:
-        tl.store(descale_ptr, ((exponent - TARGET) << 23).to(tl.float32, bitcast=True))
-    return ((254 + TARGET - exponent) << 23).to(tl.float32, bitcast=True)
+        tl.store(descale_ptr, inverse)
+    return factor
+
+
+@triton.jit
+def largest_of(x, xt, TAIL: tl.constexpr):
+    """The largest absolute value of a row that is held as main and tail block."""
+    largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+    if TAIL > 0:
+        largest = tl.maximum(largest, tl.max(tl.max(tl.abs(xt), axis=1), axis=0))
+    return largest
+
+
+@triton.jit
+def modulated_factor(shift, shift_t, scale, scale_t, D: tl.constexpr, TAIL: tl.constexpr, TARGET: tl.constexpr):
+    """(factor, its inverse) of all rows LN(x) * (1 + scale) + shift of a sample, by |LN(x)| <= sqrt(D)."""
+    scale = largest_of(scale, scale_t, TAIL)
+    return power_of_2(tl.sqrt(D * 1.0) * (1.0 + scale) + largest_of(shift, shift_t, TAIL), TARGET)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from opendit.kernels.common import (
     unit_columns,
 )
 from opendit.kernels.fp8 import Float8
-from opendit.kernels.fp8_tiles import float8_factor, float8_range
+from opendit.kernels.fp8_tiles import float8_factor, float8_range, modulated_factor
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
@@ -40,6 +40,7 @@ from opendit.kernels.tiles import (
     normalize_rows,
     normalize_rows_again,
     of_sample,
+    store_rows,
     store_tiles,
     store_vectors,
     zero_vectors,
@@ -99,16 +100,21 @@ def _load_branch(
 
 @triton.jit
 def _forward_rows(
-    x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps,
-    factor,
+    x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, descale_ptr, mean_ptr, rstd_ptr, first,
+    stop, eps, factor,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
+    HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr,
+    TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample."""
+    SCALED_ROWS: tl.constexpr = FLOAT8 and PARTIALS == 0
     if HOLD:
         gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
+    if HOLD or SCALED_ROWS:
         shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
+    if SCALED_ROWS:
+        factor, descale = modulated_factor(shift, shift_t, scale, scale_t, D, TAIL, TARGET)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
         live = start + tl.arange(0, ROWS) < stop
         row = tl.cast(start, tl.int64)
@@ -128,6 +134,8 @@ def _forward_rows(
         if FLOAT8:
             y = float8_range(y, factor, LIMIT)
             yt = float8_range(yt, factor, LIMIT)
+        if SCALED_ROWS:
+            store_rows(descale_ptr, descale, row, live, ROWS)
         store_tiles(y_ptr, y, yt, row, live, D, MAIN, TAIL, ROWS)
 
 
@@ -140,7 +148,7 @@ def _gate_residual_layernorm_modulate_forward_kernel(
     FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     factor = 1.0
-    if FLOAT8:
+    if FLOAT8 and PARTIALS > 0:
         factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
     sample, first, stop = chunk_of_program(tl.program_id(0), rows, length, chunks_per_sample, CHUNK, PACKED)
     if PACKED:
@@ -149,16 +157,16 @@ def _gate_residual_layernorm_modulate_forward_kernel(
             _forward_rows(
                 x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
                 of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
-                h_ptr, y_ptr, mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, CENTER,
-                HAS_BIAS, FLOAT8, LIMIT,
+                h_ptr, y_ptr, descale_ptr, mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES,
+                HOLD, CENTER, HAS_BIAS, FLOAT8, PARTIALS, TARGET, LIMIT,
             )  # fmt: skip
             first = end
     else:
         _forward_rows(
             x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
             of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
-            h_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, CENTER,
-            HAS_BIAS, FLOAT8, LIMIT,
+            h_ptr, y_ptr, descale_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD,
+            CENTER, HAS_BIAS, FLOAT8, PARTIALS, TARGET, LIMIT,
         )  # fmt: skip
 
 
@@ -286,13 +294,14 @@ def _forward(
 
 
 def gate_residual_layernorm_modulate_float8(
-    x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor, eps: float = 1e-6
-) -> tuple[Tensor, Float8, Tensor, Tensor]:
-    """(h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32)."""
+    x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None, eps: float = 1e-6,
+    by_row: bool = False,
+) -> tuple[Tensor, Float8, Tensor, Tensor]:  # fmt: skip
+    """(h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32). by_row: y with a scale a row."""
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = common.new_statistics(x)
-    y = Float8.empty(x.shape, fp8.E4M3, x.device)
-    partial = fp8.amax(*unit_columns(shift, scale), normalized=True)
+    y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)
+    partial = None if by_row else fp8.amax(*unit_columns(shift, scale), normalized=True)
     _launch_forward(x, gate, branch, shift, scale, bias, None, eps, h, y, mean, rstd, partial)
     return h, y, mean, rstd
 

@@ -28,7 +28,7 @@ from opendit.kernels.common import (
     unit_columns,
 )
 from opendit.kernels.fp8 import Float8
-from opendit.kernels.fp8_tiles import float8_factor, float8_range
+from opendit.kernels.fp8_tiles import float8_factor, float8_range, modulated_factor
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
@@ -39,6 +39,7 @@ from opendit.kernels.tiles import (
     normalize_rows,
     normalize_rows_again,
     of_sample,
+    store_rows,
     store_tiles,
     store_vectors,
     zero_vectors,
@@ -92,14 +93,18 @@ def backward_launch(width: int, element_size: int) -> Launch:
 
 @triton.jit
 def _forward_rows(
-    x_ptr, shift_ptr, scale_ptr, y_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor,
+    x_ptr, shift_ptr, scale_ptr, y_ptr, descale_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
+    HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr,
+    TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample."""
-    if HOLD:
+    SCALED_ROWS: tl.constexpr = FLOAT8 and PARTIALS == 0
+    if HOLD or SCALED_ROWS:
         shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
+    if SCALED_ROWS:
+        factor, descale = modulated_factor(shift, shift_t, scale, scale_t, D, TAIL, TARGET)
     for start in tl.range(first, stop, ROWS, num_stages=STAGES):
         live = start + tl.arange(0, ROWS) < stop
         row = tl.cast(start, tl.int64)
@@ -114,6 +119,8 @@ def _forward_rows(
         if FLOAT8:
             y = float8_range(y, factor, LIMIT)
             yt = float8_range(yt, factor, LIMIT)
+        if SCALED_ROWS:
+            store_rows(descale_ptr, descale, row, live, ROWS)
         store_tiles(y_ptr, y, yt, row, live, D, MAIN, TAIL, ROWS)
 
 
@@ -126,7 +133,7 @@ def _layernorm_modulate_forward_kernel(
     FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     factor = 1.0
-    if FLOAT8:
+    if FLOAT8 and PARTIALS > 0:
         factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
     sample, first, stop = chunk_of_program(tl.program_id(0), rows, length, chunks_per_sample, CHUNK, PACKED)
     if PACKED:
@@ -134,15 +141,15 @@ def _layernorm_modulate_forward_kernel(
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
             _forward_rows(
                 x_ptr, of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride), y_ptr,
-                mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, CENTER,
-                FLOAT8, LIMIT,
+                descale_ptr, mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE,
+                CENTER, FLOAT8, PARTIALS, TARGET, LIMIT,
             )  # fmt: skip
             first = end
     else:
         _forward_rows(
             x_ptr, of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride), y_ptr,
-            mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE, CENTER,
-            FLOAT8, LIMIT,
+            descale_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD, NORMALIZE,
+            CENTER, FLOAT8, PARTIALS, TARGET, LIMIT,
         )  # fmt: skip
 
 
@@ -240,12 +247,12 @@ def _forward(
 
 
 def layernorm_modulate_float8(
-    x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6
+    x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, by_row: bool = False
 ) -> tuple[Float8, Tensor, Tensor]:
-    """LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3; mean and rstd (B * N,) fp32."""
+    """LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3; mean and rstd (B * N,) fp32. by_row: with a scale a row."""
     mean, rstd = common.new_statistics(x)
-    y = Float8.empty(x.shape, fp8.E4M3, x.device)
-    partial = fp8.amax(*unit_columns(shift, scale), normalized=True)
+    y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)
+    partial = None if by_row else fp8.amax(*unit_columns(shift, scale), normalized=True)
     _launch_forward(x, shift, scale, None, eps, y, mean, rstd, partial)
     return y, mean, rstd
 

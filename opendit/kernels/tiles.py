@@ -259,6 +259,13 @@ def logistic(power, APPROXIMATE: tl.constexpr):
     return 1.0 / denominator
 
 
+@triton.jit
+def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
+    """sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3). GELU is u times this: (1 + tanh(z)) / 2 = sigmoid(2 z)."""
+    # exp(-2 z) as a power of 2
+    return logistic(u * (-2.302208198144325 - 0.1029432395800235 * square), APPROXIMATE)
+
+
 # -------------------------------------------------------------------------------------------- which rows, which sample
 
 

@@ -41,6 +41,10 @@ def test_casts():
 def test_operations():
     for rows, width in ((1, 64), (37, 200), (1000, 4608)):
         cases.test_gelu(rows, width)
+        cases.test_gelu_of_rows(rows, width)
+    for width, source in itertools.product((72, 1152, 4608), (torch.bfloat16, torch.float32)):
+        cases.test_rows_have_a_scale_each(width, source)
+    cases.test_layernorm_modulate_with_a_scale_for_every_sample()
     for layout in ("heads first", "tokens first", "packed"):
         cases.test_gathered_heads(layout)
     for largest in (1.0, 30.0):

@@ -26,6 +26,7 @@ from opendit.kernels.add_table import add_table
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.exchange_heads import exchange_heads, new_heads, send_rows
+from opendit.kernels.fp8_rows import rows_in_float8
 from opendit.kernels.fp8_shards import ShardQuantizer
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
@@ -96,10 +97,17 @@ def float8(width: int) -> None:
     (shift, scale, gate), bias = modulation.chunk(6, dim=1)[:3], torch.randn(width, dtype=BFLOAT16)
     layernorm_modulate_float8(x, shift, scale)
     gate_residual_layernorm_modulate_float8(x, gate, x, shift, scale, bias)
+    layernorm_modulate_float8(x, shift, scale, by_row=True)
+    gate_residual_layernorm_modulate_float8(x, gate, x, shift, scale, bias, by_row=True)
+    rows_in_float8(x)
     bias_gelu_float8(x, bias)
     bias_gelu_backward_float8(x, x, bias)
     gather_heads_float8(*x.view(2, 256, 8, width // 8).transpose(1, 2).expand(3, -1, -1, -1, -1), BFLOAT16)
     fp8.transposed(fp8.cast(x, fp8.E4M3).data)
+
+
+def gelu_rows_in_float8(width: int) -> None:
+    rows_in_float8(torch.zeros(512, width, dtype=BFLOAT16), torch.zeros(width, dtype=BFLOAT16))
 
 
 def heads_of_other_ranks() -> None:
@@ -146,6 +154,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "sum_parts", lambda: sum_parts(torch.zeros(3, 64, 1152, dtype=BFLOAT16))
     yield "transpose", lambda: transpose(torch.zeros(64, 1152, dtype=BFLOAT16))
     yield "float8", lambda: float8(1152)
+    for width in (4608, 12288, 24576):
+        yield f"GELU's rows in float8 {width}", lambda w=width: gelu_rows_in_float8(w)
     yield "adamw_ema", optimizer_step
     yield "averages", separate_averages
     for dtype in (BFLOAT16, torch.float16):

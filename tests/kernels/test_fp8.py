@@ -17,6 +17,7 @@ from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels import fp8
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8, bias_gelu_reference
 from opendit.kernels.fp8 import E4M3, E5M2
+from opendit.kernels.fp8_rows import rows_in_float8, rows_in_float8_reference
 from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8, layernorm_modulate_reference
@@ -131,6 +132,49 @@ def test_layernorm_modulate_never_exceeds_the_range(largest):
     h, y, _, _ = gate_residual_layernorm_modulate_float8(x, gate, branch, shift, scale, bias)
     torch.testing.assert_close(h, x + gate[:, None] * (branch + bias), rtol=1e-5, atol=1e-5)
     assert_rounded(y, layernorm_modulate_reference(h.double(), shift.double(), scale.double()), slack=1e-4)
+
+
+@pytest.mark.parametrize("width", (64, 72, 200, 1152))
+@pytest.mark.parametrize("source", (torch.bfloat16, torch.float16, torch.float32), ids=str)
+def test_rows_have_a_scale_each(width, source):
+    x = (normal(3, 7, width) * torch.logspace(-6, 3, 21).to(DEVICE).view(3, 7, 1)).to(source)
+    got, want = rows_in_float8(x), rows_in_float8_reference(x)
+    assert got.by_row and got.descale.shape == (21, 1) and torch.equal(got.descale, want.descale)
+    assert torch.equal(got.data.float(), want.data.float())
+    for rows in (slice(2, 3), slice(0, 2)):  # whatever else there is
+        alone = rows_in_float8(x[rows], chunk=4)
+        assert torch.equal(alone.data.float(), got.data[rows].float())
+        assert torch.equal(alone.descale.view(-1, 7), got.descale.view(3, 7)[rows])
+    spoilt = x.clone()
+    spoilt[1, 2, 5] = math.inf
+    assert rows_in_float8(spoilt).data.float().isnan().nonzero().tolist() == [[1, 2, 5]]
+
+
+def by_row(float8: fp8.Float8) -> list[fp8.Float8]:
+    return [fp8.Float8(*pair) for pair in zip(float8.data.flatten(0, -2), float8.descale, strict=True)]
+
+
+@pytest.mark.parametrize(("rows", "width"), ((1, 64), (37, 200)))
+def test_gelu_of_rows(rows, width):
+    x, bias = normal(rows, width, scale=3), normal(width, seed=1)
+    want = bias_gelu_reference(x.double(), bias.double())
+    for got, row in zip(by_row(rows_in_float8(x, bias)), want, strict=True):
+        assert_rounded(got, row)
+
+
+def test_layernorm_modulate_with_a_scale_for_every_sample():
+    """Of samples whose modulations differ by orders of magnitude, at LayerNorm's bound."""
+    x, modulation, branch, bias = normal(3, 19, 200), normal(3, 600, seed=1), normal(3, 19, 200, seed=3), normal(200)
+    x[..., 7] *= 3000
+    shift, scale, gate = (modulation * torch.tensor([[0.01], [1.0], [100.0]], device=DEVICE)).chunk(3, dim=1)
+    got, _, _ = layernorm_modulate_float8(x, shift, scale, by_row=True)
+    h, y, _, _ = gate_residual_layernorm_modulate_float8(x, gate, branch, shift, scale, bias, by_row=True)
+    for float8, source in ((got, x), (y, h)):
+        want = layernorm_modulate_reference(source.double(), shift.double(), scale.double()).flatten(0, 1)
+        for found, row in zip(by_row(float8), want, strict=True):
+            assert_rounded(found, row, slack=1e-4)
+        assert len(float8.descale.view(3, 19)[:, 0].unique()) == 3
+    torch.testing.assert_close(h, x + gate[:, None] * (branch + bias), rtol=1e-5, atol=1e-5)
 
 
 def run_ops(ops, dtype, linears, tensors, seeds):

@@ -1,0 +1,74 @@
+"""Rows in e4m3, each with a scale of its own, in one pass: y = x, or y = GELU(x + bias), tanh form; without gradients.
+
+x (..., D), bias (D,); computed in fp32. A program holds a whole row, so it knows the row's largest absolute value when
+it rounds: a row is read once, and no pass looks for a scale first. What is made of a token depends on this token alone:
+a sample is the same whatever else is in its batch.
+"""
+
+import torch
+from torch import Tensor
+
+from opendit.kernels import fp8
+from opendit.kernels.common import or_unused, split_width, tl, triton
+from opendit.kernels.fp8 import E4M3, Float8
+from opendit.kernels.fp8_tiles import float8_range, largest_of, power_of_2
+from opendit.kernels.tiles import gelu_sigmoid, load_tiles, load_vectors, store_tiles
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def rows_in_float8_reference(y: Tensor) -> Float8:
+    """y (..., D) in e4m3, in torch; finite numbers."""
+    rows = y.float().flatten(0, -2)
+    factor = fp8.float8_factor_reference(rows.abs().amax(1, keepdim=True), fp8.EXACT)
+    return Float8(fp8.float8_reference(rows, factor, E4M3).view(y.shape), 1 / factor)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+
+
+@triton.jit(do_not_specialize=("rows",))
+def _rows_kernel(
+    x_ptr, bias_ptr, y_ptr, descale_ptr, rows,
+    D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, CHUNK: tl.constexpr, GELU: tl.constexpr,
+    TARGET: tl.constexpr, LIMIT: tl.constexpr, APPROXIMATE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * CHUNK
+    for start in range(first, tl.minimum(first + CHUNK, rows)):
+        live = start + tl.arange(0, 1) < rows
+        row = tl.cast(start, tl.int64)
+        y, yt = load_tiles(x_ptr, row, live, D, MAIN, TAIL, 1)
+        if GELU:
+            bias, bias_t = load_vectors(bias_ptr, D, MAIN, TAIL)
+            y += bias
+            y = y * gelu_sigmoid(y, y * y, APPROXIMATE)
+            yt += bias_t
+            yt = yt * gelu_sigmoid(yt, yt * yt, APPROXIMATE)
+        factor, descale = power_of_2(largest_of(y, yt, TAIL), TARGET)
+        tl.store(descale_ptr + row, descale)
+        store_tiles(y_ptr, float8_range(y, factor, LIMIT), float8_range(yt, factor, LIMIT), row, live, D, MAIN, TAIL, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- operation
+
+
+def default_warps(width: int) -> int:
+    """At most 36 numbers a thread for widths from 1,152 on."""
+    return min(16, max(1, split_width(width)[0] // 1024))
+
+
+def rows_in_float8(x: Tensor, bias: Tensor | None = None, *, warps: int | None = None, chunk: int = 1) -> Float8:
+    """x (..., D) bf16, fp16 or fp32 in e4m3 with a scale a row; with ``bias`` (D,), GELU(x + bias).
+
+    warps, chunk: of a program, and rows that it takes one after the other.
+    """
+    x, y = x.contiguous(), Float8.empty(x.shape, E4M3, x.device, by_row=True)
+    rows, width = y.descale.shape[0], x.shape[-1]
+    main, tail = split_width(width)
+    approximate = x.is_cuda and torch.version.hip is None  # see tiles.logistic
+    _rows_kernel[(-(-rows // chunk),)](
+        x, or_unused(bias, x), y.data, y.descale, rows,
+        D=width, MAIN=main, TAIL=tail, CHUNK=chunk, GELU=bias is not None, TARGET=fp8.EXACT, LIMIT=fp8.LIMIT[E4M3],
+        APPROXIMATE=approximate, num_warps=warps or default_warps(width),
+    )  # fmt: skip
+    return y
