@@ -127,7 +127,8 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
     replica = make_replicas(mesh, flags.cfg_parallel)
     shape = sequence_shape(*shared, config, samples_at_once(flags), size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
-    kernels = select_kernels(flags, mesh.device, dtype, config.head_dim, config.tokens, inference=True)
+    what = flags, mesh.device, dtype, config.head_dim, config.tokens
+    kernels = select_kernels(*what, inference=True, shared=sequence is not None)
     model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
     codec = load_vae(vae, config, mesh.device, flags.mixed_precision, flags.vae_tiling)
     conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)

@@ -14,6 +14,7 @@ The kernel that makes a tensor needs its scale first; that is why the amax of ex
 and why other recipes take the one of earlier steps (delayed scaling), which is state to keep, to save and to load.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,11 @@ class Float8:
     @property
     def by_row(self) -> bool:
         return self.descale.dim() == 2
+
+    @functools.cached_property
+    def descale_of_columns(self) -> Tensor:
+        """(1, N) fp32 of a weight (N, K): what a product wants whose other factor has a scale a row."""
+        return self.descale.expand(1, len(self.data)).contiguous()
 
 
 def kernel_arguments(y: Tensor | Float8, partial: Tensor | None = None, target: int = 0) -> tuple[tuple, dict]:

@@ -93,6 +93,12 @@ def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
     return Quantized(x, fp8.cast(x.detach(), E4M3))
 
 
+def check_widths(weight: Tensor) -> None:
+    """Raises ValueError for a weight (out, in) that the tensor cores don't take in float8."""
+    if weight.shape[0] % 16 or weight.shape[1] % 16:
+        raise ValueError(f"--fp8 needs widths that are multiples of 16, not a weight of {tuple(weight.shape)}")
+
+
 def _stand_in(like: Tensor, width: int) -> Tensor:
     return torch.empty_strided((*like.shape[:-1], width), (0,) * like.dim(), dtype=like.dtype, device=like.device)
 
@@ -102,8 +108,7 @@ def _stand_in(like: Tensor, width: int) -> Tensor:
 
 def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None):
     """(x W^T + bias (..., out) of ``dtype``; what :func:`_backward_products` wants saved)."""
-    if weight.shape[0] % 16 or weight.shape[1] % 16:
-        raise ValueError(f"--fp8 needs widths that are multiples of 16, not a weight of {tuple(weight.shape)}")
+    check_widths(weight)
     w = weight_in_float8(weight)
     rows = x.data.flatten(0, -2)
     y = fp8.product(rows, w.data, (x.descale, w.descale), dtype, bias if bias is None else bias.to(dtype))

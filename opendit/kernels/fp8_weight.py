@@ -66,6 +66,9 @@ def keep_weights(model: nn.Module) -> int:
         weight = getattr(layer, "weight", None)
         if isinstance(layer, Projection) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
             cast = fp8.cast(weight.detach(), E4M3, exact=True)
+            _ = (
+                cast.descale_of_columns
+            )  # made here: within a recording of a CUDA graph it would be there in replays only
             weight.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
             taken += cast.data.nbytes
     return taken

@@ -14,7 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from opendit.kernels import fp8_linear
+from opendit.kernels import fp8_inference, fp8_linear
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.add_table import add_table
 from opendit.kernels.bias_gelu import bias_gelu
@@ -127,6 +127,10 @@ KERNELS = (
         takes_projection=True,
     ),
     Kernel("add_table", add_table, {FLOAT8}),
+    *(
+        Kernel(name, getattr(fp8_inference, name), {FLOAT8, INFERENCE}, float8=True, takes_projection=True)
+        for name in ("linear_heads", "linear_gelu", "linear_gate_residual", "linear_gate_residual_layernorm_modulate")
+    ),
 )
 
 

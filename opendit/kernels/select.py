@@ -47,10 +47,12 @@ def select_kernels(
     tokens: int,
     *,
     inference: bool = False,
+    shared: bool = False,
 ) -> KernelChoice:
     """The operations for activations of ``dtype`` on ``device``, heads of ``head_dim``, ``tokens`` tokens a sample.
 
     inference: nothing will ask for gradients, so that operations which keep nothing for them may be taken.
+    shared: ranks share a sample's tokens, and have to agree on the scales of FP8.
 
     A kernel that was asked for and can't be used is replaced by its torch reference; the note says why.
 
@@ -72,7 +74,7 @@ def select_kernels(
     if flags.fp8:
         usable, why = float8_available(device, dtype)
         if usable:
-            switches, others = {FLOAT8}, ()
+            switches, others = {FLOAT8, INFERENCE} if inference and not shared else {FLOAT8}, ()
             ops_note = f"block linears in FP8, fused with everything between them ({why})"
         else:
             ops_note += f"; no FP8: {why}"

@@ -51,6 +51,11 @@ def test_operations():
         cases.test_layernorm_modulate_never_exceeds_the_range(largest)
 
 
+@pytest.mark.parametrize("config", cases.SAMPLED.values(), ids=cases.SAMPLED)
+def test_sampling(config, monkeypatch):
+    cases.test_sampling_has_a_scale_a_row(config, monkeypatch)
+
+
 def test_shards():
     for ranks, rounded in itertools.product((1, 2, 4), (torch.bfloat16, torch.float16, torch.float32)):
         shards.test_shards_are_those_of_the_whole_weight(ranks, rounded)

@@ -8,6 +8,7 @@ from opendit.cli.shared_flags import SpeedFlags
 from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
 from opendit.inference.engine import SamplingEngine
+from opendit.kernels import fp8_inference
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.linear_gelu import linear_gelu
 from opendit.kernels.select import select_kernels
@@ -77,9 +78,13 @@ def test_every_kind_of_model(config):
 
 
 @pytest.mark.skipif(not float8_available("cuda", torch.bfloat16)[0], reason="needs a GPU with FP8")
-def test_in_fp8():
+@pytest.mark.parametrize("name", ["DiT", "vDiT, captions", "ST-DiT"])
+@pytest.mark.parametrize("cast_from", [0, 1 << 20])
+def test_in_fp8(name, cast_from, monkeypatch):
+    monkeypatch.setattr(fp8_inference, "CAST_FROM", cast_from)
     objective = DDPMObjective()
-    same(model_of(LABELS, objective, torch.bfloat16, fp8=True), objective, 0.1, sampler="ddim")
+    for dtype in (torch.bfloat16, torch.float16):
+        same(model_of(CONFIGS[name], objective, dtype, fp8=True), objective, 0.1, sampler="ddim")
 
 
 @pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 3e-3), (torch.float16, 4e-4)])

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from opendit.cli.shared_flags import SpeedFlags
-from opendit.kernels import fp8
+from opendit.kernels import fp8, fp8_inference
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8, bias_gelu_reference
 from opendit.kernels.fp8 import E4M3, E5M2
 from opendit.kernels.fp8_rows import rows_in_float8, rows_in_float8_reference
 from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8, layernorm_modulate_reference
-from opendit.kernels.operations import FLOAT8, chosen
+from opendit.kernels.operations import FLOAT8, INFERENCE, chosen
 from opendit.kernels.select import select_kernels
 from opendit.kernels.split_heads import gather_heads_float8
-from opendit.models import DiT, DiTConfig
+from opendit.models import DiT, DiTConfig, STDiTConfig, TextConfig, build_model
 from opendit.models.layers import TORCH_OPS
 from tests.kernels.test_kernels_in_models import gradients, inputs
 from tests.models.test_dit import randomised
@@ -167,13 +167,14 @@ def test_layernorm_modulate_with_a_scale_for_every_sample():
     x, modulation, branch, bias = normal(3, 19, 200), normal(3, 600, seed=1), normal(3, 19, 200, seed=3), normal(200)
     x[..., 7] *= 3000
     shift, scale, gate = (modulation * torch.tensor([[0.01], [1.0], [100.0]], device=DEVICE)).chunk(3, dim=1)
+    shift[1:] /= 50
     got, _, _ = layernorm_modulate_float8(x, shift, scale, by_row=True)
     h, y, _, _ = gate_residual_layernorm_modulate_float8(x, gate, branch, shift, scale, bias, by_row=True)
     for float8, source in ((got, x), (y, h)):
         want = layernorm_modulate_reference(source.double(), shift.double(), scale.double()).flatten(0, 1)
         for found, row in zip(by_row(float8), want, strict=True):
             assert_rounded(found, row, slack=1e-4)
-        assert len(float8.descale.view(3, 19)[:, 0].unique()) == 3
+        assert len(float8.descale.view(3, 19)[:, 0].unique()) == 3 and len(float8.descale.unique()) == 3
     torch.testing.assert_close(h, x + gate[:, None] * (branch + bias), rtol=1e-5, atol=1e-5)
 
 
@@ -250,6 +251,39 @@ def test_models_keep_what_is_not_a_linear_layer_of_a_block():
         assert torch.equal(model(*inputs()), got)
     model.use()
     torch.testing.assert_close(final, model.final_layer(x, m), rtol=1e-5, atol=1e-6)
+
+
+SAMPLED = {
+    "DiT": CONFIG,
+    "ST-DiT": STDiTConfig((2, 4, 4), (1, 2, 2), 2, 64, 1, 2, text=TextConfig("t5", 8, 5, True), qk_norm=True),
+}
+
+
+@pytest.mark.parametrize("config", SAMPLED.values(), ids=SAMPLED)
+def test_sampling_has_a_scale_a_row(config, monkeypatch):
+    """A sample does not depend on the others in its batch; attention's output is cast, or multiplied as it is."""
+    torch.manual_seed(0)
+    model = randomised(build_model(config)).place(DEVICE, ACTIVATIONS)
+    given = [x.to(DEVICE) for x in inputs(config)]
+    want = model(*given)
+    on = SpeedFlags(True, True, True, fp8=True)
+    choice = select_kernels(on, torch.device(DEVICE), ACTIVATIONS, 32, config.tokens, inference=True)
+    shared = select_kernels(on, torch.device(DEVICE), ACTIVATIONS, 32, config.tokens, inference=True, shared=True)
+    assert shared.ops == chosen({FLOAT8}) and choice.ops == chosen({FLOAT8, INFERENCE}) != shared.ops
+    model.use(ops=choice.ops, attend=choice.attend)
+    with torch.inference_mode():
+        keep_weights(model.blocks)
+    monkeypatch.setattr(fp8, "amax", lambda *_, **how: pytest.fail("a pass that looks for a scale"))
+    errors = []
+    for cast_from in (0, 1 << 20):
+        monkeypatch.setattr(fp8_inference, "CAST_FROM", cast_from)
+        with torch.inference_mode():
+            got = model(*given)
+            x, *rest = given
+            other = torch.cat([x[:1], 50 * x[1:]])
+            assert (model(other, *rest)[:1] - got[:1]).norm() < 1e-5 * got[:1].norm()
+        errors.append(((got - want).norm() / want.norm()).item())
+    assert 1e-3 < errors[1] < errors[0] < 0.06, errors
 
 
 def test_weights_that_stay_are_cast_once(monkeypatch):

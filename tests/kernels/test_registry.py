@@ -12,7 +12,7 @@ from opendit.kernels.operations import FLOAT8, INFERENCE, KERNELS, MODULATE, NOR
 from opendit.models.layers import TORCH_OPS, BlockOps, Projection
 
 SWITCHES = (set(), {MODULATE}, {MODULATE, NORM}, {SPLIT}, {MODULATE, NORM, SPLIT}, {FLOAT8})
-SWITCHES += ({MODULATE, NORM, SPLIT, INFERENCE},)
+SWITCHES += ({MODULATE, NORM, SPLIT, INFERENCE}, {FLOAT8, INFERENCE})
 
 
 def test_every_line_is_chosen_by_some_switches():

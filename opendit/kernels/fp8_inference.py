@@ -1,0 +1,80 @@
+"""The block's linear layers in float8 where there is no backward pass: every row of an activation has its own scale.
+
+Beside fp8_linear.py, which is training's: no pass looks for a scale (fp8_rows.py; LayerNorm + modulate writes rows by a
+bound of its sample), nothing is kept, and a sample does not depend on the others in its batch. An activation that
+nobody has written in float8 on the way, attention's output, is cast where its product gains more than the cast takes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opendit.kernels import fp8
+from opendit.kernels import gate_residual_layernorm_modulate as joined
+from opendit.kernels import layernorm_modulate as adaln
+from opendit.kernels.fp8 import Float8
+from opendit.kernels.fp8_linear import EPS, Modulated, check_widths
+from opendit.kernels.fp8_rows import rows_in_float8
+from opendit.kernels.fp8_weight import weight_in_float8
+from opendit.kernels.gate_residual import gate_residual
+from opendit.kernels.split_heads import head_views
+from opendit.models.layers import Projection
+
+CAST_FROM = 8192  # rows from which an activation is cast for its product; below, the product stays in the input's dtype
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """An activation (B, N, D) in float8 on its way to a linear layer whose output has this dtype."""
+
+    data: Float8
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.data.shape
+
+
+def _product(x: Tensor | QuantizedRows | Modulated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias, (..., out)."""
+    if isinstance(x, Tensor):
+        if x.numel() // x.shape[-1] < CAST_FROM:
+            return F.linear(x, weight, bias)
+        x = QuantizedRows(rows_in_float8(x), x.dtype)
+    elif isinstance(x, Modulated):
+        made, _, _ = adaln.layernorm_modulate_float8(x.x, x.shift, x.scale, EPS, by_row=True)
+        x = QuantizedRows(made, x.x.dtype)
+    check_widths(weight)
+    w, rows = weight_in_float8(weight), x.data.data.flatten(0, -2)
+    scales = x.data.descale, w.descale_of_columns
+    y = fp8.product(rows, w.data, scales, x.dtype, None if bias is None else bias.to(x.dtype))
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def linear_heads(x, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (B, H, N, d) of x (B, N, D), views of one projection."""
+    return head_views(_product(x, linear.weight, linear.bias), num_heads)
+
+
+def linear_gelu(x, linear: Projection) -> QuantizedRows:
+    """GELU(linear(x)), tanh form, for the next linear layer."""
+    u = _product(x, linear.weight)
+    return QuantizedRows(rows_in_float8(u, linear.bias), u.dtype)
+
+
+def linear_gate_residual(x: Tensor, gate: Tensor, z, linear: Projection) -> Tensor:
+    """x + gate * linear(z)."""
+    return gate_residual(x, gate, _product(z, linear.weight), linear.bias)
+
+
+def linear_gate_residual_layernorm_modulate(
+    x: Tensor, gate: Tensor, z, linear: Projection, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, QuantizedRows]:
+    """h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
+    branch = _product(z, linear.weight)
+    h, y, _, _ = joined.gate_residual_layernorm_modulate_float8(
+        x, gate, branch, shift, scale, linear.bias, EPS, by_row=True
+    )
+    return h, QuantizedRows(y, h.dtype)
