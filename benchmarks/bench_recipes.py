@@ -35,7 +35,7 @@ from opendit.cli.train_flags import Components, TrainConfig
 from opendit.models import config_from_dict
 from opendit.state.run_folders import run_folders
 from opendit.training.from_flags import memory_setup, open_data, plan_model
-from opendit.training.memory import GIB, USABLE, estimate, largest_batch
+from opendit.training.memory import GIB, USABLE, estimate, largest_batch, settle_sharding
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY = 10, 2  # of a run, and of a line of its log
@@ -66,8 +66,8 @@ CASES = (
     Case("7B fsdp reduce bf16", "mock_pretrain_7b_256p_joint", "--plugin fsdp --reduce_dtype bf16", NEMO),
     Case("7B fsdp offload average", "mock_pretrain_7b_256p_joint", "--plugin fsdp --offload average", NEMO),
     Case("7B fsdp offload state", "mock_pretrain_7b_256p_joint", "--plugin fsdp --offload state", NEMO),
+    Case("7B fsdp fp8 gathered in bf16", "mock_pretrain_7b_256p_joint", "--plugin fsdp --fp8 --no_gather_fp8", NEMO),
     Case("7B fsdp fp8", "mock_pretrain_7b_256p_joint", "--plugin fsdp --fp8", NEMO),
-    Case("7B fsdp fp8 gathered", "mock_pretrain_7b_256p_joint", "--plugin fsdp --fp8 --gather_fp8", NEMO),
     Case("MovieGen-1B", "mock_moviegen_5b_256p_joint", "--model MovieGen-1B/122"),
     Case("MovieGen-3B", "mock_moviegen_5b_256p_joint", "--model MovieGen-3B/122"),
     Case("MovieGen-5B", "mock_moviegen_5b_256p_joint"),
@@ -106,6 +106,7 @@ def planned(argv: list[str], gpus: int, capacity: float, asked_batch: int | None
     setup = memory_setup(asked, config, gpus)
     enough = max(1, int(LARGEST_STEP * flags.sequence_parallel_size // (3 * config.forward_flops())))
     batch = asked_batch or min(enough, largest_batch(config, setup, capacity))
+    setup = settle_sharding(config, setup, max(batch, 1), capacity)
     return batch, estimate(config, setup, max(batch, 1)).total / GIB
 
 
@@ -152,8 +153,9 @@ def figures(run: Path) -> Figures:
     how = [flags["plugin"], flags["mixed_precision"], f"batch {flags['batch_size']}"]
     how += ["grad_checkpoint"] * flags["grad_checkpoint"] + ["graph"] * flags["enable_cuda_graph"]
     how += [f"recompute {flags['recompute']}"] * (flags["recompute"] != "none")
-    how += ["fp8"] * flags.get("fp8", False) + ["gathered in fp8"] * flags.get("gather_fp8", False)
+    how += ["fp8"] * flags.get("fp8", False)
     if flags["plugin"] == "fsdp":
+        how += ["gathered in bf16"] * (flags["fp8"] and not flags["gather_fp8"])
         how += [f"offload {flags['offload']}"] * (flags["offload"] != "none")
         how += [f"reduced in {flags['reduce_dtype']}"] * (flags["reduce_dtype"] != "fp32")
     return Figures(

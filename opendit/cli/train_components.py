@@ -232,7 +232,7 @@ class PluginFlags(Flags):
         choices=OFFLOAD,
     )
     gather_fp8: bool = flag(
-        False, "of fsdp with --fp8: quantise weights on their shards and gather them in FP8 (not tried on GPUs yet)"
+        True, "of fsdp with --fp8: quantise weights on their shards and gather them in FP8; --no_gather_fp8: in bf16"
     )
 
 

@@ -54,7 +54,7 @@ class Setup:
     reshard: str = "auto"
     keep_gradients: bool | None = None
     offload: str = "none"
-    gather_fp8: bool = False
+    gather_fp8: bool = True
 
     @property
     def autocast(self) -> bool:

@@ -208,7 +208,7 @@ def test_float8_weights_take_a_byte_where_they_are_gathered_and_another_on_their
     shapes = {name: math.prod(parameter.shape) for name, parameter in model.named_parameters()}
     float8 = sum(shapes[name] for name in float8_weights(model))
     assert float8 == config.depth * block_float8(config, Setup(fp8=True))
-    setup = Setup("fsdp", "bf16", 4, fp8=True, gather_fp8=True, reshard="never")
+    setup = Setup("fsdp", "bf16", 4, fp8=True, reshard="never")
 
     def needs(**changes) -> Estimate:
         return estimate(config, replace(setup, **changes), 1)
