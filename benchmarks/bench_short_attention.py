@@ -1,6 +1,7 @@
 """Attention without gradients of short sequences: opendit/kernels/short_attention.py by its tiles, and torch's kernels.
 
     python benchmarks/bench_short_attention.py [--batches 2 16 128] [--tokens 256] [--heads 16] [--head_dim 72]
+                                              [--rows 64 128]
 
 q, k and v are views of one qkv tensor, as a block has them. A CUDA graph of many calls is timed, the variants taking
 turns; the median counts. It says which tiles to take, and up to which number of programs.
@@ -24,12 +25,15 @@ from opendit.kernels.short_attention import AttentionTiles, short_attention, sho
 CALLS = 50  # of a graph
 
 
-def variants() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+WARPS = {32: (2, 4), 64: (4,), 128: (4, 8), 256: (8, 16)}  # by queries of a program
+
+
+def variants(rows: list[int]) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     found = {name: LocalAttention(name) for name in ("cudnn", "flash")}
-    for rows, keys, stages in itertools.product((32, 64, 128, 256), (64, 128, 256), (1, 2)):
-        for warps in {32: (2, 4), 64: (4,), 128: (4, 8), 256: (8, 16)}[rows]:
-            tiles = AttentionTiles(rows, keys, stages, warps)
-            found[f"tiles {rows} x {keys}, {stages} stages, {warps} warps"] = lambda q, k, v, tiles=tiles: (
+    for count, keys, stages in itertools.product(rows, (64, 128, 256), (1, 2)):
+        for warps in WARPS[count]:
+            tiles = AttentionTiles(count, keys, stages, warps)
+            found[f"tiles {count} x {keys}, {stages} stages, {warps} warps"] = lambda q, k, v, tiles=tiles: (
                 short_attention(q, k, v, tiles)
             )
     return found
@@ -61,6 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head_dim", type=int, default=72)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(WARPS), choices=list(WARPS), help="of a program")
     parser.add_argument("--trials", type=int, default=7)
     args = parser.parse_args(argv)
     for batch in args.batches:
@@ -68,10 +73,13 @@ def main(argv: list[str] | None = None) -> None:
         q, k, v = torch.randn(shape, device="cuda", dtype=torch.bfloat16).permute(2, 0, 3, 1, 4).unbind(0)
         want, graphs = short_attention_reference(q, k, v), {}
         print(f"\n{batch} x {args.tokens} tokens, {args.heads} heads of {args.head_dim}", flush=True)
-        for name, attend in variants().items():
+        for name, attend in variants(args.rows).items():
             try:
-                error = (attend(q, k, v) - want).norm() / want.norm()
-                graphs[name] = recorded(lambda attend=attend, q=q, k=k, v=v: attend(q, k, v)), float(error)
+                error = float((attend(q, k, v) - want).norm() / want.norm())
+                graphs[name] = recorded(lambda attend=attend, q=q, k=k, v=v: attend(q, k, v)), error
+            except torch.AcceleratorError:
+                print(f"{name} failed, and nothing runs on the GPU after it", flush=True)
+                raise
             except Exception as error:  # of a compiler, of a kernel that refuses: the others run
                 print(f"{name} failed: {str(error).splitlines()[0]}", flush=True)
         times = {name: [] for name in graphs}
