@@ -25,13 +25,14 @@ def cfg_model(
     model: Callable[[Tensor, Tensor, Tensor], Tensor],
     y: Tensor,
     null_y: Tensor,
-    scale: float,
+    scale: float | Tensor,
     guided_channels: int | None = None,
 ) -> Model:
     """Classifier-free guidance, [G] eq. 6 in the form uncond + scale * (cond - uncond), as a model of (x, t).
 
     ``model(x, t, y)`` is called once a step, on the conditional batch and then the unconditional one in one batch of
-    2B; with ``scale`` 1.0, which is the conditional model itself, on B alone.
+    2B; with ``scale`` 1.0, which is the conditional model itself, on B alone. ``scale`` may be (B, 1, ..., 1), every
+    sample's own; both halves are evaluated then, whatever they are.
     ``y``: (B, ...) any condition, a tensor or an object with ``cat``, ``expand_as``, ``len`` and ``shape``;
     ``null_y``: what stands for "no condition", of y's shape or expandable to it.
     ``guided_channels``: the first so many channels of eps are guided, default all. Meta's DiT samples with 3 of its
@@ -39,7 +40,7 @@ def cfg_model(
     Raises ValueError if null_y doesn't expand to y, or, once called, if y and x differ in batch size, if the output
     doesn't fit x or if guided_channels is not between 1 and C.
     """
-    if scale == 1.0:
+    if not isinstance(scale, Tensor) and scale == 1.0:
         return lambda x, t: at_least_float32(model(x, t, y))
     try:
         y_both = getattr(y, "cat", torch.cat)((y, null_y.expand_as(y)))
@@ -65,6 +66,12 @@ def cfg_model(
 SAME_LEVEL = 0.003
 
 
+def is_within(interval: tuple[float, float], level: float) -> bool:
+    """Whether noise level sigma ``level`` lies in the interval, see :func:`guided_within`."""
+    low, high = interval
+    return low * (1 - SAME_LEVEL) <= level <= high * (1 + SAME_LEVEL)
+
+
 @dataclass(frozen=True)
 class GuidedWithin:
     """Guidance in a limited interval of noise levels, see :func:`guided_within`."""
@@ -77,8 +84,7 @@ class GuidedWithin:
 
     def at_level(self, level: float) -> Model:
         """The model for a step that starts at noise level sigma ``level``, all of its evaluations."""
-        inside = self.low * (1 - SAME_LEVEL) <= level <= self.high * (1 + SAME_LEVEL)
-        return self.guided if inside else self.conditional
+        return self.guided if is_within((self.low, self.high), level) else self.conditional
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         return self.at_level(float(self.noise_level(t[:1])))(x, t)

@@ -37,9 +37,12 @@ class Stream(IntEnum):
     SAMPLE_STEP = 7
 
 
-def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten Philox rounds. ``counter``: four broadcastable int64 tensors of 32-bit values; the key is the
-    64-bit ``seed``. Returns four int64 tensors of uniform 32-bit values."""
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten Philox rounds. ``counter``: four broadcastable int64 tensors of 32-bit values; the key is the 64-bit
+    ``seed``, or an int64 tensor of them, broadcastable with the counter. Returns four int64 tensors of uniform 32-bit
+    values."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
@@ -55,16 +58,20 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tup
     return c0, c1, c2, c3
 
 
-def random_bits(seed: int, step: int, index: Tensor, stream: Stream, count: int) -> Tensor:
-    """Uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``."""
-    if index.is_cuda and kernels_available(index.device, torch.float32)[0]:
+def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, count: int) -> Tensor:
+    """Uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``. Seed and step may
+    be (B,) int64 on index's device, every sample's own: the bits are those of the same numbers one by one."""
+    own = isinstance(seed, Tensor) or isinstance(step, Tensor)
+    if not own and index.is_cuda and kernels_available(index.device, torch.float32)[0]:
         return philox_bits(seed, step, index.long(), int(stream), count)
     block = torch.arange((count + 3) // 4, device=index.device)
+    if own:
+        seed, step = (value.unsqueeze(1) if isinstance(value, Tensor) else value for value in (seed, step))
     words = philox4x32(
         (
             block[None, :],
             index[:, None].long() & _MASK,
-            torch.full((1, 1), step & _MASK, device=index.device),
+            step & _MASK if isinstance(step, Tensor) else torch.full((1, 1), step & _MASK, device=index.device),
             torch.full((1, 1), int(stream), device=index.device),
         ),
         seed,
@@ -72,7 +79,9 @@ def random_bits(seed: int, step: int, index: Tensor, stream: Stream, count: int)
     return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :count]
 
 
-def uniform(seed: int, step: int, index: Tensor, stream: Stream, shape: tuple[int, ...] = ()) -> Tensor:
+def uniform(
+    seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, shape: tuple[int, ...] = ()
+) -> Tensor:
     """Uniform numbers in the open interval (0, 1), float64, shape (B, *shape)."""
     bits = random_bits(seed, step, index, stream, math.prod(shape))
     return ((bits.double() + 0.5) * 2.0**-32).reshape(len(index), *shape)
@@ -83,7 +92,7 @@ def integers(seed: int, step: int, index: Tensor, stream: Stream, high: int) -> 
     return (random_bits(seed, step, index, stream, 1)[:, 0] * high) >> 32
 
 
-def normal(seed: int, step: int, index: Tensor, stream: Stream, shape: tuple[int, ...]) -> Tensor:
+def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, shape: tuple[int, ...]) -> Tensor:
     """Standard normal numbers, float32, shape (B, *shape), by Box and Muller.
 
     The transform runs in float64: its last-bit differences between processors vanish in the rounding
@@ -96,11 +105,11 @@ def normal(seed: int, step: int, index: Tensor, stream: Stream, shape: tuple[int
     return pairs.flatten(1)[:, :count].float().reshape(len(index), *shape)
 
 
-def initial_noise(seed: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
+def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
     """What sampling starts from: (B, *shape) float32 standard normal on ``index``'s device.
 
     ``index``: (B,) int64, which samples of the whole job these are. A sample's noise depends on ``seed`` and its own
-    index only, so a batch can be split in any way.
+    index only, so a batch can be split in any way. ``seed`` may be (B,) int64, every sample's own.
     """
     return normal(seed, 0, index, Stream.SAMPLE_INIT, shape)
 

@@ -85,22 +85,10 @@ class SamplingEngine:
         self._times = torch.stack([torch.cat([t, t[:1].expand(most - len(t))]) for t in times])
         self._loops: OrderedDict[int, SamplingLoop] = OrderedDict()
         self._most_loops, self._recorder, self._say = loops, recorder, say
-        self.note = self._why_not(record)
+        self.note = why_not_recorded(model, record, recorder is not None, around is not None)
         if not self.note and recorder is None:
             self._recorder = GraphRecorder()
         self.note = f"kernel by kernel: {self.note}" if self.note else "recorded as a CUDA graph"
-
-    def _why_not(self, record: bool) -> str:
-        model = self.settings.model
-        if not record:
-            return "recording is off"
-        if self._recorder is None and model.device.type != "cuda":
-            return "CUDA graphs need a GPU"
-        if self.settings.around is not None or model.sequence is not None:
-            return "ranks that share a sample talk to each other in every step"
-        if torch.is_autocast_enabled(model.device.type):
-            return "autocast casts weights anew in every block that it is asked for"
-        return ""
 
     @property
     def records(self) -> bool:
@@ -175,3 +163,17 @@ class SamplingEngine:
         for loop in self._loops.values():
             loop.recordings.clear()
         self._say(f"CUDA graph: {self.note}")
+
+
+def why_not_recorded(model: DiT, record: bool, has_recorder: bool, shared: bool = False) -> str:
+    """Why a model's sampling steps are not recorded, or nothing. record: whether that is asked for; shared: whether
+    ranks share batches."""
+    if not record:
+        return "recording is off"
+    if not has_recorder and model.device.type != "cuda":
+        return "CUDA graphs need a GPU"
+    if shared or model.sequence is not None:
+        return "ranks that share a sample talk to each other in every step"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast casts weights anew in every block that it is asked for"
+    return ""

@@ -4,7 +4,6 @@ import contextlib
 import math
 import numbers
 import os
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,14 @@ from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
+from opendit.inference.arguments import (
+    MOST_GUIDANCE,
+    MOST_SAMPLES,
+    MOST_SEED,
+    MOST_STEPS,
+    arguments_named,
+    check_number,
+)
 from opendit.inference.clip import VideoClip
 from opendit.inference.engine import SamplingEngine
 from opendit.inference.loading import (
@@ -46,34 +53,7 @@ from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.state.pretrained import assumption, load_pretrained
 
-# flag of sample.py: argument here, where they differ
-ARGUMENTS = {
-    "ckpt": "path",
-    "mixed_precision": "precision",
-    "cfg_scale": "guidance",
-    "cfg_interval": "interval",
-    "cfg_channels": "guided_channels",
-    "num_sampling_steps": "steps",
-    "negative_prompt": "negative",
-    "image_size": "size",
-    "num_frames": "frames",
-}
 ENGINES = 2  # settings whose recorded steps are kept
-MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # as sample.py's flags
-
-
-@contextlib.contextmanager
-def _arguments_named() -> Iterator[None]:
-    """Errors that name a flag of sample.py name the argument."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        said = re.sub(r"(?<![\w./-])--(\w+)", lambda found: ARGUMENTS.get(found[1], found[1]), str(error))
-        said = said.replace("leave the flag out", "leave it out")
-        if said == str(error):
-            raise
-        kinds = (FileNotFoundError, OSError, ValueError)
-        raise next(kind for kind in kinds if isinstance(error, kind))(said) from error
 
 
 def load(
@@ -125,7 +105,7 @@ def load(
         raise ValueError(f"weights {weights}: must be ema or model")
     notes: list[str] = []
     added = None if lora is None else Path(lora).expanduser()
-    with _arguments_named():
+    with arguments_named():
         network, found = load_pretrained(Path(path).expanduser(), model, weights, added, num_classes, notes)
         config = network.config
         notes += assumption(found, config)
@@ -150,6 +130,19 @@ def load(
     said = Weights({}, found.path, found.info)  # without the tensors, which the network has
     notes += [f"kernels: {chosen.ops_note}", f"attention: {chosen.attention_note}"]
     return Pipeline(network, objective, codec, conditioner, said, precision, notes)
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """What to draw, see :meth:`Pipeline.order`. y, null: the samples' conditions, and guidance's other one, one row.
+    interval: of noise levels with guidance, None for all. size: of the latents, without channels."""
+
+    y: Condition
+    null: Condition
+    guidance: float
+    interval: tuple[float, float] | None
+    sampler: str
+    size: tuple[int, ...]
 
 
 @dataclass(eq=False, repr=False)
@@ -246,42 +239,29 @@ class Pipeline:
         Raises:
             ValueError: an unknown class (the message has the most similar name), or an argument that does not fit.
         """
-        _check("steps", steps, 1, MOST_STEPS, int)
-        _check("seed", seed, 0, MOST_SEED, int)
-        _check("batch_size", batch_size, 1, 65_536, int)
-        _check("guidance", guidance, 0, MOST_GUIDANCE)
-        for name, value in (("interval", interval), ("negative", negative)):
-            if guidance == 1 and value is not None:
-                raise ValueError(f"{name} does nothing with guidance 1, which is none; leave one of them out")
-        if guided_channels is not None:
-            _check("guided_channels", guided_channels, 1, self.config.in_channels, int)
-        if isinstance(what, bool):
-            raise ValueError(f"what to draw is a list of classes or captions, or a count, not {what}")
-        if isinstance(what, numbers.Integral):
-            what = int(what)  # numpy's, too
-        with _arguments_named():
-            latents = self._latent_size(size, frames)
-            check_negative(negative, self.config, self.weights)
-            self.objective.choose(sampler)
-            if not isinstance(what, int):
-                check_guidance(self.config, self.weights, guidance)
-        if interval is not None:
-            low, high = interval
-            if not 0 <= low < high:
-                raise ValueError(f"interval {low:g} {high:g}: two noise levels with 0 <= LOW < HIGH")
+        check_number("batch_size", batch_size, 1, 65_536, int)
         with self._arithmetic():
-            y = self._conditions(what)
-            if isinstance(what, int) and negative is None:
-                guidance, interval = 1.0, None  # away from what is drawn itself
+            order = self.order(
+                what,
+                steps=steps,
+                guidance=guidance,
+                seed=seed,
+                sampler=sampler,
+                interval=interval,
+                negative=negative,
+                guided_channels=guided_channels,
+                size=size,
+                frames=frames,
+            )
             engine = self._engine(
                 steps=steps,
-                sampler=self.objective.choose(sampler),
-                cfg_scale=float(guidance),
+                sampler=order.sampler,
+                cfg_scale=order.guidance,
                 cfg_channels=guided_channels,
-                cfg_interval=None if interval is None else (float(interval[0]), float(interval[1])),
-                size=latents,
+                cfg_interval=order.interval,
+                size=order.size,
             )
-            null, index, drawn = null_of(self.conditioner, negative), torch.arange(len(y)), []
+            y, index, drawn = order.y, torch.arange(len(order.y)), []
             with tqdm(total=steps * math.ceil(len(y) / batch_size), unit=" steps", disable=not progress) as bar:
 
                 def after_step(i: int, x: Tensor) -> None:
@@ -291,8 +271,51 @@ class Pipeline:
 
                 for first in range(0, len(y), batch_size):
                     rows = slice(first, first + batch_size)
-                    drawn += self._shown(engine.sample(y[rows], null, index[rows], seed, callback=after_step))
+                    drawn += self.shown(engine.sample(y[rows], order.null, index[rows], seed, callback=after_step))
         return drawn
+
+    def order(
+        self,
+        what: int | str | Sequence[int | str],
+        *,
+        steps: int = 50,
+        guidance: float = 4.0,
+        seed: int = 0,
+        sampler: str | None = None,
+        interval: tuple[float, float] | None = None,
+        negative: str | None = None,
+        guided_channels: int | None = None,
+        size: int | tuple[int, int] | None = None,
+        frames: int | None = None,
+    ) -> "Order":
+        """What a call with these arguments draws, checked and encoded; raises as the call does."""
+        check_number("steps", steps, 1, MOST_STEPS, int)
+        check_number("seed", seed, 0, MOST_SEED, int)
+        check_number("guidance", guidance, 0, MOST_GUIDANCE)
+        for name, value in (("interval", interval), ("negative", negative)):
+            if guidance == 1 and value is not None:
+                raise ValueError(f"{name} does nothing with guidance 1, which is none; leave one of them out")
+        if guided_channels is not None:
+            check_number("guided_channels", guided_channels, 1, self.config.in_channels, int)
+        if isinstance(what, bool):
+            raise ValueError(f"what to draw is a list of classes or captions, or a count, not {what}")
+        if isinstance(what, numbers.Integral):
+            what = int(what)  # numpy's, too
+        with arguments_named():
+            latents = self._latent_size(size, frames)
+            check_negative(negative, self.config, self.weights)
+            sampler = self.objective.choose(sampler)
+            if not isinstance(what, int):
+                check_guidance(self.config, self.weights, guidance)
+        if interval is not None:
+            low, high = interval
+            if not 0 <= low < high:
+                raise ValueError(f"interval {low:g} {high:g}: two noise levels with 0 <= LOW < HIGH")
+            interval = float(low), float(high)
+        y = self._conditions(what)
+        if isinstance(what, int) and negative is None:
+            guidance, interval = 1.0, None  # away from what is drawn itself
+        return Order(y, null_of(self.conditioner, negative), float(guidance), interval, sampler, latents)
 
     def _engine(self, **settings: Any) -> SamplingEngine:
         """The engine of these settings; those used last are kept, with what they have recorded."""
@@ -304,7 +327,8 @@ class Pipeline:
         self._engines.move_to_end(key)
         return self._engines[key]
 
-    def _shown(self, latents: Tensor) -> list[Any]:
+    def shown(self, latents: Tensor) -> list[Any]:
+        """Pictures or clips of latents (B, C, ...)."""
         pixels = to_uint8(self.codec.decode(latents))
         if not self.config.is_video:
             return [Image.fromarray(picture) for picture in pixels]
@@ -326,7 +350,7 @@ class Pipeline:
         if frames is not None:
             if not self.config.is_video:
                 raise ValueError(f"frames: {self.weights.path} draws pictures; leave it out")
-            _check("frames", frames, 1, 16_384, int)
+            check_number("frames", frames, 1, 16_384, int)
         return latent_size(self.config, self.weights, self.codec.name, frames, size)
 
     def _conditions(self, what: int | str | Sequence[int | str]) -> Condition:
@@ -359,7 +383,7 @@ class Pipeline:
         """The number of a class, or of the one of this name; of names with commas, each part is one, too."""
         names = self.class_names
         if not isinstance(item, str):
-            _check("class", item, 0, len(names) - 1, int)
+            check_number("class", item, 0, len(names) - 1, int)
             return int(item)
         wanted = item.strip().casefold()
         found = [number for number, name in enumerate(names) if name.strip().casefold() == wanted]
@@ -375,15 +399,3 @@ class Pipeline:
         if len(found) > 1:
             raise ValueError(f"class {item!r}: numbers {', '.join(map(str, found))} are called so; give one of these")
         return found[0]
-
-
-def _check(name: str, value: Any, low: float, high: float, kind: type = float) -> None:
-    """Raises ValueError unless a value is a number of this kind between the two."""
-    try:
-        number = value.__index__() if kind is int else float(value)
-        fits = not isinstance(value, bool) and low <= number <= high
-    except (AttributeError, TypeError, ValueError):
-        fits = False
-    if not fits:
-        what = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{name} {value!r}: must be {what} from {low:,} to {high:,}")

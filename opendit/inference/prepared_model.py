@@ -1,9 +1,12 @@
 """A network whose share of a sampling step that does not depend on x_t is made beforehand, into tables."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.models import Condition, DiT
+
+PRODUCT_ROWS = 256  # of the products that make modulations
 
 
 class PreparedModel:
@@ -75,14 +78,18 @@ class PreparedModel:
 
     def _make_table(self, conditions: int) -> None:
         c = self.model.t_embedder(self.times[0, :1]) + self._vector[:1]
-        widths, dtypes = zip(*((m.shape[1], m.dtype) for m in self.model.modulations(c)), strict=True)
+        self._widths, dtypes = zip(*((m.shape[1], m.dtype) for m in self.model.modulations(c)), strict=True)
         steps, self._evaluations = self.times.shape
-        self._widths, self._conditions = widths, conditions
-        step = self._evaluations * conditions * sum(widths) * dtypes[0].itemsize
-        self.capacity = max(1, min(steps, self.memory // step))
-        shape = self.capacity * self._evaluations * conditions, sum(widths)
+        self._conditions, width = conditions, sum(self._widths)
+        rows = self._evaluations * conditions
+        self.capacity = self._steps_of(rows, rows * width * dtypes[0].itemsize)
+        shape = self.capacity * rows, width
         if self._table is None or self._table.shape != shape or self._table.dtype != dtypes[0]:
-            self._table = torch.empty(shape, dtype=dtypes[0], device=c.device)
+            self._table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
+
+    def _steps_of(self, rows: int, size: int) -> int:
+        """How many steps the table holds. rows: of a step; size: theirs in bytes."""
+        return max(1, min(len(self.times), self.memory // size))
 
     def _keep(self, name: str, tensors: list[Tensor]) -> None:
         """Copies tensors to where those of this name lie, or takes their places."""
@@ -102,12 +109,22 @@ class PreparedModel:
     def fill(self, first: int) -> int:
         """Makes the modulations of step ``first`` and as many after it as there is room for; returns how many."""
         times = self.times[first : first + self.capacity]
-        c = (self.model.t_embedder(times.flatten()).unsqueeze(1) + self._vector).flatten(0, 1)
-        rows, column = self._table[: len(c)], 0
-        for m, width in zip(self.model.modulations(c), self._widths, strict=True):
-            rows[:, column : column + width] = m
-            column += width
+        conditions, device = self._conditions, self._table.device
+        rows = torch.arange(times.numel() * conditions, device=device)
+        self._write(rows, times.flatten().repeat_interleave(conditions), rows % conditions)
         return len(times)
+
+    def _write(self, rows: Tensor, t: Tensor, conditions: Tensor) -> None:
+        """Modulations at times t of these conditions, into these rows of the table; all (n,). The products are of as
+        many rows in every call: a modulation doesn't depend on how many others are made with it."""
+        for part in range(0, len(rows), PRODUCT_ROWS):
+            some = slice(part, part + PRODUCT_ROWS)
+            count = len(rows[some])
+            given = [F.pad(values[some], (0, PRODUCT_ROWS - count)) for values in (t, conditions)]
+            c, column = self.model.t_embedder(given[0]) + self._vector[given[1]], 0
+            for m, width in zip(self.model.modulations(c), self._widths, strict=True):
+                self._table[:, column : column + width].index_copy_(0, rows[some], m[:count])
+                column += width
 
     # ----------------------------------------------------------------------------------------------------- in the steps
 
@@ -134,7 +151,11 @@ class PreparedModel:
     def _context(self, rows: Tensor):
         if not self._parts:
             return None
-        *parts, mask = (part[rows] if self.shared else part[: len(rows)] for part in self._static["contexts"])
+        *parts, mask = (self._rows_in(part, rows) for part in self._static["contexts"])
         if self._parts == 2:
             return parts[0], mask
         return [(*pair, mask) for pair in zip(parts[::2], parts[1::2], strict=True)]
+
+    def _rows_in(self, part: Tensor, rows: Tensor) -> Tensor:
+        """These rows of what is kept for all 2 B."""
+        return part[rows] if self.shared else part[: len(rows)]

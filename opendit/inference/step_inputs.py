@@ -81,7 +81,10 @@ class StepInputs:
     def at(self, step: Tensor, order: Tensor, present: tuple[bool, ...]) -> NamedTuple:
         """The inputs of samples at steps ``step`` (B,) int64, counted from the first one in the tables, each of which
         has those that are ``present``. order: (B,) int64, 0 to B - 1."""
-        cells = torch.add(order, step, alpha=self.samples)
+        return self._of(torch.add(order, step, alpha=self.samples), present)
+
+    def _of(self, cells: Tensor, present: tuple[bool, ...]) -> NamedTuple:
+        """The inputs in these cells of the tables, (B,) int64."""
         rows = {dtype: table.index_select(1, cells).unbind(0) for dtype, table in self._tables.items()}
         values: list[Tensor | None] = []
         for number, there in enumerate(present):

@@ -54,7 +54,7 @@ class Sampler(ABC):
         self.model, self.trajectory, self.noise_fn = model, trajectory, noise_fn
         self.steps = trajectory.steps
         self.points = trajectory.points(like)
-        self._dtype, self._device = like.dtype, like.device
+        self._like, self._dtype, self._device = like, like.dtype, like.device
 
     def table(self, values: Sequence[float]) -> Tensor:
         """(len(values),) of x's dtype and on its device; ``table[i]`` is a scalar tensor, and takes no copy."""
@@ -74,6 +74,12 @@ class Sampler(ABC):
 
         ``advance`` may get a number of these as (B, 1, ..., 1), one a sample: samples of a batch may be at other steps
         (opendit.inference.step_inputs)."""
+
+    def mixed_inputs(self, i: int) -> NamedTuple:
+        """:meth:`inputs` of step i in a batch whose other samples are at other steps: all steps have the same ones.
+        What a step lacks is something that changes nothing. A sampler whose steps differ in what they have says what
+        that is; the sampling server refuses one that doesn't."""
+        return self.inputs(i)
 
     @abstractmethod
     def advance(self, model: Model, state, inputs, observe: Observer | None = None) -> NamedTuple:
