@@ -90,6 +90,7 @@ class SamplingServer:
         self._requests: list[SampleRequest] = []  # that have not ended, in the order of their arrival
         self._closed = ""  # why nothing is taken any more
         self._recording = threading.Lock()
+        self._computed = 0  # by loops that are gone
         self._ahead: list[torch.cuda.Event] = []
         self._precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
@@ -108,6 +109,11 @@ class SamplingServer:
     def waiting(self) -> int:
         """Samples that wait for a row."""
         return sum(len(request.pending) for request in list(self._requests) if not request.done)
+
+    @property
+    def computed(self) -> int:
+        """Steps of rows that were computed so far, those of free rows among them."""
+        return self._computed + sum(loop.computed for loop in list(self._loops.values()))
 
     # ---------------------------------------------------------------------------------------------------- for clients
 
@@ -283,7 +289,7 @@ class SamplingServer:
         kind, closing = min(self._loops.items(), key=lambda item: len(item[1].live))
         if closing.live:
             return closing
-        del self._loops[kind]
+        self._forget(kind)
         return None
 
     def _admit(self, kind: SampleKind, samples: list[SlotSample]) -> None:
@@ -308,8 +314,11 @@ class SamplingServer:
                 self._delivery.put(request, [sample.number for sample in samples], loop.latents(samples))
             self._drop(loop, ended)
         except Exception as error:
-            self._loops.pop(loop.kind)
+            self._forget(loop.kind)
             _fail(_by_request(live), error)
+
+    def _forget(self, kind: SampleKind) -> None:
+        self._computed += self._loops.pop(kind).computed
 
     def _advance(self, loop: SlotLoop) -> list[SlotSample]:
         if self.pipe.device.type == "cuda":  # the host does not run ahead of what it says is done

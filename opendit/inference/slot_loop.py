@@ -13,6 +13,7 @@ from opendit.diffusion.random import initial_noise
 from opendit.inference.sampling_loop import NotRecordedError
 from opendit.inference.slot_inputs import Fill, SlotInputs, StepTable
 from opendit.inference.slot_model import SlotModel
+from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.recording import GraphRecorder
 from opendit.models import Condition, DiT
 
@@ -78,6 +79,8 @@ class SlotLoop:
         sizes: Sequence[int],
         memory: int,
     ):
+        if model.ops.float8:
+            keep_weights(model.blocks)
         self.kind, self.sizes, self._objective, self._device = kind, tuple(sizes), objective, model.device
         self.shape, slots = (model.config.in_channels, *kind.size), sizes[-1]
         like = torch.zeros(slots, *self.shape, device=self._device)
@@ -108,6 +111,7 @@ class SlotLoop:
         self.rows: list[SlotSample | None] = [None] * slots
         self._fresh: list[int] = []
         self._size, self._at, self._end, self._enough = sizes[0], 0, 0, 0
+        self.computed = 0  # steps of rows, also of free ones
 
     @property
     def live(self) -> list[SlotSample]:
@@ -172,6 +176,7 @@ class SlotLoop:
                     raise NotRecordedError(str(error)) from error
             self.recordings[size]()
         self._at += 1
+        self.computed += size
         for sample in self.live:
             sample.step += 1
         return [sample for sample in self.live if sample.ended]
