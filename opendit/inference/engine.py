@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion import Objective
+from opendit.inference.approximations import Approximations
 from opendit.inference.sampling_loop import LoopSettings, NotRecordedError, SamplingLoop
 from opendit.inference.step_inputs import evaluation_times
 from opendit.kernels.fp8_weight import keep_weights
@@ -33,6 +34,9 @@ class SamplingEngine:
         steps: of the sampler.
         sampler: one of the objective's; None for its default.
         cfg_scale, cfg_channels, cfg_interval: of guidance, as of ``sample_latents``.
+        guidance_every: the unconditional half of guidance is evaluated in every so manieth step only.
+        cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]": not all steps evaluate all blocks
+            (``opendit.inference.approximations``).
         size: (h, w) or (t, h, w) of the latents; the model's own when left out.
         around: makes of ``model(x, t, y)`` what guidance calls in its place: a strategy that shares batches between
             ranks (``SharedBatch``).
@@ -42,7 +46,8 @@ class SamplingEngine:
         recorder: of recordings; made when it is needed if left out.
         say: is told, once, if a recording fails.
 
-    Raises ValueError for a sampler of another objective, and for an interval that is none.
+    Raises ValueError for a sampler of another objective, for an interval that is none, and for approximations that are
+    none or can't be combined.
     """
 
     def __init__(
@@ -55,6 +60,8 @@ class SamplingEngine:
         cfg_scale: float = 4.0,
         cfg_channels: int | None = None,
         cfg_interval: tuple[float, float] | None = None,
+        guidance_every: int = 1,
+        cache: str | None = None,
         size: tuple[int, ...] | None = None,
         around: Callable | None = None,
         record: bool = True,
@@ -64,6 +71,9 @@ class SamplingEngine:
         say: Callable[[str], None] = print,
     ):
         name = objective.choose(sampler)
+        self.approximations = Approximations.of(guidance_every, cache, steps)
+        if self.approximations.by_batch and (around is not None or model.sequence is not None):
+            raise ValueError(f"--cache {cache}: decides by what a rank sees, and ranks share samples; use taylor:3")
         self.settings = LoopSettings(
             model=model,
             objective=objective,
@@ -75,6 +85,7 @@ class SamplingEngine:
             size=tuple(size or model.config.input_size),
             around=around,
             memory=table_bytes,
+            approximations=self.approximations,
         )
         if model.ops.float8 and model.sequence is None:
             keep_weights(model.blocks)
@@ -83,6 +94,7 @@ class SamplingEngine:
         most = max(map(len, times))
         # Steps with fewer evaluations: what they don't use is the time of their first one.
         self._times = torch.stack([torch.cat([t, t[:1].expand(most - len(t))]) for t in times])
+        self.evaluated = 0  # blocks times rows of the batch that the last batch's steps evaluated
         self._loops: OrderedDict[int, SamplingLoop] = OrderedDict()
         self._most_loops, self._recorder, self._say = loops, recorder, say
         self.note = why_not_recorded(model, record, recorder is not None, around is not None)
@@ -126,6 +138,7 @@ class SamplingEngine:
         steps = range(self.settings.steps)
         for i in steps if progress is None else progress(steps):
             self._advance(loop, i)
+            self.evaluated = loop.evaluated
             if callback is not None:
                 callback(i, loop.latents())
         return loop.latents()

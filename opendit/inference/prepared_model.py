@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opendit.inference.block_stacks import BlockStack
 from opendit.models import Condition, DiT
 
 PRODUCT_ROWS = 256  # of the products that make modulations
@@ -41,6 +42,7 @@ class PreparedModel:
         memory: int,
         shared: bool = False,
     ):
+        self.stack = BlockStack()  # which runs the blocks
         self.model, self.times, self.samples, self.guided = model, times, samples, guided
         self.memory, self.shared = memory, shared
         self.grid = model.config.grid_of(size)
@@ -146,7 +148,8 @@ class PreparedModel:
         self._evaluation += 1
         modulations = self._table.index_select(0, table_rows).split(self._widths, dim=1)
         positions = self._static["positions"]
-        return self.model.predict(x, modulations, self._context(rows), *positions)
+        position = positions[0] if positions else None
+        return self.model.predict(x, modulations, self._context(rows), position, self.stack)
 
     def _context(self, rows: Tensor):
         if not self._parts:

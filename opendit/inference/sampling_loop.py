@@ -10,7 +10,10 @@ from opendit.diffusion import Objective
 from opendit.diffusion.guidance import cfg_model, guided_within
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS
+from opendit.inference.approximations import FIRST, REST, REUSED, Approximations, Mode
+from opendit.inference.block_stacks import FirstBlockDone, make_stack
 from opendit.inference.prepared_model import PreparedModel
+from opendit.inference.reused_guidance import ReusedGuidance
 from opendit.inference.step_inputs import StepInputs
 from opendit.kernels.recording import GraphRecorder
 from opendit.models import Condition, DiT
@@ -30,6 +33,7 @@ class LoopSettings:
     size: tuple[int, ...]
     around: Callable | None
     memory: int
+    approximations: Approximations = Approximations()
 
 
 class NotRecordedError(RuntimeError):
@@ -41,9 +45,9 @@ class SamplingLoop:
 
     A step is the network on both halves of guidance, guidance and the sampler's ``advance``. All that it reads and
     writes lies in static memory, the number of the step among it, which it counts up itself. So a recorded step is
-    replayed with one call, and nothing to copy. One recording serves all steps that call the same model and have the
-    same inputs. The first step of a kind runs kernel by kernel, which compiles kernels and sets libraries up; the
-    second is recorded.
+    replayed with one call, and nothing to copy. One recording serves all steps that call the same model, have the same
+    inputs and leave out the same of the network. The first step of a kind runs kernel by kernel, which compiles kernels
+    and sets libraries up; the second is recorded.
 
     Args:
         times: (steps, evaluations), see :class:`PreparedModel`.
@@ -64,6 +68,8 @@ class SamplingLoop:
             memory=settings.memory,
             shared=settings.around is not None,
         )
+        forward = self.network if settings.around is None else settings.around(self.network)
+        self._guidance = ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
         # (For the kinds of steps no noise is drawn: x stands for it.)
         self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
@@ -73,8 +79,13 @@ class SamplingLoop:
         self.state, self._state_type = tuple(part.clone() for part in state), type(state)
         self.step = torch.zeros(samples, dtype=torch.int64, device=device)
         self.order = torch.arange(samples, device=device)
+        models = [self.sampler.model_at(i) for i in range(self.sampler.steps)]
+        starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
+        self.plan = settings.approximations.plan(starts)
+        self.stack = self.network.stack = make_stack(settings.approximations, self.plan, device)
         self.recordings: dict = {}  # kind -> what replays it
-        self._warm: set = set()
+        self._evaluations: dict = {}  # kind -> blocks times rows that a step of it evaluates; known once one ran
+        self.evaluated = 0  # of a batch so far
         self._addresses: tuple[int, ...] = ()
         self._end = 0  # of the steps in the tables
 
@@ -83,7 +94,7 @@ class SamplingLoop:
         rows what to draw."""
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
-        forward = self.network if settings.around is None else settings.around(self.network)
+        forward = self._guidance
         guided = cfg_model(forward, y, null, settings.cfg_scale, settings.cfg_channels)
         if settings.cfg_interval is None:
             return guided
@@ -103,7 +114,7 @@ class SamplingLoop:
         start = self.sampler.init(self._trajectory.start(initial_noise(seed, index, self.shape)))
         for static, part in zip(self.state, start, strict=True):
             static.copy_(part)
-        self._end = 0
+        self._end = self.evaluated = 0
 
     def advance(self, i: int, recorder: GraphRecorder | None = None) -> None:
         """Takes step i; the steps are taken in their order. recorder: of its recording; None: kernel by kernel.
@@ -115,22 +126,38 @@ class SamplingLoop:
             self._inputs.fill(i, count)
             self._end += count
             self.step.zero_()
-        kind = self.sampler.model_at(i), self._inputs.present[i]
-        if recorder is None or kind not in self._warm:
-            self._advance(*kind)
-            self._warm.add(kind)
-            return
-        if kind not in self.recordings:
-            try:
-                _, self.recordings[kind] = recorder.record(lambda: self._advance(*kind))
-            except RuntimeError as error:
-                raise NotRecordedError(str(error)) from error
-        self.recordings[kind]()
+        self.stack.prepare(i)
+        mode = self.plan[i].mode
+        if mode.blocks == FIRST:
+            self._take(i, mode, recorder)
+            mode = mode._replace(blocks=REUSED if self.stack.reuses() else REST)
+        self._take(i, mode, recorder)
 
-    def _advance(self, model, present: tuple[bool, ...]) -> None:
+    def _take(self, i: int, mode: Mode, recorder: GraphRecorder | None) -> None:
+        """Takes step i, or its part, in this mode."""
+        kind = self.sampler.model_at(i), self._inputs.present[i], mode
+        if recorder is None or kind not in self._evaluations:
+            before = self.stack.evaluated
+            self._advance(*kind)
+            self._evaluations[kind] = self.stack.evaluated - before
+        else:
+            if kind not in self.recordings:
+                try:
+                    _, self.recordings[kind] = recorder.record(lambda: self._advance(*kind))
+                except RuntimeError as error:
+                    raise NotRecordedError(str(error)) from error
+            self.recordings[kind]()
+        self.evaluated += self._evaluations[kind]
+
+    def _advance(self, model, present: tuple[bool, ...], mode: Mode) -> None:
         self.network.begin(self.step)
+        self.stack.begin(mode.blocks)
+        self._guidance.begin(mode.null)
         inputs = self._inputs.at(self.step, self.order, present)
-        after = self.sampler.advance(model, self._state_type(*self.state), inputs)
+        try:
+            after = self.sampler.advance(model, self._state_type(*self.state), inputs)
+        except FirstBlockDone:
+            return
         parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
         for static, part in zip(self.state, parts, strict=True):
             static.copy_(part)

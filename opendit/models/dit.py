@@ -245,21 +245,23 @@ class DiT(nn.Module):
         modulations: Iterable[Tensor],
         context: Context | list[Context] | None = None,
         positions: Tensor | None = None,
+        run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
         """:meth:`forward` for conditions that are at hand: ``modulations`` of :meth:`modulations`, ``context`` of
-        :meth:`condition` or :meth:`contexts`, ``positions`` of :meth:`positions` (None: made here)."""
+        :meth:`condition` or :meth:`contexts`, ``positions`` of :meth:`positions` (None: made here). run: what takes the
+        tokens through the blocks, as ``run_blocks`` does."""
         repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
         if repeats == 1:
-            return self._predict(x, modulations, context, positions)
+            return self._predict(x, modulations, context, positions, run)
         x = x.expand(-1, -1, repeats, -1, -1)
-        return self._predict(x, modulations, context, positions).mean(dim=2, keepdim=True)
+        return self._predict(x, modulations, context, positions, run).mean(dim=2, keepdim=True)
 
-    def _predict(self, x, modulations, context, positions) -> Tensor:
+    def _predict(self, x, modulations, context, positions, run) -> Tensor:
         modulations, start = iter(modulations), [*self.embed(x, positions)]
         grid = start.pop()
         checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
         # (Popped: no variable of this function holds x while the blocks run.)
-        x = run_blocks(self.blocks, start.pop(), modulations, context, grid, checkpointed=checkpointed)
+        x = run(self.blocks, start.pop(), modulations, context, grid, checkpointed=checkpointed)
         x = self.final_layer(x, next(modulations))
         return self.unpatchify(x if grid.shards is None else grid.shards.gather(x), grid.sizes)
 

@@ -1,0 +1,381 @@
+"""What --cache and --guidance_every leave out: plans, weights, and engines against loops written from the formulas."""
+
+import re
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from opendit.diffusion.random import initial_noise, keyed_noise
+from opendit.diffusion.samplers import SAMPLERS
+from opendit.diffusion.sampling import sample_latents
+from opendit.inference.approximations import Approximations, FirstBlockCache, TaylorCache, parse_cache
+from opendit.inference.block_stacks import weighted_sum
+from opendit.inference.engine import SamplingEngine
+from opendit.models.blocks import run_blocks
+from tests.inference.tape import TapeRecorder
+from tests.inference.test_engine import CAPTIONS, EVERY, LABELS, OBJECTIVES, conditions, fresh, off_by
+from tests.models.test_zoo import CONFIGS, NAMED
+
+SCALE = 3.0
+
+# ------------------------------------------------------------------------------------------------ a reference
+
+
+class Reference:
+    """Guided sampling as a plain loop over the public parts of a model, one half of guidance at a time. ``blocks`` and
+    ``difference`` say what is approximated."""
+
+    def __init__(self, model, objective, steps: int, sampler: str):
+        self.model, self.objective, self.steps, self.name = model, objective, steps, sampler
+        self.i = self.number = 0
+        self.full: list[int] = []  # steps that evaluated all blocks, of the last run
+
+    def draw(self, y, null, index: Tensor, seed: int, interval=None) -> Tensor:
+        config = self.model.config
+        shape = (config.in_channels, *config.input_size)
+        trajectory = self.objective.trajectory(self.steps, SAMPLERS[self.name].even_in_noise)
+        self.null = null[torch.zeros(len(y), dtype=torch.int64)] if len(null) == 1 else null
+        self.y, self.kept, self.differences, self.full, self.run = y, {}, {}, [], 0
+        sampler = SAMPLERS[self.name](
+            self.objective.network(self._guided),
+            trajectory,
+            torch.zeros(len(y), *shape),
+            keyed_noise(seed, index, shape),
+        )
+        state, before = sampler.init(trajectory.start(initial_noise(seed, index, shape))), None
+        for self.i in range(sampler.steps):
+            level = trajectory.levels[self.i]
+            self.guides = interval is None or interval[0] <= level <= interval[1]
+            if self.guides != before:  # nothing of earlier steps is used
+                self.kept, self.differences, self.run, before = {}, {}, 0, self.guides
+            self.number = 0
+            with torch.inference_mode():
+                state = sampler.step(state, self.i)
+            self.run += 1
+        return state.x
+
+    def _guided(self, x: Tensor, t: Tensor) -> Tensor:
+        number, self.number, channels = self.number, self.number + 1, x.shape[1]
+        cond = self.network(x, t, self.y, ("cond", number))
+        if not self.guides:
+            return cond.float()
+        difference = self.difference(x, t, cond, number)
+        eps = cond[:, :channels] + (SCALE - 1) * difference[:, :channels]
+        return torch.cat((eps, cond[:, channels:]), dim=1).float()
+
+    def difference(self, x, t, cond, number) -> Tensor:
+        return cond - self.network(x, t, self.null, ("null", number))
+
+    def network(self, x: Tensor, t: Tensor, y, key) -> Tensor:
+        """The model in its parts: embedding, ``blocks``, final layer."""
+        model, alone = self.model, x.shape[2:-2] == (1,)  # a picture is repeated over a patch's frames
+        c, context = model.condition(t, y)
+        *modulations, last = model.modulations(c)
+        tokens, grid = model.embed(x.expand(-1, -1, model.config.patch[0], -1, -1) if alone else x)
+        out = self.blocks(tokens, modulations, context, grid, key)
+        out = model.unpatchify(model.final_layer(out, last), grid.sizes)
+        return out.mean(dim=2, keepdim=True) if alone else out
+
+    def blocks(self, x, modulations, context, grid, key) -> Tensor:
+        return run_blocks(self.model.blocks, x, modulations, context, grid)
+
+
+class Taylor(Reference):
+    """Every K-th step is evaluated; between, polynomial interpolation through the last evaluations, solved for as a
+    system of linear equations, of every block's own residual."""
+
+    def __init__(self, *args, every: int, order: int):
+        super().__init__(*args)
+        self.every, self.order = every, order
+
+    def blocks(self, x, modulations, context, grid, key):
+        known = self.kept.setdefault(key, [])
+        if self.run % self.every == 0:
+            residuals = []
+            for block, m in zip(self.model.blocks, modulations, strict=True):
+                after = block(x, m, context, grid)
+                residuals.append(after - x)
+                x = after
+            known.append((self.i, torch.stack(residuals)))
+            self.full.append(self.i)
+            return x
+        used = known[-self.order - 1 :]
+        # sum_j a_j i^j = F_i at the evaluated steps i, counted from this one: the wanted value is a_0.
+        powers = torch.tensor(
+            [[float(i - self.i) ** j for j in range(len(used))] for i, _ in used], dtype=torch.float64
+        )
+        values = torch.stack([f for _, f in used])
+        (predicted, *_) = torch.linalg.solve(torch.tensor(powers, dtype=torch.float64), values.flatten(1)).view_as(
+            values
+        )
+        for residual in predicted:
+            x = x + residual
+        return x
+
+
+class FirstBlock(Reference):
+    """Both halves in one batch, decided once a step."""
+
+    def __init__(self, *args, threshold: float):
+        super().__init__(*args)
+        self.threshold, self.first, self.changes = threshold, None, []
+
+    def _guided(self, x, t):
+        number, self.number, channels = self.number, self.number + 1, x.shape[1]
+        n = len(x)
+        if not self.guides:
+            return self.network(x, t, self.y, ("cond", number)).float()
+        y = getattr(self.y, "cat", torch.cat)((self.y, self.null))
+        cond, null = self.network(torch.cat((x, x)), torch.cat((t, t)), y, ("both", number)).split(n)
+        eps = null[:, :channels] + SCALE * (cond[:, :channels] - null[:, :channels])
+        return torch.cat((eps, cond[:, channels:]), dim=1).float()
+
+    def blocks(self, x, modulations, context, grid, key):
+        blocks, number = self.model.blocks, key[1]
+        x1 = blocks[0](x, modulations[0], context, grid)
+        if number == 0:
+            r = x1 - x
+            self.all = self.run == 0
+            if not self.all:
+                change = ((r - self.first).abs().mean() / self.first.abs().mean()).item()
+                self.changes.append(change)
+                self.all = not change < self.threshold
+            if self.all:
+                self.first = r
+                self.full.append(self.i)
+        if not self.all:
+            return x1 + self.kept[key]
+        x = x1
+        for block, m in zip(blocks[1:], modulations[1:], strict=True):
+            x = block(x, m, context, grid)
+        self.kept[key] = x - x1
+        return x
+
+
+class Reused(Reference):
+    def __init__(self, *args, every: int):
+        super().__init__(*args)
+        self.every = every
+
+    def difference(self, x, t, cond, number):
+        if self.run % self.every == 0:
+            self.differences[number] = super().difference(x, t, cond, number)
+        return self.differences[number]
+
+
+def compare(config, which: str, sampler: str, reference: type, how: dict, asked: dict, *, steps=9, interval=None):
+    """Two batches of an engine, recorded (on CPU) and not, against a reference; returns engine and reference."""
+    objective = OBJECTIVES[which]
+    model = fresh(config, objective).double()
+    loop = reference(model, objective, steps, sampler, **how)
+    settings = {"steps": steps, "sampler": sampler, "cfg_scale": SCALE, "cfg_interval": interval, **asked}
+    recorder = TapeRecorder()
+    engine = SamplingEngine(model, objective, **settings, recorder=recorder)
+    plain = SamplingEngine(model, objective, **settings, record=False)
+    for seed in (0, 1):
+        y, null = conditions(config, 2)
+        index = torch.arange(2) * 7 + seed
+        want = loop.draw(y, null, index, seed, interval)
+        for one in (engine, plain):
+            assert off_by(one.sample(y, null, index, seed), want) < 1e-6, (which, sampler, asked)
+        assert engine.evaluated == plain.evaluated
+    exact = sample_latents(
+        model, y, null, index, objective=objective, seed=1, steps=steps, sampler=sampler, cfg_scale=SCALE,
+        cfg_interval=interval,
+    )  # fmt: skip
+    assert off_by(want, exact) > 1e-5  # something was left out
+    assert recorder.replayed > 0
+    return engine, loop
+
+
+# ------------------------------------------------------------------------------------------------ engines
+
+
+@pytest.mark.parametrize(("which", "sampler"), EVERY)
+def test_extrapolated_blocks_with_every_sampler(which, sampler):
+    engine, loop = compare(LABELS, which, sampler, Taylor, {"every": 3, "order": 2}, {"cache": "taylor:3"})
+    assert sorted(set(loop.full)) == [0, 3, 6]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
+def test_extrapolated_blocks_of_every_architecture(config):
+    compare(config, "flow", "euler", Taylor, {"every": 2, "order": 1}, {"cache": "taylor:2:1"}, steps=6)
+
+
+@pytest.mark.parametrize("order", [0, 1, 3])
+def test_orders(order):
+    compare(CAPTIONS, "ddpm", "ddim", Taylor, {"every": 2, "order": order}, {"cache": f"taylor:2:{order}"})
+
+
+@pytest.mark.parametrize(
+    ("reference", "how", "asked"),
+    [
+        (Taylor, {"every": 2, "order": 2}, {"cache": "taylor:2"}),
+        (FirstBlock, {"threshold": 0.3}, {"cache": "first_block:0.3"}),
+        (Reused, {"every": 2}, {"guidance_every": 2}),
+    ],
+    ids=["taylor", "first_block", "guidance_every"],
+)
+@pytest.mark.parametrize(("which", "sampler"), [("ddpm", "ddpm"), ("edm", "heun")])
+def test_in_an_interval_of_noise_everything_begins_anew_where_guidance_does(reference, how, asked, which, sampler):
+    compare(CAPTIONS, which, sampler, reference, how, asked, steps=14, interval=(0.3, 5.0))
+
+
+SOME = [("ddpm", "ddpm"), ("v", "ddim"), ("flow", "heun"), ("edm", "dpmpp")]
+KINDS = list({config.kind: config for config in CONFIGS}.values())
+
+
+@pytest.mark.parametrize(("which", "sampler"), SOME)
+def test_first_block_cache(which, sampler):
+    """With a threshold between the changes that a first run has seen: some steps are whole, others are not."""
+    objective = OBJECTIVES[which]
+    look = FirstBlock(fresh(LABELS, objective).double(), objective, 9, sampler, threshold=0.0)
+    look.draw(*conditions(LABELS, 2), torch.arange(2) * 7 + 1, 1)
+    threshold = round(sorted(look.changes)[-2], 3)
+    how = {"threshold": threshold}
+    _, loop = compare(LABELS, which, sampler, FirstBlock, how, {"cache": f"first_block:{threshold}"})
+    assert 1 < len(loop.full) < 9
+
+
+@pytest.mark.parametrize("config", KINDS, ids=lambda config: config.kind)
+def test_first_block_cache_of_every_kind_of_model(config):
+    compare(config, "flow", "euler", FirstBlock, {"threshold": 0.9}, {"cache": "first_block:0.9"}, steps=6)
+
+
+@pytest.mark.parametrize(("which", "sampler"), SOME)
+def test_guidance_that_is_reused(which, sampler):
+    compare(LABELS, which, sampler, Reused, {"every": 3}, {"guidance_every": 3}, steps=6)
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_settings_that_leave_nothing_out_are_exact_bit_for_bit(record, dtype):
+    objective, model = OBJECTIVES["ddpm"], fresh(CAPTIONS).to(dtype)
+    given = *conditions(CAPTIONS, 3), torch.arange(3), 0
+    drawn = []
+    for asked in ({}, {"guidance_every": 1}, {"cache": "first_block:0"}):
+        recorder = TapeRecorder() if record else None
+        engine = SamplingEngine(model, objective, steps=5, sampler="ddpm", recorder=recorder, **asked)
+        drawn += [engine.sample(*given), engine.sample(*given)]
+        assert engine.records == record and engine.evaluated == 5 * 2 * 3 * len(model.blocks)
+    assert all(torch.equal(one, drawn[0]) for one in drawn)
+
+
+def test_a_sample_is_what_its_seed_says_in_any_batch():
+    """A fixed schedule does not look at the batch; a batch with an infinite history leaves nothing for the next."""
+    objective, model = OBJECTIVES["flow"], fresh(LABELS, OBJECTIVES["flow"]).double()
+    y, null = conditions(LABELS, 4)
+    for asked in ({"cache": "taylor:3"}, {"guidance_every": 3}):
+        engine = SamplingEngine(model, objective, steps=8, recorder=TapeRecorder(), **asked)
+        whole = engine.sample(y, null, torch.arange(4), 0)
+        for rows in (slice(0, 1), slice(1, 4), slice(2, 3)):
+            assert off_by(engine.sample(y[rows], null, torch.arange(4)[rows], 0), whole[rows]) < 1e-6
+        for kept in ([*loop.stack._kept.values()] for loop in engine._loops.values() if asked.get("cache")):
+            for tensor in kept:
+                with torch.inference_mode():
+                    tensor.fill_(float("inf"))
+        assert torch.equal(engine.sample(y, null, torch.arange(4), 0), whole)
+
+
+def test_blocks_that_are_evaluated():
+    """Of 50 guided steps taylor:3 evaluates 17; guidance_every 4 the null half in 13; a first block is one of all."""
+    objective, model = OBJECTIVES["flow"], fresh(LABELS, OBJECTIVES["flow"])
+    given, blocks = (*conditions(LABELS, 1), torch.arange(1), 0), len(model.blocks)
+    counts = {}
+    for name, asked in {
+        "exact": {},
+        "taylor": {"cache": "taylor:3"},
+        "guidance": {"guidance_every": 4},
+        "first": {"cache": "first_block:10"},
+    }.items():
+        engine = SamplingEngine(model, objective, steps=50, recorder=TapeRecorder(), **asked)
+        for _ in range(2):
+            engine.sample(*given)
+            counts.setdefault(name, []).append(engine.evaluated)
+    assert counts == {
+        "exact": [100 * blocks] * 2,
+        "taylor": [34 * blocks] * 2,
+        "guidance": [63 * blocks] * 2,
+        "first": [100 + 2 * (blocks - 1)] * 2,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the arithmetic
+
+
+@pytest.mark.parametrize("order", range(5))
+@pytest.mark.parametrize("every", [2, 3, 7])
+def test_a_polynomial_of_the_steps_number_is_extrapolated_exactly(order, every):
+    """In every step that has seen order + 1 evaluations, by the plan's slots and weights; beyond that degree it is not
+    exact."""
+    plan = Approximations(cache=TaylorCache(every, order)).plan([True] + [False] * 39)
+
+    def run(degree: int) -> list[Fraction]:
+        slots, found = {}, []
+        for i, step in enumerate(plan):
+            value = Fraction(sum((k + 2) * (i - 11) ** k for k in range(degree + 1)))
+            if step.mode.blocks == "all":
+                assert i % every == 0
+                slots[step.slot] = value
+            elif step.mode.blocks == order + 1:
+                weights = [Fraction(weight).limit_denominator(10**6) for weight in step.weights]
+                found.append(value - sum(weight * slots[slot] for slot, weight in enumerate(weights)))
+        return found
+
+    assert len(run(order)) >= 10 and not any(run(order)) and all(run(order + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_weighted_sum(dtype):
+    torch.manual_seed(0)
+    x, kept = torch.randn(2, 3, 5).to(dtype), torch.randn(3, 2, 3, 5).to(dtype)
+    weights = torch.tensor([10.0, -15.0, 6.0, float("nan")], dtype=torch.float64)
+    got = weighted_sum(x, weights, kept)
+    want = x.double() + (weights[:3].view(-1, 1, 1, 1) * kept.double()).sum(0)
+    assert got.dtype == dtype
+    bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]  # of the last rounding alone
+    assert (got.double() - want).abs().max() < bound * want.abs().max()
+
+
+# ------------------------------------------------------------------------------------------------ what may be asked for
+
+
+@pytest.mark.parametrize(
+    ("text", "cache"),
+    [
+        ("taylor:3", TaylorCache(3, 2)),
+        ("taylor:2:0", TaylorCache(2, 0)),
+        ("first_block", FirstBlockCache(0.1)),
+        ("first_block:0.25", FirstBlockCache(0.25)),
+        ("first_block:0", FirstBlockCache(0.0)),
+    ],
+)
+def test_caches_by_name(text, cache):
+    assert parse_cache(text) == cache == parse_cache(str(cache))
+
+
+@pytest.mark.parametrize(
+    "text",
+    "taylor taylor: taylor:1 taylor:3:9 taylor:3: taylor:-3 taylor:3.5 taylor:3:1:1 taylor:1001 first_block: "
+    "first_block:-1 first_block:nan first_block:1e9 first_block:x first teacache taylor:٣".split(),
+)
+def test_other_caches_are_refused(text):
+    with pytest.raises(ValueError, match=re.escape(f"--cache {text}: ")):
+        parse_cache(text)
+
+
+def test_what_does_nothing_or_can_not_be_combined_is_refused():
+    with pytest.raises(ValueError, match="--guidance_every 2: .* leave one of them out"):
+        Approximations.of(2, "taylor:3", 50)
+    with pytest.raises(ValueError, match="below the 3 sampling steps"):
+        Approximations.of(1, "taylor:3", 3)
+    with pytest.raises(ValueError, match="below the 4 sampling steps"):
+        Approximations.of(4, None, 4)
+    with pytest.raises(ValueError, match="1 or more"):
+        Approximations.of(0, None, 4)
+    assert Approximations.of(1, None, 1).notes == []
+    model = fresh(LABELS)
+    with pytest.raises(ValueError, match="ranks share samples"):
+        SamplingEngine(model, OBJECTIVES["ddpm"], steps=5, cache="first_block", around=lambda model: model)
