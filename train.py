@@ -39,7 +39,11 @@ def start(flags: TrainConfig) -> "Path | None":
     if flags.dry_run is not None:
         return dry_run(flags)
     with Supervisor(USER_ERRORS) as supervisor:
-        mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size, replicate=flags.data_parallel_replicate)
+        mesh = init_mesh(
+            sequence_parallel=flags.sequence_parallel_size,
+            tensor_parallel=flags.tensor_parallel_size,
+            replicate=flags.data_parallel_replicate,
+        )
         flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
         spec = prepare(flags, mesh, notes)
         supervisor.started(RUN_ERRORS)

@@ -58,9 +58,9 @@ def _dry_run(flags: TrainConfig) -> None:
         notes.append(f"--pretrained {start.pretrained} isn't there: its blocks are not compared with the model's")
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
-    ranks = world // flags.sequence_parallel_size
+    ranks = world // flags.sharing
     samples = flags.batch_size * ranks * flags.grad_accumulation
-    flop = 3 * config.forward_flops()
+    flop, tensor = 3 * config.forward_flops(), flags.tensor_parallel_size
     missing = isinstance(dataset, MockDataset) and flags.data_path != "mock"
     rows = {} if flags.recipe is None else {"recipe": describe_recipe(flags)}
     rows |= {
@@ -70,12 +70,14 @@ def _dry_run(flags: TrainConfig) -> None:
         "tokens": f"{config.tokens:,} a sample, {config.tokens * samples:,} a step",
         "work": f"{work(flop)} a training sample, {work(flop * samples / world)} a step and GPU",
         "objective": ", ".join(f"{name} {value}" for name, value in plan.objective.to_dict().items()),
-        "GPUs": f"{world}, plugin {flags.plugin}, {flags.mixed_precision}",
+        "GPUs": f"{world}, plugin {flags.plugin}, {flags.mixed_precision}"
+        + (f", layers divided by {tensor}" if tensor > 1 else ""),
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
         **_steps(batch, None if missing else dataset, samples, flags.global_seed),
     }
     if flags.sequence_parallel_size > 1:
-        shape = sequence_shape(asked.parallel, flags.attention, flags.mixed_precision, config, batch.batch_size)
+        how = (asked.parallel, flags.attention, flags.mixed_precision)
+        shape = sequence_shape(*how, config, batch.batch_size, tensor_parallel=tensor)
         size = flags.sequence_parallel_size
         machine = Machine(direct=size <= 8)  # GPUs of one host reach each other's memory
         rows["sequence"] = f"over {size} ranks, {make_plan(flags.sequence_parallel_type, size, shape, machine=machine)}"

@@ -12,7 +12,7 @@ from opendit.data.names import named_sources
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.models.names import KINDS, canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
-from opendit.parallel.sizes import check_replicate
+from opendit.parallel.sizes import check_replicate, check_tensor_parallel_size
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
@@ -44,7 +44,12 @@ class TrainConfig(
     def world_size(self) -> int:
         """The processes of the run: those there are, or that --dry_run asks about."""
         found = super().world_size()
-        return found if self.dry_run is None else self.dry_run or max(found, self.sequence_parallel_size)
+        return found if self.dry_run is None else self.dry_run or max(found, self.sharing)
+
+    @property
+    def sharing(self) -> int:
+        """The processes that see the same samples."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
     def settled(self, world_size: int, has_gpu: bool) -> tuple["TrainConfig", list[str]]:
         """The flags with the values that depend on each other and on the hardware, and the notes to print.
@@ -67,8 +72,9 @@ class TrainConfig(
         if flags.lora is not None:
             flags._check_lora()
         flags.check_parallel(world_size)
-        check_replicate(flags.data_parallel_replicate, flags.sequence_parallel_size, world_size)
-        flags, note = flags._settle_batch(world_size // flags.sequence_parallel_size)
+        flags._check_tensor_parallel(world_size)
+        check_replicate(flags.data_parallel_replicate, flags.sharing, world_size)
+        flags, note = flags._settle_batch(world_size // flags.sharing)
         notes += note
         if flags.keep_gathered and flags.sequence_parallel_type not in ("auto", "fastseq"):
             kind = flags.sequence_parallel_type
@@ -201,6 +207,22 @@ class TrainConfig(
         for name, clash in clashes.items():
             if clash:
                 raise ValueError(f"--lora does not work with {name}; leave one of them out")
+
+    def _check_tensor_parallel(self, world_size: int) -> None:
+        check_tensor_parallel_size(self.tensor_parallel_size, self.sequence_parallel_size, world_size)
+        if self.tensor_parallel_size == 1:
+            return
+        refused = "tensor_parallel_size" in PLUGINS[self.plugin].refuses
+        clashes = {
+            f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": refused,
+            "--fp8, whose operations read a projection's whole weight": self.fp8,
+            "--compile, which can't follow the exchange inside of a layer": self.compile,
+            "--lora, whose products go beside those of whole layers": self.lora is not None,
+        }
+        for what, clash in clashes.items():
+            if clash:
+                name = f"--tensor_parallel_size {self.tensor_parallel_size}"
+                raise ValueError(f"{name} does not work with {what}; leave one of them out")
 
     def _settle_recompute(self) -> tuple["TrainConfig", list[str]]:
         if self.recompute == "none":

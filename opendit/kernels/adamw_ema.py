@@ -191,6 +191,7 @@ class FusedStep:
             and averages of masters on a GPU may lie in pinned host memory.
         working: the masters' copies in the precision of the forward pass, rewritten by every step; or None.
         count: 0-dim fp32 tensor on the masters' device: steps taken, skipped ones not counted; changed in place.
+        counted: of which gradients :meth:`square_sum` counts the squares, other ranks counting the others; None: all.
 
     Attributes:
         scalars: of the last :meth:`decide`, (4 + K,) fp32 on the device: whether the step is taken, the factor of the
@@ -213,6 +214,7 @@ class FusedStep:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         block: int = BLOCK,
+        counted: Sequence[bool] | None = None,
     ):
         self.masters = [master.detach() for master in masters]
         self.count, self.betas, self.eps, self.block = count, betas, eps, block
@@ -230,6 +232,11 @@ class FusedStep:
         sizes = [master.numel() for master in self.masters]
         self._addresses = AddressTable(sizes, self.device)
         self._blocks = BlockTable(sizes, block, self.device)
+        self._counted = [1.0] * len(sizes) if counted is None else [float(yes) for yes in counted]
+        self._block_counts = None  # of which blocks the squares count; None: all
+        if not all(self._counted) and self.kernels:
+            of_tensors = torch.tensor(self._counted, device=self.device)
+            self._block_counts = of_tensors[self._blocks.blocks.view(-1, 2)[:, 0].long()]
         self.access: InPlace | Staged = InPlace()
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:
@@ -263,8 +270,10 @@ class FusedStep:
                 raise ValueError(f"a gradient of {gradient.numel()} elements for a master of {master.numel()}")
         self._gradient_dtype = present[0].dtype if present else torch.float32
         if not self.kernels:
+            counts = (count for count, g in zip(self._counted, self._gradients, strict=True) if g is not None)
             norms = [torch.linalg.vector_norm(g, dtype=torch.float32).double() for g in present]
-            return sum((n.square() for n in norms), torch.zeros((), dtype=torch.float64, device=self.device))
+            squares = (count * n.square() for count, n in zip(counts, norms, strict=True))
+            return sum(squares, torch.zeros((), dtype=torch.float64, device=self.device))
         self._refresh_table()
         blocks = self._blocks.blocks
         partial = torch.empty(len(blocks), dtype=torch.float32, device=self.device)
@@ -278,7 +287,7 @@ class FusedStep:
                 GRAD=triton_dtype(self._gradient_dtype),
                 num_warps=WARPS,
             )
-        return partial.sum(dtype=torch.float64)
+        return (partial if self._block_counts is None else partial * self._block_counts).sum(dtype=torch.float64)
 
     @torch.no_grad()
     def decide(self, square_sum: Tensor, *, scale: Tensor | float = 1.0, clip: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -46,8 +46,11 @@ class SequenceShards(Protocol):
     takes_projection: bool  # whether to call project_and_attend, with which inputs can travel beside their products
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-        """The attention output (B, n, D) of this rank's tokens over those of all ranks; q, k, v (B, H, n, d) are of
-        this rank's, before they are normalised and rotated, which ``attend`` does."""
+        """The attention output (B, n, D) of this rank's tokens over those of all ranks; q (B, H, n, d) and k, v (B,
+        kv_heads, n, d) are of this rank's, before they are normalised and rotated, which ``attend`` does.
+
+        Where ranks divide a layer's heads as well, H are this rank's heads and D is their width, and projections give
+        and take the tokens of all of these ranks."""
 
     def project_and_attend(
         self, x: Tensor, qkv: "Projection | MadeProjection", heads: int, attend: Attend, float8: bool = False
@@ -94,8 +97,8 @@ class Attention(nn.Module):
             return shards.project_and_attend(x, self._qkv_of_every_head(), self.num_heads, attend, float8)
         q, k, v = self.project(x, ops)
         if shards is not None:
-            return shards.attention(q, *_for_every_head(q, k, v), attend)
-        return attend(q, k, v).transpose(1, 2).reshape(x.shape)
+            return shards.attention(q, k, v, attend)
+        return attend(q, k, v).transpose(1, 2).flatten(2)
 
     def project(self, x: Tensor, ops: BlockOps) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, d), k and v (B, kv_heads, N, d)."""
@@ -127,7 +130,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         if k.shape[1] < q.shape[1]:
-            k, v = _for_every_head(q, k, v)
+            k, v = for_every_head(q, k, v)
         return q, k, v
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,7 +148,7 @@ class MadeProjection:
         return F.linear(x, self.weight, self.bias)
 
 
-def _for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k, v of every head of queries (dimension 1): copies where heads share them, because not every kernel of torch
     shares them by itself, and because ranks can't share out fewer heads than they are."""
     copies = q.shape[1] // k.shape[1]
@@ -230,7 +233,7 @@ class CrossAttention(nn.Module):
         if self.q_norm is not None:
             q = self.q_norm(q)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        return masked_attention(q, k, v, mask).transpose(1, 2).reshape(x.shape)
+        return masked_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
     def forward(self, x: Tensor, *context: Tensor) -> Tensor:
         return self.proj(self.output(x, *context))

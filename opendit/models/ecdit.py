@@ -70,23 +70,24 @@ class ExpertMlp(Mlp):
 
     A token's affinities are a softmax over the experts; each expert takes the tokens of a sample with the highest
     affinity to it. So every expert has the same work, and a sample's result does not depend on the others of its batch.
-    The experts' weights are stacks (E, in, out): a rank may hold a slice of them.
+    The experts' weights are stacks (E, in, out). A rank may hold a slice of them, ``held``; what its experts add is
+    then a part of a sum over the ranks.
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool, experts: int, expert_hidden: int, capacity: float):
         super().__init__(dim, hidden, bias)
-        self.capacity = _ratio(capacity)
+        self.capacity, self.held = _ratio(capacity), slice(None)
         self.router = nn.Linear(dim, experts, bias=False)
         self.expert_fc1 = nn.Parameter(torch.randn(experts, dim, expert_hidden) / math.sqrt(dim))
         self.expert_fc2 = nn.Parameter(torch.randn(experts, expert_hidden, dim) / math.sqrt(expert_hidden))
 
     def routed(self, y: Tensor) -> Tensor:
         """What the experts add to y's tokens, (B, N, D), without the shared MLP."""
-        (B, N, D), E = y.shape, len(self.expert_fc1)
+        (B, N, D), E = y.shape, self.router.out_features
         k = _places(N, E, *self.capacity)
         affinity = self.router(y).softmax(dim=-1, dtype=torch.promote_types(y.dtype, torch.float32))
-        weight, token = affinity.transpose(1, 2).topk(k, dim=-1)  # (B, E, k)
-        row = (token + N * torch.arange(B, device=y.device).view(B, 1, 1)).transpose(0, 1).flatten(1)  # (E, B k)
+        weight, token = affinity[..., self.held].transpose(1, 2).topk(k, dim=-1)  # (B, held, k)
+        row = (token + N * torch.arange(B, device=y.device).view(B, 1, 1)).transpose(0, 1).flatten(1)  # (held, B k)
         taken = y.flatten(0, 1)[row]
         hidden = F.gelu(torch.bmm(taken, self.expert_fc1), approximate="tanh")
         out = torch.bmm(hidden, self.expert_fc2) * weight.transpose(0, 1).flatten(1).unsqueeze(-1)

@@ -66,9 +66,8 @@ class Projection(nn.Linear):
 
 
 def linear_heads(x: Tensor, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, N, d) of x (B, N, D): views of one projection to 3 D."""
-    B, N, D = x.shape
-    return linear(x).view(B, N, 3, num_heads, D // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
+    """q, k, v (B, H, N, d) of x (B, N, D): views of one projection to 3 H d features."""
+    return linear(x).unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:

@@ -82,9 +82,11 @@ class OnePassAdamW:
     Attributes:
         staged: rows in host memory of which the moments are views, to be copied through device memory; None: kernels
             read and write moments where they lie. To be set before the first step.
+        counted: as that of :class:`FusedStep`. To be set before the first step.
     """
 
     staged: Tensor | None = None
+    counted: Sequence[bool] | None = None
 
     def __init__(
         self,
@@ -116,6 +118,7 @@ class OnePassAdamW:
                 count=torch.zeros((), dtype=torch.float32, device=self._keys[0].device),
                 betas=settings["betas"],
                 eps=settings["eps"],
+                counted=self.counted,
             )
             if self._averages is not None:
                 self._fused.attach(*self._averages)

@@ -15,6 +15,8 @@ from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import shard_units
 from opendit.parallel.sequence import SequenceParallel
+from opendit.parallel.sequence.collectives import Group
+from opendit.parallel.tensor import divide
 
 
 def apply_parallel(
@@ -23,6 +25,7 @@ def apply_parallel(
     ops: BlockOps | None = None,
     attend: Attend = local_attention,
     sequence: SequenceParallel | None = None,
+    tensor: Group | None = None,
     recompute: str = "none",
     grad_checkpoint: bool = False,
     compiled: bool = False,
@@ -33,20 +36,22 @@ def apply_parallel(
 
     tensor -> expert -> sequence -> recompute -> compile -> shards:
 
-    1. operations, attention and how ranks share sequences (``model.use``), which sets all operations anew, and so would
-       undo 2;
-    2. the rematerialization policy, which wraps those operations; or whole blocks that are recomputed;
-    3. compile, which traces what is there by then, policy included; it begins with the first call;
-    4. shards: they hang hooks on the blocks, and cut the stack as compile does (``opendit.models.blocks``).
+    1. the layers that ranks divide, experts among them: all that follows is done to a rank's part of them;
+    2. operations, attention and how ranks share sequences (``model.use``), which sets all operations anew, and so would
+       undo 3;
+    3. the rematerialization policy, which wraps those operations; or whole blocks that are recomputed;
+    4. compile, which traces what is there by then, policy included; it begins with the first call;
+    5. shards: they hang hooks on the blocks, and cut the stack as compile does (``opendit.models.blocks``).
 
     Args:
         ops, attend: kernels or their references, see ``opendit.kernels.select``.
         sequence: how ranks share every sample, None: they do not.
+        tensor: ranks that divide every layer, see ``opendit.parallel.tensor``; None: they do not.
         recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``.
         grad_checkpoint: recompute blocks in the backward pass.
         compiled: torch.compile for blocks and final layer; ``compile_options`` are its.
     """
-    model.use(ops=ops, attend=attend, sequence=sequence)
+    model.use(ops=ops, attend=attend, sequence=sequence if tensor is None else divide(model, tensor, sequence))
     recompute_in(model, recompute)
     model.grad_checkpoint = grad_checkpoint
     if compiled:
@@ -88,8 +93,9 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     block's modulation before the block.
     """
     names = ("dp_replicate", "fsdp") if mesh.dims.dp_replicate > 1 else ("fsdp",)
+    grid = mesh.device_mesh(*names) if mesh.tp_size == 1 else mesh.device_mesh(*names, "tp")[names]
     settings = dict(
-        mesh=mesh.device_mesh(*names),
+        mesh=grid,
         mp_policy=MixedPrecisionPolicy(sharding.dtype, sharding.reduce_dtype, cast_forward_inputs=False),
         reshard_after_forward=not sharding.keep_gathered,
     )

@@ -18,6 +18,7 @@ from opendit.parallel.sizes import (
     ParallelDims,
     check_replicate,
     check_sequence_parallel,
+    check_tensor_parallel_size,
     find_place,
     grid_groups,
 )
@@ -31,8 +32,9 @@ PRIORITY = ("sp", "tp")
 class Mesh:
     """A process and the named groups it talks to (their names: :class:`opendit.parallel.sizes.ParallelDims`).
 
-    The ``sp_size`` ranks next to each other are a sequence group and share their samples; data-parallel ranks, one for
-    each group, see different samples.
+    Ranks that differ in ``sp`` or ``tp`` alone share their samples: those of a sequence group (``sp``) have different
+    tokens of them, those of a tensor-parallel group (``tp``) different parts of every layer. Data-parallel ranks see
+    different samples.
 
     A group is made when it is first asked for, by all ranks alike: on GPUs a communicator takes start-up time and
     memory, and a run uses few of the names.
@@ -69,13 +71,23 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """The number of this rank's sequence group: ranks of one number see the same samples."""
+        """Ranks of one number see the same samples."""
         return self.coordinate("dp")
 
     @property
     def dp_size(self) -> int:
-        """How many sequence groups there are."""
+        """How many ranks, or groups of ranks, see different samples."""
         return self.dims.size("dp")
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that divide every layer."""
+        return self.dims.tp
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that see the same samples, this one among them."""
+        return self.dims.sp * self.dims.tp
 
     @property
     def is_main(self) -> bool:
@@ -99,6 +111,15 @@ class Mesh:
             self.groups[name] = _new_group(self.dims.groups(name), self.device, priority=name in PRIORITY)
         return self.groups[name]
 
+    def own_group(self, name: str) -> dist.ProcessGroup:
+        """:meth:`group`, and where that has no other rank in it a group of this one, for libraries that take none to
+        mean all ranks."""
+        if (group := self.group(name)) is not None:
+            return group
+        if name not in self.groups:
+            self.groups[name] = _new_group(self.dims.groups(name), self.device)
+        return self.groups[name]
+
     def device_mesh(self, *names: str) -> DeviceMesh:
         """torch's mesh of all ranks along these groups, outer to inner; without names along the axes above 1. What it
         communicates goes over the groups of :meth:`group`. Collective over all ranks.
@@ -115,7 +136,7 @@ class Mesh:
             if grid is None or sorted(grid) != sorted(self.dims.groups(name)):
                 raise ValueError(f"{' x '.join(names)} is no grid of the {self.world_size} ranks of {self.dims}")
         # Not init_device_mesh: it makes every group at once, and without the options of PRIORITY.
-        groups = [self.group(name) or _new_group(self.dims.groups(name), self.device) for name in names]
+        groups = [self.own_group(name) for name in names]
         ranks = torch.arange(self.world_size, dtype=torch.int, device="cpu").view(sizes)
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
@@ -152,25 +173,28 @@ def init_mesh(
     timeout_minutes: float = 30.0,
     *,
     sequence_parallel: int = 1,
+    tensor_parallel: int = 1,
     replicate: int = 1,
     dims: ParallelDims | None = None,
 ) -> Mesh:
     """Starts torch.distributed (nccl on GPUs, gloo on CPUs) and returns this process's mesh.
 
     Args:
-        sequence_parallel: ranks that share a sequence; the others are data parallel.
+        sequence_parallel: ranks that share a sequence. tensor_parallel: ranks that divide every layer. The others are
+            data parallel.
         replicate: copies of the sharded model.
-        dims: sizes of the mesh, instead of these two.
+        dims: sizes of the mesh, instead of these three.
 
     Raises:
-        ValueError: more processes on this machine than GPUs, a number that sequence_parallel x replicate does not
-            divide or that is not that of dims, or variables of the environment with which the processes can't meet.
+        ValueError: more processes on this machine than GPUs, a number of them that these sizes do not divide or that is
+            not that of dims, or variables of the environment with which the processes can't meet.
     """
     place = find_place()
     rank, world, local = place.rank, place.world_size, place.local_rank
     check_sequence_parallel(sequence_parallel, world)
-    check_replicate(replicate, sequence_parallel, world)
-    dims = dims or ParallelDims.fill(world, sp=sequence_parallel, dp_replicate=replicate)
+    check_tensor_parallel_size(tensor_parallel, sequence_parallel, world)
+    check_replicate(replicate, sequence_parallel * tensor_parallel, world)
+    dims = dims or ParallelDims.fill(world, sp=sequence_parallel, tp=tensor_parallel, dp_replicate=replicate)
     dims.check(world)
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
@@ -192,7 +216,8 @@ def init_mesh(
             device_id=device if device.type == "cuda" else None,
         )
     mesh = Mesh(rank, world, local, device, dims)
-    mesh.group("sp")  # now, when no rank can be late
+    for name in PRIORITY:
+        mesh.group(name)  # now, when no rank can be late
     return mesh
 
 

@@ -38,7 +38,7 @@ PLUGINS = {
     "gemini": Plugin(
         "weights too",
         precisions=("bf16", "fp16"),
-        refuses=frozenset({"fp8", "lora"}),
+        refuses=frozenset({"fp8", "lora", "tensor_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
             "follow",

@@ -14,6 +14,7 @@ from opendit.parallel.adamw import FusedAdamW, OnePassAdamW
 from opendit.parallel.float8_gather import Float8Shards
 from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.loss_scale import LossScale
+from opendit.parallel.tensor.gradients import ReplicatedGradients
 
 
 class ShardedOptimizer:
@@ -34,6 +35,7 @@ class ShardedOptimizer:
         loss_scale: of fp16.
         float8: what is gathered in float8 of these parameters, made anew when they change; None: nothing is.
         offload: one of ``opendit.parallel.names.OFFLOAD``.
+        replicated: which gradients are parts of a sum over ranks that divide the layers; None: none are.
 
     Raises:
         ValueError: ``offload`` on a GPU that can't run the kernels.
@@ -56,8 +58,10 @@ class ShardedOptimizer:
         loss_scale: LossScale | None = None,
         offload: str = "none",
         float8: Float8Shards | None = None,
+        replicated: ReplicatedGradients | None = None,
     ):
         self._parameters, self._group, self._float8 = list(parameters.values()), group, float8
+        self._replicated = replicated
         self._clip, self.loss_scale = grad_clip, loss_scale
         own = [local_part(parameter.detach()) for parameter in self._parameters]
         self.masters = {name: part.float() for name, part in zip(parameters, own, strict=True)}
@@ -65,6 +69,7 @@ class ShardedOptimizer:
         settings["params"] = list(self.masters.values())
         self._working = None if own[0].dtype == torch.float32 else own
         self._adamw = OnePassAdamW(adam, settings["params"], working=self._working)
+        self._adamw.counted = replicated and replicated.counted
         self._device, self._offload = own[0].device, offload
         self._averages: SeparateAverages | None = None
         self._side = None if offload == "none" else SideStream(self._device)
@@ -136,9 +141,14 @@ class ShardedOptimizer:
         if self._side is not None:
             self._side.join()  # what it still does is the last step's, and needs that step's masters and scalars
         fused, adam = self._adamw.fused(), self._adamw.adam.param_groups[0]
-        total = fused.square_sum(self.gradients)
+        gradients = self.gradients
+        if self._replicated is not None:
+            self._replicated.sum(gradients)
+        total = fused.square_sum(gradients)
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
+        if self._replicated is not None:
+            self._replicated.total(total)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         self.grad_norm, self.finite = fused.decide(total, scale=scale, clip=self._clip)
         fused.update(lr=adam["lr"], weight_decay=adam["weight_decay"])

@@ -181,13 +181,33 @@ def check_sequence_parallel(size: int, world_size: int) -> None:
         )
 
 
-def check_replicate(copies: int, sequence_parallel: int, world_size: int) -> None:
-    """Raises ValueError unless the groups of ``sequence_parallel`` among ``world_size`` processes can be cut into
-    ``copies`` of the model."""
-    if world_size % (copies * sequence_parallel):
-        size = f" with --sequence_parallel_size {sequence_parallel}" if sequence_parallel > 1 else ""
+def check_tensor_parallel_size(size: int, sequence_parallel: int, world_size: int) -> None:
+    """Raises ValueError unless ``world_size`` processes can be cut into groups of ``size`` that divide every layer, and
+    those into groups of ``sequence_parallel`` that share a sample."""
+    if size < 1:
+        raise ValueError(f"--tensor_parallel_size {size}: must be above 0")
+    ranks, more = size * sequence_parallel, ""
+    if sequence_parallel > 1:
+        more = f" with --sequence_parallel_size {sequence_parallel}"
+    if size > 1 and world_size == 1:
         raise ValueError(
-            f"--data_parallel_replicate {copies}{size} does not divide the {world_size} processes; change it or "
+            f"--tensor_parallel_size {size}{more} needs {ranks} processes and there is one: start it with torchrun "
+            f"--standalone --nproc_per_node={ranks}, or leave the flag out"
+        )
+    if world_size % ranks:
+        raise ValueError(
+            f"--tensor_parallel_size {size}{more} does not divide the {world_size} processes; change it or torchrun's "
+            "--nproc_per_node"
+        )
+
+
+def check_replicate(copies: int, sharing: int, world_size: int) -> None:
+    """Raises ValueError unless the groups of ``sharing`` among ``world_size`` processes that see the same samples can
+    be cut into ``copies`` of the model."""
+    if world_size % (copies * sharing):
+        size = f" in groups of {sharing} that share samples" if sharing > 1 else ""
+        raise ValueError(
+            f"--data_parallel_replicate {copies} does not divide the {world_size} processes{size}; change it or "
             "torchrun's --nproc_per_node"
         )
 

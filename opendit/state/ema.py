@@ -77,7 +77,8 @@ class EMA:
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
         """Inside, ``model`` has one average's weights, in its own dtype; afterwards its own again, bit for bit.
 
-        Collective: call it on every rank, with None where the rank only helps to gather. The replaced weights wait in
+        Collective: call it on every rank, with None where the rank only helps to gather. Of a model whose layers ranks
+        divide, ``model`` is this rank's part. The replaced weights wait in
         host memory (2 bytes x parameters in half precision, 4 in fp32); the device needs room for one full parameter
         more. The training module itself will do where every rank holds its weights whole (``engine.whole``).
         """
@@ -87,7 +88,7 @@ class EMA:
                 if model is not None:
                     weight = model.get_parameter(name).data
                     own[name] = weight.to("cpu", copy=True)
-                    weight.copy_(full)
+                    weight.copy_(self.engine.parts.take(name, full))
             yield model
         finally:
             for name, weight in own.items():

@@ -51,7 +51,7 @@ class Diagnosis:
     @property
     def harmless(self) -> bool:
         """Whether a rank that can't look, for lack of memory, say, keeps no other waiting."""
-        return self.engine.whole and self.engine.mesh.sp_size == 1
+        return self.engine.whole and self.engine.mesh.sharing == 1
 
     def keep(self, batch: Batch) -> None:
         """A micro-batch of the step under way, by reference."""

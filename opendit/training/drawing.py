@@ -7,7 +7,9 @@ from opendit.encoders.conditioner import preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
 from opendit.inference.engine import SamplingEngine
 from opendit.models import Condition, DiT, empty_model
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine
+from opendit.parallel.tensor import allocate, tensor_group
 from opendit.state.ema import EMA
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
@@ -44,10 +46,11 @@ class SampleGrids:
         if engine.whole:
             return engine.module
         with mesh.device:
-            model = empty_model(spec.model_config)
-        model.place(mesh.device, engine.dtype)
-        model.use(ops=spec.kernels.ops, attend=spec.kernels.attend, sequence=spec.sequence)
-        return model
+            model = empty_model(spec.model_config, parameters=mesh.tp_size == 1)
+        kernels, tensor = spec.kernels, tensor_group(mesh)
+        apply_parallel(model, ops=kernels.ops, attend=kernels.attend, sequence=spec.sequence, tensor=tensor)
+        allocate(model, mesh.device)
+        return model.place(mesh.device, engine.dtype)
 
     def _draw(self, model: DiT, step: int) -> None:
         spec, monitor = self._spec, self._monitor

@@ -8,6 +8,7 @@ from opendit.models.lora import add_lora
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, Values, build_engine
 from opendit.parallel.initial import InitialValues
+from opendit.parallel.tensor import allocate, tensor_group
 from opendit.state.first_weights import FirstWeights
 from opendit.training.specification import RunSpecification
 
@@ -15,22 +16,26 @@ from opendit.training.specification import RunSpecification
 def build_model_and_engine(spec: RunSpecification) -> Engine:
     flags = spec.flags
     torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
-    with spec.mesh.device:  # a model that is cut is nowhere whole
-        cut = flags.plugin == "fsdp" and spec.mesh.world_size > 1
-        model = empty_model(spec.model_config, parameters=not cut)
+    mesh = spec.mesh
+    cut = flags.plugin == "fsdp" and mesh.dims.size("loss") > 1
+    with mesh.device:  # a model that is cut is nowhere whole, nor one whose layers are divided
+        model = empty_model(spec.model_config, parameters=not cut and mesh.tp_size == 1)
     initial = _first_values(spec, model)
     apply_parallel(
         model,
         ops=spec.kernels.ops,
         attend=spec.kernels.attend,
         sequence=spec.sequence,
+        tensor=tensor_group(mesh),
         recompute=flags.recompute,
         grad_checkpoint=flags.grad_checkpoint,
         compiled=spec.why_not_compiled is None,
     )
+    if not cut:
+        allocate(model, mesh.device)
     return build_engine(
         model.train(),
-        spec.mesh,
+        mesh,
         plugin=flags.plugin,
         precision=flags.mixed_precision,
         lr=flags.lr,

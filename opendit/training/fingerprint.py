@@ -71,7 +71,7 @@ MEANS = {
     "ema_decay": AVERAGES,
     "ema_warmup": AVERAGES,
     **dict.fromkeys(("plugin", "mixed_precision", "compile", "deterministic"), ROUNDING),
-    **dict.fromkeys(("data_parallel_replicate", "reduce_dtype"), ROUNDING),
+    **dict.fromkeys(("data_parallel_replicate", "reduce_dtype", "tensor_parallel_size"), ROUNDING),
     **dict.fromkeys(("fp8", "attention", "kernels", "recomputed", "sequence", "split", "world_size"), ROUNDING),
     **dict.fromkeys(("torch", "colossalai", "triton", "cuda", "cudnn", "processor"), ROUNDING),
     "source": CODE,

@@ -20,6 +20,7 @@ from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence.choose import Shape
+from opendit.parallel.tensor import check_tensor_parallel
 from opendit.state.pretrained import ALONE, assumption, infer_config, read_newest
 from opendit.training.memory import BYTES, Setup
 
@@ -104,6 +105,7 @@ def plan_model(asked: Components, dataset: MediaDataset) -> ModelPlan:
         **model.architecture,
     )
     config.check_speed(asked.speed.fp8, asked.memory.recompute)
+    check_tensor_parallel(config, asked.plugin.tensor_parallel_size)
     rank = asked.start.lora
     if rank is not None and rank >= config.hidden_size:
         raise ValueError(f"--lora {rank}: a rank from 1 to below the width, {config.hidden_size}")
@@ -117,8 +119,10 @@ def sequence_shape(
     config: DiTConfig,
     samples: int,
     size: tuple[int, ...] | None = None,
+    tensor_parallel: int = 1,
 ) -> Shape:
-    """What --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or of ``size``.
+    """What --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or of ``size``, by
+    layers that so many ranks divide.
 
     Raises ValueError if the model can't share samples, or not that way.
     """
@@ -126,8 +130,8 @@ def sequence_shape(
         config.check_sequence_parallel(parallel.sequence_parallel_type)
     return Shape(
         tokens=math.prod(config.grid_of(size or config.input_size)),
-        hidden=config.hidden_size,
-        heads=config.num_heads,
+        hidden=config.hidden_size // tensor_parallel,
+        heads=config.num_heads // tensor_parallel,
         samples=samples,
         bytes=BYTES[precision],
         types=parallel.sequence_types(config.sequence_types, attention),
@@ -172,6 +176,7 @@ def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
         precision=asked.train_speed.mixed_precision,
         world=world,
         sequence_parallel=asked.parallel.sequence_parallel_size,
+        tensor_parallel=asked.plugin.tensor_parallel_size,
         averages=len(asked.optimizer.ema_decays),
         accumulate=asked.batch.grad_accumulation > 1,
         fused=asked.speed.enable_modulate_kernel and asked.speed.enable_layernorm_kernel,

@@ -15,6 +15,7 @@ import torch
 
 from opendit.models import DiTConfig, plan_of
 from opendit.models.plans.terms import Execution
+from opendit.parallel.tensor.layers import held_parameters
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 GIB = 2**30
@@ -41,6 +42,7 @@ class Setup:
     precision: str = "bf16"
     world: int = 1
     sequence_parallel: int = 1
+    tensor_parallel: int = 1
     averages: int = 1
     accumulate: bool = False
     fused: bool = True
@@ -66,6 +68,11 @@ class Setup:
         """Whether weights that are read in float8 are gathered so from shards that are kept so."""
         asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8
         return asked and self.world > 1 and not self.compiled
+
+    @property
+    def alike(self) -> int:
+        """Ranks that have the same part of every layer, and so share its state."""
+        return self.world // self.tensor_parallel
 
     @property
     def execution(self) -> Execution:
@@ -106,22 +113,29 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """
     if setup.plugin == "fsdp":
         return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
-    size, world = BYTES[setup.precision], setup.world
-    parameters = config.parameters() + (setup.trained or 0)
-    trained = config.parameters() if setup.trained is None else setup.trained
+    size, ranks, (model, _) = BYTES[setup.precision], setup.alike, _held(config, setup)
+    parameters = model + (setup.trained or 0)
+    trained = model if setup.trained is None else setup.trained
     fp32 = 4 * trained
-    share = fp32 / world
+    share = fp32 / ranks
     averages = setup.averages * share  # sharded under every plugin
     if setup.plugin == "ddp":  # whole on every rank; gradients are views of DDP's buckets, which stay
         states = {"weights": 4 * parameters, "gradients": fp32, "moments": 2 * fp32, "averages": averages}
         states |= {"cast weights": size * parameters} if setup.autocast else {}
         return Estimate(states, _activations(config, setup, batch), 0, 0)
-    weights = size * parameters / (world if setup.plugin == "gemini" else 1)
+    weights = size * parameters / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
-    gradients = size * trained / world
+    gradients = size * trained / ranks
     if setup.plugin == "gemini":  # gradients take the place of the weights in their chunks, unless they add up
         gradients = gradients if setup.accumulate else 0
     return Estimate(states, _activations(config, setup, batch), gradients * setup.accumulate, gradients)
+
+
+def _held(config: DiTConfig, setup: Setup) -> tuple[int, int]:
+    """Parameters of the model, and of one block, of which a rank has its part, or all of them."""
+    if setup.tensor_parallel == 1:
+        return config.parameters(), config.whole_block_parameters()
+    return held_parameters(config, setup.tensor_parallel)
 
 
 # Of fsdp, blocks (with their modulations) that are gathered at once where each is freed after its use: the one that
@@ -133,18 +147,19 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """FSDP2: fp32 shards of weights, gradients, moments and averages; whole weights of the units that are gathered, and
     whole gradients of the block that has computed, beside the buffer in which those of the one before are reduced. What
     is gathered in float8 takes a byte a weight, and as much on its shard."""
-    size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.world // setup.replicate
-    trained = config.parameters() if setup.trained is None else setup.trained
-    frozen = config.parameters() + (setup.trained or 0) - trained
+    size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
+    model, block = _held(config, setup)
+    trained = model if setup.trained is None else setup.trained
+    frozen = model + (setup.trained or 0) - trained
     share, activations = 4 * trained / ranks, _activations(config, setup, batch)
     states = {"moments": 2 * share, "averages": setup.averages * share}
-    if setup.world == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
+    if setup.alike == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
         states |= {"weights": size * (trained + frozen), "masters": 0 if setup.precision == "fp32" else share}
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained)
     states["weights"] = share + size * frozen / ranks
-    block, float8 = config.whole_block_parameters(), block_float8(config, setup) if setup.gathers_float8 else 0
+    float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
-    outside = config.parameters() - config.depth * block
+    outside = model - config.depth * block
     trained_block = block * trained / (trained + frozen)
     if setup.accumulate and setup.keep_gradients:  # which are reduced where the last backward pass has used them
         before = after = reduced * trained + size * trained_block
@@ -210,7 +225,9 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
     takes beyond that."""
     plan, size = plan_of(config), BYTES[setup.precision]
     kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
-    tokens = batch * -(-config.tokens // setup.sequence_parallel)
+    tokens = batch * -(-config.tokens // (setup.sequence_parallel * setup.tensor_parallel))
+    if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's part of a sum for it
+        backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     block += 0 if setup.gathers_float8 else kept.weights
@@ -247,7 +264,8 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
         return f"--batch_size {smaller} with {batch // smaller} x the --grad_accumulation"
 
     def shared(world: int) -> str | None:
-        sizes = [size for size in range(setup.sequence_parallel + 1, world + 1) if world % size == 0]
+        alike = world // setup.tensor_parallel
+        sizes = [size for size in range(setup.sequence_parallel + 1, alike + 1) if alike % size == 0]
         if not config.sequence_types or setup.trained is not None:
             return None
         for flag, changes in (("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))):
@@ -291,7 +309,7 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
         needs = replace(needs, states={name: size for name, size in needs.states.items() if name != "ring buffer"})
     total = needs.total if capacity is not None else needs.total - LIBRARIES + needs.host_total
     text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs)}"
-    if setup.plugin == "fsdp" and setup.world > 1:
+    if setup.plugin == "fsdp" and setup.alike > 1:
         text += f" (--reshard {settled.reshard})"
     if setup.recompute != "none":
         text += f" (--recompute {setup.recompute})"

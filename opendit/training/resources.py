@@ -113,5 +113,5 @@ def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:
 
 
 def say_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.sp_rank == 0:  # the others of the group skip the same
+    if mesh.rank % mesh.sharing == 0:  # the others that share its samples skip the same
         Progress.write(f"rank {mesh.rank}: skipped {file}")

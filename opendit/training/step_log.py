@@ -41,7 +41,7 @@ class StepLog:
         grad_norm = result.grad_norm.item() if result.finite else None
         self.skipped = self._skipped_before + int(self._engine.skipped)
         seen = torch.tensor([self._loader.skipped, self._loader.shortened], device=mesh.device)
-        bad_files, short_clips = mesh.sum(seen) // mesh.sp_size  # the ranks of a sequence group read the same
+        bad_files, short_clips = mesh.sum(seen) // mesh.sharing  # so many ranks read the same
         counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": int(bad_files)}
         counts |= {"short_clips": int(short_clips), "failed_saves": len(self._checkpoints.failures)}
         counts |= self._pace.log(done, done - self._logged)

@@ -64,7 +64,7 @@ def self_attention(name: str, heads: int, kv_heads: int | None = None) -> dict[s
 
 def cross_attention(name: str, heads: int) -> dict[str, Rule]:
     """A ``CrossAttention`` called ``name``."""
-    q, kv = linear(f"{name}.q", Heads((heads,))), linear(f"{name}.kv", Heads((heads, heads)))
+    q, kv = linear(f"{name}.q", Heads((heads,))), linear(f"{name}.kv", Heads((heads, heads), of_context=True))
     return q | kv | _end_of_attention(name, heads)
 
 

@@ -52,9 +52,13 @@ class Heads:
     heads of queries share K heads of keys and values; (H,) and (H, H) of cross-attention's q and [k; v].
 
     A rank's heads of queries and the heads of keys and values that they share have the same rank.
+
+    of_context: the layer's input are a caption's tokens, which all ranks have, and not those of the residual stream,
+    which they may share out.
     """
 
     heads: tuple[int, ...]
+    of_context: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,17 @@ from opendit.parallel.float8_gather import Float8Shards
 from opendit.parallel.loss_scale import LossScale
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sharded_optimizer import ShardedOptimizer
+from opendit.parallel.tensor.gradients import ReplicatedGradients
 
 
 class FSDPPlugin(Plugin):
     """What ``Booster.boost`` makes of a model and its optimizer: :func:`opendit.parallel.apply.apply_shards`, and a
     :class:`ShardedOptimizer`.
 
-    Where there is one rank, nothing is cut: ``fully_shard`` would copy every weight and gradient of every step. The
-    weights are kept in ``sharding.dtype`` then, beside fp32 masters, as under zero2.
+    Where no other rank has the same weights, nothing is cut: ``fully_shard`` would copy every weight and gradient of
+    every step. The weights are kept in ``sharding.dtype`` then, beside fp32 masters, as under zero2.
 
-    loss_scale: for training in fp16. offload: see :class:`ShardedOptimizer`.
+    loss_scale: for training in fp16. offload, replicated: see :class:`ShardedOptimizer`.
     """
 
     def __init__(
@@ -30,15 +31,16 @@ class FSDPPlugin(Plugin):
         grad_clip: float,
         loss_scale: LossScale | None = None,
         offload: str = "none",
+        replicated: ReplicatedGradients | None = None,
     ):
         self.mesh, self.sharding, self.grad_clip = mesh, sharding, grad_clip
-        self.loss_scale, self.offload = loss_scale, offload
+        self.loss_scale, self.offload, self.replicated = loss_scale, offload, replicated
 
     def configure(
         self, model: DiT, optimizer: FusedAdamW | None = None, criterion=None, dataloader=None, lr_scheduler=None
     ):
         float8 = None
-        if self.mesh.world_size > 1:
+        if self.mesh.dims.size("loss") > 1:
             apply_shards(model, self.mesh, self.sharding)
             if any(parameter.is_meta for parameter in model.parameters()):
                 model.to_empty(device=self.mesh.device)  # its shards; the engine fills them
@@ -58,6 +60,7 @@ class FSDPPlugin(Plugin):
                 loss_scale=self.loss_scale,
                 offload=self.offload,
                 float8=float8,
+                replicated=self.replicated,
             )
         return model, optimizer, criterion, dataloader, lr_scheduler
 

@@ -84,12 +84,14 @@ def boost(
     *,
     grad_clip: float,
     accumulate: bool,
+    group: dist.ProcessGroup | None = None,
     initial_scale: float = 2.0**16,
 ):
     """Wraps ``module`` and ``optimizer`` for ``plugin`` (zero2, ddp, gemini) and returns both.
 
     The module's parameters become the plugin's working weights on this process's device. ``grad_clip`` 0
-    means none; ``ddp`` neither casts nor clips (the engine does).
+    means none; ``ddp`` neither casts nor clips (the engine does). ``group``: ranks over which zero2 and ddp average
+    gradients, and zero2 divides state; None: all.
     """
     on_gpu = torch.cuda.is_available()
     if plugin == "zero2":
@@ -124,6 +126,10 @@ def boost(
         built = TorchDDPPlugin(broadcast_buffers=False, gradient_as_bucket_view=True)
     else:
         raise ValueError(f"--plugin {plugin}: choose zero2, ddp or gemini")
+    if group is not None and plugin == "zero2":
+        built.zero_optim_kwargs["dp_process_group"] = group
+    elif group is not None:
+        built.ddp_kwargs["process_group"] = group
     model, optimizer = boost_with(built, module, optimizer)
     if plugin == "gemini" and precision == "bf16":
         optimizer.mix_precision_mixin = _FiniteBF16(model.chunk_manager)

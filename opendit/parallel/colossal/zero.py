@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opendit.parallel.adamw import OnePassAdamW
+from opendit.parallel.tensor.gradients import ReplicatedGradients
 
 ALIGNMENT = 8  # elements: every shard in a bucket begins at a multiple of 16 bytes
 GATHER_BYTES = 128 << 20  # of working weights that are gathered together
@@ -28,10 +29,12 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     Attributes:
         grad_norm: of the last step, unscaled and before clipping: 0-dim float64 on the device.
         finite: whether the last step was taken (its norm was finite): 0-dim bool on the device.
+        replicated: which gradients are parts of a sum over ranks that divide the layers; None: none are.
     """
 
     grad_norm: Tensor
     finite: Tensor
+    replicated: ReplicatedGradients | None = None
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -130,11 +133,16 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
         If a gradient of any rank is not finite, nothing is changed.
         """
-        fused, scaler = self._adamw.fused(), self._scaler()
-        grads = zip(self.gradients, fused.masters, strict=True)
+        self._adamw.counted = self.replicated and self.replicated.counted
+        fused, scaler, gradients = self._adamw.fused(), self._scaler(), self.gradients
+        if self.replicated is not None:
+            self.replicated.sum(gradients)
+        grads = zip(gradients, fused.masters, strict=True)
         total = fused.square_sum([g if g is None or self._world == 1 else g[: m.numel()] for g, m in grads])
         if self._world > 1:
             dist.all_reduce(total, group=self._group)
+        if self.replicated is not None:
+            self.replicated.total(total)
         scale = 1.0 if scaler is None else scaler.scale
         self.grad_norm, self.finite = fused.decide(total, scale=scale, clip=self._clip_grad_norm)
         settings = self.optim.param_groups[0]

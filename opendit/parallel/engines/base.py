@@ -8,7 +8,7 @@ be gathered into canonical full tensors, and full tensors loaded, under any plug
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from opendit.parallel.apply import Sharding
-from opendit.parallel.layout import Layout, Shard, flat_cut
+from opendit.parallel.layout import Cut, Layout, Shard, flat_cut
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.tensor import divided_parameters
+from opendit.parallel.tensor.gradients import ReplicatedGradients
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -59,13 +61,22 @@ class Engine(ABC):
     """Drives a module under one plugin. Build with :func:`build_engine`.
 
     skipped, skipped_in_a_row: steps that were not taken, 0-dim int64 tensors on the device.
+    shapes: the canonical shape of every trained parameter. parts: where of every canonical parameter the module's is,
+    of which ranks may divide the layers: that of ``module.get_parameter(name)`` while it is whole here.
     """
 
     def __init__(
         self, module: nn.Module, mesh: Mesh, precision: str, settings: Settings, initial: Values | None = None
     ):
         self.mesh, self.precision, self.dtype = mesh, precision, PRECISIONS[precision]
-        self.shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad}
+        self.divided = divided_parameters(module)
+        self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        canonical = {n: self.divided[n].shape if n in self.divided else s for n, s in self._local_shapes.items()}
+        self.shapes = {n: canonical[n] for n, p in module.named_parameters() if p.requires_grad}
+        self.parts = Layout(mesh, canonical, {n: self._division(n) for n in canonical})
+        if self.divided and initial is None:
+            raise ValueError("a model whose layers ranks divide needs initial values, of which each takes its part")
+        self.replicated = ReplicatedGradients(mesh, list(self.shapes), self.divided) if mesh.tp_size > 1 else None
         # Plugins cast weights and buffers to half before they make their fp32 copies; the masters must be
         # the fp32 initialisation itself, and position tables stay fp32.
         trained = _values_of(module) if initial is None else initial
@@ -183,7 +194,7 @@ class Engine(ABC):
 
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
         """This rank's memory of a weight that is not trained, and which shard of it that is."""
-        return parameter, Shard(tuple(parameter.shape), ())
+        return parameter, self.parts.local(name)
 
     def load_master(self, name: str, full: Tensor) -> None:
         """:meth:`set_master` of the full tensor's part (call on every rank, then finish_loading)."""
@@ -236,9 +247,18 @@ class Engine(ABC):
         return None
 
     def _even_layout(self) -> Layout:
-        """Every parameter flat and even over all ranks."""
-        cuts = {n: [flat_cut("world", math.prod(s), self.mesh.world_size)] for n, s in self.shapes.items()}
-        return Layout(self.mesh, self.shapes, cuts)
+        """Every parameter, or this rank's part of it, flat and even over all ranks that have the same."""
+        ranks = self.mesh.dims.size("loss")
+        return self._layout(self.shapes, lambda shape: flat_cut("loss", math.prod(shape), ranks))
+
+    def _layout(self, shapes: Iterable[str], cut: Callable[[tuple[int, ...]], Cut]) -> Layout:
+        """Of these parameters, whose parts (of a shape) are divided by ``cut``."""
+        cuts = {n: [*self._division(n), cut(self._local_shapes[n])] for n in shapes}
+        return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts)
+
+    def _division(self, name: str) -> list[Cut]:
+        """How ranks divide the layer of a parameter."""
+        return [self.divided[name].cut] if name in self.divided else []
 
 
 def _values_of(module: nn.Module) -> Values:

@@ -19,6 +19,7 @@ class BoosterEngine(Engine):
             adam,
             grad_clip=settings.grad_clip,
             accumulate=settings.grad_accumulation > 1,
+            group=None if self.replicated is None else self.mesh.own_group("loss"),
         )
         return model, optimizer, adam, name
 

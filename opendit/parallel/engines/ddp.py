@@ -7,7 +7,7 @@ import torch
 
 from opendit.parallel.engines.base import MOMENTS, StepResult
 from opendit.parallel.engines.booster import BoosterEngine
-from opendit.parallel.layout import Shard
+from opendit.parallel.layout import Layout, flat_cut
 
 
 class DDPEngine(BoosterEngine):
@@ -19,6 +19,11 @@ class DDPEngine(BoosterEngine):
     def _locate(self):
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.layout = self._even_layout()
+        # Of its part, which is whole in memory, this rank sees an even share as its state.
+        shares, ranks = {n: tuple(p.shape) for n, p in self._params.items()}, self.mesh.dims.size("loss")
+        self._shares = Layout(
+            self.mesh, shares, {n: [flat_cut("loss", math.prod(s), ranks)] for n, s in shares.items()}
+        )
         self._optimizer_keys = dict(self._params)
         self._torch_scaler = torch.amp.GradScaler(
             self.mesh.device.type, init_scale=2.0**16, enabled=self.precision == "fp16"
@@ -42,10 +47,17 @@ class DDPEngine(BoosterEngine):
 
     def _step(self) -> StepResult:
         scale = self._torch_scaler.get_scale()
-        self._torch_scaler.unscale_(self.adam)
         params = list(self._params.values())
+        if self.replicated is not None:
+            self.replicated.sum([p.grad for p in params], mark_not_finite=self._torch_scaler.is_enabled())
+        self._torch_scaler.unscale_(self.adam)
         bound = self.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(params, bound).item()
+        if self.replicated is None:
+            norm = torch.nn.utils.clip_grad_norm_(params, bound).item()
+        else:
+            norm = self.replicated.norm([p.grad for p in params])
+            torch.nn.utils.clip_grads_with_norm_(params, bound, norm)
+            norm = norm.item()
         if math.isfinite(norm):
             self.adam.step()
         if self._torch_scaler.is_enabled():
@@ -54,10 +66,10 @@ class DDPEngine(BoosterEngine):
         return self._on_host(norm, scale)
 
     def master(self, name):
-        return self.layout.take(name, self._params[name].detach())
+        return self._shares.take(name, self._params[name].detach())
 
     def held(self, name):
-        return Shard(self.shapes[name], ())
+        return self.parts.local(name)
 
     @torch.no_grad()
     def set_master(self, name, part):
@@ -65,12 +77,12 @@ class DDPEngine(BoosterEngine):
 
     def moments(self, name):
         state = self.adam.init_state(self._params[name])
-        return {moment: self.layout.take(name, state[moment]) for moment in MOMENTS}
+        return {moment: self._shares.take(name, state[moment]) for moment in MOMENTS}
 
     def set_moments(self, name, parts, step):
         state = self.adam.init_state(self._params[name])
         for moment in MOMENTS:
-            state[moment].copy_(parts[moment].view(self.shapes[name]))
+            state[moment].copy_(parts[moment].view(self._params[name].shape))
         self._set_step(name, step)
 
     def scaler_state(self):

@@ -24,7 +24,7 @@ class FSDPEngine(Engine):
 
     def _wrap(self, module, settings):
         colossal, mesh = load(), self.mesh
-        self.whole = mesh.world_size == 1
+        self.whole = mesh.dims.size("loss") == 1
         self.no_graph = "" if self.whole else "FSDP2 gathers and frees weights from the host (--plugin fsdp)"
         self._sharding = replace(settings.sharding, dtype=self.dtype)
         self._accumulates = settings.grad_accumulation > 1 and not self.whole
@@ -37,6 +37,7 @@ class FSDPEngine(Engine):
             grad_clip=settings.grad_clip,
             loss_scale=LossScale(mesh.device) if self.precision == "fp16" else None,
             offload=settings.offload,
+            replicated=self.replicated,
         )
         model, optimizer = colossal.boost_with(plugin, module, adam)
         # A product's result may be a view, which FSDP2 says must not be changed in place: nothing does.
@@ -48,14 +49,13 @@ class FSDPEngine(Engine):
         self.layout = self._rows(self.shapes)
         self._optimizer_keys = dict(self.optimizer.masters)
 
-    def _rows(self, shapes) -> Layout:
-        """Where ``fully_shard`` puts what of tensors of these shapes."""
+    def _rows(self, names) -> Layout:
+        """Where ``fully_shard`` puts what of these parameters."""
         ranks = self.mesh.dims.size("fsdp")
-        cuts = {name: [dim_cut("fsdp", 0, shape[0], ranks)] for name, shape in shapes.items()}
-        return Layout(self.mesh, shapes, cuts)
+        return self._layout(names, lambda shape: dim_cut("fsdp", 0, shape[0], ranks))
 
     def _frozen_part(self, name, parameter):
-        return local_part(parameter), self._rows({name: tuple(parameter.shape)}).local(name)
+        return local_part(parameter), self._rows([name]).local(name)
 
     def master(self, name):
         return self.optimizer.masters[name]

@@ -35,6 +35,7 @@ class Zero2Engine(BoosterEngine):
         return True
 
     def _locate(self):
+        self.optimizer.replicated = self.replicated
         named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.layout = self._even_layout()
         self._optimizer_keys = {n: self.optimizer.working_to_master_param[id(p)] for n, p in named.items()}

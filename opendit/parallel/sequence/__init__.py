@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from opendit.models.attention import for_every_head
 from opendit.models.layers import Attend, Projection
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import OWN_ATTENTION
@@ -60,8 +61,9 @@ class SharedSequence:
         return self.sequence.strategy.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-        """The attention output (B, rows, D) of q, k, v (B, H, rows, d) of this rank's tokens, over all tokens."""
-        return self.sequence.strategy.attention(q, k, v, attend, self.length)
+        """The attention output (B, rows, D) of q (B, H, rows, d) and k, v (B, kv_heads, rows, d) of this rank's tokens,
+        over all tokens."""
+        return self.sequence.strategy.attention(q, *for_every_head(q, k, v), attend, self.length)
 
     def project_and_attend(
         self, x: Tensor, qkv: Projection, heads: int, attend: Attend, float8: bool = False

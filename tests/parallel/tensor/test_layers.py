@@ -1,0 +1,86 @@
+"""A model whose layers ranks divide against the whole one in one process: output and every parameter's gradient, in
+float64."""
+
+import copy
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opendit.models import DiT, build_model
+from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.sequence import sequence_parallel
+from opendit.parallel.sequence.choose import Shape
+from opendit.parallel.sequence.collectives import Group
+from opendit.parallel.sizes import ParallelDims
+from opendit.parallel.tensor import divide, divided_parameters
+from opendit.parallel.tensor.gradients import ReplicatedGradients
+from tests.models.test_dit import randomised
+from tests.models.test_zoo import inputs
+from tests.parallel.tensor.models import DIT, MODELS
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-10
+MEETS_FOUR = {"MovieGen": replace(MODELS["MovieGen"], kv_heads=4)}  # ranks that share two heads of keys
+
+
+def model_of(config) -> DiT:
+    torch.manual_seed(0)
+    return randomised(build_model(config)).double()
+
+
+def gradients(model: DiT, batch: int) -> tuple[Tensor, list[Tensor]]:
+    output = model(*(part[-batch:] for part in inputs(model.config)))
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
+    return output.detach(), list(torch.autograd.grad((output * weights).sum(), list(model.parameters())))
+
+
+def compare(mesh: Mesh, config, batch: int, kind: str | None = None, checkpointed=False, **how) -> dict[str, float]:
+    """The relative error of the output and of every parameter's gradient; ``kind``: two more ranks share the tokens."""
+    whole = model_of(config)
+    wanted, of_parameters = gradients(whole, batch)
+    model, tensor, sequence = copy.deepcopy(whole), mesh.group("tp"), None
+    if kind is not None:
+        shape = Shape(config.tokens, config.hidden_size, config.num_heads // mesh.dims.tp)
+        sequence = sequence_parallel(mesh, kind, shape)
+    model.use(sequence=divide(model, Group.of(tensor), sequence, **how)).grad_checkpoint = checkpointed
+    output, found = gradients(model, batch)
+    divided, names = divided_parameters(model), [name for name, _ in model.named_parameters()]
+    assert names == [name for name, _ in whole.named_parameters()]
+    ReplicatedGradients(mesh, names, divided).sum(found)
+    errors = {"output": ((output - wanted).norm() / wanted.norm()).item()}
+    for name, expected, ours in zip(names, of_parameters, found, strict=True):
+        if kind is not None:  # gradients are those of their own tokens, times the number of ranks
+            dist.all_reduce(ours, group=mesh.group("sp"))
+            ours /= mesh.sp_size
+        if name in divided:
+            shape, cut = divided[name].shape, divided[name].cut
+            assert shape == expected.shape
+            ranges = cut.ranges[mesh.coordinate("tp")]
+            expected = torch.cat([expected.narrow(cut.dim, start, stop - start) for start, stop in ranges], cut.dim)
+        scale = expected.norm()
+        assert scale > 1e-8, name
+        errors[name] = ((ours - expected).norm() / scale).item()
+    return errors
+
+
+def every_model(mesh: Mesh) -> dict:
+    found = {}
+    for size in (2, 4):
+        tensor = init_mesh(dims=ParallelDims.fill(4, tp=size))
+        for name, config in MODELS.items():
+            config = MEETS_FOUR.get(name, config) if size == 4 else config
+            found[size, name] = compare(tensor, config, 5 - size, checkpointed=size == 4)
+    found["modulation on every rank"] = compare(tensor, DIT, 2, column_modulation=False)
+    both = init_mesh(dims=ParallelDims(sp=2, tp=2))
+    for kind in ("fastseq", "ulysses", "ring"):
+        found[kind] = compare(both, MODELS["DiT of text"], 2, kind)
+    return found
+
+
+def test_output_and_every_gradient_are_those_of_one_process():
+    for rank in run_ranks(4, every_model):
+        for case, errors in rank.items():
+            bad = {name: error for name, error in errors.items() if not error < TOLERANCE}
+            assert not bad, (case, bad)
