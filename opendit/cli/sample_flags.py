@@ -17,6 +17,7 @@ from opendit.cli.command_line import Flags, check_values, flag, settle_idle
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.cli.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SEED, SIDE
 from opendit.diffusion.names import ALL_SAMPLERS, DESCRIPTIONS
+from opendit.inference.approximations import FORMS, Approximations
 from opendit.models.names import canonical_name
 from opendit.parallel.names import PRECISIONS
 from opendit.parallel.sizes import check_cfg_parallel
@@ -70,6 +71,16 @@ class DrawFlags(Flags):
 
 
 @dataclass(frozen=True)
+class ApproximationFlags(Flags):
+    """What is left out of sampling steps: docs/sampling.md has the errors."""
+
+    group: ClassVar[str] = "Approximations"
+
+    guidance_every: int = flag(1, "evaluate guidance's unconditional half every K steps", at_least=1, at_most=1000)
+    cache: str | None = flag(None, f"leave blocks out of steps: {FORMS}")
+
+
+@dataclass(frozen=True)
 class SampleSpeedFlags(Flags):
     """The precision."""
 
@@ -102,7 +113,16 @@ class OutputFlags(Flags):
 
 
 @dataclass(frozen=True)
-class SampleConfig(CheckpointFlags, DrawFlags, SampleSpeedFlags, SpeedFlags, GuidanceFlags, ParallelFlags, OutputFlags):
+class SampleConfig(
+    CheckpointFlags,
+    DrawFlags,
+    ApproximationFlags,
+    SampleSpeedFlags,
+    SpeedFlags,
+    GuidanceFlags,
+    ParallelFlags,
+    OutputFlags,
+):
     """Draws pictures from a checkpoint. Several processes (torchrun) share the work."""
 
     program: ClassVar[str] = "sample.py"
@@ -116,6 +136,10 @@ class SampleConfig(CheckpointFlags, DrawFlags, SampleSpeedFlags, SpeedFlags, Gui
         notes += settle_idle(self, self._idle())
         model = None if self.model is None else canonical_name(self.model)
         self.check_parallel(world_size)
+        asked = Approximations.of(self.guidance_every, self.cache, self.num_sampling_steps)
+        if asked.by_batch and (self.cfg_parallel or self.sequence_parallel_size > 1):
+            shared = "--cfg_parallel" if self.cfg_parallel else "--sequence_parallel_size"
+            raise ValueError(f"--cache {self.cache}: decides by a batch, which {shared} shares out; use taylor:3")
         if self.cfg_parallel:
             if self.cfg_scale == 1:
                 raise ValueError("--cfg_parallel: --cfg_scale 1 is no guidance and has one half; leave one of them out")
@@ -138,7 +162,7 @@ class SampleConfig(CheckpointFlags, DrawFlags, SampleSpeedFlags, SpeedFlags, Gui
         idle = {}
         if self.cfg_scale == 1:
             idle |= dict.fromkeys(
-                ("cfg_interval", "cfg_channels", "negative_prompt"),
+                ("cfg_interval", "cfg_channels", "guidance_every", "negative_prompt"),
                 "does nothing with --cfg_scale 1, which is no guidance",
             )
         if self.ckpt != "latest":

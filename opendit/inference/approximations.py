@@ -13,13 +13,15 @@ from typing import NamedTuple
 
 MOST_ORDER = 4  # of an extrapolation; each one more is one more copy of the blocks' output in memory
 THRESHOLD = 0.1  # of the first-block cache, unless it is given
+LOW, HIGH = 1e-2, 1e2  # sigma: what lies below or above is next to clean, or next to noise, for every network
 FORMS = "first_block[:THRESHOLD] or taylor:K[:ORDER]"
 
 
 @dataclass(frozen=True)
 class TaylorCache:
-    """The blocks are evaluated in every ``every``-th step. In the others, what they add to the residual stream is
-    extrapolated from the last ``order`` + 1 evaluations, see :class:`opendit.inference.block_stacks.TaylorStack`."""
+    """The blocks are evaluated in one of ``every`` steps, see :func:`evaluated_steps`. In the others, what they add to
+    the residual stream is extrapolated from the last ``order`` + 1 evaluations, see
+    :class:`opendit.inference.block_stacks.TaylorStack`."""
 
     every: int
     order: int = 2
@@ -30,12 +32,28 @@ class TaylorCache:
     @property
     def note(self) -> str:
         said = f"extrapolated with order {self.order}" if self.order else "reused"
-        return f"blocks evaluated every {self.every} steps, their output {said} between"
+        return f"blocks evaluated in one of {self.every} steps, their output {said} in the others"
 
     def check(self, steps: int) -> None:
         """Raises ValueError if a sampler of so many steps has no use for it."""
-        if self.every >= steps:
-            raise ValueError(f"--cache {self}: K must be below the {steps} sampling steps")
+        if 2 * self.every > steps:
+            raise ValueError(f"--cache {self}: K must be at most half the {steps} sampling steps")
+
+    def plan(self, run: range, levels: Sequence[float]) -> list["Step"]:
+        """Steps that may use each other's evaluations, and the noise level where each of them begins."""
+        steps, known, slots = [], [], self.order + 1
+        chosen = {run[k] for k in evaluated_steps(levels, self.every)}
+        for i in run:
+            if i in chosen:
+                known.append(i)
+                steps.append(Step(Mode(), slot=(len(known) - 1) % slots))
+                continue
+            used = known[-slots:]
+            weights = [0.0] * len(used)
+            for number, weight in enumerate(extrapolation_weights(used, i), start=len(known) - len(used)):
+                weights[number % slots] = weight
+            steps.append(Step(Mode(blocks=len(used)), weights=tuple(weights)))
+        return steps
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,7 @@ Cache = TaylorCache | FirstBlockCache
 
 def parse_cache(text: str) -> Cache:
     """The cache that --cache asks for. Raises ValueError for anything else."""
+    text = str(text)
     name, _, rest = text.partition(":")
     if name == "first_block" and (rest or text == name):
         threshold = _number(rest or str(THRESHOLD))
@@ -73,7 +92,7 @@ def parse_cache(text: str) -> Cache:
         raise ValueError(f"--cache {text}: must be {FORMS}, as taylor:3")
     every, order = int(found[1]), int(found[2] or TaylorCache.order)
     if not 2 <= every <= 1000:
-        raise ValueError(f"--cache {text}: K, the steps from one evaluation of the blocks to the next, is 2 to 1,000")
+        raise ValueError(f"--cache {text}: K, the steps to one evaluation of the blocks, is 2 to 1,000")
     if order > MOST_ORDER:
         raise ValueError(f"--cache {text}: ORDER, of the extrapolation, is 0 to {MOST_ORDER}")
     return TaylorCache(every, order)
@@ -146,42 +165,46 @@ class Approximations:
             )
 
     @property
-    def notes(self) -> list[str]:
-        """What there is to say of them, a line each; none if all is exact."""
-        said = [] if self.cache is None else [f"--cache {self.cache}: {self.cache.note}"]
-        if self.guidance_every > 1:
-            said += [
-                f"--guidance_every {self.guidance_every}: the unconditional half evaluated every "
-                f"{self.guidance_every} steps, its difference to the conditional one reused between"
-            ]
-        return said
+    def note(self) -> str:
+        """What is approximated, with its setting; "" if nothing is."""
+        if self.cache is not None:
+            return f"{self.cache}: {self.cache.note}"
+        every = self.guidance_every
+        return f"guidance_every {every}: its unconditional half evaluated every {every} steps" if every > 1 else ""
 
-    def plan(self, starts: Sequence[bool]) -> list[Step]:
+    def plan(self, starts: Sequence[bool], levels: Sequence[float]) -> list[Step]:
         """How every step is taken. starts: whether a step calls another model than the one before, guided or not, so
-        that nothing of earlier steps can be used; of the first one, True."""
-        steps, since, known = [], 0, []
-        for i, start in enumerate(starts):
-            since, known = (0, []) if start else (since + 1, known)
-            step = Step(Mode(null=since % self.guidance_every == 0))
-            if isinstance(self.cache, TaylorCache):
-                step = self._extrapolated(step, i, since, known)
-            elif isinstance(self.cache, FirstBlockCache) and not start:
-                step = Step(step.mode._replace(blocks=FIRST))
-            steps.append(step)
-        return steps
+        that nothing of earlier steps can be used; of the first one, True. levels: of noise, where each step begins."""
+        first = [i for i, start in enumerate(starts) if start]
+        runs = [range(i, after) for i, after in zip(first, [*first[1:], len(starts)], strict=True)]
+        return [step for run in runs for step in self._plan_run(run, levels)]
 
-    def _extrapolated(self, step: Step, i: int, since: int, known: list[int]) -> Step:
-        """``known``: the steps that were evaluated since the start, which this one is added to if it is evaluated."""
-        slots = self.cache.order + 1
-        if since % self.cache.every == 0:
-            known.append(i)
-            return step._replace(slot=(len(known) - 1) % slots)
-        used = known[-slots:]
-        weights = dict.fromkeys(range(len(used)), 0.0)
-        first = len(known) - len(used)
-        for number, weight in enumerate(extrapolation_weights(used, i)):
-            weights[(first + number) % slots] = weight
-        return Step(step.mode._replace(blocks=len(used)), weights=tuple(weights[slot] for slot in sorted(weights)))
+    def _plan_run(self, run: range, levels: Sequence[float]) -> list[Step]:
+        if isinstance(self.cache, TaylorCache):
+            return self.cache.plan(run, [levels[i] for i in run])
+        if isinstance(self.cache, FirstBlockCache):
+            return [Step(Mode(blocks=ALL if i == run[0] else FIRST)) for i in run]
+        return [Step(Mode(null=(i - run[0]) % self.guidance_every == 0)) for i in run]
+
+
+def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
+    """Of steps that begin at these ``levels`` of noise one in ``every``, the first and the last among them, about even
+    in the mean of the step's number and the logarithm of its level.
+
+    Even in the number alone leaves samplers with long steps at the end (a shifted flow) few evaluations there, where
+    the log level changes most; even in the log level alone leaves few to the noisy half of all others.
+    """
+    last, count = len(levels) - 1, -(-len(levels) // every)
+    logs = [math.log(min(max(level, LOW), HIGH)) for level in levels]
+    fall = (logs[0] - logs[last]) or 1.0
+    places = [i / max(1, last) + (logs[0] - log) / fall for i, log in enumerate(logs)]
+    chosen: list[int] = []
+    for number in range(count):
+        want = places[last] * number / max(1, count - 1)
+        # Later than the one before, and early enough for those that follow.
+        free = range(chosen[-1] + 1 if chosen else 0, last - (count - number) + 2)
+        chosen.append(min(free, key=lambda i: abs(places[i] - want)))
+    return chosen
 
 
 def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:

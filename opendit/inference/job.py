@@ -11,6 +11,7 @@ from opendit.common.hashing import hash_parts
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.vae import FrozenVAE
 from opendit.encoders.video_vae import FrameCodec, VideoCodec
+from opendit.inference.approximations import parse_cache
 from opendit.inference.parts import Job, samples_a_part
 from opendit.inference.prepare import SamplingRun
 
@@ -67,6 +68,8 @@ def settings_of(sampling: SamplingRun) -> dict[str, str]:
         "--cfg_scale": f"{flags.cfg_scale:g}",
         "--cfg_channels": flags.cfg_channels,
         "--cfg_interval": " ".join(f"{level:g}" for level in flags.cfg_interval) or None,
+        "--guidance_every": flags.guidance_every if flags.guidance_every > 1 else None,
+        "--cache": parse_cache(flags.cache) if flags.cache else None,
         "--seed": flags.seed,
         "--num_samples": len(sampling.choices),
         "classes or prompts": hash_parts(*choices)[:16],

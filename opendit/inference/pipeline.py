@@ -22,6 +22,7 @@ from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
+from opendit.inference.approximations import Approximations
 from opendit.inference.arguments import (
     MOST_GUIDANCE,
     MOST_SAMPLES,
@@ -207,6 +208,8 @@ class Pipeline:
         interval: tuple[float, float] | None = None,
         negative: str | None = None,
         guided_channels: int | None = None,
+        guidance_every: int = 1,
+        cache: str | None = None,
         size: int | tuple[int, int] | None = None,
         frames: int | None = None,
         batch_size: int = 32,
@@ -225,6 +228,9 @@ class Pipeline:
             sampler: one of ``samplers``; None for the first.
             interval: (low, high), the noise levels sigma between which there is guidance; None for all.
             negative: a caption to guide away from, instead of the empty one.
+            guidance_every: an approximation: guidance's unconditional half is evaluated every so many steps only.
+            cache: an approximation: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]" leave blocks out of steps
+                (docs/sampling.md has their errors).
             guided_channels: so many of the latents' first channels are guided; None for all (Meta's figures: 3).
             size: pixels, (height, width) or a side. A model draws one size: this only checks it.
             frames: of a clip; None for as many as the model was trained on.
@@ -240,6 +246,12 @@ class Pipeline:
             ValueError: an unknown class (the message has the most similar name), or an argument that does not fit.
         """
         check_number("batch_size", batch_size, 1, 65_536, int)
+        check_number("steps", steps, 1, MOST_STEPS, int)
+        check_number("guidance_every", guidance_every, 1, MOST_STEPS, int)
+        if guidance == 1 and guidance_every > 1:
+            raise ValueError("guidance_every does nothing with guidance 1, which is none; leave one of them out")
+        with arguments_named():
+            Approximations.of(guidance_every, cache, steps)
         with self._arithmetic():
             order = self.order(
                 what,
@@ -259,10 +271,13 @@ class Pipeline:
                 cfg_scale=order.guidance,
                 cfg_channels=guided_channels,
                 cfg_interval=order.interval,
+                guidance_every=1 if order.guidance == 1 else guidance_every,
+                cache=cache,
                 size=order.size,
             )
             y, index, drawn = order.y, torch.arange(len(order.y)), []
-            with tqdm(total=steps * math.ceil(len(y) / batch_size), unit=" steps", disable=not progress) as bar:
+            total, said = steps * math.ceil(len(y) / batch_size), engine.approximations.note.partition(": ")[0] or None
+            with tqdm(total=total, unit=" steps", desc=said, disable=not progress) as bar:
 
                 def after_step(i: int, x: Tensor) -> None:
                     bar.update()

@@ -83,6 +83,8 @@ class SamplingRun:
             cfg_scale=flags.cfg_scale,
             cfg_channels=flags.cfg_channels,
             cfg_interval=tuple(flags.cfg_interval) or None,
+            guidance_every=flags.guidance_every,
+            cache=flags.cache,
             size=self.size,
             around=(lambda model: SharedBatch(model, halves)) if halves else None,
         )

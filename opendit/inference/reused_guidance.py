@@ -25,14 +25,18 @@ class ReusedGuidance:
         self._model, self._samples = model, samples
         self._differences: list[Tensor] = []
         self._fresh, self._evaluation = True, 0
+        self.rows = 0  # that guidance has asked for
 
     def begin(self, fresh: bool) -> None:
         """Begins a step; fresh: it evaluates the unconditional half."""
         self._fresh, self._evaluation = fresh, 0
 
     def __call__(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        if len(x) == self._samples:
-            return self._model(x, t, y)
+        out = self._model(x, t, y) if len(x) == self._samples else self._both(x, t, y)
+        self.rows += len(x)
+        return out
+
+    def _both(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         number, self._evaluation = self._evaluation, self._evaluation + 1
         if self._fresh:
             both = at_least_float32(self._model(x, t, y))

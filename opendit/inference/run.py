@@ -146,7 +146,7 @@ def draw(sampling: SamplingRun, parts: Parts, earlier: bool) -> None:
         draw_share(sampling, parts, missing)
         mesh.barrier()
         if mesh.is_main:
-            rows = collect(sampling, parts, folder)
+            rows = collect(sampling, parts, folder) | approximated(sampling)
             parts.remove()
             print_block("\nDone", rows)
         mesh.barrier()
@@ -289,6 +289,7 @@ def announce(sampling: SamplingRun) -> None:
         "attention": attention_note(sampling.kernels.attention_note, sequence),
         "kernels": sampling.kernels.ops_note,
         "steps": sampling.engine.note,
+        **approximate(sampling),
         "sequence": f"over {sampling.mesh.sp_size} ranks, {sequence.plan}" if sequence else "whole on every rank",
         "processes": f"{sampling.mesh.world_size} ({processor})",
         "samples": f"{len(sampling.choices)}{shares}, seed {flags.seed}",
@@ -296,6 +297,19 @@ def announce(sampling: SamplingRun) -> None:
     print_block("OpenDiT sampling", rows)
     for note in sampling.notes:
         print(f"note: {note}", flush=True)
+
+
+def approximate(sampling: SamplingRun) -> dict[str, str]:
+    """The row that says what is approximated, if anything is."""
+    note = sampling.engine.approximations.note
+    return {"approximate": note} if note else {}
+
+
+def approximated(sampling: SamplingRun) -> dict[str, str]:
+    """The row that says what it came to, where this rank knows it."""
+    if not approximate(sampling) or sampling.replica.halves:
+        return {}
+    return {"approximate": f"{sampling.engine.share_evaluated:.1%} of the blocks' work was done"}
 
 
 def save_one(stem: Path, picture: np.ndarray, fps: float) -> None:

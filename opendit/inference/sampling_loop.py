@@ -81,11 +81,13 @@ class SamplingLoop:
         self.order = torch.arange(samples, device=device)
         models = [self.sampler.model_at(i) for i in range(self.sampler.steps)]
         starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
-        self.plan = settings.approximations.plan(starts)
+        self.plan = settings.approximations.plan(starts, trajectory.levels)
         self.stack = self.network.stack = make_stack(settings.approximations, self.plan, device)
         self.recordings: dict = {}  # kind -> what replays it
-        self._evaluations: dict = {}  # kind -> blocks times rows that a step of it evaluates; known once one ran
-        self.evaluated = 0  # of a batch so far
+        # Blocks times rows of a batch: kind -> what a step of it evaluates, and what it would if nothing were left out
+        # (known once one ran); and of all steps so far.
+        self._work: dict = {}
+        self.evaluated = self.whole = 0
         self._addresses: tuple[int, ...] = ()
         self._end = 0  # of the steps in the tables
 
@@ -114,7 +116,7 @@ class SamplingLoop:
         start = self.sampler.init(self._trajectory.start(initial_noise(seed, index, self.shape)))
         for static, part in zip(self.state, start, strict=True):
             static.copy_(part)
-        self._end = self.evaluated = 0
+        self._end = self.evaluated = self.whole = 0
 
     def advance(self, i: int, recorder: GraphRecorder | None = None) -> None:
         """Takes step i; the steps are taken in their order. recorder: of its recording; None: kernel by kernel.
@@ -136,10 +138,11 @@ class SamplingLoop:
     def _take(self, i: int, mode: Mode, recorder: GraphRecorder | None) -> None:
         """Takes step i, or its part, in this mode."""
         kind = self.sampler.model_at(i), self._inputs.present[i], mode
-        if recorder is None or kind not in self._evaluations:
-            before = self.stack.evaluated
+        if recorder is None or kind not in self._work:
+            before = self.stack.evaluated, self._guidance.rows
             self._advance(*kind)
-            self._evaluations[kind] = self.stack.evaluated - before
+            rows = self._guidance.rows - before[1]
+            self._work[kind] = self.stack.evaluated - before[0], rows * len(self.settings.model.blocks)
         else:
             if kind not in self.recordings:
                 try:
@@ -147,7 +150,8 @@ class SamplingLoop:
                 except RuntimeError as error:
                     raise NotRecordedError(str(error)) from error
             self.recordings[kind]()
-        self.evaluated += self._evaluations[kind]
+        evaluated, whole = self._work[kind]
+        self.evaluated, self.whole = self.evaluated + evaluated, self.whole + whole
 
     def _advance(self, model, present: tuple[bool, ...], mode: Mode) -> None:
         self.network.begin(self.step)

@@ -83,6 +83,14 @@ CAPTIONS = {"name": "DiT-Ti/2", "text": TextConfig("bytes", 64, 16, False)}
     [
         (PICTURES, "--cfg_scale 1 --cfg_interval 0 1", "--cfg_interval does nothing with --cfg_scale 1"),
         (PICTURES, "--cfg_scale 1 --cfg_channels 1", "--cfg_channels does nothing with --cfg_scale 1"),
+        (PICTURES, "--cfg_scale 1 --guidance_every 2", "--guidance_every does nothing with --cfg_scale 1"),
+        (PICTURES, "--guidance_every 2 --cache taylor:3", "leave one of them out"),
+        (
+            PICTURES,
+            "--num_sampling_steps 3 --cache taylor:3",
+            "K must be at most half the 3 sampling steps",
+        ),
+        (PICTURES, "--cache first", "--cache first: must be first_block[:THRESHOLD] or taylor:K[:ORDER]"),
         (PICTURES, "--cfg_channels 2", "--cfg_channels 2: "),
         (PICTURES, "--weights model", "--weights does nothing with a file as --ckpt"),
         (PICTURES, "--outputs elsewhere", "--outputs does nothing with --ckpt PATH"),

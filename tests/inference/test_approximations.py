@@ -1,5 +1,6 @@
 """What --cache and --guidance_every leave out: plans, weights, and engines against loops written from the formulas."""
 
+import math
 import re
 from fractions import Fraction
 
@@ -10,7 +11,13 @@ from torch import Tensor
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS
 from opendit.diffusion.sampling import sample_latents
-from opendit.inference.approximations import Approximations, FirstBlockCache, TaylorCache, parse_cache
+from opendit.inference.approximations import (
+    Approximations,
+    FirstBlockCache,
+    TaylorCache,
+    evaluated_steps,
+    parse_cache,
+)
 from opendit.inference.block_stacks import weighted_sum
 from opendit.inference.engine import SamplingEngine
 from opendit.models.blocks import run_blocks
@@ -83,16 +90,16 @@ class Reference:
 
 
 class Taylor(Reference):
-    """Every K-th step is evaluated; between, polynomial interpolation through the last evaluations, solved for as a
-    system of linear equations, of every block's own residual."""
+    """Some steps are evaluated; between, polynomial interpolation through the last evaluations, solved for as a system
+    of linear equations, of every block's own residual."""
 
-    def __init__(self, *args, every: int, order: int):
+    def __init__(self, *args, order: int):
         super().__init__(*args)
-        self.every, self.order = every, order
+        self.order, self.chosen = order, []
 
     def blocks(self, x, modulations, context, grid, key):
         known = self.kept.setdefault(key, [])
-        if self.run % self.every == 0:
+        if self.i in self.chosen:
             residuals = []
             for block, m in zip(self.model.blocks, modulations, strict=True):
                 after = block(x, m, context, grid)
@@ -107,9 +114,7 @@ class Taylor(Reference):
             [[float(i - self.i) ** j for j in range(len(used))] for i, _ in used], dtype=torch.float64
         )
         values = torch.stack([f for _, f in used])
-        (predicted, *_) = torch.linalg.solve(torch.tensor(powers, dtype=torch.float64), values.flatten(1)).view_as(
-            values
-        )
+        (predicted, *_) = torch.linalg.solve(powers, values.flatten(1)).view_as(values)
         for residual in predicted:
             x = x + residual
         return x
@@ -174,13 +179,14 @@ def compare(config, which: str, sampler: str, reference: type, how: dict, asked:
     recorder = TapeRecorder()
     engine = SamplingEngine(model, objective, **settings, recorder=recorder)
     plain = SamplingEngine(model, objective, **settings, record=False)
+    loop.chosen = [i for i, step in enumerate(engine._loop(2).plan) if step.mode.blocks == "all"]
     for seed in (0, 1):
         y, null = conditions(config, 2)
         index = torch.arange(2) * 7 + seed
         want = loop.draw(y, null, index, seed, interval)
         for one in (engine, plain):
             assert off_by(one.sample(y, null, index, seed), want) < 1e-6, (which, sampler, asked)
-        assert engine.evaluated == plain.evaluated
+        assert engine.share_evaluated == plain.share_evaluated < 1
     exact = sample_latents(
         model, y, null, index, objective=objective, seed=1, steps=steps, sampler=sampler, cfg_scale=SCALE,
         cfg_interval=interval,
@@ -195,24 +201,24 @@ def compare(config, which: str, sampler: str, reference: type, how: dict, asked:
 
 @pytest.mark.parametrize(("which", "sampler"), EVERY)
 def test_extrapolated_blocks_with_every_sampler(which, sampler):
-    engine, loop = compare(LABELS, which, sampler, Taylor, {"every": 3, "order": 2}, {"cache": "taylor:3"})
-    assert sorted(set(loop.full)) == [0, 3, 6]
+    engine, loop = compare(LABELS, which, sampler, Taylor, {"order": 2}, {"cache": "taylor:3"})
+    assert len(set(loop.full)) == 3 and loop.full[0] == 0 and loop.full[-1] == 8
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=NAMED)
 def test_extrapolated_blocks_of_every_architecture(config):
-    compare(config, "flow", "euler", Taylor, {"every": 2, "order": 1}, {"cache": "taylor:2:1"}, steps=6)
+    compare(config, "flow", "euler", Taylor, {"order": 1}, {"cache": "taylor:2:1"}, steps=6)
 
 
 @pytest.mark.parametrize("order", [0, 1, 3])
 def test_orders(order):
-    compare(CAPTIONS, "ddpm", "ddim", Taylor, {"every": 2, "order": order}, {"cache": f"taylor:2:{order}"})
+    compare(CAPTIONS, "ddpm", "ddim", Taylor, {"order": order}, {"cache": f"taylor:2:{order}"})
 
 
 @pytest.mark.parametrize(
     ("reference", "how", "asked"),
     [
-        (Taylor, {"every": 2, "order": 2}, {"cache": "taylor:2"}),
+        (Taylor, {"order": 2}, {"cache": "taylor:2"}),
         (FirstBlock, {"threshold": 0.3}, {"cache": "first_block:0.3"}),
         (Reused, {"every": 2}, {"guidance_every": 2}),
     ],
@@ -259,7 +265,7 @@ def test_settings_that_leave_nothing_out_are_exact_bit_for_bit(record, dtype):
         recorder = TapeRecorder() if record else None
         engine = SamplingEngine(model, objective, steps=5, sampler="ddpm", recorder=recorder, **asked)
         drawn += [engine.sample(*given), engine.sample(*given)]
-        assert engine.records == record and engine.evaluated == 5 * 2 * 3 * len(model.blocks)
+        assert engine.records == record and engine.share_evaluated == 1
     assert all(torch.equal(one, drawn[0]) for one in drawn)
 
 
@@ -293,7 +299,7 @@ def test_blocks_that_are_evaluated():
         engine = SamplingEngine(model, objective, steps=50, recorder=TapeRecorder(), **asked)
         for _ in range(2):
             engine.sample(*given)
-            counts.setdefault(name, []).append(engine.evaluated)
+            counts.setdefault(name, []).append(round(engine.share_evaluated * 100 * blocks, 6))
     assert counts == {
         "exact": [100 * blocks] * 2,
         "taylor": [34 * blocks] * 2,
@@ -310,14 +316,14 @@ def test_blocks_that_are_evaluated():
 def test_a_polynomial_of_the_steps_number_is_extrapolated_exactly(order, every):
     """In every step that has seen order + 1 evaluations, by the plan's slots and weights; beyond that degree it is not
     exact."""
-    plan = Approximations(cache=TaylorCache(every, order)).plan([True] + [False] * 39)
+    levels = [math.exp(3 - i / 8) for i in range(60)]
+    plan = Approximations(cache=TaylorCache(every, order)).plan([True] + [False] * 59, levels)
 
     def run(degree: int) -> list[Fraction]:
         slots, found = {}, []
         for i, step in enumerate(plan):
             value = Fraction(sum((k + 2) * (i - 11) ** k for k in range(degree + 1)))
             if step.mode.blocks == "all":
-                assert i % every == 0
                 slots[step.slot] = value
             elif step.mode.blocks == order + 1:
                 weights = [Fraction(weight).limit_denominator(10**6) for weight in step.weights]
@@ -325,6 +331,25 @@ def test_a_polynomial_of_the_steps_number_is_extrapolated_exactly(order, every):
         return found
 
     assert len(run(order)) >= 10 and not any(run(order)) and all(run(order + 1))
+
+
+@pytest.mark.parametrize("every", [2, 3, 5])
+@pytest.mark.parametrize("sampler", ["ddim", "dpmpp"])
+def test_evaluations_are_even_in_the_steps_number_and_the_log_level(every, sampler):
+    for steps in (10, 50, 250):
+        trajectory = OBJECTIVES["ddpm"].trajectory(steps, SAMPLERS[sampler].even_in_noise)
+        levels = trajectory.levels[:-1]
+        chosen = evaluated_steps(levels, every)
+        assert len(chosen) == math.ceil(steps / every) and chosen[0] == 0 and chosen[-1] == steps - 1
+        assert chosen == sorted(set(chosen))
+        logs = torch.tensor(levels, dtype=torch.float64).clamp(1e-2, 1e2).log()
+        places = torch.linspace(0, 1, steps, dtype=torch.float64) + (logs[0] - logs) / (logs[0] - logs[-1])
+        gaps = places[chosen].diff()
+        assert gaps.max() <= gaps.mean() + places.diff().max() + 1e-9
+    # A level that stays, or is 0, or infinite: even in the number.
+    for level in (1.0, 0.0, float("inf")):
+        assert evaluated_steps([level] * 7, 3) == [0, 3, 6]
+    assert evaluated_steps([5.0], 3) == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -369,13 +394,13 @@ def test_other_caches_are_refused(text):
 def test_what_does_nothing_or_can_not_be_combined_is_refused():
     with pytest.raises(ValueError, match="--guidance_every 2: .* leave one of them out"):
         Approximations.of(2, "taylor:3", 50)
-    with pytest.raises(ValueError, match="below the 3 sampling steps"):
-        Approximations.of(1, "taylor:3", 3)
+    with pytest.raises(ValueError, match="at most half the 5 sampling steps"):
+        Approximations.of(1, "taylor:3", 5)
     with pytest.raises(ValueError, match="below the 4 sampling steps"):
         Approximations.of(4, None, 4)
     with pytest.raises(ValueError, match="1 or more"):
         Approximations.of(0, None, 4)
-    assert Approximations.of(1, None, 1).notes == []
+    assert Approximations.of(1, None, 1).note == ""
     model = fresh(LABELS)
     with pytest.raises(ValueError, match="ranks share samples"):
         SamplingEngine(model, OBJECTIVES["ddpm"], steps=5, cache="first_block", around=lambda model: model)

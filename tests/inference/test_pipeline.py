@@ -60,6 +60,8 @@ JOBS = [
      "--prompt 'a dog' 'a cat' '' --negative_prompt 'a seven'"),
     ("clips", ["left", "up"], {"frames": 6, "sampler": "heun", "guidance": 2},
      "--prompt left up --num_frames 6 --sampler heun --cfg_scale 2"),
+    ("classes", [1, 2], {"cache": "taylor:2:1"}, "--class_labels 1 2 --cache taylor:2:1"),
+    ("classes", [1, 2], {"guidance_every": 3}, "--class_labels 1 2 --guidance_every 3"),
 ]  # fmt: skip
 
 
@@ -226,6 +228,9 @@ def test_callback_sees_every_step_and_can_end_it(weights, capsys):
         ("classes", {"guided_channels": 2}, "guided_channels 2: must be a whole number from 1 to 1"),
         ("classes", {"interval": (2, 1)}, "interval 2 1"),
         ("classes", {"interval": (1, 2), "guidance": 1}, "interval does nothing with guidance 1"),
+        ("classes", {"guidance_every": 2, "guidance": 1}, "guidance_every does nothing with guidance 1"),
+        ("classes", {"guidance_every": 0}, "guidance_every 0: must be a whole number"),
+        ("classes", {"cache": "taylor"}, r"cache taylor: must be first_block\[:THRESHOLD\] or taylor:K\[:ORDER\]"),
         ("classes", {"sampler": "heun"}, "sampler heun: this model was trained by objective ddpm"),
         ("classes", {"size": 16}, "size 16: .* draws 8 x 8; leave it out"),
         ("classes", {"size": (8, 4)}, r"size \(8, 4\)"),
