@@ -185,7 +185,7 @@ class SlotLoop:
         """x of samples that have a row, (n, C, ...) float32."""
         rows = {id(sample): row for row, sample in enumerate(self.rows) if sample is not None}
         x = self._state_type(*self._state).x
-        return x.index_select(0, self._put(np.array([rows[id(sample)] for sample in samples])))
+        return x.index_select(0, self._put(np.array([rows[id(sample)] for sample in samples], dtype=np.int64)))
 
     def _advance(self, size: int) -> None:
         tick, order = self._tick[:size], self._order[:size]
