@@ -34,7 +34,7 @@ class SampleRequest:
         self.count, self.steps = len(samples), steps
         self.kind, self.callback, self.arrival = kind, callback, next(_numbers)
         self.pending, self.drawn = deque(samples), 0  # samples without a row so far; steps done of all
-        self.in_rows = 0
+        self.in_rows, self.served = 0, self.arrival  # samples in rows; when one got a row last
         for sample in samples:
             sample.owner = self
         self._results: list[Any] = [None] * self.count
@@ -105,6 +105,11 @@ class SampleRequest:
             self._future.set_exception(error)
         except InvalidStateError:
             pass
+
+    def take_row(self) -> None:
+        """One of its samples gets a row."""
+        self.in_rows += 1
+        self.served = next(_numbers)
 
     def advanced(self, samples: int) -> None:
         """So many of its samples have taken a step; an error of its callback ends it."""

@@ -45,7 +45,8 @@ class SamplingServer:
     - A free row goes to the request that has fewest samples in rows, the oldest of these. So a request of a thousand
       samples does not keep one of a single sample waiting, and every request gets its turn.
     - Kinds that have samples in rows take one step each in turn. Three kinds are drawn at the same time; while another
-      one waits, the one with fewest samples in rows gets no new ones, until it has none and makes room.
+      one waits, the one with fewest samples in rows gets no new ones, until it has none and makes room, for the kind of
+      the request that has waited longest since it got a row.
 
     A sample is what its seed says: number i of a request with seed s starts from the noise of sample number i of
     ``Pipeline`` with seed s, and is the same in any company up to the rounding of matrix products; in batches of one
@@ -142,7 +143,8 @@ class SamplingServer:
             QueueFullError: ``max_waiting`` samples would wait.
             ServerClosedError: the server was closed, or its worker died.
         """
-        self._check_open()
+        with self._wake:
+            self._check_room(1)  # before anything is encoded
         with self._preparing, self._on_device(), torch.inference_mode():
             order = self.pipe.order(
                 what,
@@ -161,13 +163,7 @@ class SamplingServer:
             samples = self._samples(order, self._table(kind, steps), seed)
         request = SampleRequest(kind, samples, steps, callback)
         with self._wake:
-            self._check_open()
-            waiting = self.waiting
-            if waiting + len(samples) > self.max_waiting:
-                raise QueueFullError(
-                    f"{waiting:,} samples wait for a row, and {len(samples):,} more would be over the "
-                    f"{self.max_waiting:,} that this server takes; ask again when some are done"
-                )
+            self._check_room(len(samples))
             self._requests.append(request)
             self._wake.notify_all()
         request.add_done_callback(self._ended)
@@ -206,9 +202,16 @@ class SamplingServer:
         self._tables.move_to_end(key)
         return self._tables[key]
 
-    def _check_open(self) -> None:
+    def _check_room(self, samples: int) -> None:
+        """Raises ServerClosedError, or QueueFullError if so many more samples can't wait."""
         if self._closed:
             raise ServerClosedError(self._closed)
+        waiting = self.waiting
+        if waiting + samples > self.max_waiting:
+            raise QueueFullError(
+                f"{waiting:,} samples wait for a row, and {samples:,} more would be over the {self.max_waiting:,} that "
+                "this server takes; ask again when some are done"
+            )
 
     def _ended(self, _: SampleRequest) -> None:
         with self._wake:
@@ -263,7 +266,7 @@ class SamplingServer:
         waiting = [request for request in self._requests if request.pending]
         closing = self._make_room(waiting)
         room, chosen = LOOPS - len(self._loops), []
-        for kind in dict.fromkeys(request.kind for request in waiting):
+        for kind in dict.fromkeys(request.kind for request in sorted(waiting, key=lambda request: request.served)):
             loop = self._loops.get(kind)
             if loop is None and room == 0 or loop is not None and loop is closing:
                 continue
@@ -274,7 +277,7 @@ class SamplingServer:
             while len(samples) < free and mine:
                 request = min(mine, key=lambda request: (request.in_rows, request.arrival))
                 samples.append(request.pending.popleft())
-                request.in_rows += 1
+                request.take_row()
                 if not request.pending:
                     mine.remove(request)
             if samples:
@@ -327,7 +330,7 @@ class SamplingServer:
         try:
             ended = loop.advance(self._recorder if self.records else None, self._recording)
         except NotRecordedError as error:
-            self.note = f"kernel by kernel: recording failed: {first_line(error)}"
+            self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
             self._recorder = None
             for other in self._loops.values():
                 other.recordings.clear()

@@ -223,8 +223,7 @@ class SlotLoop:
             longest = max(sample.table.steps - sample.step for sample in self.live)
             self._at, self._end = 0, min(self.network.cells // self._size, longest)
             self._tick.zero_()
-            self._clear([row for row in range(self._size) if self.rows[row] is None])
-            self._fill(taken)
+            self._fill(taken, [row for row in range(self._size) if self.rows[row] is None])
         elif self._fresh:
             self._fill([row for row in taken if row in self._fresh])
         self._fresh.clear()
@@ -243,28 +242,19 @@ class SlotLoop:
         for old, new in zip(moved, free, strict=True):
             self.rows[new], self.rows[old] = self.rows[old], None
 
-    def _clear(self, rows: list[int]) -> None:
-        """Free rows begin at 0 again: what they compute stays finite."""
-        if rows:
-            index = self._put(np.array(rows))
-            for part in self._state:
-                part.index_fill_(0, index, 0)
-
-    def _fill(self, rows: list[int]) -> None:
-        """Makes these rows' cells from the next tick to the last one that is prepared."""
+    def _fill(self, rows: list[int], free: Sequence[int] = ()) -> None:
+        """Makes these rows' cells from the next tick to the last one that is prepared. What ``free`` rows compute stays
+        finite: a trajectory's last step, again and again."""
         samples = [self.rows[row] for row in rows]
-        fills = [
-            Fill(row, sample.table, sample.step, sample.scales, sample.seed, sample.number)
-            for row, sample in zip(rows, samples, strict=True)
-        ]
+        fills = [Fill(row, s.table, s.step, s.scales, s.seed, s.number) for row, s in zip(rows, samples, strict=True)]
+        fills += [fills[0]._replace(slot=row, step=fills[0].table.steps) for row in free]
         self._inputs.fill_cells(fills, self._at, self._end, self._size, self._put)
-        counts = [min(self._end - self._at, sample.table.steps - sample.step) for sample in samples]
+        counts = [min(self._end - self._at, s.table.steps - s.step) for s in samples]
         ticks = np.concatenate([np.arange(self._at, self._at + count) for count in counts])
+        times = [s.table.times[s.step : s.step + count] for s, count in zip(samples, counts, strict=True)]
         slots = np.repeat(np.array(rows), counts)
-        times = torch.cat(
-            [s.table.times[s.step : s.step + count] for s, count in zip(samples, counts, strict=True)]
-        ).numpy()
-        self.network.fill_cells(self._put(ticks), self._put(slots), self._put(times), self._size)
+        ticks, slots, times = map(self._put, (ticks, slots, torch.cat(times).numpy()))
+        self.network.fill_cells(ticks, slots, times, self._size)
 
     def _put(self, values: np.ndarray) -> Tensor:
         """An array of the host on the device. From pinned memory: the host need not wait for what the device does."""

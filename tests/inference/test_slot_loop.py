@@ -165,20 +165,21 @@ def test_the_batch_grows_at_once_and_shrinks_when_a_smaller_one_has_been_enough(
     assert batch_sizes(64) == (1, 2, *range(4, 65, 4)) and batch_sizes(1) == (1,) and batch_sizes(6) == (1, 2, 4, 6)
 
 
-def test_free_rows_stay_finite():
-    """Rows that nobody has, for a long time and behind every trajectory's end."""
-    bench = Bench(LABELS, "edm", "euler", torch.float32, steps=(1, 40))
+@pytest.mark.parametrize(("which", "sampler"), [("ddpm", "ddim"), ("ddpm", "ddpm"), ("edm", "euler")])
+def test_free_rows_stay_finite(which, sampler):
+    """Rows that nobody has, at first, behind their trajectory's end and after others; of steps that would grow."""
+    bench = Bench(LABELS, which, sampler, torch.float32, steps=(2, 90))
+    draw = random.Random(0)
+    samples = [bench.sample(draw) for _ in range(4)]
+    samples = [replace(s, table=bench.tables[90 if n == 1 else 2], scales=np.full(90, 2.0, np.float32))
+               for n, s in enumerate(samples)]  # fmt: skip
     with torch.inference_mode():
-        draw = random.Random(0)
-        samples = [bench.sample(draw) for _ in range(4)]
-        samples = [replace(s, table=bench.tables[40 if n == 3 else 1], scales=np.full(40, 2.0, np.float32))
-                   for n, s in enumerate(samples)]  # fmt: skip
         loop = SlotLoop(bench.model, bench.objective, bench.kind, samples[0], (4,), 1 << 24)
-        loop.admit(samples)
-        for _ in range(40):
-            ended = loop.advance()
-            assert all(part.isfinite().all() for part in loop._state)
-            loop.drop(ended)
+        for come in (samples[:2], samples[2:]):
+            loop.admit(come)
+            for _ in range(45):
+                loop.drop(loop.advance())
+                assert all(part.isfinite().all() for part in loop._state)
 
 
 def test_a_sampler_whose_steps_differ_is_refused(monkeypatch):
