@@ -30,7 +30,7 @@ WARPS = {32: (2, 4), 64: (4,), 128: (4, 8), 256: (8, 16)}  # by queries of a pro
 
 def variants(rows: list[int]) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     found = {name: LocalAttention(name) for name in ("cudnn", "flash")}
-    for count, keys, stages in itertools.product(rows, (64, 128, 256), (1, 2)):
+    for count, keys, stages in itertools.product(rows, (64, 128, 256), (2, 3)):
         for warps in WARPS[count]:
             tiles = AttentionTiles(count, keys, stages, warps)
             found[f"tiles {count} x {keys}, {stages} stages, {warps} warps"] = lambda q, k, v, tiles=tiles: (

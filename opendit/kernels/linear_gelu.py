@@ -7,6 +7,7 @@ applies bias and GELU to the sums in fp32 before it writes them: a hidden layer 
 import torch
 from torch import Tensor
 
+from opendit.kernels import cublaslt
 from opendit.models.layers import TORCH_OPS, Projection
 
 
@@ -14,5 +15,10 @@ def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     """(..., out) of x (..., in); without gradients. Off a GPU, and for a layer without bias, torch's expression."""
     if linear.bias is None or not x.is_cuda:
         return TORCH_OPS.linear_gelu(x, linear)
-    y = torch._addmm_activation(linear.bias, x.flatten(0, -2), linear.weight.t(), use_gelu=True)
+    return cublaslt.linear_gelu(x, linear.weight, linear.bias, product_and_gelu)
+
+
+def product_and_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU(x W^T + bias) (..., out) by torch: x (..., in), weight (out, in), bias (out,)."""
+    y = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], -1)

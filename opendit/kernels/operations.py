@@ -9,12 +9,14 @@ What all of them need of device, dtype and widths: :func:`opendit.kernels.common
 :func:`opendit.kernels.fp8_linear.float8_available`.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.kernels import fp8_inference, fp8_linear
+from opendit.kernels import cublaslt, fp8_inference, fp8_linear
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.add_table import add_table
 from opendit.kernels.bias_gelu import bias_gelu
@@ -30,13 +32,15 @@ from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNo
 # ------------------------------------------------------------------------ next to a projection: the biases move to them
 
 
-def _linear_heads(x: Tensor, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _linear_heads(
+    x: Tensor, linear: Projection, num_heads: int, multiply: Callable = F.linear
+) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
     # The matrix product adds a bias for nothing; only its gradient moves to the kernel. Not so for a parameter that
     # watches torch's calls: Gemini fetches it for one call and may free it before the next, so detach() gives no hold.
     if bias is None or torch.overrides.has_torch_function((bias,)):
         return split_heads(linear(x), num_heads)
-    return split_heads(linear.product(x, bias.detach()), num_heads, bias)
+    return split_heads(linear.product(x, bias.detach(), multiply), num_heads, bias)
 
 
 def _linear_gelu(x: Tensor, linear: Projection) -> Tensor:
@@ -45,14 +49,22 @@ def _linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     return bias_gelu(linear.product(x), linear.bias)
 
 
-def _linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: Projection) -> Tensor:
-    return gate_residual(x, gate, linear.product(z, multiply=unbiased), linear.bias)
+def _linear_gate_residual(
+    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, multiply: Callable = unbiased
+) -> Tensor:
+    return gate_residual(x, gate, linear.product(z, multiply=multiply), linear.bias)
 
 
 def _linear_gate_residual_layernorm_modulate(
-    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, shift: Tensor, scale: Tensor
+    x: Tensor,
+    gate: Tensor,
+    z: Tensor,
+    linear: Projection,
+    shift: Tensor,
+    scale: Tensor,
+    multiply: Callable = unbiased,
 ) -> tuple[Tensor, Tensor]:
-    branch = linear.product(z, multiply=unbiased)
+    branch = linear.product(z, multiply=multiply)
     return gate_residual_layernorm_modulate(x, gate, branch, shift, scale, linear.bias)
 
 
@@ -103,6 +115,13 @@ KERNELS = (
         _linear_gate_residual_rmsnorm_modulate,
         {MODULATE, NORM},
         keeps=("z", "u", "h"),
+    ),
+    Kernel("linear_heads", partial(_linear_heads, multiply=cublaslt.linear), {SPLIT, INFERENCE}),
+    Kernel("linear_gate_residual", partial(_linear_gate_residual, multiply=cublaslt.linear), {MODULATE, INFERENCE}),
+    Kernel(
+        "linear_gate_residual_layernorm_modulate",
+        partial(_linear_gate_residual_layernorm_modulate, multiply=cublaslt.linear),
+        {MODULATE, NORM, INFERENCE},
     ),
     Kernel("swiglu", swiglu, {MODULATE}, keeps=("x",)),
     Kernel("add_table", add_table, {MODULATE}),

@@ -27,11 +27,14 @@ class AttentionTiles:
     warps: int
 
 
-TILES = AttentionTiles(64, 128, 2, 4)
-# Programs up to which it is used: two on each of an H200's 132 multiprocessors, whose registers hold no more. Measured
-# there in DiT-XL/2 at 256 px: with 128 programs (a guided picture) 6.9 us against 7.4 of cuDNN's kernel, which clears
-# memory in a kernel of its own besides (83.3 ms a picture against 87.7); with 4,096 (64 pictures) cuDNN's is faster.
-PROGRAMS = 264
+# Tiles of 64 keys in both: a sample's bits do not depend on how many are drawn with it. Of one stage they break the GPU
+# (Triton 3.6: an illegal access).
+FEW, MANY = AttentionTiles(64, 64, 3, 4), AttentionTiles(128, 64, 3, 4)
+# Heads of samples up to which tiles are FEW, and from which they are cuDNN's. Measured on an H200 in DiT-XL/2 at 256 px
+# (benchmarks/bench_short_attention.py): 32, a guided picture, 6.1 us, 7.9 with MANY and 9.1 by cuDNN; 256, eight
+# pictures, 24.4 us with MANY, 26.1 with FEW, 25.2 by cuDNN, which clears memory in kernels of its own besides; 2,048,
+# 64 pictures, 177 us, 148 by cuDNN.
+HEADS_OF_FEW, HEADS = 96, 320
 
 
 def short_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -52,8 +55,8 @@ def takes(q: Tensor) -> bool:
     if q.dtype not in (torch.bfloat16, torch.float16) or not kernels_available(q.device, q.dtype)[0]:
         return False
     batch, heads, tokens, size = q.shape
-    programs = batch * heads * -(-tokens // TILES.rows)
-    return tokens <= LONGEST and programs <= PROGRAMS and size % 8 == 0 and sum(split_head(size)) <= 128
+    tiles = -(-tokens // 256)
+    return tokens <= LONGEST and batch * heads * tiles <= HEADS and size % 8 == 0 and sum(split_head(size)) <= 128
 
 
 def short_is_faster(device: torch.device) -> bool:
@@ -134,9 +137,10 @@ class ShortAttention:
         return short_attention(q, k, v) if takes(q) else self.otherwise(q, k, v)
 
 
-def short_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles = TILES) -> Tensor:
+def short_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles | None = None) -> Tensor:
     """(B, H, N, d), as (B, N, H, d) in memory, of q, k, v (B, H, N, d) in bf16 or fp16, d a multiple of 8."""
     B, H, N, d = q.shape
+    tiles = tiles or (FEW if B * H * -(-N // 256) <= HEADS_OF_FEW else MANY)
     parts = [x if x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) else x.contiguous() for x in (q, k, v)]
     out = torch.empty(B, N, H, d, dtype=q.dtype, device=q.device)
     main, rest = split_head(d)

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from opendit.kernels.short_attention import (
+    FEW,
+    HEADS,
     LONGEST,
+    MANY,
     ShortAttention,
     short_attention,
     short_attention_reference,
@@ -50,8 +53,15 @@ def test_heads_are_covered():
     for tokens, size, dtype in ((LONGEST + 1, 72, torch.bfloat16), (8, 76, torch.bfloat16), (8, 200, torch.bfloat16),
                                 (8, 72, torch.float32)):  # fmt: skip
         assert not takes(torch.empty(1, 1, tokens, size, dtype=dtype))
-    assert takes(torch.empty(1, 16, LONGEST, 72, dtype=torch.bfloat16))
-    assert not takes(torch.empty(1, 17, LONGEST, 72, dtype=torch.bfloat16))  # more programs than fit at once
+    assert LONGEST == 4 * 256
+    assert takes(torch.empty(2, HEADS // 8, LONGEST, 72, dtype=torch.bfloat16))
+    assert not takes(torch.empty(1, HEADS // 4 + 1, LONGEST, 72, dtype=torch.bfloat16))
+
+
+def test_tiles_for_few_heads_and_for_many_give_the_same_bits():
+    q, k, v = made(2, 3, 200, 72, True)
+    assert torch.equal(short_attention(q, k, v, FEW), short_attention(q, k, v, MANY))
+    assert FEW.keys == MANY.keys
 
 
 def test_what_it_does_not_take_goes_elsewhere():

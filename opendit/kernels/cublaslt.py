@@ -1,0 +1,258 @@
+"""x W^T by the fastest of cuBLAS's kernels for it that round alike.
+
+torch takes the first kernel that cuBLASLt proposes for a product. For a few thousand rows that is not always the
+fastest: on an H200, 4,096 rows in bf16, 1152 to 4608 with GELU, 62.6 us by the seventh proposal against 70.7. Here all
+proposals for a shape are timed once, on random numbers, and the fastest of those is kept whose results are bit for bit
+those of torch's call: which one it is changes no number. What can't be asked for (no cuBLASLt, another dtype, operands
+that are not aligned, a call under torch.compile or within a recording) is torch's.
+
+cuBLASLt is called through ctypes: the library is the one that torch has loaded, and the few entry points and constants
+below are its public C interface, the same in CUDA 12 and 13.
+"""
+
+import ctypes
+import statistics
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CUDA_TYPES = {torch.bfloat16: 14, torch.float16: 2}  # cudaDataType_t
+FP32, COMPUTE_32F = 0, 68  # cudaDataType_t, cublasComputeType_t
+TRANSA, EPILOGUE, BIAS_POINTER = 3, 7, 8  # cublasLtMatmulDescAttributes_t
+EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}  # by (bias, GELU): default, BIAS, GELU_BIAS
+WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
+ALIGNMENT = 256  # bytes; what cuBLASLt's proposals count on
+PROPOSALS = 16
+COLD, MOST_COPIES = 192 << 20, 16  # bytes of weights that are walked over, so that they come from memory as in a model
+TRIALS = 5
+GAIN = 0.98  # of torch's time, that a proposal must stay below
+
+
+class _Proposal(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class Library:
+    """cuBLASLt as torch has loaded it. Raises OSError where it is not found, RuntimeError if it refuses."""
+
+    def __init__(self):
+        torch.cuda.current_blas_handle()  # loads it
+        with open("/proc/self/maps") as maps:
+            paths = {line.split()[-1] for line in maps if "libcublasLt.so" in line}
+        if not paths:
+            raise OSError("torch has loaded no cuBLASLt")
+        self._library = ctypes.CDLL(paths.pop())
+        self.handle = ctypes.c_void_p()
+        self.call("cublasLtCreate", ctypes.byref(self.handle))
+
+    def call(self, name: str, *args) -> None:
+        status = getattr(self._library, name)(*args)
+        if status:
+            raise RuntimeError(f"{name} returned status {status}")
+
+    def made(self, name: str, *args) -> ctypes.c_void_p:
+        """An object of the library, made by ``name(&object, ...)``."""
+        made = ctypes.c_void_p()
+        self.call(name, ctypes.byref(made), *args)
+        return made
+
+    def set(self, kind: str, made: ctypes.c_void_p, attribute: int, value) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        self.call(f"cublasLt{kind}SetAttribute", made, ctypes.c_int(attribute), ctypes.byref(value), size)
+
+
+@cache
+def loaded(device: torch.device) -> Library:
+    """The library, whose handle is a device's."""
+    with torch.cuda.device(device):
+        return Library()
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """Of a product on ``device``: x (rows, inner), weight (columns, inner)."""
+
+    rows: int
+    columns: int
+    inner: int
+    dtype: torch.dtype
+    bias: bool
+    gelu: bool
+    device: torch.device
+
+
+class Product:
+    """One product, by any of cuBLASLt's proposals for it that need no workspace, which calls on several streams would
+    have to share. Row-major y = x W^T is its column-major y^T = W x^T."""
+
+    def __init__(self, library: Library, shape: ProductShape):
+        self._library, self._shape, self._lock = library, shape, threading.Lock()
+        kind = CUDA_TYPES[shape.dtype]
+        self._description = library.made("cublasLtMatmulDescCreate", COMPUTE_32F, FP32)
+        self._set(TRANSA, ctypes.c_int(1))
+        self._set(EPILOGUE, ctypes.c_int(EPILOGUES[shape.bias, shape.gelu]))
+        sizes = (shape.inner, shape.columns), (shape.inner, shape.rows), (shape.columns, shape.rows)
+        self._layouts = [
+            library.made("cublasLtMatrixLayoutCreate", kind, ctypes.c_uint64(n), ctypes.c_uint64(m), ctypes.c_int64(n))
+            for n, m in sizes
+        ]
+        preference = library.made("cublasLtMatmulPreferenceCreate")
+        library.set("MatmulPreference", preference, WORKSPACE_BYTES, ctypes.c_uint64(0))
+        found, count = (_Proposal * PROPOSALS)(), ctypes.c_int()
+        weight, x, y = self._layouts
+        asked = (self._description, weight, x, y, y, preference, PROPOSALS, found, ctypes.byref(count))
+        library.call("cublasLtMatmulAlgoGetHeuristic", library.handle, *asked)
+        library.call("cublasLtMatmulPreferenceDestroy", preference)
+        self.proposals = [proposal for proposal in found[: count.value] if proposal.state == 0]
+        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+
+    def _set(self, attribute: int, value) -> None:
+        self._library.set("MatmulDesc", self._description, attribute, value)
+
+    def __call__(self, proposal: _Proposal, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(rows, columns). Raises RuntimeError if cuBLASLt refuses the proposal."""
+        y = torch.empty(self._shape.rows, self._shape.columns, dtype=x.dtype, device=x.device)
+        (w_layout, x_layout, y_layout), one, zero = self._layouts, ctypes.byref(self._one), ctypes.byref(self._zero)
+        w_place, x_place, y_place = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, y))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+        with self._lock:  # the place of the bias stands in the description, which threads share
+            if bias is not None:
+                self._set(BIAS_POINTER, ctypes.c_uint64(bias.data_ptr()))
+            self._library.call(
+                "cublasLtMatmul", self._library.handle, self._description, one, w_place, w_layout, x_place, x_layout,
+                zero, y_place, y_layout, y_place, y_layout, ctypes.byref(proposal.algorithm), None, ctypes.c_size_t(0),
+                stream,
+            )  # fmt: skip
+        return y
+
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias
+
+
+def fastest(times: list[float], equal: list[bool]) -> int | None:
+    """The number of the proposal to take, of the times of torch's call and then of the proposals, and of which of those
+    round as it does; None: torch's call."""
+    taken = [number for number, same in enumerate(equal) if same and times[1 + number] < GAIN * times[0]]
+    return min(taken, key=lambda number: times[1 + number], default=None)
+
+
+class Measured(NamedTuple):
+    """microseconds: of torch's call, then of the proposals. equal: which of those give torch's bits."""
+
+    microseconds: list[float]
+    equal: list[bool]
+    proposals: list[_Proposal]
+
+
+def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measured:
+    """Times torch's call and the product's proposals, which take turns, on random numbers; a median each."""
+    generator = torch.Generator(shape.device).manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=shape.dtype, device=shape.device)
+
+    copies = max(2, min(MOST_COPIES, COLD // (shape.columns * shape.inner * 2)))
+    x, weights = random(shape.rows, shape.inner), random(copies, shape.columns, shape.inner).mul_(0.02)
+    bias = random(shape.columns) if shape.bias else None
+    want = torchs(x, weights[0], bias)
+    calls, equal, proposals = [torchs], [], []
+    for proposal in product.proposals:
+        try:
+            got = product(proposal, x, weights[0], bias)
+        except RuntimeError:  # some are refused only when they are launched
+            continue
+        proposals.append(proposal)
+        equal.append(torch.equal(got, want))
+        calls.append(partial(product, proposal))
+    busy = random(4096, 4096)
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(TRIALS):
+        for call, found in zip(calls, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(4):
+                busy @ busy  # while it runs, the host gets ahead
+            start.record()
+            for weight in weights:
+                call(x, weight, bias)
+            end.record()
+            end.synchronize()
+            found.append(1000 * start.elapsed_time(end) / copies)
+    return Measured([statistics.median(found) for found in times], equal, proposals)
+
+
+class FastestProducts:
+    """Products by what was found for their shapes, which is kept for as long as this is."""
+
+    def __init__(self):
+        self._found: dict[ProductShape, tuple[Product, _Proposal] | None] = {}
+        self._failed = False
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
+        """``torchs(x, weight, bias)`` (..., out), bit for bit; without gradients."""
+        operands = (x, weight) if bias is None else (x, weight, bias)
+        if torch.compiler.is_compiling() or not _takes(operands):
+            return torchs(x, weight, bias)
+        rows = x.numel() // x.shape[-1]
+        shape = ProductShape(rows, weight.shape[0], weight.shape[1], x.dtype, bias is not None, gelu, x.device)
+        if shape not in self._found:
+            if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
+                return torchs(x, weight, bias)
+            self._found[shape] = self._search(shape, torchs)
+        found = self._found[shape]
+        if found is None:
+            return torchs(x, weight, bias)
+        product, proposal = found
+        return product(proposal, x.view(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
+
+    def _search(self, shape: ProductShape, torchs: Multiply) -> tuple[Product, _Proposal] | None:
+        if self._failed:
+            return None
+        try:
+            product = Product(loaded(shape.device), shape)
+            found = measured(product, shape, torchs)
+        except (OSError, AttributeError, RuntimeError):  # a library of another kind, or memory that is full
+            self._failed = True
+            return None
+        number = fastest(found.microseconds, found.equal)
+        return None if number is None else (product, found.proposals[number])
+
+
+def _takes(operands: tuple[Tensor, ...]) -> bool:
+    """Whether such x, weight and bias can be given to cuBLASLt as they lie."""
+    x = operands[0]
+    if not x.is_cuda or x.dtype not in CUDA_TYPES or torch.is_grad_enabled() or not x.numel():
+        return False
+    return all(
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.dtype == x.dtype
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % ALIGNMENT == 0
+        for tensor in operands
+    )
+
+
+_products = FastestProducts()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear``'s results (..., out) of x (..., in), weight (out, in), bias (out,); without gradients."""
+    return _products(x, weight, bias, F.linear)
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, torchs: Multiply) -> Tensor:
+    """``torchs(x, weight, bias)``, which is GELU(x W^T + bias) in tanh form by cuBLAS's own last step."""
+    return _products(x, weight, bias, torchs, gelu=True)
