@@ -14,14 +14,17 @@ import sys
 from opendit.cli.command_line import read_flags
 from opendit.cli.console import prepare_console
 from opendit.cli.sample_flags import SampleConfig
+from opendit.common.stages import Stages
 
 
 def main(argv: list[str]) -> None:
     prepare_console()
     flags = read_flags(SampleConfig, argv)
-    from opendit.inference.run import run  # torch and the rest, which a wrong flag need not wait for
+    stages = Stages("Python, flags")
+    with stages("imports"):
+        from opendit.inference.run import run  # torch and the rest, which a wrong flag need not wait for
 
-    run(flags)
+    run(flags, stages)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,6 @@ outputs=${OUTPUTS:-./outputs}
 # Small pictures in pixels, 16 tokens each; the recipe is measured in docs/images.md.
 "${run[@]}" --recipe digits --outputs "$outputs"
 newest=$(ls -d "$outputs"/[0-9]*-DiT-Ti-2 | sort -V | tail -n 1)
-python sample.py --ckpt "$newest" --output "$newest/digits" --mixed_precision fp32 --num_sampling_steps 100 \
-  --cfg_scale 1 --class_labels 0 1 2 3 4 5 6 7 8 9 --num_samples 100 --batch_size 100
+alone python sample.py --ckpt "$newest" --output "$newest/digits" --mixed_precision fp32 \
+  --num_sampling_steps 100 --cfg_scale 1 --class_labels 0 1 2 3 4 5 6 7 8 9 --num_samples 100 --batch_size 100
 echo "The digits: $newest/digits/grid.png  (demo took $((SECONDS - started)) s)"

@@ -21,7 +21,7 @@ python preprocess.py demo --output "$videos"
 python preprocess.py check "$videos/demo.csv" --output "$videos/checked.csv" --num_frames 8 --frame_interval 6
 "${run[@]}" --recipe digits_video --data_path "$videos/checked.csv" --outputs "$outputs"
 newest=$(ls -d "$outputs"/[0-9]*-vDiT-Ti-822 | sort -V | tail -n 1)
-python sample.py --ckpt "$newest" --use_video --output "$newest/clips" --mixed_precision fp32 \
+alone python sample.py --ckpt "$newest" --use_video --output "$newest/clips" --mixed_precision fp32 \
   --num_sampling_steps 50 --cfg_scale 3 --prompt "a seven moving left" "a three moving up" "a zero moving right" \
   "a four moving down"
 echo "The clips: $newest/clips  (demo took $((SECONDS - started)) s)"

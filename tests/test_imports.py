@@ -32,11 +32,18 @@ MODULES += "training.from_flags training.build inference.run inference.engine".s
 # Each in a fork of its own of a process that has imported torch, which alone takes longer than all the rest.
 PROBE = """
 import importlib, os, sys, traceback, torch
+before = set(sys.modules)
 for module in sys.argv[1:]:
     if not (child := os.fork()):
         try:
             importlib.import_module(f"opendit.{module}")
-            compiler = sorted({"torch._dynamo", "torch._inductor"} & set(sys.modules))
+            if module == "models":
+                from opendit.models.shapes import model_shapes
+                from opendit.models.zoo import empty_model, model_config
+                config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=5)
+                model_shapes(config), empty_model(config, parameters=False)
+            heavy = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp"}
+            compiler = sorted(heavy & set(sys.modules) - before)
             print(module, "imported", *compiler, flush=True)
         except BaseException:
             traceback.print_exc()
@@ -46,7 +53,8 @@ for module in sys.argv[1:]:
 
 
 def test_imported_first():
-    """In particular not torch's compiler, which takes 2 s: decorating a function by it is enough to import it."""
+    """In particular not torch's compiler, which takes 2 s (decorating a function by it is enough to import it, and so
+    are random numbers on the meta device), and not FSDP, which takes half of one."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", PROBE, *MODULES], capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines() == [f"{module} imported" for module in MODULES], done.stdout + done.stderr

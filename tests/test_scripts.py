@@ -17,7 +17,8 @@ TOOL = """#!/bin/bash
 case "$*" in
     *device_count*) echo "$FAKE_GPUS" ;;
     *getaffinity*) echo 4 ;;
-    *) { printf '%s' "$(basename "$0")"; for word; do printf '|%s' "$word"; done; echo; } >> calls ;;
+    *) { printf '%s' "$(basename "$0")"; for word; do printf '|%s' "$word"; done; echo; } >> calls
+        echo "$OMP_NUM_THREADS" >> threads ;;
 esac
 """
 
@@ -32,7 +33,9 @@ def calls(folder: Path, script: str, *argv: str, gpus: int = 0) -> list[list[str
     for name in ("python", "torchrun", "ruff"):
         (tools / name).write_text(TOOL)
         (tools / name).chmod(0o755)
-    environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "SETUP", "OUTPUTS", "VIDEOS")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("NPROC", "SETUP", "OUTPUTS", "VIDEOS", "OMP_NUM_THREADS")
+    }
     environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "VIRTUAL_ENV": "active", "FAKE_GPUS": str(gpus)}
     subprocess.run(["bash", str(folder / script), *argv], env=environment, check=True, timeout=60)
     return [line.split("|") for line in (folder / "calls").read_text().splitlines()]
@@ -59,6 +62,8 @@ def test_without_arguments_the_demo_runs(script, recipe, tmp_path):
     assert [call[2] for call in made] == (["demo", "check"] if "video" in script else [])
     assert train[0] == "torchrun" and train[train.index("--recipe") + 1] == recipe
     assert sample[:2] == ["python", "sample.py"] and sample[sample.index("--ckpt") + 1].startswith("./outputs/007-")
+    # Two processes train on the 4 cores; the one that samples has all of them.
+    assert (tmp_path / "threads").read_text().split()[-2:] == ["2", "4"]
 
 
 def test_the_tests_set_up_what_they_need(tmp_path):

@@ -109,6 +109,7 @@ class OutputFlags(Flags):
     overwrite: bool = flag(False, "draw anew what a job that did not end left in --output")
     save_png: bool = flag(True, "write single pictures too")
     npz: str | None = flag(None, "also write arr_0 (uint8 N,H,W,3) and arr_1 (labels) for FID tools")
+    profile: bool = flag(False, "where the time goes from the start of the process: a table, and profile.json")
     frame_interval: int | None = flag(None, "of the training clips: sets the clip's frame rate", **FRAMES)
 
 

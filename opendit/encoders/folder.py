@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from opendit.common.meta import on_meta
 from opendit.common.rules import (
     MIB,
     Invalid,
@@ -124,7 +125,7 @@ def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Raises ValueError if the model that ``make`` builds, here without weights, has more of them than the folder."""
     try:
-        with torch.device("meta"):
+        with on_meta():
             model = make()
     except Exception as error:  # of another library, which may raise anything for values that do not go together
         raise ValueError(f"{folder / CONFIG} describes no model that can be built ({one_line(error)})") from error

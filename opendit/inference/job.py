@@ -17,7 +17,8 @@ from opendit.inference.prepare import SamplingRun
 
 GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most; the single files and the .npz hold all
 _ODD = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed number: multiples of it are spread over all bits
-_WORDS = 1 << 22  # that are summed up at once
+# Words that are summed up at once: as many as a CPU's own caches hold, or as many as keep a GPU busy.
+_WORDS = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
 def job_of(sampling: SamplingRun) -> Job:
@@ -98,13 +99,28 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         words = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
-        total = torch.zeros((), dtype=torch.int64, device=words.device)
-        for start in range(0, len(words), _WORDS):
-            part = words[start : start + _WORDS].long()
-            place = torch.arange(start + 1, start + 1 + len(part), device=part.device)
-            total += (part * (place * _ODD | 1)).sum()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {total.item()}\n".encode())
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_weighted_sum(words)}\n".encode())
     return digest.hexdigest()
+
+
+def _weighted_sum(words: Tensor) -> int:
+    """The sum of word i times (i + 1) * _ODD | 1, modulo 2^64.
+
+    For an even s, (s + i + 1) * _ODD | 1 is s * _ODD + ((i + 1) * _ODD | 1): the same factors serve all parts, and so
+    does their memory."""
+    size, device = _WORDS[words.device.type], words.device
+    factors = torch.arange(1, 1 + min(size, len(words)), device=device) * _ODD | 1
+    products, total = torch.empty_like(factors), torch.zeros((), dtype=torch.int64, device=device)
+    for start in range(0, len(words), size):
+        part = words[start : start + size]
+        total += torch.mul(part, factors[: len(part)], out=products[: len(part)]).sum()
+        total += part.sum(dtype=torch.int64) * _signed(start * _ODD)
+    return int(total.item())
+
+
+def _signed(value: int) -> int:
+    """A number modulo 2^64, as int64 has it."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

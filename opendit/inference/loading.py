@@ -4,8 +4,12 @@ sample.py's flags and for Python's ``Pipeline`` alike.
 Raised ValueErrors name flags of sample.py; ``opendit.inference.pipeline`` turns these into its arguments' names.
 """
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 
+from opendit.common.background import Background
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
 from opendit.encoders.folder import encoder_name
 from opendit.encoders.text import load_text_encoder, text_geometry
@@ -14,6 +18,7 @@ from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_cod
 from opendit.models.conditioning import Condition
 from opendit.models.configuration import DiTConfig
 from opendit.models.weights import Weights
+from opendit.state.pretrained import find_weights, read_info
 
 SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval counts
 
@@ -36,13 +41,50 @@ def vae_of(vae: str | None, weights: Weights) -> str:
     return encoder_name("--vae", vae, stored, weights.path) or "ema"
 
 
-def load_vae(
-    name: str, config: DiTConfig, device: torch.device, precision: str, tiling: bool = False
-) -> ImageCodec | VideoCodec:
-    """The VAE of :func:`vae_of`, for decoding beside a model of this precision (fp32, bf16 or fp16); ``tiling`` as of
-    ``load_codec``."""
-    load = load_video_codec if config.is_video else load_codec
-    return load(name, channels=config.in_channels, device=device, dtype=encoder_dtype(precision), tiling=tiling)
+@dataclass(frozen=True)
+class VaeLoader:
+    """Loads VAEs for decoding beside a model of this precision (fp32, bf16, fp16); ``tiling`` as of ``load_codec``."""
+
+    device: torch.device
+    precision: str
+    tiling: bool = False
+
+    def load(self, name: str, config: DiTConfig | None) -> ImageCodec | VideoCodec:
+        """The VAE of :func:`vae_of`. config: of the model; None stands for one of pictures in latents."""
+        load = load_video_codec if config is not None and config.is_video else load_codec
+        channels = 0 if config is None else config.in_channels  # (of pixels: nothing else asks for them)
+        dtype = encoder_dtype(self.precision)
+        return load(name, channels=channels, device=self.device, dtype=dtype, tiling=self.tiling)
+
+    def begin(self, path: str | Path, which: str, vae: str | None) -> "VaeLoading":
+        """Begins to load the VAE of weights that are about to be read, by what their file says of itself, for importing
+        diffusers takes seconds. Of what can't be known yet, or is wrong, nothing is begun.
+
+        path, which: as of ``find_weights``. vae: as of :func:`vae_of`.
+        """
+        try:
+            weights = Weights({}, find_weights(path, which), read_info(find_weights(path, which)))
+            name, config = vae_of(vae, weights), weights.config
+        except (ValueError, KeyError, TypeError, OSError):
+            return VaeLoading(self)
+        if name == "none" or (weights.path.suffix == ".json" and not weights.info):
+            return VaeLoading(self)
+        return VaeLoading(self, (name, config), Background(lambda: self.load(name, config), name="VAE"))
+
+
+@dataclass(frozen=True)
+class VaeLoading:
+    """A VAE that may be being loaded in another thread: that of ``begun``."""
+
+    loader: VaeLoader
+    begun: tuple[str, DiTConfig | None] | None = None
+    work: Background[ImageCodec | VideoCodec] | None = None
+
+    def get(self, name: str, config: DiTConfig) -> ImageCodec | VideoCodec:
+        """The VAE of :func:`vae_of`. Raises as ``load_codec``, whichever thread it was."""
+        if self.work is None or self.begun not in ((name, config), (name, None)):
+            return self.loader.load(name, config)
+        return self.work.result()
 
 
 def encoder_dtype(precision: str) -> torch.dtype:

@@ -116,7 +116,7 @@ class OutputPipeline:
 
     def __exit__(self, kind, *_) -> None:
         if kind is None:
-            self._finish()
+            self.finish()
 
     def put(self, index: Tensor, latents: Tensor) -> None:
         """index: (B,) on the CPU; latents: (B, ...). Raises what ``deliver`` raises."""
@@ -129,7 +129,8 @@ class OutputPipeline:
         while len(self._flying) > (1 if self._ranks is None else 2):
             self._hand_over(self._flying.popleft())
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Delivers all that has been put."""
         if self._ranks is not None and self._flying:
             self._gather(self._flying[-1])
         while self._flying:

@@ -34,13 +34,13 @@ from opendit.inference.arguments import (
 from opendit.inference.clip import VideoClip
 from opendit.inference.engine import SamplingEngine
 from opendit.inference.loading import (
+    VaeLoader,
     check_guidance,
     check_negative,
     check_text_encoder,
     class_names,
     frames_per_second,
     latent_size,
-    load_vae,
     make_conditioner,
     null_of,
     vae_of,
@@ -107,7 +107,9 @@ def load(
     notes: list[str] = []
     added = None if lora is None else Path(lora).expanduser()
     with arguments_named():
-        network, found = load_pretrained(Path(path).expanduser(), model, weights, added, num_classes, notes)
+        source, dtype = Path(path).expanduser(), PRECISIONS[precision]
+        loading = VaeLoader(device, precision, vae_tiling).begin(added or source, weights, vae)
+        network, found = load_pretrained(source, model, weights, added, num_classes, notes, device, dtype)
         config = network.config
         notes += assumption(found, config)
         check_text_encoder(text_encoder, config, found)
@@ -118,11 +120,10 @@ def load(
             config.check_speed(True, "none")
         on = kernels and device.type == "cuda"
         switches = KernelSwitches(on, on, on, fp8)
-        dtype = PRECISIONS[precision]
         chosen = select_kernels(switches, device, dtype, config.head_dim, config.tokens, inference=True)
-        network.place(device, dtype).eval().requires_grad_(False)
+        network.eval().requires_grad_(False)
         network.use(ops=chosen.ops, attend=chosen.attend)
-        codec = load_vae(vae, config, device, precision, vae_tiling)
+        codec = loading.get(vae, config)
         conditioner = make_conditioner(config, found, text_encoder, device, precision)
     if fp8 and not chosen.ops.float8:
         notes.append(chosen.ops_note)

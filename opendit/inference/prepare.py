@@ -1,27 +1,29 @@
 """From sample.py's flags to a model, its VAE and what to draw, checked before weights are read where possible."""
 
 import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from opendit.common.stages import Stages
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.encoders.conditioner import Conditioner, preview_labels
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.inference.engine import SamplingEngine
 from opendit.inference.loading import (
+    VaeLoader,
     check_guidance,
     check_negative,
     check_text_encoder,
     class_names,
     frames_per_second,
     latent_size,
-    load_vae,
     make_conditioner,
     null_of,
     vae_of,
@@ -65,6 +67,8 @@ class SamplingRun:
     source: Path
     lock: AbstractContextManager  # the right to write to --output
     notes: list[str]
+    stages: Stages
+    _staged: set[int] = field(default_factory=set)
 
     @property
     def captions(self) -> list[str]:
@@ -89,19 +93,34 @@ class SamplingRun:
             around=(lambda model: SharedBatch(model, halves)) if halves else None,
         )
 
+    def staged_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]]:
+        """Wraps the steps of a batch of so many samples for --profile: the first two steps of a batch size, which
+        compile kernels and record the CUDA graph, are a stage of their own."""
+        first = samples not in self._staged
+        self._staged.add(samples)
 
-def prepare(flags: "SampleConfig", mesh: Mesh) -> SamplingRun:
+        def staged(steps: Iterable[int]) -> Iterator[int]:
+            for i in steps:
+                with self.stages("drawing: first two steps (compiling, recording)" if first and i < 2 else "drawing"):
+                    yield i
+
+        return staged
+
+
+def prepare(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
     """Loads the model and its VAE. Raises ValueError or OSError with a message for the user."""
     flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
     lock, more = lock_folder(Path(flags.output), mesh, "--output", "wait for its end, or give another --output")
     try:
-        return _load(flags, mesh, lock, notes + more)
+        return _load(flags, mesh, stages, lock, notes + more)
     except BaseException:
         lock.__exit__(None, None, None)
         raise
 
 
-def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes: list[str]) -> SamplingRun:
+def _load(
+    flags: "SampleConfig", mesh: Mesh, stages: Stages, lock: AbstractContextManager, notes: list[str]
+) -> SamplingRun:
     ckpt = flags.ckpt
     if ckpt == "latest":
         found = newest_run(flags.outputs, flags.model, flags.use_video)
@@ -112,14 +131,18 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
     if mesh.sp_size > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
         # What sequence_parallel would refuse, before the weights are read.
         make_plan(flags.sequence_parallel_type, mesh.sp_size, sequence_shape(*shared, stored, samples_at_once(flags)))
-    model, weights = load_pretrained(ckpt, flags.model, flags.weights, flags.lora, flags.num_classes, notes)
+    dtype = PRECISIONS[flags.mixed_precision]
+    loader = VaeLoader(mesh.device, flags.mixed_precision, flags.vae_tiling)
+    loading = loader.begin(flags.lora or ckpt, flags.weights, flags.vae)
+    model, weights = load_pretrained(
+        ckpt, flags.model, flags.weights, flags.lora, flags.num_classes, notes, mesh.device, dtype, stages
+    )
     config = model.config
     notes += assumption(weights, config)
     check_guidance(config, weights, flags.cfg_scale)
     check_fits(flags, config, weights)
     objective = objective_from_dict(weights.info.get("objective"))
     objective.choose(flags.sampler)
-    dtype = PRECISIONS[flags.mixed_precision]
     vae = vae_of(flags.vae, weights)
     if flags.vae_tiling and vae == "none":
         raise ValueError(f"--vae_tiling: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
@@ -131,11 +154,15 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
     what = flags, mesh.device, dtype, config.head_dim, config.tokens
     kernels = select_kernels(*what, inference=True, shared=sequence is not None)
-    model.place(mesh.device, dtype).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
-    codec = load_vae(vae, config, mesh.device, flags.mixed_precision, flags.vae_tiling)
-    conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)
-    null = null_of(conditioner, flags.negative_prompt)
-    conditions, choices, names = what_to_draw(flags, config, weights, conditioner)
+    model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
+    with stages("VAE: waited for"):
+        codec = loading.get(vae, config)
+    if loading.work is not None:
+        stages.beside("VAE: imports and weights", loading.work.seconds)
+    with stages("text encoder, prompts"):
+        conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)
+        null = null_of(conditioner, flags.negative_prompt)
+        conditions, choices, names = what_to_draw(flags, config, weights, conditioner)
     if len(choices) < replica.count:
         notes.append(
             f"processes: {replica.count - len(choices)} of the {replica.count} groups have nothing to draw; "
@@ -160,6 +187,7 @@ def _load(flags: "SampleConfig", mesh: Mesh, lock: AbstractContextManager, notes
         source=weights.path,
         lock=lock,
         notes=notes,
+        stages=stages,
     )
 
 

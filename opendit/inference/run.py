@@ -2,12 +2,13 @@
 
 import contextlib
 import errno
+import json
 import math
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+import time
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,32 +19,45 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.common.replace import replacing
+from opendit.common.stages import Stages
 from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
 from opendit.inference.job import GRID_PICTURES, SHEET_CLIPS, job_of
 from opendit.inference.output import OutputFolder, file_name, texts, write_npz
 from opendit.inference.output_pipeline import OutputPipeline, Writers
-from opendit.inference.parts import DamagedPart, PartAssembly, Parts, find
+from opendit.inference.parts import DamagedPart, Job, PartAssembly, Parts, find
 from opendit.inference.prepare import SamplingRun, prepare
+from opendit.inference.shared_queue import SharedQueue
 from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.rendezvous import meet
 from opendit.parallel.sequence import attention_note
+from opendit.parallel.sizes import find_place
 from opendit.parallel.supervisor import Supervisor
 from opendit.training.monitor import print_block
 
 if TYPE_CHECKING:
     from opendit.cli.sample_flags import SampleConfig
 
+PROFILE = "profile.json"
 WAITING_BYTES = 256 << 20  # of pictures that wait for a thread to write them
 
 
-def run(flags: "SampleConfig") -> None:
-    """Samples as the flags say. Ends the program, as ``Supervisor`` says, if that can't be done."""
+def run(flags: "SampleConfig", stages: Stages) -> None:
+    """Samples as the flags say. Ends the program, as ``Supervisor`` says, if that can't be done.
+
+    stages: of the process, for --profile; under it every stage waits for the GPU, so that none runs beside another.
+    """
     with Supervisor((ValueError, OSError)) as supervisor:
-        mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size)
-        sampling = prepare(flags, mesh)
+        with stages("processes, device"):
+            mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size, group_of_one=False)
+            if flags.profile and mesh.device.type == "cuda":
+                stages.wait = torch.cuda.synchronize
+        with stages("flags and files: checked"):
+            sampling = prepare(flags, mesh, stages)
         with sampling.lock:
-            parts, earlier = open_parts(sampling)
+            with stages("digests of what decides a sample; an earlier start"):
+                parts, earlier = open_parts(sampling)
             supervisor.started(())
             draw(sampling, parts, earlier)
 
@@ -131,7 +145,7 @@ def check_room(sampling: SamplingRun, parts: Parts, missing: list[int]) -> None:
 
 
 def draw(sampling: SamplingRun, parts: Parts, earlier: bool) -> None:
-    """Draws this replica's share of what is missing; rank 0 then makes the sheet and the .npz of all.
+    """Draws what this replica takes of what is missing; rank 0 then makes the sheet and the .npz of all.
 
     Raises:
         OSError: a disk that takes no more; the message says what is there and what can be done.
@@ -142,13 +156,17 @@ def draw(sampling: SamplingRun, parts: Parts, earlier: bool) -> None:
         if mesh.is_main:
             missing = begin(sampling, parts, folder, earlier)
         announce(sampling)
-        missing = mesh.broadcast_object(missing)  # nothing is written before what was there is gone
-        draw_share(sampling, parts, missing)
+        # Nothing is written before what was there is gone. The queue has a name that no earlier job's had.
+        missing, name = mesh.broadcast_object((missing, secrets.token_hex(8)))
+        draw_share(sampling, parts, missing, name)
         mesh.barrier()
         if mesh.is_main:
-            rows = collect(sampling, parts, folder) | approximated(sampling)
-            parts.remove()
+            with sampling.stages("sheet, .npz"):
+                rows = collect(sampling, parts, folder) | approximated(sampling)
+                parts.remove()
             print_block("\nDone", rows)
+            if sampling.flags.profile:
+                write_profile(sampling, folder)
         mesh.barrier()
     except OSError as error:
         text = f"{error}; {what_is_there(sampling, parts, folder, error)}"
@@ -158,50 +176,71 @@ def draw(sampling: SamplingRun, parts: Parts, earlier: bool) -> None:
         raise OSError(text) from error
 
 
-def draw_share(sampling: SamplingRun, parts: Parts, missing: list[int]) -> None:
-    """The missing samples of this rank's replica, into their files and parts."""
+def draw_share(sampling: SamplingRun, parts: Parts, missing: list[int], name: str) -> None:
+    """Those of the missing samples that this rank's replica takes from the queue ``name``, to their files and parts."""
     flags, mesh, replica = sampling.flags, sampling.mesh, sampling.replica
-    # A job of fewer samples than all replicas draw at once leaves none idle.
-    batch_size = min(flags.batch_size, math.ceil(parts.job.count / replica.count))
-    groups = parts.to_draw(missing, batch_size)
-    mine = [batch for group in shares(groups, replica.count)[replica.number] for batch in group]
-    names, assembly = file_names(sampling), PartAssembly(parts, missing)
+    groups = parts.to_draw(missing, batch_size_of(parts.job, flags.batch_size, replica.count))
+    queue = SharedQueue(meet(find_place()), name, len(groups), replica)
+    total = sum(len(batch) for group in groups for batch in group)
+    names, assembly, stages = file_names(sampling), PartAssembly(parts, missing), sampling.stages
 
     def write(number: int, picture: np.ndarray) -> None:
+        began = time.perf_counter()
         if flags.save_png:
             save_one(Path(flags.output) / names[number], picture, sampling.fps)
         assembly.add(number, picture)
+        stages.mark("first sample on disk")
+        stages.beside("writing, by threads", time.perf_counter() - began)
 
     def deliver(index: Tensor, pictures: np.ndarray) -> None:
-        for number, picture in zip(index.tolist(), pictures, strict=True):
-            if assembly.wants(number):
-                writers.put(write, number, picture)
+        with stages("writing: waited for"):
+            for number, picture in zip(index.tolist(), pictures, strict=True):
+                if assembly.wants(number):
+                    writers.put(write, number, picture)
 
     threads = writer_threads(mesh)
     waiting = min(4096, max(threads, WAITING_BYTES // math.prod(parts.job.shape)))
     with (
-        Progress(sum(map(len, mine)), "samples", disable=not mesh.is_main) as progress,
+        Progress(total, "samples", disable=not mesh.is_main) as progress,
         Writers(threads, waiting) as writers,
         OutputPipeline(sampling.codec, mesh.device, deliver, replica.ranks, replica.leads) as pipeline,
     ):
-        for index, latents in drawn(sampling, mine):
-            pipeline.put(index, latents)
-            progress.update(len(index))
+        for batch in (batch for number in queue for batch in groups[number]):
+            with stages("drawing"):
+                index, latents = draw_batch(sampling, batch)
+            with stages("decoding"):
+                pipeline.put(index, latents)
+            if replica.leads:
+                progress.update(queue.finished(len(index)) - progress.done)
+        with stages("decoding"):
+            pipeline.finish()
+        with stages("writing: waited for"):
+            writers.close()
+        if mesh.is_main:
+            with stages("other processes: waited for"):
+                while (done := queue.finished(0)) < total:
+                    progress.update(done - progress.done)
+                    time.sleep(0.1)
+            progress.update(total - progress.done)
 
 
-def drawn(sampling: SamplingRun, batches: list[range]) -> Iterator[tuple[Tensor, Tensor]]:
-    """(index, latents) of these samples, a range at a time."""
+def batch_size_of(job: Job, most: int, replicas: int) -> int:
+    """Samples at a time, at most ``most``. Of a job of few samples batches are smaller, so that replicas draw the same
+    number of them and end at about the same time. (The parts of a large job are whole batches of ``most``, and there
+    are many.)"""
+    if job.samples_a_part > 1:
+        return min(most, math.ceil(job.count / replicas))
+    rounds = math.ceil(job.count / (most * replicas))
+    return math.ceil(job.count / (rounds * replicas))
+
+
+def draw_batch(sampling: SamplingRun, batch: range) -> tuple[Tensor, Tensor]:
+    """Numbers and latents of these samples."""
     torch.set_float32_matmul_precision("highest")
-    for batch in batches:
-        index = torch.arange(batch.start, batch.stop)
-        y = sampling.conditions[sampling.choices[index].to(sampling.mesh.device)]
-        yield from sampling.engine.batches(y, sampling.null, index, len(index), sampling.flags.seed)
-
-
-def shares(groups: list, count: int) -> list[list]:
-    """A list in ``count`` lists of about the same length, in order; the first one is empty only if all are."""
-    ends = [-(-len(groups) * number // count) for number in range(count + 1)]
-    return [groups[start:end] for start, end in pairwise(ends)]
+    index = torch.arange(batch.start, batch.stop)
+    y = sampling.conditions[sampling.choices[index].to(sampling.mesh.device)]
+    progress = sampling.staged_steps(len(index)) if sampling.flags.profile else None
+    return index, sampling.engine.sample(y, sampling.null, index, sampling.flags.seed, progress=progress)
 
 
 def writer_threads(mesh: Mesh) -> int:
@@ -256,11 +295,19 @@ def what_is_there(sampling: SamplingRun, parts: Parts, folder: OutputFolder, err
     return f"{found}; make room, or give other places to --output and --npz"
 
 
+def write_profile(sampling: SamplingRun, folder: OutputFolder) -> None:
+    """Prints where rank 0's time went, and writes it."""
+    with replacing(folder.folder / PROFILE) as new:
+        new.write_text(json.dumps(sampling.stages.to_dict(), indent=1) + "\n")
+    print(f"profile of rank 0 ({folder.folder / PROFILE}):\n{sampling.stages.table()}", flush=True)
+
+
 def files_of(sampling: SamplingRun) -> list[str]:
     """All files that the run will write into its folder."""
     suffix = suffix_of(sampling)
     single = [name + suffix for name in file_names(sampling)] if sampling.flags.save_png else []
-    return [*single, "grid.png", *(["grid.gif"] if sampling.model.config.is_video else [])]
+    grids = ["grid.png", *(["grid.gif"] if sampling.model.config.is_video else [])]
+    return [*single, *grids, *([PROFILE] if sampling.flags.profile else [])]
 
 
 def suffix_of(sampling: SamplingRun) -> str:

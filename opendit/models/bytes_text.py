@@ -59,7 +59,8 @@ class BytesEncoder(nn.Module):
     def __init__(self, text: TextConfig):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, text.width)
-        self.register_buffer("positions", sincos_position_table(text.width, text.max_tokens).unsqueeze(0))
+        table = sincos_position_table(text.width, text.max_tokens, device=torch.get_default_device())
+        self.register_buffer("positions", table.unsqueeze(0))
         self.blocks = nn.ModuleList(BytesBlock(text.width) for _ in range(LAYERS))
 
     def fill_tables(self) -> None:

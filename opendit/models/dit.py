@@ -287,7 +287,8 @@ class DiT(nn.Module):
         self.learned_positions = LearnedPositions(grid, dim) if self.config.positions == "learned" else None
         # Buffers, the first under the name of Meta's frozen parameter: saved and loaded, never trained or sharded.
         for name, sizes in self._tables().items():
-            self.register_buffer(name, sincos_position_table(dim, *sizes).unsqueeze(0))
+            table = sincos_position_table(dim, *sizes, device=torch.get_default_device())
+            self.register_buffer(name, table.unsqueeze(0))
 
     def _tables(self) -> dict[str, tuple[int, ...]]:
         """The fixed tables of positions, by buffer: the sides of the grid that they are of."""

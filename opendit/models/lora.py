@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from opendit.common.meta import on_meta
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.initialization import initialize_parameter
 from opendit.models.layers import Projection
@@ -54,7 +55,7 @@ def targets(model: DiT) -> list[str]:
 
 def lora_parameters(config: DiTConfig, rank: int) -> int:
     """How many weights ``add_lora`` adds to a model: (in + out) x rank for each target. None is made."""
-    with torch.device("meta"):
+    with on_meta():
         model = build_model(config)
     layers = [model.get_submodule(name) for name in targets(model)]
     return rank * sum(layer.in_features + layer.out_features for layer in layers)

@@ -3,6 +3,8 @@
 All are functions of coordinates (N, axes), so that they serve any grid, and packed sequences of several.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -23,8 +25,7 @@ def sincos_positions(coordinates: Tensor, dim: int) -> Tensor:
     Raises ValueError unless dim divides by 2 * axes.
     """
     axes = coordinates.shape[1]
-    if dim % (2 * axes):
-        raise ValueError(f"a {axes}D sine-cosine table needs a width divisible by {2 * axes}, not {dim}")
+    check_sincos(dim, axes)
     omega = _frequencies(dim // (2 * axes), coordinates.device)
     parts = []
     for position in reversed(coordinates.double().unbind(1)):
@@ -33,8 +34,19 @@ def sincos_positions(coordinates: Tensor, dim: int) -> Tensor:
     return torch.cat(parts, dim=1).float()
 
 
+def check_sincos(dim: int, axes: int) -> None:
+    """Raises ValueError for a width that sines and cosines of so many axes don't share evenly."""
+    if dim % (2 * axes):
+        raise ValueError(f"a {axes}D sine-cosine table needs a width divisible by {2 * axes}, not {dim}")
+
+
 def sincos_position_table(dim: int, *sizes: int, device: torch.device | None = None) -> Tensor:
-    """:func:`sincos_positions` of a line (length,) or a grid (height, width), (prod(sizes), dim), rows first."""
+    """:func:`sincos_positions` of a line (length,) or a grid (height, width), (prod(sizes), dim), rows first.
+
+    On the meta device it has no values, and is made without computing any: torch would import its compiler for that."""
+    if device is not None and torch.device(device).type == "meta":
+        check_sincos(dim, len(sizes))
+        return torch.empty(math.prod(sizes), dim, dtype=torch.float32, device=device)
     return sincos_positions(grid_coordinates(*sizes, device=device), dim)
 
 

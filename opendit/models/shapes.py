@@ -1,7 +1,6 @@
 """The shapes of a model's weights, without making one."""
 
-import torch
-
+from opendit.common.meta import on_meta
 from opendit.models.configuration import DiTConfig
 from opendit.models.zoo import build_model
 
@@ -12,7 +11,7 @@ def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
     """The shapes of a model's parameters and of its buffers; no weight is made. Raises ValueError if there is no such
     model."""
     try:
-        with torch.device("meta"):
+        with on_meta():
             model = build_model(config)
     except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
         raise ValueError(f"a model of this configuration can't be built ({str(error).splitlines()[0]})") from error

@@ -5,6 +5,7 @@ from importlib import import_module
 
 import torch
 
+from opendit.common.meta import on_meta
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.initialization import initialize
@@ -134,7 +135,7 @@ def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
     parameters: whether they are in memory; else they are on the meta device, and the tables alone on the other.
     """
     device = torch.get_default_device()
-    with torch.device("meta"):
+    with on_meta():
         model = _classes(config.kind).model(config)
     if device.type == "meta":
         return model
@@ -142,7 +143,7 @@ def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
         model.to_empty(device=device)
     for name, buffer in [*model.named_buffers()]:
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, torch.empty_like(buffer, device=device))
+        setattr(model.get_submodule(owner), attribute, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
     model.fill_tables()
     return model
 

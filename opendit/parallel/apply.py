@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from opendit.common.patterns import fits
 from opendit.kernels.recompute import recompute_in
@@ -92,6 +91,8 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     While a unit computes, the next ones' weights are on their way, in the order in which the model calls them: a
     block's modulation before the block.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, which sampling need not wait
+
     names = ("dp_replicate", "fsdp") if mesh.dims.dp_replicate > 1 else ("fsdp",)
     grid = mesh.device_mesh(*names) if mesh.tp_size == 1 else mesh.device_mesh(*names, "tp")[names]
     settings = dict(

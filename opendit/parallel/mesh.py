@@ -176,6 +176,7 @@ def init_mesh(
     tensor_parallel: int = 1,
     replicate: int = 1,
     dims: ParallelDims | None = None,
+    group_of_one: bool = True,
 ) -> Mesh:
     """Starts torch.distributed (nccl on GPUs, gloo on CPUs) and returns this process's mesh.
 
@@ -184,6 +185,8 @@ def init_mesh(
             data parallel.
         replicate: copies of the sharded model.
         dims: sizes of the mesh, instead of these three.
+        group_of_one: whether a process that is alone has a process group, too. Engines want one; a run that never
+            communicates starts sooner without.
 
     Raises:
         ValueError: more processes on this machine than GPUs, a number of them that these sizes do not divide or that is
@@ -206,7 +209,7 @@ def init_mesh(
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    if not dist.is_initialized():
+    if not dist.is_initialized() and (group_of_one or world > 1):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.PrefixStore("default", meet(place)),

@@ -2,10 +2,12 @@
 diffusers' DiTPipeline folders."""
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opendit.models.adapt import adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
@@ -255,13 +257,25 @@ def assumption(weights: Weights, config: DiTConfig) -> list[str]:
     ]
 
 
-def load_state(model: DiT, weights: Weights) -> None:
-    """Strictly loads weights into a model. Raises ValueError naming the first differences."""
+def load_state(
+    model: DiT, weights: Weights, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> None:
+    """Strictly loads weights into a model. A parameter on the meta device gets memory on ``device``, in ``dtype``.
+    Raises ValueError naming the first differences."""
     own = model.state_dict()
     compare({name: tuple(tensor.shape) for name, tensor in own.items()}, weights.shapes, weights.path)
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(weights.state[name])
+            stored = weights.state[name]
+            if not tensor.is_meta:
+                tensor.copy_(stored)
+                continue
+            # From the mapped file to the device as it is, and cast there. The file's own memory, which others could
+            # change, is not taken.
+            there = stored.to(device)
+            made = there.to(dtype, copy=there is stored)
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(made, tensor.requires_grad))
 
 
 def load_pretrained(
@@ -271,14 +285,18 @@ def load_pretrained(
     lora: str | Path | None = None,
     num_classes: int | None = None,
     notes: list[str] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    stage: Callable[[str], AbstractContextManager] = nullcontext,
 ) -> tuple[DiT, Weights]:
-    """A model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``.
+    """A model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``. It is on ``device`` as
+    ``DiT.place`` puts it there, its weights in ``dtype``.
 
     A checkpoint of --lora brings its base's weights and is merged into them; ``lora`` is one, to be merged into those
     of ``path``. What it says of itself (classes, size, objective) holds for the model then. ``num_classes``: of a file
     that does not say (see :func:`infer_config`).
 
-    ``notes`` takes what :func:`read_newest` says.
+    ``notes`` takes what :func:`read_newest` says. ``stage(name)`` is the context of a part of the work.
 
     Raises:
         FileNotFoundError, ValueError: nothing there, unreadable, or another model.
@@ -290,12 +308,15 @@ def load_pretrained(
         added = read_newest(lora, which, notes)
         if "lora" not in added.info:
             raise ValueError(f"--lora {lora}: {added.path} holds a whole model, not what --lora trains; use --ckpt")
-        return _with_lora(read_newest(path, which, notes), added, name)
-    weights = read_newest(path, which, notes)
+        model, weights = _with_lora(read_newest(path, which, notes), added, name)
+        return model.place(device, dtype), weights
+    with stage("checkpoint: found and verified"):
+        weights = read_newest(path, which, notes)
     if num_classes is not None and "config" in weights.info:
         raise ValueError(says_itself)
     if "lora" in weights.info:
-        return _with_lora(_base_of(weights), weights, name)
+        model, weights = _with_lora(_base_of(weights), weights, name)
+        return model.place(device, dtype), weights
     config = weights.config
     if config is None:
         if name is None:
@@ -304,9 +325,11 @@ def load_pretrained(
         config = infer_config(weights.state, name, weights.path, weights.num_classes)
     else:
         check_name(weights, name)
-    model = empty_model(config)
-    load_state(model, weights)
-    return model, weights
+    with stage("model: built"):
+        model = empty_model(config, parameters=False)
+    with stage("model: weights to the device"):
+        load_state(model, weights, device, dtype)
+        return model.place(device, dtype), weights
 
 
 def check_name(weights: Weights, name: str | None) -> None:

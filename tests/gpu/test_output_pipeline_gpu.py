@@ -78,18 +78,17 @@ def test_recorded_steps_go_on_where_they_were(tmp_path, no_ranks, monkeypatch, c
     out = capsys.readouterr().out
     assert "recorded as a CUDA graph" in out
 
-    draw, again = inference.drawn, [*argv, "--output", str(tmp_path / "b"), "--npz", str(tmp_path / "b.npz")]
+    draw, again = inference.draw_batch, [*argv, "--output", str(tmp_path / "b"), "--npz", str(tmp_path / "b.npz")]
 
-    def stops(sampling, batches):
-        for number, drawn in enumerate(draw(sampling, batches)):
-            if number == 5:
-                while not list((tmp_path / "b" / FOLDER).glob("0*.npy")):
-                    time.sleep(0.01)
-                raise OSError("stop")
-            yield drawn
+    def stops(sampling, batch):
+        if batch.start == 5 * 8:
+            while not list((tmp_path / "b" / FOLDER).glob("0*.npy")):
+                time.sleep(0.01)
+            raise OSError("stop")
+        return draw(sampling, batch)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(inference, "drawn", stops)
+        patch.setattr(inference, "draw_batch", stops)
         sample.main(again)
     capsys.readouterr()
     sample.main(again)

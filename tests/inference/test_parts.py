@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from opendit.inference import parts as module
 from opendit.inference.output import write_npz
 from opendit.inference.parts import DamagedPart, Job, PartAssembly, Parts, find, samples_a_part
-from opendit.inference.run import shares
+from opendit.inference.run import batch_size_of
 from tests.memory import peak_bytes
 
 SETTINGS = {"--seed": "0", "weights": "abc"}
@@ -158,12 +158,22 @@ def test_every_missing_sample_is_drawn_once_in_the_same_company(count, batch, la
     assert wanted <= set(numbers) and len(numbers) == len(set(numbers))
     assert all(len(draw) <= later for group in some for draw in group)
     assert all(group in everything for group in some) and (later >= parts.size or len(numbers) == len(wanted))
-    shared = shares(some, replicas)
-    assert sum(shared, []) == some and len(shared) == replicas and bool(shared[0]) == bool(some)
-    assert max(map(len, shared)) - min(map(len, shared)) <= 1
-    # A part is drawn by one replica alone: nobody else writes its file.
-    owners = [{n // parts.size for group in share for draw in group for n in draw} for share in shared]
+    # A part is in one group, which one replica draws: nobody else writes its file.
+    owners = [{n // parts.size for draw in group for n in draw} for group in some]
     assert sum(map(len, owners)) == len(set().union(*owners))
+
+
+@given(st.integers(1, 5000), st.integers(1, 70), st.integers(1, 9), st.sampled_from([1, 3 * 64, 10**6]))
+def test_replicas_end_at_about_the_same_time(count, most, replicas, size):
+    job = Job({}, count, 0, (1,), samples_a_part(count, most, size))
+    batch = batch_size_of(job, most, replicas)
+    assert 1 <= batch <= most
+    if count <= module.FINE:
+        batches, rounds = -(-count // batch), -(-count // (most * replicas))
+        assert -(-batches // replicas) == rounds  # as many rounds as with the largest batches ...
+        assert batch == 1 or rounds * replicas * (batch - 1) < count  # ... and smaller ones would need more
+    elif count >= most * replicas:
+        assert batch == most
 
 
 def test_the_npz_takes_less_memory_than_two_parts(tmp_path, monkeypatch):

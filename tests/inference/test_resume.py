@@ -95,13 +95,13 @@ def start(mesh, argv: list[str], fine: int, moment: str = "") -> list[int]:
     """sample.py with parts of a batch where there are more than ``fine`` samples. Returns the samples that this rank
     drew."""
     parts_module.FINE = fine
-    numbers, draw = [], inference.drawn
+    numbers, draw = [], inference.draw_batch
 
-    def watched(sampling, batches):
-        numbers.extend(number for batch in batches for number in batch)
-        return draw(sampling, batches)
+    def watched(sampling, batch):
+        numbers.extend(batch)
+        return draw(sampling, batch)
 
-    inference.drawn = watched
+    inference.draw_batch = watched
     kill_at(moment)
     sample.main(argv)
     return numbers
@@ -160,14 +160,13 @@ def test_killed_and_started_again(moment, fine, worlds, there, tmp_path, ckpt, u
 
 
 def slowly(argv: list[str]) -> None:
-    draw = inference.drawn
+    draw = inference.draw_batch
 
-    def slow(sampling, batches):
-        for drawn in draw(sampling, batches):
-            time.sleep(0.03)
-            yield drawn
+    def slow(sampling, batch):
+        time.sleep(0.03)
+        return draw(sampling, batch)
 
-    inference.drawn = slow
+    inference.draw_batch = slow
     parts_module.FINE = 0
     sample.main(argv)
 
@@ -184,6 +183,28 @@ def test_five_kills_from_outside(tmp_path, ckpt, uninterrupted):
         killed += process.exitcode == -signal.SIGKILL
     assert killed == 5
     run_ranks(2, start, argv(ckpt, folder), 0)
+    same(folder, uninterrupted)
+
+
+def late(mesh, argv: list[str]) -> list[int]:
+    """As ``start``; rank 0's first batch ends when the others have written all the rest."""
+    draw, folder = inference.draw_batch, Path(argv[argv.index("--output") + 1])
+
+    def waits(sampling, batch):
+        end = time.monotonic() + 60
+        while mesh.rank == 0 and len(list(folder.glob("0*.png"))) < COUNT - len(batch):
+            assert time.monotonic() < end, "nobody else draws what is left"
+            time.sleep(0.01)
+        return draw(sampling, batch)
+
+    inference.draw_batch = waits
+    return start(mesh, argv, 1024)
+
+
+def test_a_process_that_is_late_leaves_the_rest_to_the_others(tmp_path, ckpt, uninterrupted):
+    folder = tmp_path / "o"
+    drawn = run_ranks(3, late, argv(ckpt, folder))
+    assert sorted(sum(drawn, [])) == list(range(COUNT)) and len(drawn[0]) <= BATCH
     same(folder, uninterrupted)
 
 
@@ -210,8 +231,8 @@ def test_damaged_parts_and_lost_pictures_are_drawn_again(unfinished, ckpt, unint
     (parts / "00000005.npy").unlink()
     lost = sorted(unfinished.glob("0*.png"))[13]
     lost.unlink()
-    drawn, draw = [], inference.drawn
-    monkeypatch.setattr(inference, "drawn", lambda run, batches: drawn.extend(map(list, batches)) or draw(run, batches))
+    drawn, draw = [], inference.draw_batch
+    monkeypatch.setattr(inference, "draw_batch", lambda run, batch: drawn.append(list(batch)) or draw(run, batch))
     sample.main(argv(ckpt, unfinished))
     same(unfinished, uninterrupted)
     out = capsys.readouterr().out

@@ -9,6 +9,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import sample
+from opendit.common.stages import process_seconds
 from opendit.diffusion import DDPMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
 from opendit.encoders.conditioner import preview_labels
@@ -129,3 +130,18 @@ def test_frames_that_have_no_learned_positions(frames, frames_a_patch, tmp_path,
         sample.main([*argv, str(known + frames_a_patch)])
     message = f"--num_frames {known + frames_a_patch}: {path} has learned the positions of {known} at most"
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_profile_says_where_the_time_went(tmp_path, ckpt, no_ranks, capsys):
+    argv = ["--ckpt", str(ckpt), "--num_samples", "3", "--num_sampling_steps", "4", "--output", str(tmp_path)]
+    sample.main([*argv, "--profile"])
+    out = capsys.readouterr().out
+    said = json.loads((tmp_path / "profile.json").read_text())
+    stages = ["imports", "checkpoint: found and verified", "model: built", "model: weights to the device", "drawing"]
+    stages += ["drawing: first two steps (compiling, recording)", "decoding", "writing: waited for", "sheet, .npz"]
+    assert set(stages) < set(said["stages"]) and said["marks"]["first sample on disk"] > 0
+    assert all(f"  {name}\n" in out for name in said["stages"]) and "from the start of the process" in out
+    total = sum(said["stages"].values())  # the age of the process
+    assert said["marks"]["first sample on disk"] < total and abs(total - process_seconds()) < 10
+    sample.main(argv)
+    assert not (tmp_path / "profile.json").exists() and "the start of the process" not in capsys.readouterr().out

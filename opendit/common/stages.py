@@ -1,0 +1,93 @@
+"""Where the wall-clock time of a program goes, from the start of its process to the end."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+_IMPORTED = time.time()
+
+
+class Stages:
+    """Shares out the time since the process began among named stages.
+
+    A stage is a context; one inside another takes its time from the outer one, so that the times of all stages add up
+    to the time since the process began. They are those of one thread. What runs beside it is told by :meth:`beside`,
+    and is not part of the sum.
+
+    Args:
+        first: the stage that the process has been in until now.
+
+    Attributes:
+        wait: is called at the end of every stage, to wait for what it has given an accelerator to do.
+        marks: events, and the seconds from the start of the process to each.
+    """
+
+    def __init__(self, first: str):
+        self.wait: Callable[[], None] = lambda: None
+        self.marks: dict[str, float] = {}
+        self._now, self._began = first, time.perf_counter()
+        self._start = self._began - process_seconds()
+        self._seconds = {first: self._began - self._start}
+        self._beside: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """The stage ``name``, which may come more than once."""
+        outer = self._switch(name)
+        try:
+            yield
+        finally:
+            self.wait()
+            self._switch(outer)
+
+    def _switch(self, name: str) -> str:
+        """Begins or goes on with a stage; returns the one that has been interrupted."""
+        now, before = time.perf_counter(), self._now
+        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._began
+        self._now, self._began = name, now
+        self._seconds.setdefault(name, 0.0)
+        return before
+
+    def beside(self, name: str, seconds: float) -> None:
+        """Adds time that another thread has worked, from any thread."""
+        with self._lock:
+            self._beside[name] = self._beside.get(name, 0.0) + seconds
+
+    def mark(self, event: str) -> None:
+        """Notes when something happened for the first time, from any thread."""
+        with self._lock:
+            self.marks.setdefault(event, time.perf_counter() - self._start)
+
+    def seconds(self) -> dict[str, float]:
+        """Stage -> seconds, in the order in which they began; their sum is the age of the process."""
+        self._switch(self._now)
+        return dict(self._seconds)
+
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """All of it, in seconds, for a JSON file."""
+        parts = {"stages": self.seconds(), "beside": self._beside, "marks": self.marks}
+        return {part: {name: round(value, 3) for name, value in values.items()} for part, values in parts.items()}
+
+    def table(self) -> str:
+        """One line a stage, the sum, and what ran beside them."""
+        seconds = self.seconds()
+        total = sum(seconds.values())
+        lines = [f"{'seconds':>10} {'share':>7}  stage"]
+        lines += [f"{value:10.2f} {value / total:7.1%}  {name}" for name, value in seconds.items()]
+        lines += [f"{total:10.2f} {1:7.1%}  from the start of the process", ""]
+        lines += [f"{value:10.2f} {'':>7}  beside them: {name}" for name, value in self._beside.items()]
+        lines += [f"{value:10.2f} {'':>7}  {event}, counted from the start" for event, value in self.marks.items()]
+        return "\n".join(lines).rstrip()
+
+
+def process_seconds() -> float:
+    """The age of this process in seconds; where the system does not say, that of this module in it."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+            began = float(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, AttributeError, IndexError, ValueError):
+        return time.time() - _IMPORTED
