@@ -236,7 +236,7 @@ class FusedStep:
         self._block_counts = None  # of which blocks the squares count; None: all
         if not all(self._counted) and self.kernels:
             of_tensors = torch.tensor(self._counted, device=self.device)
-            self._block_counts = of_tensors[self._blocks.blocks.view(-1, 2)[:, 0].long()]
+            self._block_counts = of_tensors[self._blocks.blocks[:, 0].long()]
         self.access: InPlace | Staged = InPlace()
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:

@@ -11,6 +11,7 @@ from tests.kernels.test_adamw_ema import (
     check_against_float64,
     check_against_torch,
     check_bad_steps_change_nothing,
+    check_counted,
 )
 
 AVAILABLE, REASON = kernels_available("cuda", torch.float32)
@@ -37,6 +38,10 @@ def test_large_tensors():
 
 def test_it_is_torchs_adamw():
     check_against_torch("cuda")
+
+
+def test_some_squares_are_others_to_count():
+    check_counted("cuda")
 
 
 @pytest.mark.parametrize("bad", (math.nan, math.inf))

@@ -217,6 +217,25 @@ def test_the_norm_has_the_same_bits_in_every_run():
     assert len(sums | {case.step.square_sum(moved).item()}) == 1
 
 
+def check_counted(device: str) -> None:
+    """Some squares are others' to count; what is not finite among them is seen all the same."""
+    case = Case(device)
+    gradients, largest = case.gradients(), case.sizes.index(max(case.sizes))
+    counted = [i not in (0, largest) for i in range(len(case.sizes))]
+    tensors = (case.masters, case.exp_avgs, case.exp_avg_sqs)
+    step = FusedStep(*tensors, count=case.count, block=1024, counted=counted)
+    pairs = [(g.double(), yes) for g, yes in zip(gradients, counted, strict=True) if g is not None]
+    wanted, everything = (sum(g.square().sum() for g, yes in pairs if yes or also) for also in (False, True))
+    assert everything > 1.1 * wanted
+    torch.testing.assert_close(step.square_sum(gradients), wanted, rtol=1e-5, atol=0)
+    gradients[0][0] = math.nan
+    assert not counted[0] and step.square_sum(gradients).isnan()
+
+
+def test_some_squares_are_others_to_count():
+    check_counted("cpu")
+
+
 def test_what_does_not_fit_is_refused():
     case = Case()
     with pytest.raises(ValueError, match="several dtypes"):

@@ -128,7 +128,10 @@ def views_of_one_mesh() -> list:
 
 def lazy_groups() -> tuple:
     """(groups that are made at the start, whether a group of all ranks is the default one, for each name)."""
-    plain, shared = init_mesh(), init_mesh(sequence_parallel=8)
+    plain, shared, alone = init_mesh(), init_mesh(sequence_parallel=8), init_mesh()
+    own = alone.own_group("tp")
+    assert alone.group("tp") is None and dist.get_process_group_ranks(own) == [alone.rank] and own is not None
+    assert alone.own_group("tp") is own and alone.own_group("loss") is dist.group.WORLD
     default = [plain.group(name) is dist.group.WORLD for name in ("dp_shard", "dp", "fsdp", "loss", "world")]
     return [*plain.groups], [*shared.groups], default, shared.sp_group is dist.group.WORLD
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opendit.models import DiT, build_model
+from opendit.models.attention import TokenGrid
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
@@ -16,6 +17,7 @@ from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sizes import ParallelDims
 from opendit.parallel.tensor import divide, divided_parameters
 from opendit.parallel.tensor.gradients import ReplicatedGradients
+from opendit.parallel.tensor.layers import held_parameters
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
 from tests.parallel.tensor.models import DIT, MODELS
@@ -48,6 +50,9 @@ def compare(mesh: Mesh, config, batch: int, kind: str | None = None, checkpointe
     output, found = gradients(model, batch)
     divided, names = divided_parameters(model), [name for name, _ in model.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]
+    if not how:
+        held = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in model.blocks[0].parameters())
+        assert held == held_parameters(config, mesh.tp_size)
     ReplicatedGradients(mesh, names, divided).sum(found)
     errors = {"output": ((output - wanted).norm() / wanted.norm()).item()}
     for name, expected, ours in zip(names, of_parameters, found, strict=True):
@@ -65,6 +70,31 @@ def compare(mesh: Mesh, config, batch: int, kind: str | None = None, checkpointe
     return errors
 
 
+def kept_by_a_block(mesh: Mesh) -> dict[str, float]:
+    """What a rank's part keeps for the backward pass, above its share of what the whole block keeps."""
+    kept, tokens = [], 64
+    for ranks in (1, mesh.tp_size):
+        model, shards = model_of(DIT), None
+        if ranks > 1:
+            tensor = divide(model, Group.of(mesh.group("tp")))
+            shards = model.use(sequence=tensor).sequence(tokens)
+        block, x = model.blocks[0], torch.randn(2, tokens // ranks, 48, dtype=torch.float64, requires_grad=True)
+        m = torch.randn(2, 6 * 48, dtype=torch.float64)
+        storages = {}
+
+        def keep(saved: Tensor, storages=storages) -> Tensor:
+            storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            output = block(x, m, None, TokenGrid((tokens,), shards=shards))
+        weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+        kept.append(sum(size for place, size in storages.items() if place not in weights))
+        del output
+    share = kept[1] * mesh.tp_size / kept[0]
+    return {"more than its share": 0.0 if share < 1.1 else share}  # a gathered input of all tokens is 1 / 18 more
+
+
 def every_model(mesh: Mesh) -> dict:
     found = {}
     for size in (2, 4):
@@ -72,6 +102,7 @@ def every_model(mesh: Mesh) -> dict:
         for name, config in MODELS.items():
             config = MEETS_FOUR.get(name, config) if size == 4 else config
             found[size, name] = compare(tensor, config, 5 - size, checkpointed=size == 4)
+    found["kept"] = kept_by_a_block(tensor)
     found["modulation on every rank"] = compare(tensor, DIT, 2, column_modulation=False)
     both = init_mesh(dims=ParallelDims(sp=2, tp=2))
     for kind in ("fastseq", "ulysses", "ring"):
