@@ -50,8 +50,8 @@ class Trajectory(ABC):
 
         What trajectories that were made with the same ``tables`` (a dict, empty for the first) look up lies in the same
         tensors on ``device``, so what was recorded with one serves all; only their ``points`` differ. One whose points
-        say everything is itself."""
-        return self
+        say everything returns itself. The sampling server asks for it, and refuses objectives that don't define it."""
+        raise NotImplementedError
 
     def has_slope(self, k: int) -> bool:
         """Whether ``slope`` is defined at point k."""

@@ -38,7 +38,8 @@ class StepTable:
         times: (steps, evaluations) what the network gets as t.
         levels: the noise level that each step starts from.
 
-    Raises ValueError for a sampler whose steps don't all have the same inputs.
+    Raises ValueError for a sampler whose steps don't all have the same inputs, and for an objective whose trajectories
+    can't be in one batch.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class StepTable:
         self.steps = steps
         trajectory = objective.trajectory(steps, SAMPLERS[name].even_in_noise)
         self.levels = trajectory.levels[:-1]
-        self.trajectory: Trajectory = trajectory.joint(tables, longest, device)
+        try:
+            self.trajectory: Trajectory = trajectory.joint(tables, longest, device)
+        except NotImplementedError:
+            raise ValueError(f"objective {objective.name}: the server can't mix its trajectories") from None
         like = torch.zeros(1, *shape, device=device)
         noises: dict[int, Tensor] = {}
         self.sampler: Sampler = SAMPLERS[name](

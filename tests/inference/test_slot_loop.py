@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opendit.diffusion.objectives.flow import FlowTrajectory
+from opendit.diffusion.samplers import SAMPLERS, Sampler
 from opendit.diffusion.sampling import sample_latents
+from opendit.diffusion.trajectory import Trajectory
 from opendit.inference.engine import SamplingEngine
 from opendit.inference.slot_inputs import StepTable
 from opendit.inference.slot_loop import SampleKind, SlotLoop, SlotSample, batch_sizes
@@ -24,18 +27,20 @@ STEPS = (1, 2, 3, 5, 8)
 class Bench:
     """A model, and samples of it at random: numbers of steps, conditions, null conditions, scales and seeds."""
 
-    def __init__(self, config, which, sampler, dtype=torch.float64, guided=True, channels=None, steps=STEPS):
+    def __init__(
+        self, config, which, sampler, dtype=torch.float64, guided=True, channels=None, steps=STEPS, model=None
+    ):
         self.objective = OBJECTIVES[which]
-        self.model = fresh(config, self.objective).to(dtype)
+        self.model = fresh(config, self.objective).to(dtype) if model is None else model
         self.kind = SampleKind(sampler, guided, channels, config.input_size)
         self.config, joint = self.model.config, {}
-        shape, device = (config.in_channels, *config.input_size), torch.device("cpu")
+        shape, device = (config.in_channels, *config.input_size), self.model.device
         numbers = self.config.in_channels, self.config.out_channels
         with torch.inference_mode():
             self.tables = {
                 n: StepTable(self.objective, sampler, n, numbers, shape, joint, max(steps), device) for n in steps
             }
-        self.y, self.null = conditions(config, 5)
+        self.y, self.null = (condition.to(device) for condition in conditions(config, 5))
         self.wanted = {}
 
     def sample(self, draw: random.Random) -> SlotSample:
@@ -50,7 +55,7 @@ class Bench:
             self.model,
             sample.y,
             sample.null,
-            torch.tensor([sample.number]),
+            torch.tensor([sample.number], device=self.model.device),
             objective=self.objective,
             seed=sample.seed,
             steps=sample.table.steps,
@@ -183,8 +188,12 @@ def test_free_rows_stay_finite(which, sampler):
 
 
 def test_a_sampler_whose_steps_differ_is_refused(monkeypatch):
-    from opendit.diffusion.samplers import SAMPLERS, Sampler
-
     monkeypatch.setattr(SAMPLERS["ddpm"], "mixed_inputs", Sampler.mixed_inputs)
     with pytest.raises(ValueError, match="sampler ddpm: its steps differ"):
         Bench(LABELS, "ddpm", "ddpm")
+
+
+def test_an_objective_of_which_nothing_is_said_is_refused(monkeypatch):
+    monkeypatch.setattr(FlowTrajectory, "joint", Trajectory.joint)
+    with pytest.raises(ValueError, match="objective flow: the server can't mix"):
+        Bench(LABELS, "flow", "euler")

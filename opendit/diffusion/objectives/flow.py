@@ -109,6 +109,9 @@ class FlowTrajectory(Trajectory):
     def points(self, x: Tensor) -> Tensor:
         return for_each_sample([t * TIME_SCALE for t in self.times], x, torch.float32)
 
+    def joint(self, tables, longest, device):
+        return self
+
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         return model(x, point).to(x.dtype)
 
