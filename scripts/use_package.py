@@ -24,7 +24,9 @@ assert "site-packages" in where.parts, f"{where} is no installation"
 assert "torch" not in sys.modules and (where / "py.typed").is_file()
 print(f"import opendit: {1000 * seconds:.0f} ms, version {opendit.__version__}, Python {sys.version.split()[0]}")
 
-for command in ("train", "sample", "preprocess", "export", "models"):
+from opendit.cli.command import COMMANDS  # noqa: E402
+
+for command in COMMANDS:
     assert f"usage: opendit {command} " in run("opendit", command, "--help"), command
 assert "digits" in run("opendit", "train", "--recipe", "list")
 
@@ -40,7 +42,8 @@ info = {"model": "DiT-Ti/2", "config": config.to_dict(), "vae": "none", "image_s
 save_file(model.state_dict(), "tiny.safetensors", metadata={"opendit": json.dumps(info)})
 
 flags = "--ckpt tiny.safetensors --class_labels 0 1 2 --num_sampling_steps 4 --sampler ddim --seed 1".split()
-assert "Done" in run("opendit", "sample", *flags, "--output", "drawn", "--npz", "drawn.npz")
+assert "Done" in run("opendit", "sample", *flags, "--output", "drawn", "--npz", "drawn.npz", "--profile")
+assert json.loads(Path("drawn", "profile.json").read_text())["stages"]
 drawn = np.load("drawn.npz")["arr_0"]
 pictures = opendit.load("tiny.safetensors", device="cpu")([0, 1, 2], steps=4, sampler="ddim", seed=1, progress=False)
 if not torch.cuda.is_available():  # where sample.py draws in bf16
