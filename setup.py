@@ -59,7 +59,16 @@ setup(
     ],
     extras_require={
         "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft>=0.17"],
-        "dev": ["pre-commit", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft>=0.17"],
+        "dev": [
+            "pre-commit",
+            "pyright[nodejs]",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "peft>=0.17",
+        ],
         "lora": ["peft>=0.17"],
         "flash": ["flash-attn"],
     },

@@ -1,6 +1,7 @@
 """What ``import opendit`` offers: light, whole, the same to type checkers, and a run from Python."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_every_name_is_there_and_type_checkers_see_the_same():
         assert value.__doc__, name
     with pytest.raises(AttributeError, match="module 'opendit' has no attribute 'Nothing'"):
         opendit.Nothing  # noqa: B018
+
+
+def test_pyright_has_nothing_to_say():
+    """Of the modules behind ``import opendit`` (pyproject.toml)."""
+    if importlib.util.find_spec("pyright") is None:
+        pytest.skip("pyright is not installed: pip install 'pyright[nodejs]', or opendit[dev]")
+    words = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # Fails if Colossal-AI is imported, from the command and from Python.
