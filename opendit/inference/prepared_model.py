@@ -130,10 +130,35 @@ class PreparedModel:
 
     # ----------------------------------------------------------------------------------------------------- in the steps
 
+    @property
+    def rows(self) -> Tensor:
+        """(halves, B) int64: every sample's rows of the table at step 0."""
+        return self._static["rows"][0]
+
+    @property
+    def conditions(self) -> int:
+        """Rows of the table from one evaluation of a step to the next."""
+        return self._conditions
+
+    @property
+    def rows_of_a_step(self) -> int:
+        return self._evaluations * self._conditions
+
+    @property
+    def positions(self) -> Tensor | None:
+        """(1, N, D) of the model's grid."""
+        return next(iter(self._static["positions"]), None)
+
+    def of_tokens(self, start: list[Tensor], table_rows: Tensor) -> Tensor:
+        """The last layer's values of tokens [(n, N, D)], which is emptied, for these rows of the table, (n,) int64; the
+        samples are the first n of 2 B."""
+        modulations = self._table.index_select(0, table_rows).split(self._widths, dim=1)
+        grid = self.model.token_grid(self.grid, self.positions)
+        return self.model.of_tokens(start, grid, modulations, self._context(table_rows), self.stack)
+
     def begin(self, step: Tensor) -> None:
         """Begins a step: ``step`` (B,) int64 is every sample's own, counted from the first one in the table."""
-        (rows,) = self._static["rows"]
-        self._rows = torch.add(rows, step, alpha=self._evaluations * self._conditions).flatten()
+        self._rows = torch.add(self.rows, step, alpha=self.rows_of_a_step).flatten()
         self._evaluation = 0
 
     def __call__(self, x: Tensor, t: Tensor, rows: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from opendit.diffusion import Objective
 from opendit.diffusion.guidance import cfg_model, guided_within
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS
-from opendit.inference.approximations import FIRST, REST, REUSED, Approximations, Mode
+from opendit.inference.approximations import FIRST, REST, REUSED, Approximations, FirstBlockCache, Mode
 from opendit.inference.block_stacks import FirstBlockDone, make_stack
+from opendit.inference.fused_steps import FusedSteps, fused_steps, usable
 from opendit.inference.prepared_model import PreparedModel
 from opendit.inference.reused_guidance import ReusedGuidance
 from opendit.inference.step_inputs import StepInputs
@@ -83,6 +84,7 @@ class SamplingLoop:
         starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
         self.plan = settings.approximations.plan(starts, trajectory.levels)
         self.stack = self.network.stack = make_stack(settings.approximations, self.plan, device)
+        self._fused = self._fuse()
         self.recordings: dict = {}  # kind -> what replays it
         # Blocks times rows of a batch: kind -> what a step of it evaluates, and what it would if nothing were left out
         # (known once one ran); and of all steps so far.
@@ -103,10 +105,29 @@ class SamplingLoop:
         conditional = cfg_model(forward, y, null, 1.0)
         return guided_within(settings.cfg_interval, settings.objective.noise_level, guided, conditional)
 
+    def _fuse(self) -> FusedSteps | None:
+        """The steps in few kernels, if they can be that."""
+        settings, levels = self.settings, self._trajectory.levels[: self.settings.steps]
+        given = settings.approximations
+        if settings.around is not None or given.guidance_every > 1 or isinstance(given.cache, FirstBlockCache):
+            return None
+        if not usable(settings.model, settings.size):
+            return None
+        guided = [self.network.guided] * settings.steps
+        if self.network.guided and settings.cfg_interval is not None:
+            choice = guided_within(settings.cfg_interval, settings.objective.noise_level, True, False)
+            guided = [choice.at_level(level) for level in levels]
+        parts = self.network, settings.objective, settings.sampler, guided, self.state, self.step
+        return fused_steps(*parts, settings.cfg_scale, settings.cfg_channels)
+
     def begin(self, y: Condition, null: Condition, index: Tensor, seed: int) -> None:
         """Takes the conditions and the noise of a batch; ``index`` (B,) int64 on the model's device."""
         self.network.condition(y, null if self.network.guided else None)
-        if self._inputs is None or self._inputs.capacity != self.network.capacity:
+        if self._fused is not None:
+            if self._fused.capacity != self.network.capacity:
+                self._fused.reserve(self.network.capacity)
+                self.recordings.clear()
+        elif self._inputs is None or self._inputs.capacity != self.network.capacity:
             self._inputs = StepInputs(self.sampler, self._like, self.network.capacity)
             self.recordings.clear()
         if self._addresses != self.network.addresses:  # what was recorded reads memory that is no longer there
@@ -125,7 +146,10 @@ class SamplingLoop:
         """
         if i == self._end:
             count = self.network.fill(i)
-            self._inputs.fill(i, count)
+            if self._fused is None:
+                self._inputs.fill(i, count)
+            else:
+                self._fused.fill(i, count, self.sampler.noise_fn)
             self._end += count
             self.step.zero_()
         self.stack.prepare(i)
@@ -137,7 +161,10 @@ class SamplingLoop:
 
     def _take(self, i: int, mode: Mode, recorder: GraphRecorder | None) -> None:
         """Takes step i, or its part, in this mode."""
-        kind = self.sampler.model_at(i), self._inputs.present[i], mode
+        if self._fused is None:
+            kind = mode, self.sampler.model_at(i), self._inputs.present[i]
+        else:
+            kind = mode, self._fused.kinds[i]
         if recorder is None or kind not in self._work:
             before = self.stack.evaluated, self._guidance.rows
             self._advance(*kind)
@@ -153,9 +180,13 @@ class SamplingLoop:
         evaluated, whole = self._work[kind]
         self.evaluated, self.whole = self.evaluated + evaluated, self.whole + whole
 
-    def _advance(self, model, present: tuple[bool, ...], mode: Mode) -> None:
-        self.network.begin(self.step)
+    def _advance(self, mode: Mode, *kind) -> None:
         self.stack.begin(mode.blocks)
+        if self._fused is not None:
+            self._guidance.rows += self._fused.advance(*kind)
+            return
+        model, present = kind
+        self.network.begin(self.step)
         self._guidance.begin(mode.null)
         inputs = self._inputs.at(self.step, self.order, present)
         try:

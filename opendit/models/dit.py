@@ -257,13 +257,25 @@ class DiT(nn.Module):
         return self._predict(x, modulations, context, positions, run).mean(dim=2, keepdim=True)
 
     def _predict(self, x, modulations, context, positions, run) -> Tensor:
-        modulations, start = iter(modulations), [*self.embed(x, positions)]
+        start = [*self.embed(x, positions)]
         grid = start.pop()
-        checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
-        # (Popped: no variable of this function holds x while the blocks run.)
-        x = run(self.blocks, start.pop(), modulations, context, grid, checkpointed=checkpointed)
-        x = self.final_layer(x, next(modulations))
+        x = self.of_tokens(start, grid, modulations, context, run)
         return self.unpatchify(x if grid.shards is None else grid.shards.gather(x), grid.sizes)
+
+    def of_tokens(
+        self,
+        start: list[Tensor],
+        grid: TokenGrid,
+        modulations: Iterable[Tensor],
+        context: Context | list[Context] | None = None,
+        run: Callable[..., Tensor] = run_blocks,
+    ) -> Tensor:
+        """What :meth:`predict` does between :meth:`embed` and :meth:`unpatchify`: the last layer's values of every
+        token, (B, n, prod(patch) * out_channels). start: [tokens (B, n, D)], which is emptied, so that nobody holds
+        them while the blocks run."""
+        modulations, checkpointed = iter(modulations), self.grad_checkpoint and torch.is_grad_enabled()
+        x = run(self.blocks, start.pop(), modulations, context, grid, checkpointed=checkpointed)
+        return self.final_layer(x, next(modulations))
 
     def embed(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, TokenGrid]:
         """What the blocks begin with: this rank's tokens (B, n, D) of x (B, C, ...), and where they are. positions: of
@@ -274,12 +286,18 @@ class DiT(nn.Module):
         if shards is not None:
             patches, positions = shards.take(patches), positions if positions is None else shards.take(positions)
         tokens = self.x_embedder.project(patches)
-        in_blocks = positions if self.config.positions_in_blocks else None
         if self.learned_positions is not None:
             tokens = tokens if self.config.positions_in_blocks else tokens + positions
         elif positions is not None:
             tokens = self.ops.add_table(tokens, positions)  # in fp32: bf16 positions of neighbours would coincide
-        return tokens, TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
+        return tokens, self.token_grid(sizes, positions, shards)
+
+    def token_grid(
+        self, sizes: tuple[int, ...], positions: Tensor | None, shards: SequenceShards | None = None
+    ) -> TokenGrid:
+        """What blocks know of tokens in a grid of these sizes, at these positions."""
+        in_blocks = positions if self.config.positions_in_blocks else None
+        return TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
 
     def register_positions(self) -> None:
         """Makes the positions of the configured size: fixed tables, learned ones, or none where heads are rotated."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
+from opendit.inference import sampling_loop
 from opendit.inference.engine import SamplingEngine
 from opendit.kernels import fp8_inference
 from opendit.kernels.fp8_linear import float8_available
@@ -15,6 +16,7 @@ from opendit.kernels.select import select_kernels
 from opendit.models import DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
 from opendit.models.layers import Projection
 from tests.inference.test_engine import conditions
+from tests.kernels import test_sampling_step as ends
 from tests.kernels import test_short_attention as short
 from tests.models.test_dit import randomised
 
@@ -113,6 +115,36 @@ def test_attention_of_short_sequences(dtype, monkeypatch):
             for packed in (True, False):
                 short.test_it_is_attention(size, tokens, packed)
     short.test_large_scores_do_not_overflow()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_both_ends_of_a_step(dtype, monkeypatch):
+    torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(ends, "DEVICE", "cuda")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    for shape in ends.SHAPES.values():
+        ends.test_patches_are_embedded(shape, dtype)
+        for case in ends.CASES.values():
+            ends.test_the_update(case, shape, dtype)
+    for halves in (1, 2):
+        ends.test_every_sample_takes_its_own_step(halves)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}, {case[1]}")
+def test_steps_in_few_kernels(case, monkeypatch):
+    """They are taken, and draw what the sampler's own steps draw, up to the rounding of fp32."""
+    torch.set_float32_matmul_precision("highest")
+    objective, sampler, settings = case
+    model = model_of(LABELS, objective, torch.float32)
+    given = batch(LABELS, 3)
+    engine = SamplingEngine(model, objective, steps=6, sampler=sampler, **settings)
+    got = engine.sample(*given, 0)
+    assert all(loop._fused is not None for loop in engine._loops.values())
+    monkeypatch.setattr(sampling_loop, "usable", lambda *_: False)
+    plain = SamplingEngine(model, objective, steps=6, sampler=sampler, **settings)
+    want = plain.sample(*given, 0)
+    assert all(loop._fused is None for loop in plain._loops.values())
+    assert (got - want).norm() < 1e-4 * want.norm(), (got - want).norm() / want.norm()
 
 
 def test_two_models_one_after_the_other():

@@ -25,14 +25,17 @@ from opendit.kernels.adamw_ema import FusedStep, constant_decays
 from opendit.kernels.add_table import add_table
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
+from opendit.kernels.embed_patches import embed_patches
 from opendit.kernels.exchange_heads import exchange_heads, new_heads, send_rows
 from opendit.kernels.fp8_rows import rows_in_float8
 from opendit.kernels.fp8_shards import ShardQuantizer
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
+from opendit.kernels.guided_update import guided_update
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
 from opendit.kernels.philox import philox_bits
 from opendit.kernels.short_attention import short_attention
 from opendit.kernels.split_heads import gather_heads_float8, split_heads
+from opendit.kernels.step_rows import take_step
 from opendit.kernels.sum_parts import sum_parts
 from opendit.kernels.transpose import transpose
 from tests.kernels.cases import OPERATORS, arguments_of, make_inputs, output_gradients
@@ -130,6 +133,23 @@ def short(batch: int, tokens: int, heads: int, size: int) -> None:
     short_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
 
 
+def sampling_step(C: int, sides: tuple[int, ...], patch: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Both ends of it, of a sampler with a state of two parts and with noise."""
+    values, x = C * torch.Size(patch).numel(), torch.zeros(2, C, *sides)
+    weight, numbers = torch.zeros(1152, C, *patch, dtype=dtype), torch.zeros(2, 40)
+    step = torch.zeros(2, dtype=torch.int64)
+    take_step(step, torch.zeros(2, 2, dtype=torch.int64), 6, numbers)
+    tokens = embed_patches(x, weight, weight[:, 0].flatten(1)[:, 0].contiguous(), None, numbers[:, 0], 2)
+    table = torch.zeros(1, *tokens.shape[1:])
+    embed_patches(x, weight, weight[:, 0].flatten(1)[:, 0].contiguous(), table, None, 2)
+    output = torch.zeros(4, tokens.shape[1], 2 * values, dtype=dtype)
+    for count, noise in ((1, None), (2, x)):
+        weights = numbers[:, : count * (count + 1 + (count > 1))].unflatten(1, (count, -1))
+        variance = None if noise is None else numbers[:, -2:]
+        state = [x, x][:count]
+        guided_update(output, state, state, weights, patch, numbers[:, 0], 3, noise, step, variance)
+
+
 def shards_in_float8(dtype: torch.dtype) -> None:
     shards = [torch.randn(64, 1152), torch.randn(7, 5)]
     quantizer = ShardQuantizer(shards, [torch.zeros(s.shape, dtype=torch.uint8) for s in shards], dtype)
@@ -156,6 +176,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "float8", lambda: float8(1152)
     for width in (4608, 12288, 24576):
         yield f"GELU's rows in float8 {width}", lambda w=width: gelu_rows_in_float8(w)
+    for shape in ((4, (32, 32), (2, 2), BFLOAT16), (16, (4, 32, 32), (2, 2, 2), torch.float32)):
+        yield f"sampling step {shape}", lambda s=shape: sampling_step(*s)
     yield "adamw_ema", optimizer_step
     yield "averages", separate_averages
     for dtype in (BFLOAT16, torch.float16):

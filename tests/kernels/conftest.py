@@ -15,6 +15,7 @@ INTERPRETED = (
     (
         "test_add_table.py",
         "test_philox.py",
+        "test_sampling_step.py",
         "test_short_attention.py",
         "test_split_heads.py",
         "test_exchange_heads.py",

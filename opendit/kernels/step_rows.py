@@ -1,0 +1,62 @@
+"""What a sampling step looks up, in one kernel: every sample's rows of tables, by its own step, which is counted up."""
+
+import torch
+from torch import Tensor
+
+from opendit.kernels.common import next_power_of_2, tl, triton
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def take_step_reference(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`take_step` in torch."""
+    order = torch.arange(len(step), device=step.device)
+    found = (rows + step * stride).flatten(), numbers[step], order + step * len(step)
+    step += 1
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+
+
+@triton.jit(do_not_specialize=("samples", "stride"))
+def _take_step_kernel(
+    step_ptr, rows_ptr, numbers_ptr, rows_out_ptr, numbers_out_ptr, cells_ptr, samples, stride,
+    HALVES: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(0)
+    step = tl.load(step_ptr + sample)
+    for half in range(HALVES):
+        place = half * samples + sample
+        tl.store(rows_out_ptr + place, tl.load(rows_ptr + place) + step * stride)
+    cols = tl.arange(0, BLOCK)
+    row = tl.load(numbers_ptr + step * NUMBERS + cols, mask=cols < NUMBERS)
+    tl.store(numbers_out_ptr + sample * NUMBERS + cols, row, mask=cols < NUMBERS)
+    tl.store(cells_ptr + sample, step * samples + sample)
+    tl.store(step_ptr + sample, step + 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- operation
+
+
+def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of tables for samples that may stand at different steps; adds 1 to ``step``.
+
+    Args:
+        step: (B,) int64.
+        rows: (halves, B) int64, contiguous: the samples' rows of a table at step 0, ``stride`` rows from each step to
+            the next.
+        numbers: (steps, K) fp32.
+
+    Returns:
+        (halves * B,) int64, the rows of that table; (B, K), the numbers; (B,) int64, step * B + b, the row of sample b
+        in a table of all steps and samples.
+    """
+    B, count = len(step), numbers.shape[1]
+    rows_out, cells = torch.empty(rows.numel(), dtype=rows.dtype, device=rows.device), torch.empty_like(step)
+    numbers_out = torch.empty(B, count, dtype=numbers.dtype, device=numbers.device)
+    _take_step_kernel[(B,)](
+        step, rows, numbers, rows_out, numbers_out, cells, B, stride,
+        HALVES=len(rows), NUMBERS=count, BLOCK=next_power_of_2(count), num_warps=1,
+    )  # fmt: skip
+    return rows_out, numbers_out, cells
