@@ -34,6 +34,7 @@ from opendit.models import build_model, model_config
 
 CHANNELS, CLASSES, SEED = 4, 1000, 0
 PLAIN = "plain compiled"
+PRODUCTS = ("nvjet", "gemm", "cutlass", "sdpa", "flash", "attention")  # in names of kernels
 Draw = Callable[[Tensor, Tensor], Tensor]  # y, index (B,) to latents
 
 
@@ -45,7 +46,9 @@ class Bench:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         side = args.image_size // 8
-        self.config = model_config(args.model, input_size=(side, side), in_channels=CHANNELS, num_classes=CLASSES)
+        self.frames = getattr(args, "num_frames", 0)
+        what = {"in_channels": CHANNELS, "num_classes": CLASSES, "frames": self.frames or None}
+        self.config = model_config(args.model, input_size=(side, side), **what)
         self.null = torch.tensor([CLASSES], device=self.device)
         self.start, self.engines = time.perf_counter(), {}
 
@@ -54,8 +57,8 @@ class Bench:
         """Seconds."""
         return self.args.seconds - (time.perf_counter() - self.start)
 
-    def model(self, fp8: bool):
-        """A model with the fused kernels. Raises ValueError where there are none."""
+    def model(self, fp8: bool, sequence=None):
+        """A model with the fused kernels; sequence: how ranks share samples. Raises ValueError where there are none."""
         usable, why = (float8_available if fp8 else kernels_available)(self.device, self.dtype)
         if not usable and self.device.type == "cuda":
             raise ValueError(why)
@@ -69,7 +72,9 @@ class Bench:
                     torch.nn.init.normal_(parameter, std=0.02)
         config, speed = self.config, SpeedFlags(True, True, True, fp8=fp8)
         kernels = select_kernels(speed, self.device, self.dtype, config.head_dim, config.tokens, inference=True)
-        return model.place(self.device, self.dtype).eval().use(ops=kernels.ops, attend=kernels.attend)
+        return (
+            model.place(self.device, self.dtype).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
+        )
 
     def settings(self) -> dict:
         return {"steps": self.args.steps, "sampler": self.args.sampler, "cfg_scale": self.args.cfg_scale}
@@ -107,7 +112,7 @@ class Bench:
 
     def variants(self) -> dict[str, Callable[[], Draw]]:
         found = {"engine bf16": lambda: self.engine(False), "engine fp8": lambda: self.engine(True)}
-        found |= {"eager bf16": self.eager, PLAIN: self.plain}
+        found |= {"eager bf16": self.eager} | ({} if self.frames else {PLAIN: self.plain})
         return {name: build for name, build in found.items() if name not in self.args.without}
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
@@ -148,8 +153,9 @@ def measure(bench: Bench, draws: dict[str, Draw], size: int) -> dict[str, float]
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def profile(bench: Bench, draw: Draw, name: str, size: int, count: int) -> None:
-    """Prints the kernels that take longest, per step."""
+def profile(bench: Bench, draw: Draw, name: str, size: int, count: int, seconds: float) -> None:
+    """Prints the kernels that take longest, per step, and the share of matrix products and attention in a batch's time,
+    ``seconds`` without the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -165,6 +171,8 @@ def profile(bench: Bench, draw: Draw, name: str, size: int, count: int) -> None:
     print(
         f"\n{name}, batch {size}: {sum(row[0] for row in rows):,.0f} us a step in {sum(r[1] for r in rows):.0f} kernels"
     )
+    alone = sum(row[0] for row in rows if any(word in row[2] for word in PRODUCTS))
+    print(f"matrix products and attention: {alone:,.0f} us, {alone * steps / seconds / 1e6:.3f} of a step's time")
     for microseconds, calls, key in rows[:count]:
         print(f"{microseconds:10.1f} us {calls:7.1f} x  {key[:110]}")
 
@@ -173,6 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="DiT-XL/2")
     parser.add_argument("--image_size", type=int, default=256)
+    parser.add_argument("--num_frames", type=int, default=0, help="of a clip model, in latents; 0: a model of pictures")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--sampler", default="ddim")
@@ -197,7 +206,8 @@ def main(argv: list[str] | None = None) -> None:
         for name in [name for name in draws if name.startswith("engine")]:
             error = (draws[name](*bench.batch(2)) - want).norm() / want.norm()
             print(f"{name} against eager: relative error of latents {error:.1e}", flush=True)
-    case = f"{args.model} {args.image_size}px {args.steps} {args.sampler} steps guidance {args.cfg_scale:g}"
+    frames = f"{args.num_frames} frames " if args.num_frames else ""
+    case = f"{args.model} {frames}{args.image_size}px {args.steps} {args.sampler} steps guidance {args.cfg_scale:g}"
     for size in args.batches:
         if bench.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -215,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
         if bench.device.type == "cuda":
             print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
         for name in [name for name in found if args.profile and name.startswith("engine")]:
-            profile(bench, draws[name], name, size, args.kernels)
+            profile(bench, draws[name], name, size, args.kernels, found[name])
     if args.results:
         append(rows, args.results)
 

@@ -97,7 +97,7 @@ class SamplingEngine:
         self._work = 0, 0  # of blocks: evaluated, and if nothing were left out
         self._loops: OrderedDict[int, SamplingLoop] = OrderedDict()
         self._most_loops, self._recorder, self._say = loops, recorder, say
-        self.note = why_not_recorded(model, record, recorder is not None, around is not None)
+        self.note = why_not_recorded(model, record, recorder is not None)
         if not self.note and recorder is None:
             self._recorder = GraphRecorder()
         self.note = f"kernel by kernel: {self.note}" if self.note else "recorded as a CUDA graph"
@@ -185,15 +185,12 @@ class SamplingEngine:
         self._say(f"CUDA graph: {self.note}")
 
 
-def why_not_recorded(model: DiT, record: bool, has_recorder: bool, shared: bool = False) -> str:
-    """Why a model's sampling steps are not recorded, or nothing. record: whether that is asked for; shared: whether
-    ranks share batches."""
+def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
+    """Why a model's sampling steps are not recorded, or nothing. record: whether that is asked for."""
     if not record:
         return "recording is off"
     if not has_recorder and model.device.type != "cuda":
         return "CUDA graphs need a GPU"
-    if shared or model.sequence is not None:
-        return "ranks that share a sample talk to each other in every step"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast casts weights anew in every block that it is asked for"
     return ""

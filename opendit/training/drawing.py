@@ -61,6 +61,7 @@ class SampleGrids:
             steps=spec.flags.sample_steps,
             sampler=spec.objective.preview_sampler,
             cfg_scale=spec.flags.sample_cfg_scale,
+            record=spec.sequence is None and tensor_group(spec.mesh) is None,  # ranks that train share memory, too
             say=monitor.say,
         )
         index, null = torch.arange(len(captions)), spec.conditioner.null()

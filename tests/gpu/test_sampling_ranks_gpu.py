@@ -1,0 +1,54 @@
+"""Sampling steps of ranks that share a sample, what they send each other among it, as one CUDA graph: the same bits as
+kernel by kernel."""
+
+import pytest
+import torch
+
+from opendit.cli.shared_flags import SpeedFlags
+from opendit.diffusion import DDPMObjective
+from opendit.inference.engine import SamplingEngine
+from opendit.kernels.select import select_kernels
+from opendit.models import DiT, DiTConfig
+from opendit.parallel.guidance import SharedBatch, make_replicas
+from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.sequence import sequence_parallel
+from opendit.parallel.sequence.choose import Shape
+from tests.models.test_dit import randomised
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+CONFIG = DiTConfig((22, 46), 2, 4, 512, 2, 8, num_classes=10)  # 253 tokens: one of 2 GPUs has one less
+SAMPLES, STEPS = 3, 7
+
+
+def draw(mesh: Mesh, kind: str) -> list[tuple[str, torch.Tensor]]:
+    """The engine's note and latents, recorded and not, of two batches each."""
+    torch.manual_seed(0)
+    model, around = randomised(DiT(CONFIG)), None
+    head = CONFIG.hidden_size // CONFIG.num_heads
+    sequence = None
+    if kind == "cfg_parallel":
+        halves = make_replicas(mesh, True).halves
+        around = lambda forward: SharedBatch(forward, halves)  # noqa: E731
+    else:
+        mesh = init_mesh(sequence_parallel=2)
+        shape = Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, 2 * SAMPLES)
+        sequence = sequence_parallel(mesh, kind, shape)
+    speed = SpeedFlags(True, True, True)
+    kernels = select_kernels(speed, mesh.device, torch.bfloat16, head, CONFIG.tokens, inference=True)
+    model.place(mesh.device, torch.bfloat16).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
+    found = []
+    for record in (True, False):
+        engine = SamplingEngine(model, DDPMObjective(), steps=STEPS, around=around, record=record)
+        for seed in (0, 1):
+            y, null = torch.tensor([1, 7, 3], device=mesh.device), torch.tensor([10], device=mesh.device)
+            latents = engine.sample(y, null, torch.arange(SAMPLES), seed)
+            found.append((engine.note, latents.cpu()))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["cfg_parallel", "ulysses", "fastseq", "ring"])
+def test_recorded_steps_give_the_same_bits(kind):
+    for (note, first), (_, second), (other, want), (_, other_want) in run_ranks(2, draw, kind):
+        assert note == "recorded as a CUDA graph" and other.startswith("kernel by kernel")
+        assert torch.equal(first, want) and torch.equal(second, other_want) and not torch.equal(first, second)
