@@ -5,6 +5,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
+PAGE = ["gradio>=6"]  # which takes no pillow 13 yet
+TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft>=0.17", "playwright", *PAGE]
 SCRIPTS = ("train.py", "sample.py", "preprocess.py")
 
 
@@ -58,19 +60,11 @@ setup(
         "rich",
     ],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft>=0.17"],
-        "dev": [
-            "pre-commit",
-            "pyright[nodejs]",
-            "pytest",
-            "pytest-timeout",
-            "pytest-xdist",
-            "hypothesis",
-            "ruff",
-            "peft>=0.17",
-        ],
+        "test": TEST,
+        "dev": ["pre-commit", "pyright[nodejs]", *TEST],
         "lora": ["peft>=0.17"],
         "flash": ["flash-attn"],
+        "page": PAGE,
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -10,11 +10,11 @@ CRF = 18  # x264's quality: visually lossless
 _BT601, _LIMITED_RANGE = 6, 1  # FFmpeg's AVCOL_SPC_SMPTE170M and AVCOL_RANGE_MPEG
 
 
-def write_mp4(path: str | Path, frames: np.ndarray, fps: float | Fraction) -> None:
+def write_mp4(path: str | Path, frames: np.ndarray, fps: float | Fraction, comment: str | None = None) -> None:
     """Encodes RGB ``frames``, uint8 of shape (T, H, W, 3), and replaces ``path`` when the file is whole.
 
     H.264's 4:2:0 colours need even sizes: an odd height or width grows by one row or column, a copy of the last one.
-    The same frames give the same bytes, in any process.
+    The same frames give the same bytes, in any process. ``comment`` is written into the file as the tag of that name.
 
     Raises:
         ValueError: no frames, or frames of another shape or type, or ``fps`` not positive.
@@ -38,6 +38,8 @@ def write_mp4(path: str | Path, frames: np.ndarray, fps: float | Fraction) -> No
     try:
         # faststart: the index stands first, so that a browser plays the clip while it loads.
         with av.open(str(partial), "w", format="mp4", options={"movflags": "+faststart"}) as file:
+            if comment is not None:
+                file.metadata["comment"] = comment
             # x264's fastest routines now and then code the same frames in other bytes, even on one thread.
             options = {"crf": str(CRF), "threads": "1", "x264-params": "cpu-independent=1"}
             stream = file.add_stream("libx264", rate=rate, options=options)

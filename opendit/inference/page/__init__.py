@@ -1,0 +1,1 @@
+"""``opendit page``: runs, samples and comparisons in a browser (docs/page.md)."""

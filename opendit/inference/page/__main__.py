@@ -1,0 +1,99 @@
+"""Runs, samples and comparisons in a browser.
+
+python -m opendit page --outputs outputs
+"""
+
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+from opendit.cli.checks import check_vae, check_weights
+from opendit.cli.command_line import CommandLine
+from opendit.cli.console import name_of, prepare_console
+from opendit.cli.values import BATCH, Value, one_of, whole
+from opendit.parallel.names import PRECISIONS
+
+SHORTEST_PASSWORD = 8
+
+
+def build_parser() -> CommandLine:
+    parser = CommandLine(
+        prog=name_of("python -m opendit.inference.page"),
+        description="Serves a page for a browser: draws from checkpoints, shows runs, compares.",
+    )
+    parser.option("--outputs", Value(), "the folder of runs", "./outputs")
+    parser.option("--ckpt", Value(), "further checkpoints to draw from, as sample.py takes them", [], nargs="+")
+    parser.option("--model", Value(), "of those that do not say (Meta's .pt)")
+    parser.option("--vae", Value(), "ema, mse, PATH or none; from the checkpoint when left out")
+    parser.option("--text_encoder", Value(), "clip, t5 or a folder; from the checkpoint when left out")
+    parser.switch("--vae_tiling", "decode large pictures and clips in overlapping tiles: less memory")
+    parser.option("--mixed_precision", one_of(PRECISIONS), "of the model (default: bf16 on a GPU, else fp32)")
+    parser.switch("--fp8", "the blocks' linear layers in FP8 (Hopper and newer)")
+    parser.option("--batch_size", Value(int, **BATCH), "samples at a time", 16)
+    parser.option("--most_samples", whole(1, 1024), "of one request", 64)
+    parser.option("--host", Value(), "address to serve at; any but this machine's own needs a password", "127.0.0.1")
+    parser.option("--port", whole(0, 65535), "0: a free one", 7860)
+    parser.option("--password", Value(), "of the page (default: none on 127.0.0.1, else one is made and printed)")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    prepare_console()
+    parser = build_parser()
+    options, _ = parser.read(argv)
+    try:
+        check(options)
+        listening = listen(options["host"], options["port"])
+    except ValueError as error:
+        parser.fail(error)
+    try:
+        import gradio  # noqa: F401
+    except ImportError as error:
+        parser.fail(f"the page needs gradio ({error}): pip install 'opendit[page]'", hint=False)
+    from opendit.inference.page.serve import serve  # torch, which wrong flags need not wait for
+
+    try:
+        serve(options, listening, is_local(options["host"]))
+    except (ValueError, OSError) as error:
+        parser.fail(error)
+
+
+def check(options: dict) -> None:
+    """Raises ValueError, naming the flag and the fix. A password is made where one is needed."""
+    if not Path(options["outputs"]).expanduser().is_dir() and not options["ckpt"]:
+        raise ValueError(
+            f"--outputs {options['outputs']}: no such folder; name the one that train.py wrote its runs to"
+        )
+    for path in options["ckpt"]:
+        check_weights(path, "--ckpt", pipeline=True)
+    if options["vae"] is not None:
+        check_vae(options["vae"])
+    if options["password"] is None:
+        if not is_local(options["host"]):
+            options["password"] = secrets.token_urlsafe(12)
+    elif len(options["password"]) < SHORTEST_PASSWORD:
+        raise ValueError(f"--password: at least {SHORTEST_PASSWORD} characters; left out, one is made")
+
+
+def is_local(host: str) -> bool:
+    """Whether an address is this machine's own, which no other reaches."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections. Raises ValueError if there can be none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; try --port 0") from error
+    return listening
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
