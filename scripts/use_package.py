@@ -1,5 +1,6 @@
 """What scripts/try_packaging.sh does with an installed OpenDiT: commands, and samples from the shell and Python."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -51,6 +52,9 @@ if not torch.cuda.is_available():  # where sample.py draws in bf16
 assert Image.open("drawn/000000-0.png").size == (8, 8) and drawn.std() > 1
 assert "wrote" in run("opendit", "export", "meta", "--ckpt", "tiny.safetensors", "--output", "tiny.pt")
 assert "demo.csv" in run("opendit", "preprocess", "demo", "--clips", "2", "--size", "16")
+if importlib.util.find_spec("gradio") is None:
+    told = run("opendit", "page", "--ckpt", "tiny.safetensors", "--outputs", ".", code=2)
+    assert "pip install 'opendit[page]'" in told, told
 told = run("opendit", "train", "--recipe", "digits", "--data_path", "mock", "--max_steps", "1", code=2)
 assert "pip install --no-deps colossalai" in told and told.strip().splitlines()[-1].startswith("error: "), told
 print(f"train says what is missing: {told.strip().splitlines()[-1]}")

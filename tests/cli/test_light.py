@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = {"torch", "numpy", "transformers", "diffusers", "colossalai", "PIL"}
+HEAVY = {"torch", "numpy", "transformers", "diffusers", "colossalai", "PIL", "gradio"}
 # Runs a program as __main__ and says on the last line of stdout which heavy packages it has imported by its end.
 PROBE = """
 import atexit, runpy, sys
@@ -18,7 +18,8 @@ program, sys.argv = sys.argv[1], sys.argv[1:]
 runpy.run_module(program[3:], run_name="__main__") if program.startswith("-m ") else runpy.run_path(program, None,
                                                                                                  "__main__")
 """
-PROGRAMS = ["train.py", "sample.py", "preprocess.py", "-m opendit", "-m opendit.export", "-m opendit.models"]
+PROGRAMS = ["train.py", "sample.py", "preprocess.py", "-m opendit", "-m opendit.export", "-m opendit.models",
+            "-m opendit.inference.page"]  # fmt: skip
 
 
 def run(program: str, *argv: str) -> tuple[int, str, str]:

@@ -3,6 +3,7 @@
 python -m opendit page --outputs outputs
 """
 
+import importlib.util
 import secrets
 import socket
 import sys
@@ -23,7 +24,7 @@ def build_parser() -> CommandLine:
         description="Serves a page for a browser: draws from checkpoints, shows runs, compares.",
     )
     parser.option("--outputs", Value(), "the folder of runs", "./outputs")
-    parser.option("--ckpt", Value(), "further checkpoints to draw from, as sample.py takes them", [], nargs="+")
+    parser.option("--ckpt", Value(), "further checkpoints to draw from, as sample.py takes them", nargs="+")
     parser.option("--model", Value(), "of those that do not say (Meta's .pt)")
     parser.option("--vae", Value(), "ema, mse, PATH or none; from the checkpoint when left out")
     parser.option("--text_encoder", Value(), "clip, t5 or a folder; from the checkpoint when left out")
@@ -47,10 +48,6 @@ def main(argv: list[str]) -> None:
         listening = listen(options["host"], options["port"])
     except ValueError as error:
         parser.fail(error)
-    try:
-        import gradio  # noqa: F401
-    except ImportError as error:
-        parser.fail(f"the page needs gradio ({error}): pip install 'opendit[page]'", hint=False)
     from opendit.inference.page.serve import serve  # torch, which wrong flags need not wait for
 
     try:
@@ -61,6 +58,7 @@ def main(argv: list[str]) -> None:
 
 def check(options: dict) -> None:
     """Raises ValueError, naming the flag and the fix. A password is made where one is needed."""
+    options["ckpt"] = options["ckpt"] or []
     if not Path(options["outputs"]).expanduser().is_dir() and not options["ckpt"]:
         raise ValueError(
             f"--outputs {options['outputs']}: no such folder; name the one that train.py wrote its runs to"
@@ -74,6 +72,8 @@ def check(options: dict) -> None:
             options["password"] = secrets.token_urlsafe(12)
     elif len(options["password"]) < SHORTEST_PASSWORD:
         raise ValueError(f"--password: at least {SHORTEST_PASSWORD} characters; left out, one is made")
+    if importlib.util.find_spec("gradio") is None:
+        raise ValueError("the page needs gradio, which is not installed: pip install 'opendit[page]'")
 
 
 def is_local(host: str) -> bool:

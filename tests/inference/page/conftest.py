@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from opendit.inference.page.__main__ import build_parser, listen
+from opendit.inference.page.__main__ import build_parser, check, listen
 from tests.inference.page import runs
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -29,6 +29,7 @@ def serving(*words: str, password: str | None = None):
     from opendit.inference.page.serve import PageServer, opened
 
     options, _ = build_parser().read(words)
+    check(options)
     listening = listen("127.0.0.1", 0)
     with opened(options) as page:
         server = PageServer(application(page, password, True))
