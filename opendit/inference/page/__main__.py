@@ -4,6 +4,7 @@ python -m opendit page --outputs outputs
 """
 
 import importlib.util
+import ipaddress
 import secrets
 import socket
 import sys
@@ -31,7 +32,7 @@ def build_parser() -> CommandLine:
     parser.switch("--vae_tiling", "decode large pictures and clips in overlapping tiles: less memory")
     parser.option("--mixed_precision", one_of(PRECISIONS), "of the model (default: bf16 on a GPU, else fp32)")
     parser.switch("--fp8", "the blocks' linear layers in FP8 (Hopper and newer)")
-    parser.option("--batch_size", Value(int, **BATCH), "samples at a time", 16)
+    parser.option("--batch_size", Value(int, **BATCH), "samples at a time, of all who draw", 32)
     parser.option("--most_samples", whole(1, 1024), "of one request", 64)
     parser.option("--host", Value(), "address to serve at; any but this machine's own needs a password", "127.0.0.1")
     parser.option("--port", whole(0, 65535), "0: a free one", 7860)
@@ -48,10 +49,11 @@ def main(argv: list[str]) -> None:
         listening = listen(options["host"], options["port"])
     except ValueError as error:
         parser.fail(error)
+    from opendit.inference.page.guard import LOCAL
     from opendit.inference.page.serve import serve  # torch, which wrong flags need not wait for
 
     try:
-        serve(options, listening, is_local(options["host"]))
+        serve(options, listening, (*LOCAL, options["host"]) if is_local(options["host"]) else None)
     except (ValueError, OSError) as error:
         parser.fail(error)
 
@@ -78,7 +80,10 @@ def check(options: dict) -> None:
 
 def is_local(host: str) -> bool:
     """Whether an address is this machine's own, which no other reaches."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def listen(host: str, port: int) -> socket.socket:

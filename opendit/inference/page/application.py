@@ -42,8 +42,8 @@ def build(page: Page) -> gr.Blocks:
     return blocks
 
 
-def application(page: Page, password: str | None, local: bool) -> Guard:
-    """The ASGI application. local: whether it is served to this machine alone."""
+def application(page: Page, password: str | None, hosts: tuple[str, ...] | None = LOCAL) -> Guard:
+    """The ASGI application; ``password`` and ``hosts`` as of :class:`Guard`."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/drawn/{name}")
@@ -88,4 +88,4 @@ def application(page: Page, password: str | None, local: bool) -> Guard:
         theme=theme,
         css=views.CSS,
     )
-    return Guard(app, password, LOCAL if local else None)
+    return Guard(app, password, hosts)

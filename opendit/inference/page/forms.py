@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from opendit.encoders.pictures import one_line
+from opendit.inference.arguments import MOST_GUIDANCE, MOST_SEED, MOST_STEPS
 from opendit.inference.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.inference.page.drawing_queue import DrawingRequest
-from opendit.inference.pipeline import MOST_GUIDANCE, MOST_SEED, MOST_STEPS
 
 MOST_TEXT = 20_000  # characters of all captions together
 MOST_CAPTION = 2_000

@@ -4,11 +4,12 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 
 from opendit.inference.page import views
 from opendit.inference.page.catalog import Catalog, ModelCard, WeightsChoice
-from opendit.inference.page.drawing_queue import Cancelled, DrawingQueue, PendingDrawing, QueueFull
+from opendit.inference.page.drawing_queue import DrawingQueue, PendingDrawing, TooManyRequests
 from opendit.inference.page.forms import Asked
 from opendit.inference.page.sample_store import SampleStore
 
@@ -49,7 +50,7 @@ class Page:
             try:
                 for one in asked:
                     waiting.append(self._submit(session, one))
-            except QueueFull:
+            except TooManyRequests:
                 yield views.error("too many requests are waiting: try again in a moment")
                 return
             shown = None
@@ -61,7 +62,7 @@ class Page:
             if error is None:
                 yield waiting
             else:
-                yield views.message("cancelled") if isinstance(error, Cancelled) else views.error(said(error))
+                yield views.message("cancelled") if isinstance(error, CancelledError) else views.error(said(error))
         finally:  # also of a browser that has gone
             for pending in waiting:
                 pending.cancel()
@@ -98,7 +99,7 @@ class Page:
         return views.progress(text, share)
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """An error as one line for people."""
     if isinstance(error, ValueError | OSError):
         return str(error)

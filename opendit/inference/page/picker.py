@@ -5,11 +5,11 @@ from typing import Any
 
 import gradio as gr
 
+from opendit.inference.arguments import MOST_STEPS
 from opendit.inference.page import views
 from opendit.inference.page.catalog import NEWEST, ModelCard
 from opendit.inference.page.forms import MOST_CAPTION, MOST_TEXT
 from opendit.inference.page.page import Page, said
-from opendit.inference.pipeline import MOST_STEPS
 
 # Of every event: none is offered to other programs. Of every piece of HTML: no script, and no style but the page's.
 PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}

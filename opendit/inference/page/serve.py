@@ -9,11 +9,12 @@ import uvicorn
 
 from opendit.inference.page.application import application
 from opendit.inference.page.catalog import Catalog, ModelCard, WeightsChoice
-from opendit.inference.page.drawing_queue import DrawingQueue
+from opendit.inference.page.drawing_queue import MOST_DRAWN, DrawingQueue
 from opendit.inference.page.guard import Guard
 from opendit.inference.page.page import Page
 from opendit.inference.page.sample_store import SampleStore
 from opendit.inference.pipeline import Pipeline, load
+from opendit.inference.server import SamplingServer
 from opendit.state.pretrained import find_weights, read_info
 
 MOST_CONNECTIONS = 256
@@ -64,7 +65,12 @@ def opened(options: dict[str, Any]):
             pipe = loader(choice)  # Meta's, diffusers': what they hold is known when they are loaded
             cards[name] = ModelCard.of(pipe.config, pipe.weights, pipe.objective)
             del pipe
-    with SampleStore() as store, DrawingQueue(loader, options["batch_size"]) as queue:
+
+    def start(choice: WeightsChoice) -> SamplingServer:
+        most = MOST_DRAWN * options["most_samples"]
+        return SamplingServer(loader(choice), batch_size=options["batch_size"], max_waiting=most)
+
+    with SampleStore() as store, DrawingQueue(start) as queue:
         yield Page(catalog, queue, store, cards, options["most_samples"])
 
 
@@ -88,10 +94,10 @@ class PageServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(options: dict[str, Any], listening: socket.socket, local: bool) -> None:
-    """Serves until SIGINT or SIGTERM. Raises as :func:`opened`."""
+def serve(options: dict[str, Any], listening: socket.socket, hosts: tuple[str, ...] | None) -> None:
+    """Serves until SIGINT or SIGTERM. hosts: as of :class:`Guard`. Raises as :func:`opened`."""
     with opened(options) as page:
-        server = PageServer(application(page, options["password"], local))
+        server = PageServer(application(page, options["password"], hosts))
         host, port = listening.getsockname()[:2]
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         print(f"http://{shown}:{port}  (Ctrl-C ends it)")

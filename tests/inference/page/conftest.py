@@ -32,7 +32,7 @@ def serving(*words: str, password: str | None = None):
     check(options)
     listening = listen("127.0.0.1", 0)
     with opened(options) as page:
-        server = PageServer(application(page, password, True))
+        server = PageServer(application(page, password))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
