@@ -1,5 +1,6 @@
 """The tab *Runs*: curves of all runs over each other; grids, flags and starts of one."""
 
+import itertools
 from typing import Any
 
 import gradio as gr
@@ -11,6 +12,7 @@ from opendit.inference.page.picker import HTML, PRIVATE
 
 FIRST_RUNS = 8  # whose curves are shown before any is chosen: the newest
 REFRESH_S = 10
+COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c3aed", "#dc2626", "#65a30d", "#475569"]
 
 
 def runs_tab(page: Page, blocks: gr.Blocks) -> None:
@@ -23,10 +25,11 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         plots = [
             gr.LinePlot(
                 None, x="step", y="value", color="run", title=title, y_title=title, x_title="step", height=250,
-                min_width=280, elem_id=f"plot-{metric}",
+                min_width=280, colors_in_legend=[], elem_id=f"plot-{metric}",
             )
             for metric, title in run_history.METRICS.items()
         ]  # fmt: skip
+    legend = gr.HTML("", **HTML)
     run = gr.Dropdown([], label="Run", interactive=True, elem_id="run")
     problem = gr.HTML("", **HTML)
     slider = gr.Slider(0, 1, value=0, step=1, label="Sample grid", interactive=True, visible=False, elem_id="slider")
@@ -47,11 +50,14 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
 
     def draw(chosen: list[str] | None) -> list[Any]:
         runs = catalog.runs()
+        drawn = [name for name in chosen or [] if name in runs]
         try:
-            found = run_history.curves(catalog, [name for name in chosen or [] if name in runs])
+            found = run_history.curves(catalog, drawn)
         except (ValueError, OSError):  # a run that goes while it is read
             found = run_history.curves(catalog, [])
-        return [pandas.DataFrame(points, columns=["step", "value", "run"]) for points in found.values()]
+        colors = dict(zip(drawn, itertools.cycle(COLORS), strict=False))
+        frames = [pandas.DataFrame(points, columns=["step", "value", "run"]) for points in found.values()]
+        return [*(gr.LinePlot(frame, color_map=colors) for frame in frames), views.legend(colors)]
 
     def tell(name: str | None) -> list[Any]:
         nothing = [gr.Slider(visible=False), views.grid("", None), "", ""]
@@ -75,12 +81,13 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         number = min(max(int(position), 0), len(grids) - 1)
         return [gr.Slider(label=_label(grids, number)), views.grid(name or "", grids[number] if grids else None)]
 
+    curves = [*plots, legend]
     every, details = [shown, run, problem], [slider, picture, starts, flags]
     for event in (blocks.load, refresh.click, timer.tick):
-        event(look, [shown, run], every, **PRIVATE).then(draw, shown, plots, **PRIVATE).then(
+        event(look, [shown, run], every, **PRIVATE).then(draw, shown, curves, **PRIVATE).then(
             tell, run, details, **PRIVATE
         )
-    shown.input(draw, shown, plots, **PRIVATE)
+    shown.input(draw, shown, curves, **PRIVATE)
     run.input(tell, run, details, **PRIVATE)
     slider.input(slide, [run, slider], [slider, picture], trigger_mode="always_last", **PRIVATE)
     live.input(lambda on: gr.Timer(REFRESH_S, active=bool(on)), live, timer, **PRIVATE)

@@ -17,7 +17,7 @@ _MORE = str.maketrans({c: f"&#{ord(c)};" for c in "{}$`\\"})
 CSS = """
 :root { --muted: #6b7280; } .dark { --muted: #9ca3af; }
 .gradio-container .main { padding-top: 10px !important; }
-.gradio-container { max-width: 1240px !important; margin: 0 auto !important; }
+.gradio-container { max-width: 1360px !important; margin: 0 auto !important; }
 #title { padding: 0 2px; } #title h1 { font-size: 22px; font-weight: 650; margin: 0; }
 #title p { margin: 0; overflow-wrap: anywhere; color: var(--muted); font-size: 13px; }
 .card { color: var(--muted); font-size: 13px; padding: 0 4px; }
@@ -35,7 +35,8 @@ CSS = """
 .samples .small { image-rendering: pixelated; }
 .samples figcaption { font-size: 12px; color: var(--muted); display: flex; gap: 8px;
   justify-content: space-between; padding-top: 3px; }
-.samples figcaption span { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
+.samples figcaption span { overflow: hidden; overflow-wrap: anywhere; display: -webkit-box; -webkit-line-clamp: 2;
+  -webkit-box-orient: vertical; }
 .samples a { color: var(--link-text-color); text-decoration: none; }
 .pair { border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 10px; }
 .pair > div { display: flex; gap: 10px; }
@@ -49,6 +50,8 @@ CSS = """
 .flags { columns: 3 260px; column-gap: 28px; font-size: 12.5px; }
 .flags div { break-inside: avoid; padding: 1px 0; overflow-wrap: anywhere; }
 .flags span { color: var(--muted); }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; padding: 0 4px; }
+.legend i { display: inline-block; width: 14px; height: 3px; margin-right: 6px; vertical-align: middle; }
 .grid img { max-width: 100%; max-height: 620px; border-radius: 6px; image-rendering: pixelated; }
 """
 
@@ -118,6 +121,12 @@ def pairs(first: list[StoredSample], second: list[StoredSample], differences: li
         for a, b, text in zip(first, second, differences, strict=True)
     ]
     return f'<div class="samples" data-count="{len(shown)}">{"".join(shown)}</div>'
+
+
+def legend(colors: dict[str, str]) -> str:
+    """Which run's curves are of which colour."""
+    runs = (f'<span><i style="background:{escaped(color)}"></i>{escaped(run)}</span>' for run, color in colors.items())
+    return f'<div class="legend">{"".join(runs)}</div>'
 
 
 def grid(run: str, name: str | None) -> str:

@@ -244,6 +244,7 @@ def test_runs(visit):
     page = one.open("Runs")
     for metric in ("loss", "grad_norm", "samples_per_s"):
         page.locator(f"#plot-{metric} svg, #plot-{metric} canvas").first.wait_for()
+    assert page.locator(".legend").inner_text().split() == [CUT, LINKED_FILE, BROKEN, CLIPS, DIGITS]
     one.choose("Run", DIGITS)
     page.locator("#grid img").wait_for()
     assert page.locator("#grid img").get_attribute("src") == f"/grid/{DIGITS}/0000040.png"
