@@ -94,9 +94,10 @@ def train(mesh: Mesh, engine, ema: EMA, first: int = 0, steps: int = STEPS, accu
 
 
 def engine_run(mesh: Mesh, plugin: str, precision: str, accumulation: int, **how):
+    steps = STEPS if precision == "fp32" else STEPS // 3
     engine = engine_of(mesh, plugin, precision, accumulation, **how)
     ema = EMA(engine, DECAY)
-    losses, norms = train(mesh, engine, ema, accumulation=accumulation)
+    losses, norms = train(mesh, engine, ema, steps=steps, accumulation=accumulation)
     moments = {name: engine.layout.gather(name, engine.moments(name)["exp_avg"]).clone() for name in engine.shapes}
     return losses, norms, {name: full.clone() for name, full in ema.gather()}, moments
 
@@ -104,7 +105,6 @@ def engine_run(mesh: Mesh, plugin: str, precision: str, accumulation: int, **how
 # Of 4 ranks the sizes of the mesh; plugin, precision, micro-batches, and how the model is run.
 CASES = [
     (dict(tp=2), "ddp", "fp32", 2, dict(recompute="half")),
-    (dict(tp=4), "ddp", "fp32", 1, dict(recompute="mlp")),
     (dict(tp=2), "zero2", "fp32", 2, dict(grad_checkpoint=True)),
     (dict(tp=4), "zero2", "fp32", 1, {}),
     (dict(tp=2), "fsdp", "fp32", 2, {}),
@@ -116,9 +116,9 @@ HALF = [(dict(), "zero2", "bf16", 1, {})]
 HALF += [(dict(tp=2), plugin, "bf16", 1, {}) for plugin in ("zero2", "fsdp", "ddp")]
 # What is saved, as whole tensors or in shards, and who goes on from it.
 ELASTIC = [
-    (dict(tp=2), "zero2", True, [(dict(), "fsdp"), (dict(tp=4), "ddp"), (dict(tp=2), "ddp")]),
+    (dict(tp=2), "zero2", True, [(dict(), "fsdp"), (dict(tp=4), "ddp")]),
     (dict(tp=4), "zero2", False, [(dict(tp=2), "fsdp"), (dict(), "zero2")]),
-    (dict(tp=2), "fsdp", True, [(dict(tp=4), "zero2"), (dict(tp=2), "fsdp")]),
+    (dict(tp=2), "fsdp", True, [(dict(tp=4), "zero2")]),
     (dict(), "ddp", True, [(dict(tp=2), "zero2"), (dict(tp=2, dp_replicate=2), "fsdp")]),
 ]
 

@@ -3,6 +3,7 @@ it refuses."""
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,30 +26,40 @@ def programs(mesh, runs: list[list[str]]) -> None:
 
 
 def test_train_py_gives_the_single_process_curve_and_goes_on_without(tmp_path):
-    common = [*TINY, *QUIET, "--max_steps", str(STEPS), "--ckpt_every", str(STEPS // 2)]
-    half = str(tmp_path / "two" / "000-DiT-Ti-2" / "checkpoints" / f"step_{STEPS // 2:07d}")
+    common, half = [*TINY, *QUIET, "--ckpt_every", str(STEPS // 2)], STEPS // 2
+    saved = tmp_path / "two" / "000-DiT-Ti-2" / "checkpoints" / f"step_{half:07d}"
     runs = [
-        f"--tensor_parallel_size 2 --batch_size 4 --outputs {tmp_path}/two",
-        f"--tensor_parallel_size 4 --batch_size 8 --outputs {tmp_path}/four --plugin ddp",
-        f"--tensor_parallel_size 2 --batch_size 4 --outputs {tmp_path}/cut --plugin fsdp",
-        f"--batch_size 2 --outputs {tmp_path}/two --load {half}",
+        f"--tensor_parallel_size 4 --batch_size 8 --max_steps {half} --outputs {tmp_path}/four --plugin ddp",
+        f"--tensor_parallel_size 2 --batch_size 4 --max_steps {half} --outputs {tmp_path}/cut --plugin fsdp",
+        f"--batch_size 2 --max_steps {STEPS} --outputs {tmp_path}/two --load {saved}",
+        f"--tensor_parallel_size 2 --batch_size 4 --max_steps 1 --outputs {tmp_path}/from --pretrained {saved}",
+        f"--batch_size 2 --max_steps 1 --outputs {tmp_path}/from_one --pretrained {saved}",
     ]
-    run_ranks(4, programs, [[*common, *runs[0].split()]])
-    run = tmp_path / "two" / "000-DiT-Ti-2"
-    losses = {"two": [line["loss"] for line in log_of(run)]}
-    drawn = {"two": np.asarray(Image.open(run / "samples" / f"{STEPS:07d}.png")).astype(int)}
-    run_ranks(4, programs, [[*common, *argv.split()] for argv in runs[1:]])
+    first = f"--tensor_parallel_size 2 --batch_size 4 --max_steps {STEPS} --outputs {tmp_path}/two"
+    run_ranks(4, programs, [[*common, *first.split()]])
+    losses, drawn = {"two": losses_in(tmp_path / "two")}, {"two": drawn_in(tmp_path / "two", half)}
+    end = drawn_in(tmp_path / "two", STEPS)
+    run_ranks(4, programs, [[*common, *argv.split()] for argv in runs])
     for name in ("four", "cut"):
-        run = tmp_path / name / "000-DiT-Ti-2"
-        losses[name] = [line["loss"] for line in log_of(run)]
-        drawn[name] = np.asarray(Image.open(run / "samples" / f"{STEPS:07d}.png")).astype(int)
-    run = tmp_path / "two" / "000-DiT-Ti-2"
-    losses["went on"] = [line["loss"] for line in log_of(run)]
-    drawn["went on"] = np.asarray(Image.open(run / "samples" / f"{STEPS:07d}.png")).astype(int)
+        losses[name], drawn[name] = losses_in(tmp_path / name), drawn_in(tmp_path / name, half)
+    losses["went on"] = losses_in(tmp_path / "two")
     wanted = plain_losses(STEPS, 8)
+    assert {name: len(curve) for name, curve in losses.items()} == {"two": 12, "four": 6, "cut": 6, "went on": 12}
     for name, curve in losses.items():
-        assert off_by(curve, wanted) < 1e-5, name
-        assert drawn[name].std() > 10 and np.abs(drawn[name] - drawn["two"]).max() <= 1, name
+        assert off_by(curve, wanted[: len(curve)]) < 1e-5, name
+    for name, picture in drawn.items():
+        assert picture.std() > 10 and np.abs(picture - drawn["two"]).max() <= 1, name
+    assert np.abs(drawn_in(tmp_path / "two", STEPS) - end).max() <= 1  # by one rank alone
+    started = losses_in(tmp_path / "from")
+    assert off_by(started, losses_in(tmp_path / "from_one")) < 1e-6 and off_by(started, wanted[:1]) > 1e-5
+
+
+def losses_in(outputs: Path) -> list[float]:
+    return [line["loss"] for line in log_of(outputs / "000-DiT-Ti-2")]
+
+
+def drawn_in(outputs: Path, step: int) -> np.ndarray:
+    return np.asarray(Image.open(outputs / "000-DiT-Ti-2" / "samples" / f"{step:07d}.png")).astype(int)
 
 
 @pytest.mark.parametrize(
