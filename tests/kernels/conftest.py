@@ -11,7 +11,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED = (
     ("test_operators.py",),
     ("test_kernels_in_models.py", "test_fp8.py", "test_fp8_sequence.py", "test_recompute.py"),
-    ("test_fp8_shards.py", "test_fp8_fsdp.py"),
+    ("test_fp8_shards.py", "test_fp8_fsdp.py", "test_tensor_parallel.py"),
     (
         "test_add_table.py",
         "test_philox.py",

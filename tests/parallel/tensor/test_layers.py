@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opendit.models import DiT, build_model
 from opendit.models.attention import TokenGrid
+from opendit.models.layers import BlockOps
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
@@ -38,15 +39,18 @@ def gradients(model: DiT, batch: int) -> tuple[Tensor, list[Tensor]]:
     return output.detach(), list(torch.autograd.grad((output * weights).sum(), list(model.parameters())))
 
 
-def compare(mesh: Mesh, config, batch: int, kind: str | None = None, checkpointed=False, **how) -> dict[str, float]:
-    """The relative error of the output and of every parameter's gradient; ``kind``: two more ranks share the tokens."""
-    whole = model_of(config)
+def compare(
+    mesh: Mesh, config, batch: int, kind: str | None = None, checkpointed=False, ops: BlockOps | None = None, **how
+) -> dict[str, float]:
+    """The relative error of the output and of every parameter's gradient. kind: two more ranks share the tokens. ops:
+    what blocks compute with, in fp32."""
+    whole = model_of(config) if ops is None else model_of(config).float()
     wanted, of_parameters = gradients(whole, batch)
     model, tensor, sequence = copy.deepcopy(whole), mesh.group("tp"), None
     if kind is not None:
         shape = Shape(config.tokens, config.hidden_size, config.num_heads // mesh.dims.tp)
         sequence = sequence_parallel(mesh, kind, shape)
-    model.use(sequence=divide(model, Group.of(tensor), sequence, **how)).grad_checkpoint = checkpointed
+    model.use(ops=ops, sequence=divide(model, Group.of(tensor), sequence, **how)).grad_checkpoint = checkpointed
     output, found = gradients(model, batch)
     divided, names = divided_parameters(model), [name for name, _ in model.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]
