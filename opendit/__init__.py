@@ -16,8 +16,10 @@ from opendit.common.lazy import import_when_used
 
 if TYPE_CHECKING:
     from opendit import fused as fused
+    from opendit.cli.evaluate_flags import EvaluateConfig as EvaluateConfig
     from opendit.cli.programs import train as train
     from opendit.cli.train_flags import TrainConfig as TrainConfig
+    from opendit.evaluation.program import evaluate as evaluate
     from opendit.inference.clip import VideoClip as VideoClip
     from opendit.inference.pipeline import Pipeline as Pipeline
     from opendit.inference.pipeline import load as load
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DiT",
+    "EvaluateConfig",
     "Pipeline",
     "TrainConfig",
     "VideoClip",
     "build_model",
+    "evaluate",
     "fused",
     "load",
     "model_config",
@@ -41,8 +45,10 @@ __all__ = [
 _get, _ = import_when_used(
     __name__,
     {
+        "opendit.cli.evaluate_flags": "EvaluateConfig",
         "opendit.cli.programs": "train",
         "opendit.cli.train_flags": "TrainConfig",
+        "opendit.evaluation.program": "evaluate",
         "opendit.inference.clip": "VideoClip",
         "opendit.inference.pipeline": "Pipeline load",
         "opendit.models.dit": "DiT",

@@ -20,6 +20,7 @@ SCRIPTS = {
     "preprocess": "tables of captioned media, cached latents (preprocess.py)",
 }
 MODULES = {
+    "evaluate": ("opendit.evaluation.__main__", "FID and its kin, FVD, CLIP score of a run or of samples"),
     "page": ("opendit.inference.page.__main__", "draws, shows runs and compares in a browser"),
     "export": ("opendit.export.__main__", "to and from diffusers' and Meta's formats"),
     "models": ("opendit.models.__main__", "lists the models: parameters, work, memory"),

@@ -1,4 +1,5 @@
-"""What is drawn goes to disk in parts, so that a job that was killed goes on where it was.
+"""What is drawn, or what is computed of samples, goes to disk in parts, so that a job that was killed goes on where it
+was.
 
 A part is a fixed range of sample numbers, the same for any number of processes: one file, whole or not there, with a
 checksum, written after the single files of its samples. Beside the parts a manifest holds all that decides a sample;
@@ -57,8 +58,8 @@ class Job:
     """What the parts of a folder are parts of.
 
     settings: name -> value of everything that decides a sample or what is kept of it. count: of all samples. kept:
-    samples, the first ones, whose pixels are in the parts. shape: of a sample's pixels, uint8. samples_a_part: how many
-    samples a part has, but for the last one.
+    samples, the first ones, whose pixels are in the parts. shape: of a sample's pixels. samples_a_part: how many
+    samples a part has, but for the last one. dtype: of the pixels, as numpy writes it; features are "<f4".
     """
 
     settings: dict[str, str]
@@ -66,6 +67,7 @@ class Job:
     kept: int
     shape: tuple[int, ...]
     samples_a_part: int
+    dtype: str = "|u1"
 
     @property
     def identity(self) -> str:
@@ -106,8 +108,8 @@ class Parts:
     # ------------------------------------------------------------------------------------------ one part
 
     def write(self, part: int, pixels: np.ndarray) -> None:
-        """``pixels``: (rows, *shape) uint8. np.load reads the file, at whose end stands the checksum. Raises OSError
-        naming the file."""
+        """``pixels``: (rows, *shape) of the job's dtype. np.load reads the file, at whose end stands the checksum.
+        Raises OSError naming the file."""
         header = self._header(part)
         data = memoryview(np.ascontiguousarray(pixels)).cast("B") if pixels.size else b""
         digest = self._digest(part)
@@ -120,7 +122,7 @@ class Parts:
     def blocks(self, part: int) -> Iterator[np.ndarray]:
         """The bytes of a part's pixels, at most BLOCK at a time, (n,) uint8. Raises DamagedPart, at its end."""
         header, digest = self._header(part), self._digest(part)
-        left = self.rows(part) * int(np.prod(self.job.shape))
+        left = self.rows(part) * int(np.prod(self.job.shape)) * np.dtype(self.job.dtype).itemsize
         try:
             with open(self.path(part), "rb", buffering=0) as file:
                 found = file.read(len(header))
@@ -156,11 +158,11 @@ class Parts:
             if self.samples(part).start >= count:
                 break
             pixels = np.concatenate(list(self.blocks(part)))
-            found.append(pixels.reshape(-1, *self.job.shape)[: count - self.samples(part).start])
+            found.append(pixels.view(self.job.dtype).reshape(-1, *self.job.shape)[: count - self.samples(part).start])
         return np.concatenate(found)
 
     def _header(self, part: int) -> bytes:
-        return npy_header((self.rows(part), *self.job.shape))
+        return npy_header((self.rows(part), *self.job.shape), self.job.dtype)
 
     def _digest(self, part: int):
         return hashlib.sha256(f"{self.job.identity} {part} ".encode())
@@ -246,7 +248,7 @@ class PartAssembly:
         first = parts.samples(part).start
         with self._lock:
             if part not in self._open:
-                empty = np.empty((parts.rows(part), *parts.job.shape), np.uint8)
+                empty = np.empty((parts.rows(part), *parts.job.shape), parts.job.dtype)
                 self._open[part] = empty, [len(parts.samples(part))]
             rows, left = self._open[part]
         if number - first < len(rows):

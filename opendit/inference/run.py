@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -178,11 +179,8 @@ def draw(sampling: SamplingRun, parts: Parts, earlier: bool) -> None:
 
 def draw_share(sampling: SamplingRun, parts: Parts, missing: list[int], name: str) -> None:
     """Those of the missing samples that this rank's replica takes from the queue ``name``, to their files and parts."""
-    flags, mesh, replica = sampling.flags, sampling.mesh, sampling.replica
-    groups = parts.to_draw(missing, batch_size_of(parts.job, flags.batch_size, replica.count))
-    queue = SharedQueue(meet(find_place()), name, len(groups), replica)
-    total = sum(len(batch) for group in groups for batch in group)
-    names, assembly, stages = file_names(sampling), PartAssembly(parts, missing), sampling.stages
+    flags, stages = sampling.flags, sampling.stages
+    names, assembly = file_names(sampling), PartAssembly(parts, missing)
 
     def write(number: int, picture: np.ndarray) -> None:
         began = time.perf_counter()
@@ -198,24 +196,51 @@ def draw_share(sampling: SamplingRun, parts: Parts, missing: list[int], name: st
                 if assembly.wants(number):
                     writers.put(write, number, picture)
 
-    threads = writer_threads(mesh)
+    def finish() -> None:
+        with stages("writing: waited for"):
+            writers.close()
+
+    threads = writer_threads(sampling.mesh)
     waiting = min(4096, max(threads, WAITING_BYTES // math.prod(parts.job.shape)))
+    with Writers(threads, waiting) as writers:
+        draw_missing(sampling, parts, missing, name, deliver, finish)
+
+
+def draw_missing(
+    sampling: SamplingRun,
+    parts: Parts,
+    missing: list[int],
+    name: str,
+    deliver: Callable[[Tensor, np.ndarray], None],
+    finish: Callable[[], None],
+    look: Callable[[Tensor, Tensor], None] = lambda index, latents: None,
+) -> None:
+    """Draws what this rank's replica takes of the missing parts from the queue ``name``, with a bar.
+
+    Args:
+        deliver: as of :class:`OutputPipeline`.
+        finish: is called after the last sample that this rank delivers.
+        look: is given the numbers and latents of every batch before it is decoded.
+    """
+    mesh, replica, stages = sampling.mesh, sampling.replica, sampling.stages
+    groups = parts.to_draw(missing, batch_size_of(parts.job, sampling.flags.batch_size, replica.count))
+    queue = SharedQueue(meet(find_place()), name, len(groups), replica)
+    total = sum(len(batch) for group in groups for batch in group)
     with (
         Progress(total, "samples", disable=not mesh.is_main) as progress,
-        Writers(threads, waiting) as writers,
         OutputPipeline(sampling.codec, mesh.device, deliver, replica.ranks, replica.leads) as pipeline,
     ):
         for batch in (batch for number in queue for batch in groups[number]):
             with stages("drawing"):
                 index, latents = draw_batch(sampling, batch)
+            look(index, latents)
             with stages("decoding"):
                 pipeline.put(index, latents)
             if replica.leads:
                 progress.update(queue.finished(len(index)) - progress.done)
         with stages("decoding"):
             pipeline.finish()
-        with stages("writing: waited for"):
-            writers.close()
+        finish()
         if mesh.is_main:
             with stages("other processes: waited for"):
                 while (done := queue.finished(0)) < total:

@@ -17,10 +17,11 @@ def test_commands_are_the_programs(monkeypatch):
         assert command.module_of(name).__file__ == str(ROOT / f"{name}.py")
         assert command.module_of(name) is programs.program(name)
     seen = []
-    for name, code in (("train", None), ("preprocess", 2), ("export", None), ("models", None), ("page", None)):
+    names = (("train", None), ("preprocess", 2), ("export", None), ("models", None), ("page", None), ("evaluate", 0))
+    for name, code in names:
         monkeypatch.setattr(command.module_of(name), "main", lambda argv, code=code: seen.append(argv) or code)
         assert command.main([name, "--x", "y"]) == (code or 0)
-    assert seen == [["--x", "y"]] * 5
+    assert seen == [["--x", "y"]] * 6
 
 
 def test_the_wheel_has_them():
@@ -49,7 +50,7 @@ def test_what_it_says(argv, code, said, capsys):
 @pytest.mark.parametrize(
     "argv",
     ["train --lr nan", "sample --steps 3", "preprocess latents --no", "preprocess check nowhere --output x", "export",
-     "models --world 0", "page --outputs nowhere"],
+     "models --world 0", "page --outputs nowhere", "evaluate --metrics x"],
 )  # fmt: skip
 def test_mistakes_name_the_command_as_it_was_started(argv, capsys):
     try:

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import save_file
 
+import opendit.evaluation.__main__ as evaluation
 import opendit.export.__main__ as export
 import opendit.models.__main__ as listing
 import preprocess
@@ -20,6 +21,7 @@ import sample
 import train
 from opendit.cli import preprocess_flags
 from opendit.cli.command_line import flags_of, value_of
+from opendit.cli.evaluate_flags import EvaluateConfig
 from opendit.cli.sample_flags import SampleConfig
 from opendit.cli.train_flags import TrainConfig
 from opendit.models import TextConfig, build_model, model_config
@@ -64,6 +66,13 @@ SAMPLE = {
     "seed": {ZEROS: "a seed"},
     "output": {NAMES: "a folder of that name"},
     "npz": {tuple(name for name in NAMES if name != "a folder"): "a file of that name"},
+}
+LATER = {("a folder",): "what is in it is looked at later"}
+EVALUATE = {
+    **dict.fromkeys(("samples", "reference", "features", "video_features", "clip_model"), LATER),
+    "outputs": {NAMES: "a folder of that name"},
+    "output": {NAMES: "a folder of that name"},
+    "save_features": {tuple(name for name in NAMES if name != "a folder"): "a file of that name"},
 }
 PREPROCESS = {
     "demo --output": {NAMES: "a folder of that name"},
@@ -110,6 +119,14 @@ BESIDE_OF_PREPROCESS = {
     "latents --short_clips": "--use_video", "latents --max_text_tokens": "--text_encoder t5",
 }  # fmt: skip
 VALUED = {cls: [item.name for item in flags_of(cls) if value_of(item)] for cls in (TrainConfig, SampleConfig)}
+# But for those that sample.py has, which are the same.
+OF_EVALUATE = [item.name for item in flags_of(EvaluateConfig) if value_of(item) and item.name not in SAMPLE]
+OF_EVALUATE = [
+    *(name for name in OF_EVALUATE if name not in VALUED[SampleConfig]),
+    "num_samples",
+    "image_size",
+    "output",
+]
 
 
 @pytest.fixture
@@ -135,6 +152,7 @@ def place(tmp_path, monkeypatch, no_ranks):
     monkeypatch.setattr("opendit.training.build.build", lambda *_: nullcontext(run))
     monkeypatch.setattr(train, "train", lambda run: None)
     monkeypatch.setattr("opendit.inference.run.draw", lambda *_: None)
+    monkeypatch.setattr("opendit.evaluation.program.run", lambda *_: None)
     monkeypatch.setattr(preprocess, "run", lambda *_: None)
     monkeypatch.setattr(export, "convert", lambda *_: None)
 
@@ -183,6 +201,12 @@ def test_of_sample(name, place):
     each_value(main, ["--output", "drawn", *beside], f"--{name}", SAMPLE.get(name, {}))
 
 
+@pytest.mark.parametrize("name", OF_EVALUATE)
+def test_of_evaluate(name, place):
+    beside = {"outputs": [], "label_sampling": ["--ckpt", "weights.safetensors"]}.get(name, ["--samples", "pictures"])
+    each_value(evaluation.main, beside, f"--{name}", EVALUATE.get(name, {}))
+
+
 def commands() -> list[tuple[str, str]]:
     parser = preprocess_flags.build_parser("")
     found = next(iter(parser._subparsers._group_actions)).choices
@@ -214,14 +238,14 @@ def test_of_the_list_of_models(flag, place):
 
 
 def test_flags_that_are_on_or_off_take_no_value(place):
-    for main, cls in ((train.main, TrainConfig), (sample.main, SampleConfig)):
+    for main, cls in ((train.main, TrainConfig), (sample.main, SampleConfig), (evaluation.main, EvaluateConfig)):
         for name in (item.name for item in flags_of(cls) if value_of(item) is None):
             for words in ([f"--{name}", "1"], [f"--{name}=1"], [f"--no_{name}", ""], [f"--{name}="]):
                 assert words[0].partition("=")[0] in refusal(main, words)
 
 
 def test_every_number_has_a_range():
-    for cls in (TrainConfig, SampleConfig):
+    for cls in (TrainConfig, SampleConfig, EvaluateConfig):
         for value in filter(None, map(value_of, flags_of(cls))):
             low, high = (value.at_least, value.above), (value.at_most, value.below, value.infinite or None)
             assert value.kind is str or (set(low) != {None} and set(high) != {None})

@@ -18,8 +18,8 @@ program, sys.argv = sys.argv[1], sys.argv[1:]
 runpy.run_module(program[3:], run_name="__main__") if program.startswith("-m ") else runpy.run_path(program, None,
                                                                                                  "__main__")
 """
-PROGRAMS = ["train.py", "sample.py", "preprocess.py", "-m opendit", "-m opendit.export", "-m opendit.models",
-            "-m opendit.inference.page"]  # fmt: skip
+PROGRAMS = ["train.py", "sample.py", "preprocess.py", "-m opendit", "-m opendit.evaluation", "-m opendit.export",
+            "-m opendit.models", "-m opendit.inference.page"]  # fmt: skip
 
 
 def run(program: str, *argv: str) -> tuple[int, str, str]:

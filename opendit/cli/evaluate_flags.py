@@ -1,0 +1,140 @@
+"""Every flag of ``opendit evaluate`` by component, and the checks across them."""
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from opendit.cli.checks import check_exists, check_no_folder, check_output_file, check_writable
+from opendit.cli.command_line import Flags, check_values, flag, refuse_idle
+from opendit.cli.sample_flags import CheckpointFlags, DrawFlags, GuidanceFlags, SampleConfig, SampleSpeedFlags
+from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
+from opendit.cli.values import BATCH, FRAMES, GUIDANCE, SIDE
+from opendit.evaluation.names import LABELS, METRICS, PRECISIONS, RESIZES
+
+NEEDS_REFERENCE = tuple(name for name, needs in METRICS.items() if needs.reference)
+
+
+@dataclass(frozen=True)
+class WhatFlags(Flags):
+    """What is evaluated, and against what."""
+
+    group: ClassVar[str] = "Evaluation"
+
+    samples: str | None = flag(
+        None, "a folder, .npz, .npy or CSV of pictures or clips; without it they are drawn from --ckpt"
+    )
+    reference: str | None = flag(
+        None, "what they are compared with: such samples, ADM's statistics (.npz), or a file of --save_features"
+    )
+    metrics: list[str] = flag(
+        [], f"of {', '.join(METRICS)}; all that can be computed when left out", choices=tuple(METRICS)
+    )
+    num_frames: int | None = flag(None, "frames of a clip; 16 of files, and the checkpoint's", **FRAMES)
+    frame_interval: int = flag(1, "from frame to frame, in files of clips", **FRAMES)
+    intervals: bool = flag(True, "an interval for every Fréchet distance, from leaving out a tenth at a time")
+
+
+@dataclass(frozen=True)
+class FeatureFlags(Flags):
+    """The networks of features."""
+
+    group: ClassVar[str] = "Features"
+
+    features: str | None = flag(
+        None,
+        "network of pictures: FID's Inception (.pth or TorchScript), any TorchScript, a folder with CLIP or DINOv2",
+    )
+    video_features: str | None = flag(None, "network of clips: I3D or any TorchScript, a folder with VideoMAE")
+    clip_model: str | None = flag(None, "folder with CLIP, for clip_score")
+    resize: str = flag(
+        "tf", "Inception's filter: tf (FID's), torch (pytorch-fid's), clean (clean-fid's)", choices=RESIZES
+    )
+    feature_precision: str = flag("fp32", "of these networks", choices=PRECISIONS)
+    feature_batch_size: int = flag(64, "pictures or frames at a time in these networks", **BATCH)
+
+
+@dataclass(frozen=True)
+class EvaluatedDrawFlags(DrawFlags):
+    """What is drawn to be evaluated."""
+
+    num_samples: int | None = flag(
+        None, "samples (default: 50,000, of clips 2,048; all of --samples)", at_least=1, at_most=10_000_000
+    )
+    image_size: int | None = flag(
+        None, "files are cropped and resized to so many pixels (default: as they are, or the checkpoint's)", **SIDE
+    )
+    cfg_scale: float = flag(1.5, "classifier-free guidance; 1: off", **GUIDANCE)
+    label_sampling: str = flag("balanced", "classes: each as often, or drawn at random by --seed", choices=LABELS)
+
+
+@dataclass(frozen=True)
+class ResultFlags(Flags):
+    """Where results go."""
+
+    group: ClassVar[str] = "Output"
+
+    outputs: str = flag("./outputs", "where --ckpt latest looks for runs")
+    output: str = flag("./evaluation", "folder for results.jsonl and the features of samples, which are found again")
+    save_features: str | None = flag(None, "also write the samples' features to this .npz, a reference for later")
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(
+    WhatFlags,
+    FeatureFlags,
+    CheckpointFlags,
+    EvaluatedDrawFlags,
+    SampleSpeedFlags,
+    SpeedFlags,
+    GuidanceFlags,
+    ParallelFlags,
+    ResultFlags,
+):
+    """Says how good pictures or clips are. Several processes (torchrun) share the work; what was killed goes on."""
+
+    program: ClassVar[str] = "python -m opendit.evaluation"
+
+    def settled(self, world_size: int, has_gpu: bool) -> tuple["EvaluateConfig", list[str]]:
+        """As :meth:`TrainConfig.settled`."""
+        check_values(self)
+        notes = []
+        if self.reference is None:
+            needing = [name for name in self.metrics if name in NEEDS_REFERENCE]
+            if needing:
+                raise ValueError(f"--metrics {needing[0]} compares samples with others: give --reference PATH")
+        else:
+            check_exists(self.reference, "--reference", "a folder, .npz, .npy or CSV of samples, or statistics")
+        for name in ("features", "video_features", "clip_model"):
+            if (path := getattr(self, name)) is not None:
+                check_exists(path, f"--{name}", "a network's file or folder")
+        if "clip_score" in self.metrics and self.clip_model is None:
+            raise ValueError("--metrics clip_score needs --clip_model FOLDER, a folder of transformers with CLIP")
+        if self.feature_precision == "tf32" and not has_gpu:
+            raise ValueError("--feature_precision tf32 needs a GPU, and there is none: use fp32")
+        check_writable(self.output, "--output")
+        saved = self.save_features
+        if saved is not None:
+            check_no_folder(saved, "--save_features")
+            saved += "" if saved.endswith(".npz") else ".npz"
+            check_output_file(saved, "--save_features")
+        if self.samples is None:
+            sampling, more = self.sampling().settled(world_size, has_gpu)
+            notes += more
+            if self.class_labels and "label_sampling" in self.given:
+                raise ValueError("--label_sampling does nothing with --class_labels; leave one of them out")
+            return replace(self, save_features=saved, mixed_precision=sampling.mixed_precision), notes
+        check_exists(self.samples, "--samples", "a folder, .npz, .npy or CSV of samples")
+        used = {"num_samples", "image_size"}
+        parts = (CheckpointFlags, EvaluatedDrawFlags, SampleSpeedFlags, SpeedFlags, GuidanceFlags, ParallelFlags)
+        drawing = {item.name for part in parts for item in dataclasses.fields(part)} | {"outputs"}
+        refuse_idle(self.given, dict.fromkeys(sorted(drawing - used), "does nothing with --samples"))
+        return replace(self, save_features=saved), notes
+
+    def sampling(self) -> SampleConfig:
+        """What of these flags sample.py would be given."""
+        names = {item.name for item in dataclasses.fields(SampleConfig)} & {
+            item.name for item in dataclasses.fields(self)
+        }
+        values = {name: getattr(self, name) for name in names - {"given", "frame_interval"}}
+        given = self.given & names | {"save_png"}
+        return SampleConfig(**values, save_png=False, given=given - {"frame_interval"})

@@ -1,0 +1,304 @@
+"""Samples to features: several networks on the same pixels, in parts on disk, over ranks; what was killed goes on.
+
+Features are computed where samples are drawn: no picture goes to disk. A row of numbers a sample is kept in
+OUTPUT/features/HASH, whose name is made of all that decides it: the next evaluation of the same samples finds them.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opendit.common.hashing import hash_parts
+from opendit.data.progress import Progress
+from opendit.evaluation.media import Media
+from opendit.evaluation.networks import FeatureNetwork
+from opendit.inference.job import pixel_shape, settings_of
+from opendit.inference.parts import Job, PartAssembly, Parts, find, samples_a_part
+from opendit.inference.prepare import SamplingRun
+from opendit.inference.run import draw_missing, drawn_before, shares, writer_threads
+from opendit.parallel.mesh import Mesh
+
+FOLDER = "features"
+AHEAD = 3  # batches that are read while one is computed
+# Features by name -> their shape for one sample. Of clips, "pool" and "caption" are (frames, width).
+Layout = dict[str, tuple[int, ...]]
+
+
+class Extractor:
+    """The networks of an evaluation, as one function from pixels to a row of numbers a sample.
+
+    Args:
+        pictures: of pictures, or of the frames of clips: "pool", and of pictures "spatial" and "logits".
+        clips: of clips: "clip".
+        captions: CLIP, for its score: "caption".
+        motion: whether "motion" is measured: the mean difference between frames.
+        batch_size: pictures or frames at a time.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        pictures: FeatureNetwork | None = None,
+        clips: FeatureNetwork | None = None,
+        captions: FeatureNetwork | None = None,
+        motion: bool = False,
+        batch_size: int = 64,
+    ):
+        self.device, self.batch_size, self.motion = device, batch_size, motion
+        self.pictures, self.clips, self.captions = pictures, clips, captions
+
+    def settings(self) -> dict[str, str]:
+        """All that decides the features of given pixels."""
+        networks = {"features": self.pictures, "clips": self.clips, "captions": self.captions}
+        told = {
+            f"{role} {name}": getattr(network, name)
+            for role, network in networks.items()
+            if network is not None
+            for name in ("sha256", "resize", "precision")
+        }
+        return {**told, "motion": "on" if self.motion else "off"}
+
+    def layout(self, shape: tuple[int, ...]) -> Layout:
+        """What there is of a sample of this shape, (H, W, 3) or (T, H, W, 3)."""
+        found = self(torch.zeros(1, *shape, dtype=torch.uint8))
+        return {name: tuple(features.shape[1:]) for name, features in found.items()}
+
+    def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
+        """uint8 (B, H, W, 3) or (B, T, H, W, 3) -> features (B, ...) float32 by name."""
+        pixels = pixels.to(self.device, non_blocking=True)
+        found: dict[str, Tensor] = {}
+        if pixels.ndim == 4:
+            if self.pictures is not None:
+                found |= self._sliced(self.pictures, pixels)
+            if self.captions is not None:
+                found["caption"] = self._sliced(self.captions, pixels)["pool"]
+            return found
+        frames = pixels.flatten(0, 1)
+        for name, network in (("pool", self.pictures), ("caption", self.captions)):
+            if network is not None:
+                found[name] = self._sliced(network, frames)["pool"].unflatten(0, pixels.shape[:2])
+        if self.clips is not None:
+            found["clip"] = self._sliced(self.clips, pixels)["pool"]
+        if self.motion:
+            found["motion"] = motion_score(pixels)[:, None]
+        return found
+
+    def _sliced(self, network: FeatureNetwork, pixels: Tensor) -> dict[str, Tensor]:
+        size = max(1, self.batch_size // (pixels.shape[1] if network.clips else 1))
+        parts = [network(part) for part in pixels.split(size)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def motion_score(clips: Tensor) -> Tensor:
+    """How much clips (B, T, H, W, 3) uint8 move: the mean absolute difference between a frame and the next, of 255;
+    (B,), 0 for a still picture."""
+    if clips.shape[1] < 2:
+        return torch.zeros(len(clips), device=clips.device)
+    frames = clips.float()
+    return (frames[:, 1:] - frames[:, :-1]).abs().mean(dim=(1, 2, 3, 4))
+
+
+@dataclass(frozen=True)
+class Features:
+    """Of all samples, on the CPU: name -> (N, ...) float32. Rank 0 has them, other ranks none.
+
+    seconds, computed: how long the samples that were not there took, and how many they were.
+    """
+
+    count: int
+    arrays: dict[str, Tensor]
+    settings: dict[str, str]
+    seconds: float = 0.0
+    computed: int = 0
+
+
+# ------------------------------------------------------------------------------------------ where from
+
+
+def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh, say: Callable[[str], None]) -> Features:
+    """The features of samples in files. Collective."""
+    with ThreadPoolExecutor(writer_threads(mesh)) as pool:
+        shape = media.batch(range(0, 1), pool).shape[1:]
+        settings = {"samples": media.sha256, "media": f"{media.name} {media.how}".strip(), **extractor.settings()}
+        store = _Store(output, settings, media.count, extractor.batch_size, extractor.layout(shape), mesh, say)
+
+        def fill(sink: "_Sink") -> None:
+            groups = store.parts.to_draw(store.missing, extractor.batch_size)
+            mine = [batch for group in shares(groups, mesh.world_size)[mesh.rank] for batch in group]
+            with Progress(sum(map(len, mine)), "samples", title=media.name, disable=not mesh.is_main) as progress:
+                for batch, pixels in _ahead(mine, media, pool):
+                    if pixels.shape[1:] != shape:
+                        sizes = " and ".join(" x ".join(map(str, found)) for found in (shape, pixels.shape[1:]))
+                        raise ValueError(f"{media.name}: samples are {sizes}; --image_size makes them one size")
+                    sink.deliver(torch.arange(batch.start, batch.stop), pixels)
+                    progress.update(len(batch))
+
+        return store.run(extractor, fill)
+
+
+def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path, say: Callable[[str], None]) -> Features:
+    """The features of the samples of a run, which are drawn for them. Collective."""
+    layout = extractor.layout(pixel_shape(sampling))
+    drawn = {name: value for name, value in settings_of(sampling).items() if name not in ("--save_png", "--npz")}
+    size, count = sampling.flags.batch_size, len(sampling.choices)
+    store = _Store(output, {**drawn, **extractor.settings()}, count, size, layout, sampling.mesh, say)
+
+    def fill(sink: "_Sink") -> None:
+        finite = _FiniteLatents()
+        draw_missing(sampling, store.parts, store.missing, sink.deliver, finite.look)
+        finite.check()
+
+    return store.run(extractor, fill)
+
+
+class _FiniteLatents:
+    """Says of a batch whether its latents are finite when the next one is being drawn, so that the host need not wait.
+    A picture of NaN is some picture in uint8."""
+
+    def __init__(self):
+        self._waiting: deque[tuple[Tensor, Tensor]] = deque()
+
+    def look(self, index: Tensor, latents: Tensor) -> None:
+        self._waiting.append((index, latents.flatten(1).isfinite().all(dim=1)))
+        if len(self._waiting) > 1:
+            self._check(*self._waiting.popleft())
+
+    def check(self) -> None:
+        while self._waiting:
+            self._check(*self._waiting.popleft())
+
+    @staticmethod
+    def _check(index: Tensor, finite: Tensor) -> None:
+        bad = index[~finite.cpu()]
+        if len(bad):
+            raise ValueError(f"sample {int(bad[0]):,} is not finite: the model gives NaN or infinity for it")
+
+
+def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iterator[tuple[range, np.ndarray]]:
+    """Batches with their pixels, the next ones read meanwhile."""
+    with ThreadPoolExecutor(AHEAD) as readers:
+        waiting: deque[tuple[range, Future]] = deque()
+        try:
+            for batch in batches:
+                waiting.append((batch, readers.submit(media.batch, batch, pool)))
+                if len(waiting) > AHEAD:
+                    first, pixels = waiting.popleft()
+                    yield first, pixels.result()
+            while waiting:
+                first, pixels = waiting.popleft()
+                yield first, pixels.result()
+        finally:
+            for _, pixels in waiting:
+                pixels.cancel()
+
+
+# ------------------------------------------------------------------------------------------ where to
+
+
+class _Store:
+    """The parts of a set of features on disk: those of an earlier start, and what is missing."""
+
+    def __init__(
+        self,
+        output: Path,
+        settings: dict[str, str],
+        count: int,
+        batch_size: int,
+        layout: Layout,
+        mesh: Mesh,
+        say: Callable[[str], None],
+    ):
+        self.layout, self.mesh, self.settings = layout, mesh, settings
+        width = sum(math.prod(shape) for shape in layout.values())
+        settings = {**settings, "layout": " ".join(f"{name} {shape}" for name, shape in layout.items())}
+        size = samples_a_part(count, batch_size, 4 * width)
+        job = Job(settings, count, count, (width,), size, "<f4")
+        identity = hash_parts(str(count), *(part for item in sorted(settings.items()) for part in item))
+        self.folder, missing, problem = output / FOLDER / identity[:16], None, None
+        if mesh.is_main:
+            try:
+                job, missing = self._begin(job, say)
+            except OSError as error:
+                problem = str(error)
+        job, missing, problem = mesh.broadcast_object((job, missing, problem))
+        if problem:
+            raise OSError(problem)
+        self.parts, self.missing = Parts(self.folder, job), missing
+
+    def _begin(self, job: Job, say: Callable[[str], None]) -> tuple[Job, list[int]]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            found = find(self.folder)
+        except ValueError:  # damaged: of what lies there nothing is known
+            found = None
+        if found is None or found.settings != job.settings or found.count != job.count:
+            parts, missing = Parts(self.folder, job), None
+            parts.remove()
+        else:
+            job = replace(job, samples_a_part=found.samples_a_part)
+            parts = Parts(self.folder, job)
+            missing, problems = parts.missing(lambda number: True)
+            for line in problems[:10]:
+                say(line.replace("its samples are drawn again", "its features are computed again"))
+            parts.remove_unfinished()
+            there = drawn_before(parts, missing)
+            if there:
+                say(f"features of {there:,} of {job.count:,} samples are there from an earlier start")
+        parts.begin()
+        return job, list(range(parts.count)) if missing is None else missing
+
+    def run(self, extractor: Extractor, fill: Callable[["_Sink"], None]) -> Features:
+        """Has ``fill`` deliver what is missing, and reads all of it."""
+        begun = time.monotonic()
+        if self.missing:
+            sink = _Sink(PartAssembly(self.parts, self.missing), extractor)
+            fill(sink)
+            sink.flush()
+        self.mesh.barrier()
+        seconds = time.monotonic() - begun
+        count, arrays = self.parts.job.count, {}
+        if self.mesh.is_main:
+            rows, first = torch.from_numpy(self.parts.first(count)), 0
+            for name, shape in self.layout.items():
+                width = math.prod(shape)
+                arrays[name] = rows[:, first : first + width].unflatten(1, shape)
+                first += width
+        computed = sum(len(self.parts.samples(part)) for part in self.missing)
+        return Features(count, arrays, self.settings, seconds, computed)
+
+
+class _Sink:
+    """Pixels in, rows of features to their parts. What a batch gives is fetched when the next one has been begun, so
+    that the device need not wait for the host."""
+
+    def __init__(self, assembly: PartAssembly, extractor: Extractor):
+        self._assembly, self._extractor = assembly, extractor
+        self._waiting: deque[tuple[Tensor, Tensor]] = deque()
+
+    def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
+        wanted = torch.tensor([self._assembly.wants(number) for number in index.tolist()])
+        if not wanted.any():
+            return
+        found = self._extractor(torch.from_numpy(pixels))  # the whole batch: of one size
+        rows = torch.cat([features.flatten(1) for features in found.values()], dim=1)
+        self._waiting.append((index[wanted], rows[wanted.to(rows.device)]))
+        if len(self._waiting) > 1:
+            self._hand_over(*self._waiting.popleft())
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._hand_over(*self._waiting.popleft())
+
+    def _hand_over(self, index: Tensor, rows: Tensor) -> None:
+        for number, row in zip(index.tolist(), rows.cpu().numpy(), strict=True):
+            if not np.isfinite(row).all():
+                raise ValueError(f"the features of sample {number:,} are not finite numbers")
+            self._assembly.add(number, row)

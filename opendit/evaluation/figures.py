@@ -1,0 +1,213 @@
+"""Features of samples and of a reference to figures: what each metric needs, and what it is."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opendit.evaluation.extract import Layout
+from opendit.evaluation.frechet import GROUPS, NORMAL_95, Moments, frechet_distance, jackknife_error
+from opendit.evaluation.manifold import NEIGHBOURS, precision_recall
+from opendit.evaluation.names import METRICS
+from opendit.evaluation.reference import Reference
+from opendit.evaluation.scores import SPLIT, SUBSET, SUBSETS, inception_score, kernel_distance
+
+_WITHOUT = {
+    "pool": "there is no network of pictures (--features)",
+    "spatial": "there are no spatial features: this network has none, or these are clips",
+    "logits": "there are no logits of a classifier: this network has none, or these are clips",
+    "clip": "there are no features of clips: these are pictures, or there is no --video_features",
+    "motion": "these are no clips",
+    "caption": "there are no captions, or no --clip_model",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A value, its interval and how that was found. network: that it rests on, "pictures", "clips" or "captions".
+    compared: whether with the reference. truncated: captions that CLIP could not read to their end."""
+
+    metric: str
+    value: float
+    network: str | None = None
+    interval: tuple[float, float] | None = None
+    interval_by: str | None = None
+    compared: bool = True
+    truncated: int | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class MetricInputs:
+    """What figures are computed of.
+
+    features: of the samples, name -> (N, ...). clips: whether they are clips. inception: whether "pool" is of the
+    Inception that FID is defined by. scores: CLIP's of every sample, (N,). device: of the computation.
+    """
+
+    features: dict[str, Tensor]
+    clips: bool
+    inception: bool
+    reference: Reference | None
+    device: torch.device
+    intervals: bool = True
+    scores: Tensor | None = None
+    truncated: int | None = None
+
+    def of(self, name: str) -> Tensor:
+        """Features as rows, where figures are computed."""
+        return _rows(self.features[name], self.device)
+
+    def of_reference(self, name: str) -> Tensor:
+        return _rows(self.reference.features[name], self.device)
+
+
+def _rows(features: Tensor, device: torch.device) -> Tensor:
+    return features.flatten(0, -2).to(device)
+
+
+def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None:
+    """Raises ValueError, before anything is computed, if the samples have no features for a metric that was asked for,
+    or none at all."""
+    for name in asked:
+        if (problem := _without(name, layout, captions)) is not None:
+            raise ValueError(f"--metrics {name}: {problem}")
+    if not layout:
+        raise ValueError(f"there is nothing to measure: {_WITHOUT['pool']}")
+
+
+def plan(
+    asked: Sequence[str], layout: Layout, reference: Reference | None, captions: bool
+) -> tuple[list[str], list[str]]:
+    """(the metrics to compute, a line for those that are left out though their features are there): those asked for,
+    or all that can be computed.
+
+    Raises ValueError if one was asked for that can't be computed, with what it needs; before any sample is drawn.
+    """
+    found, left_out = [], []
+    for name in asked or METRICS:
+        problem = _problem(name, layout, reference, captions)
+        if problem is None:
+            found.append(name)
+        elif asked:
+            raise ValueError(f"--metrics {name}: {problem}")
+        elif METRICS[name].features in layout:  # of pictures nobody expects what is of clips
+            left_out.append(f"{name} is left out: {problem}")
+    return found, left_out
+
+
+def _problem(name: str, layout: Layout, reference: Reference | None, captions: bool) -> str | None:
+    features, needs, _ = METRICS[name]
+    if (problem := _without(name, layout, captions)) is not None:
+        return problem
+    if needs is None:
+        return None
+    if reference is None:
+        return "there is no --reference"
+    if features in reference.features:
+        width = reference.features[features].shape[-1]
+    elif needs == "features":
+        return f"--reference {reference.name} holds statistics alone, and it needs features of samples"
+    elif features in reference.gaussians:
+        width = reference.gaussians[features].width
+    else:
+        return f"--reference {reference.name} has nothing of {features} features"
+    if width != layout[features][-1]:
+        return (
+            f"--reference {reference.name} is of features of {width:,} numbers, these are {layout[features][-1]:,}: of "
+            "another network"
+        )
+    return None
+
+
+def _without(name: str, layout: Layout, captions: bool) -> str | None:
+    features = METRICS[name].features
+    return None if features in layout and (captions or features != "caption") else _WITHOUT[features]
+
+
+def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
+    """The figures of a metric that :func:`plan` returned. Raises ValueError, naming it, for too few samples."""
+    try:
+        yield from _COMPUTE[name](inputs)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------ each metric
+
+
+def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs], Iterator[Figure]]:
+    def compute(inputs: MetricInputs) -> Iterator[Figure]:
+        rows, reference = inputs.of(features), inputs.reference.gaussian(features, inputs.device)
+        value = frechet_distance(Moments.of(rows).gaussian(), reference)
+        interval, by, note = None, None, None
+        if inputs.intervals and len(rows) >= 2 * GROUPS:
+            error = NORMAL_95 * jackknife_error(rows, reference)
+            interval, by = (value - error, value + error), f"jackknife of {GROUPS} groups, 95 %"
+        if len(rows) <= rows.shape[1]:
+            note = (
+                f"{metric}: {len(rows):,} samples are not more than the {rows.shape[1]:,} numbers of their features: "
+                "the distance is much larger than that of many samples; kid does not depend on their number"
+            )
+        name = metric
+        if metric == "fid":
+            name = ("frame_" if inputs.clips else "") + ("fid" if inputs.inception else "frechet_distance")
+        yield Figure(name, value, network, interval, by, note=note)
+
+    return compute
+
+
+def _inception(inputs: MetricInputs) -> Iterator[Figure]:
+    value, spread = inception_score(inputs.of("logits"))
+    interval = None if spread is None else (value - spread, value + spread)
+    by = None if spread is None else f"standard deviation of splits of {SPLIT:,}"
+    yield Figure("is", value, "pictures", interval, by, compared=False)
+
+
+def _precision_recall(inputs: MetricInputs) -> Iterator[Figure]:
+    values = precision_recall(inputs.of("pool"), inputs.of_reference("pool"))
+    note = f"precision and recall: {NEIGHBOURS} neighbours, float32 distances (ADM's are float16)"
+    for name, value in zip(("precision", "recall"), values, strict=True):
+        yield Figure(name, value, "pictures", note=note)
+
+
+def _kernel(inputs: MetricInputs) -> Iterator[Figure]:
+    samples, reference = inputs.of("pool"), inputs.of_reference("pool")
+    value, spread = kernel_distance(samples, reference)
+    size = min(SUBSET, len(samples), len(reference))
+    by = f"standard deviation of {SUBSETS} subsets of {size:,}"
+    yield Figure("kid", value, "pictures", (value - spread, value + spread), by)
+
+
+def _motion(inputs: MetricInputs) -> Iterator[Figure]:
+    note = None
+    if inputs.reference is not None and "motion" in inputs.reference.features:
+        note = f"motion of the reference: {float(inputs.of_reference('motion').double().mean()):.6g} of 255"
+    yield Figure("motion", *_mean(inputs.of("motion").double().flatten()), compared=False, note=note)
+
+
+def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
+    value, _, *interval = _mean(inputs.scores.double())
+    yield Figure("clip_score", value, "captions", *interval, compared=False, truncated=inputs.truncated)
+
+
+def _mean(values: Tensor) -> tuple[float, None, tuple[float, float] | None, str | None]:
+    """(mean, no network, interval, how it was found)."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return mean, None, None, None
+    error = NORMAL_95 * float(values.std()) / len(values) ** 0.5
+    return mean, None, (mean - error, mean + error), "standard error, 95 %"
+
+
+_COMPUTE: dict[str, Callable[[MetricInputs], Iterator[Figure]]] = {
+    "fid": _frechet("fid", "pool", "pictures"),
+    "sfid": _frechet("sfid", "spatial", "pictures"),
+    "is": _inception,
+    "pr": _precision_recall,
+    "kid": _kernel,
+    "fvd": _frechet("fvd", "clip", "clips"),
+    "motion": _motion,
+    "clip_score": _clip_score,
+}

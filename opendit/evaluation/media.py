@@ -1,0 +1,239 @@
+"""Pictures and clips to evaluate: folders, .npz and .npy files, tables of captioned files. All as uint8, by number."""
+
+import json
+import os
+import re
+import zipfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from opendit.common.hashing import sha256_of
+from opendit.data.base import BadSample, name_few
+from opendit.data.clips import read_clip
+from opendit.data.contents import hash_files
+from opendit.data.csv_table import read_csv
+from opendit.data.files import printable
+from opendit.data.folders import CLIPS, Ignored, files_below
+from opendit.data.images import find_pictures
+from opendit.data.picture_file import center_crop, picture_suffixes, read_picture
+from opendit.inference.output import INDEX
+
+SAMPLES, LABELS = "arr_0", "arr_1"  # of an .npz, as sample.py and ADM write it
+
+
+@dataclass(frozen=True)
+class MediaOptions:
+    """How files become pixels. image_size: every picture is cropped and resized to so many pixels as ADM did; None
+    leaves it as it is. num_frames, frame_interval: of a clip, read from its middle."""
+
+    image_size: int | None = None
+    num_frames: int = 16
+    frame_interval: int = 1
+
+
+@dataclass(frozen=True)
+class Media:
+    """Pictures (H, W, 3) or clips (T, H, W, 3) by number.
+
+    name: for people. sha256: of what they are read from. how: what else decides their pixels. read:
+    ``read(number)`` -> uint8. captions: of each, or None. whole: reads a range at once, where that is faster than one
+    by one.
+    """
+
+    name: str
+    sha256: str
+    count: int
+    clips: bool
+    read: Callable[[int], np.ndarray]
+    captions: Sequence[str] | None = None
+    whole: Callable[[range], np.ndarray] | None = None
+    how: str = ""
+
+    def batch(self, numbers: range, pool: ThreadPoolExecutor) -> np.ndarray:
+        """uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises ValueError if they are not of one size."""
+        if self.whole is not None:
+            return self.whole(numbers)
+        found = list(pool.map(self.read, numbers))
+        for number, pixels in zip(numbers, found, strict=True):
+            if pixels.shape != found[0].shape:
+                sizes = " and ".join(" x ".join(map(str, shape)) for shape in (found[0].shape, pixels.shape))
+                raise ValueError(
+                    f"{self.name}: samples {numbers.start:,} and {number:,} are {sizes}; --image_size crops and "
+                    "resizes all to one size"
+                )
+        return np.stack(found)
+
+
+def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -> Media:
+    """The samples of a folder of pictures or clips, of an .npz or .npy, or of a CSV of path,text.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ValueError: it is none of them, empty, or of another type than uint8; ``flag`` stands in the message.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"{flag} {printable(path)} does not exist")
+    try:
+        if path.is_dir():
+            return _folder(path, flag, options)
+        if path.suffix in (".npz", ".npy"):
+            return array_media(path.name, lambda: sha256_of(path), *_arrays(path, flag))
+        if path.suffix == ".csv":
+            return _table(path, options)
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(str(error).replace("--data_path", flag)) from error
+    raise ValueError(f"{flag} {printable(path)} is no folder, .npz, .npy or .csv of samples")
+
+
+def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, captions: Sequence[str] | None) -> Media:
+    """Of an array uint8 (N, H, W, 3), or of clips (N, T, H, W, 3). Raises ValueError for any other."""
+    if pixels.dtype != np.uint8:
+        hint = ""
+        if pixels.dtype.kind == "f":
+            hint = "; pictures are rounded once, by who draws them: round(255 x) of what lies in 0..1"
+        raise ValueError(f"{name}: pixels are uint8, not {pixels.dtype}{hint}")
+    if pixels.ndim not in (4, 5) or pixels.shape[-1] != 3 or 0 in pixels.shape:
+        raise ValueError(f"{name}: pixels are (N, H, W, 3), or (N, T, H, W, 3) of clips, not {pixels.shape}")
+    return Media(
+        name,
+        sha256(),
+        len(pixels),
+        pixels.ndim == 5,
+        lambda number: np.asarray(pixels[number]),
+        captions,
+        whole=lambda numbers: np.array(pixels[numbers.start : numbers.stop]),
+    )
+
+
+# ------------------------------------------------------------------------------------------ arrays
+
+
+def _arrays(path: Path, flag: str) -> tuple[np.ndarray, list[str] | None]:
+    """(pixels, captions) of a file."""
+    if path.suffix == ".npy":
+        return _loaded(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False), flag), None
+    names = npz_names(path, flag)
+    key = SAMPLES if SAMPLES in names else next(iter(names), "")
+    if key == "" or (SAMPLES not in names and len(names) > 1):
+        raise ValueError(f"{flag} {printable(path)} has no {SAMPLES} (of {', '.join(sorted(names)) or 'nothing'})")
+    captions = None
+    if LABELS in names:
+        labels = _loaded(path, lambda: np.load(path, allow_pickle=False)[LABELS], flag)
+        captions = labels.tolist() if labels.dtype.kind == "U" else None
+    return _loaded(path, lambda: npz_member(path, key), flag), captions
+
+
+def npz_names(path: Path, flag: str) -> set[str]:
+    """The names of an .npz's arrays. Raises ValueError for a file that is none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {name.removesuffix(".npy") for name in archive.namelist()}
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{flag} {printable(path)} is no .npz: {error}") from error
+
+
+def npz_member(path: Path, name: str) -> np.ndarray:
+    """An array of an .npz: mapped into memory where it is stored as it is, else read and unpacked."""
+    with zipfile.ZipFile(path) as archive:
+        found = archive.getinfo(f"{name}.npy")
+        if found.compress_type == zipfile.ZIP_STORED:
+            with archive.open(found) as file:
+                version = np.lib.format.read_magic(file)
+                read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+                if version in read:
+                    shape, fortran, dtype = read[version](file)
+                    if not fortran and not dtype.hasobject:
+                        start = _start_of(path, found.header_offset) + file.tell()
+                        return np.memmap(path, dtype=dtype, mode="r", offset=start, shape=shape)
+    with np.load(path, allow_pickle=False) as file:
+        return file[name]
+
+
+def _start_of(path: Path, header: int) -> int:
+    """Where a zip member's bytes begin, by its own header."""
+    with open(path, "rb") as file:
+        file.seek(header + 26)
+        name, extra = np.frombuffer(file.read(4), "<u2").tolist()
+    return header + 30 + name + extra
+
+
+def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray:
+    try:
+        return load()
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{flag} {printable(path)} can't be read: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
+    """A folder of pictures, or, where there are none, of clips. Of a folder of sample.py its single samples."""
+    drawn = _drawn(path)
+    if drawn:
+        files = drawn
+    else:
+        try:
+            files = find_pictures(str(path)).paths
+        except FileNotFoundError:
+            files = list(files_below(str(path), CLIPS, Ignored()))
+            if not files:
+                raise
+    clips = Path(files[0]).suffix.lower() in CLIPS
+    return _files(path.name or str(path), files, [clips] * len(files), None, options)
+
+
+def _drawn(path: Path) -> list[str]:
+    """The single samples among the files that sample.py lists in its folder: the sheet is none."""
+    try:
+        names = json.loads((path / INDEX).read_text())["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    names = sorted(name for name in names if isinstance(name, str) and re.match(r"\d{6}", name))
+    return [str(path / name) for name in names if (path / name).is_file()]
+
+
+def _table(path: Path, options: MediaOptions) -> Media:
+    rows = read_csv(path)
+    if not rows:
+        raise ValueError(f"{printable(path)} holds no row")
+    files, clips = [str(row.path) for row in rows], [not row.is_picture for row in rows]
+    return _files(path.name, files, clips, [row.text for row in rows], options)
+
+
+def _files(name: str, files: list[str], clips: list[bool], captions: list[str] | None, options: MediaOptions) -> Media:
+    if any(clips) != all(clips):
+        raise ValueError(f"{name} holds pictures and clips; evaluate them apart")
+    missing = [printable(file) for file in files if not os.path.isfile(file)]
+    if missing:
+        raise FileNotFoundError(f"{name}: {len(missing):,} of {len(files):,} files are missing: {name_few(missing)}")
+    if clips[0] and options.image_size is None:
+        raise ValueError(f"{name} holds clips: say with --image_size to how many pixels they are cropped and resized")
+    picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
+    read = _read_clip if clips[0] else _read_picture
+
+    def load(number: int) -> np.ndarray:
+        try:
+            return read(files[number], options)
+        except BadSample as error:
+            raise ValueError(f"{error}; a figure of the others would be another: repair or remove it") from error
+
+    return Media(name, hash_files(files), len(files), clips[0], load, captions, how=str(options))
+
+
+def _read_picture(file: str, options: MediaOptions) -> np.ndarray:
+    picture = read_picture(file)
+    if options.image_size is not None and picture.size != (options.image_size,) * 2:
+        picture = center_crop(picture, options.image_size)
+    return np.asarray(picture)
+
+
+def _read_clip(file: str, options: MediaOptions) -> np.ndarray:
+    frames = (options.num_frames, options.frame_interval, options.image_size)
+    clip = read_clip(file, *frames, start=None, as_bytes=True)
+    return clip.pixels.permute(1, 2, 3, 0).contiguous().numpy()

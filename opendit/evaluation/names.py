@@ -1,0 +1,26 @@
+"""The metrics by name, for the command line: nothing here imports torch."""
+
+from typing import NamedTuple
+
+
+class Needs(NamedTuple):
+    """features: the name of those that it takes. reference: "statistics" of theirs, "features", or None."""
+
+    features: str
+    reference: str | None
+    about: str
+
+
+METRICS = {
+    "fid": Needs("pool", "statistics", "Fréchet distance of Inception's features (of clips: of their frames)"),
+    "sfid": Needs("spatial", "statistics", "the same of spatial features, as ADM's"),
+    "is": Needs("logits", None, "Inception score"),
+    "pr": Needs("pool", "features", "precision and recall"),
+    "kid": Needs("pool", "features", "kernel distance"),
+    "fvd": Needs("clip", "statistics", "Fréchet distance of I3D's features of clips"),
+    "motion": Needs("motion", None, "mean difference between frames"),
+    "clip_score": Needs("caption", None, "how well samples fit their captions"),
+}
+RESIZES = ("tf", "torch", "clean")
+PRECISIONS = ("fp32", "tf32")
+LABELS = ("balanced", "drawn")

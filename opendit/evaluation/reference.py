@@ -1,0 +1,127 @@
+"""What samples are compared with: samples, their features, or nothing but the mean and covariance of these."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opendit.common.hashing import sha256_of
+from opendit.common.replace import replacing
+from opendit.data.files import printable
+from opendit.evaluation.extract import Extractor, Features, extract_media
+from opendit.evaluation.frechet import Gaussian, Moments
+from opendit.evaluation.media import SAMPLES, Media, MediaOptions, array_media, npz_member, npz_names, open_media
+from opendit.parallel.mesh import Mesh
+
+# Names of a mean and a covariance in an .npz: of Inception's pooled and spatial features as ADM has them, of clips'.
+STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s"), "clip": ("mu_clip", "sigma_clip")}
+SETTINGS, COUNT, FEATURES = "opendit_settings", "opendit_count", "features_"
+
+
+@dataclass
+class Reference:
+    """gaussians: by the name of features. features: of the samples (N, ...), where they are known. settings: of the
+    networks that made them; None if nobody knows."""
+
+    name: str
+    sha256: str
+    count: int | None
+    gaussians: dict[str, Gaussian] = field(default_factory=dict)
+    features: dict[str, Tensor] = field(default_factory=dict)
+    settings: dict[str, str] | None = None
+
+    def gaussian(self, name: str, device: torch.device) -> Gaussian | None:
+        """Of features of a name; None if it has none."""
+        if name not in self.gaussians and name in self.features:
+            rows = self.features[name].flatten(0, -2).to(device)
+            self.gaussians[name] = Moments.of(rows).gaussian()
+        found = self.gaussians.get(name)
+        return found and found.to(device)
+
+
+def open_reference(
+    path: str | os.PathLike[str],
+    extractor: Extractor,
+    options: MediaOptions,
+    output: Path,
+    mesh: Mesh,
+    say: Callable[[str], None],
+    clips: bool = False,
+) -> Reference:
+    """The reference of a path: samples as of :func:`open_media`, whose features are computed; ADM's statistics (.npz
+    with mu and sigma), with whose pictures, if it has them, precision, recall and KID are computed; a file of
+    :func:`save_features`. Collective.
+
+    Raises ValueError: it holds clips where pictures are evaluated or the other way round, or features of other
+    networks.
+    """
+    path = Path(path).expanduser()
+    gaussians, names = {}, set()
+    if path.suffix == ".npz" and path.is_file():
+        names = npz_names(path, "--reference")
+        gaussians = _statistics(path, names)
+        if SETTINGS in names:
+            return _features_file(path, names, gaussians, extractor)
+        if gaussians and SAMPLES not in names:
+            return Reference(path.name, sha256_of(path), None, gaussians)
+    media = open_media(path, "--reference", options) if not gaussians else _pictures_of(path)
+    if media.clips != clips:
+        kinds = ("pictures", "clips")
+        raise ValueError(f"--reference {printable(path)} holds {kinds[media.clips]}; {kinds[clips]} are evaluated")
+    found = extract_media(media, extractor, output, mesh, say)
+    return Reference(media.name, media.sha256, media.count, gaussians, found.arrays, extractor.settings())
+
+
+def _pictures_of(path: Path) -> Media:
+    """The pictures that lie beside statistics in one file, as in ADM's."""
+    return array_media(path.name, lambda: sha256_of(path), npz_member(path, SAMPLES), None)
+
+
+def _statistics(path: Path, names: set[str]) -> dict[str, Gaussian]:
+    found = {}
+    count = int(npz_member(path, COUNT)) if COUNT in names else None
+    for name, (mean, covariance) in STATISTICS.items():
+        if not {mean, covariance} <= names:
+            continue
+        mu, sigma = (torch.from_numpy(np.array(npz_member(path, key), dtype=np.float64)) for key in (mean, covariance))
+        if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
+            raise ValueError(
+                f"--reference {printable(path)}: {mean} {tuple(mu.shape)} and {covariance} {tuple(sigma.shape)} are no "
+                "mean and covariance"
+            )
+        found[name] = Gaussian(mu, sigma, count)
+    return found
+
+
+def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], extractor: Extractor) -> Reference:
+    there, here = json.loads(str(npz_member(path, SETTINGS))), extractor.settings()
+    different = [name for name in there if name in here and there[name] != here[name]]
+    if different:
+        told = "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in different)
+        raise ValueError(f"--reference {printable(path)} holds features of other networks: {told}")
+    arrays = {
+        name.removeprefix(FEATURES): torch.from_numpy(np.array(npz_member(path, name)))
+        for name in sorted(names)
+        if name.startswith(FEATURES)
+    }
+    return Reference(path.name, sha256_of(path), int(npz_member(path, COUNT)), gaussians, arrays, there)
+
+
+def save_features(path: Path, features: Features, settings: dict[str, str], device: torch.device) -> None:
+    """Features and their statistics as an .npz: a reference for later, and, by its mu and sigma, one for other tools.
+    settings: of the networks. Raises OSError."""
+    arrays = {SETTINGS: np.array(json.dumps(settings)), COUNT: np.array(features.count)}
+    for name, keys in STATISTICS.items():
+        if name in features.arrays:
+            found = Moments.of(features.arrays[name].flatten(0, -2).to(device)).gaussian()
+            arrays |= dict(zip(keys, (found.mean.cpu().numpy(), found.covariance.cpu().numpy()), strict=True))
+    for name, rows in features.arrays.items():
+        if name != "spatial":  # of which nobody asks for more than the statistics
+            arrays[FEATURES + name] = rows.contiguous().numpy()
+    with replacing(path) as new, open(new, "wb") as file:
+        np.savez(file, **arrays)

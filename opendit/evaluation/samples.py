@@ -1,0 +1,131 @@
+"""The samples of an evaluation: files, or what a run draws for it; each with what a figure of them depends on."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from opendit.encoders.video_vae import FrameCodec
+from opendit.evaluation.extract import Extractor, Features, extract_media, extract_run
+from opendit.evaluation.media import MediaOptions, open_media
+from opendit.inference.job import pixel_shape, settings_of
+from opendit.inference.prepare import SamplingRun, choose, prepare
+from opendit.inference.run import announce
+from opendit.parallel.mesh import Mesh
+from opendit.state.lock import lock_folder
+
+if TYPE_CHECKING:
+    from opendit.cli.evaluate_flags import EvaluateConfig
+
+PICTURES, CLIPS = 50_000, 2_048  # samples that the field's figures of FID and of FVD are of
+FRAMES = 16  # of a clip in a file
+FIX = "wait for its end, or give another --output"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """shape: of one, (H, W, 3) or (T, H, W, 3). captions: of each, or None. told: fields of a Measurement. options: how
+    files of a reference become pixels like these. extract: computes their features."""
+
+    count: int
+    shape: tuple[int, ...]
+    captions: Sequence[str] | None
+    told: dict[str, Any]
+    options: MediaOptions
+    extract: Callable[[Extractor], Features]
+
+    @property
+    def clips(self) -> bool:
+        return len(self.shape) == 4
+
+
+@contextlib.contextmanager
+def open_samples(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> Iterator[Samples]:
+    """What is evaluated, checked; no other evaluation writes to --output meanwhile. Collective.
+
+    Raises ValueError or OSError with a message for the user.
+    """
+    if flags.samples is None:
+        sampling = prepare(flags.sampling(), mesh)
+        with sampling.lock:
+            yield _drawn(sampling, flags, say)
+        return
+    lock, notes = lock_folder(Path(flags.output), mesh, "--output", FIX)
+    with lock:
+        for note in notes:
+            say(note)
+        yield _files(flags, mesh, say)
+
+
+def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> Samples:
+    options = MediaOptions(flags.image_size, flags.num_frames or FRAMES, flags.frame_interval)
+    media = open_media(flags.samples, "--samples", options)
+    if flags.num_samples is not None:
+        if flags.num_samples > media.count:
+            raise ValueError(f"--num_samples {flags.num_samples:,}: {media.name} holds {media.count:,}")
+        media = replace(media, count=flags.num_samples)
+    with ThreadPoolExecutor(1) as pool:
+        shape = media.batch(range(0, 1), pool).shape[1:]
+    told = {"samples": media.name, "samples_sha256": media.sha256}
+    # A reference is cropped as the samples are; where these are square, to their size.
+    side = shape[-2] if shape[-2] == shape[-3] else None
+    options = replace(options, image_size=options.image_size or side, num_frames=shape[0] if len(shape) == 4 else 1)
+    captions = media.captions[: media.count] if media.captions else None
+
+    def extract(extractor: Extractor) -> Features:
+        return extract_media(media, extractor, Path(flags.output), mesh, say)
+
+    return Samples(media.count, shape, captions, told, options, extract)
+
+
+def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], None]) -> Samples:
+    """The samples of a run, which are drawn for their features alone."""
+    count = flags.num_samples or (CLIPS if sampling.model.config.is_video else PICTURES)
+    sampling.flags = replace(sampling.flags, num_samples=count)
+    classes = sampling.model.config.text is None
+    if not classes:
+        sampling.choices, labels = torch.arange(count) % len(sampling.names), "prompts"
+    elif flags.class_labels or flags.label_sampling == "balanced":
+        sampling.choices = choose(sampling.flags, len(sampling.names))
+        labels = "given" if flags.class_labels else "balanced"
+    else:
+        generator = torch.Generator().manual_seed(flags.seed)
+        sampling.choices, labels = torch.randint(len(sampling.names), (count,), generator=generator), "drawn"
+    shape, settings = pixel_shape(sampling), settings_of(sampling)
+    codec = sampling.codec.codec if isinstance(sampling.codec, FrameCodec) else sampling.codec
+    guided = flags.cfg_scale != 1
+    told = {
+        "samples": name_of(sampling.source),
+        "samples_sha256": settings["weights"],
+        "sampler": settings["--sampler"],
+        "steps": flags.num_sampling_steps,
+        "guidance": flags.cfg_scale,
+        "guidance_interval": tuple(flags.cfg_interval) if guided and flags.cfg_interval else None,
+        "guidance_channels": flags.cfg_channels if guided else None,
+        "seed": flags.seed,
+        "labels": labels,
+        "precision": sampling.flags.mixed_precision,
+        "vae": codec.name,
+        "rounding": "round to nearest, clamped",
+    }
+    side = shape[-2] if shape[-2] == shape[-3] else None
+    options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, flags.frame_interval)
+
+    def extract(extractor: Extractor) -> Features:
+        announce(sampling)
+        return extract_run(sampling, extractor, Path(flags.output), say)
+
+    return Samples(count, shape, None if classes else sampling.captions, told, options, extract)
+
+
+def name_of(weights: Path) -> str:
+    """Of a checkpoint RUN/STEP, of other weights their file or folder: 000-DiT-XL-2/step_0400000."""
+    parts = weights.parts
+    if "checkpoints" in parts[1:-1]:
+        place = len(parts) - 1 - parts[::-1].index("checkpoints")
+        return "/".join([parts[place - 1], parts[place + 1]])
+    return weights.name

@@ -1,0 +1,85 @@
+"""Small networks of features, and weights for Inception, that tests make."""
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+WIDTH, SPATIAL, CLASSES = 12, 20, 7
+
+
+class Pictures(nn.Module):
+    """Any TorchScript of pictures: 8 x 8 pixels are enough."""
+
+    def __init__(self, width: int, seed: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.mixing = nn.Parameter(torch.randn(4 * 4 * 3, width, generator=generator))
+        self.head = nn.Parameter(torch.randn(width, 7, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = nn.functional.adaptive_avg_pool2d(x.float() / 127.5 - 1, (4, 4)).flatten(1)
+        pool = torch.tanh(x @ self.mixing / 4)
+        return {"pool": pool, "spatial": x[:, :20].contiguous(), "logits": pool @ self.head}
+
+
+class Clips(nn.Module):
+    """As StyleGAN-V's I3D is called."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.mixing = nn.Parameter(torch.randn(4 * 4 * 4 * 3, width, generator=torch.Generator().manual_seed(1)))
+
+    def forward(
+        self, x: torch.Tensor, rescale: bool = False, resize: bool = False, return_features: bool = False
+    ) -> torch.Tensor:
+        assert rescale and resize and return_features
+        x = nn.functional.adaptive_avg_pool3d(x / 127.5 - 1, (4, 4, 4)).flatten(1)
+        return torch.tanh(x @ self.mixing / 8)
+
+
+class Plain(nn.Module):
+    """Features of any media, without names."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float().flatten(2).mean(dim=2)
+
+
+def script(path: Path, module: nn.Module) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its deprecation
+        torch.jit.script(module).save(str(path))
+    return path
+
+
+def pictures(path: Path, width: int = WIDTH, seed: int = 0) -> Path:
+    return script(path, Pictures(width, seed))
+
+
+def clips(path: Path, width: int = 6) -> Path:
+    return script(path, Clips(width))
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> None:
+    """Weights that are the same everywhere: sines of their places, scaled so that activations neither grow nor vanish;
+    means and variances of the norms too."""
+    for number, (name, tensor) in enumerate(sorted(module.state_dict().items())):
+        if tensor.dtype != torch.float32:
+            continue
+        places = torch.arange(tensor.numel(), dtype=torch.float64)
+        values = torch.sin(places * 1.7 + (places * 0.13).square() % 6.28 + number).float().view(tensor.shape)
+        if name.endswith("running_var"):
+            values = 1 + values / 2
+        elif tensor.ndim == 1:
+            values = values / 4 + name.endswith("bn.weight")
+        else:
+            values *= (3 / tensor[0].numel()) ** 0.5 if tensor.ndim == 4 else 0.1
+        tensor.copy_(values)
+
+
+def picture(height: int, width: int, count: int = 2) -> torch.Tensor:
+    """uint8 (count, height, width, 3), the same everywhere."""
+    places = torch.arange(count * height * width * 3, dtype=torch.float64)
+    return (127.5 + 127 * torch.sin(places * 0.021 + (places * 1e-3) ** 1.3)).to(torch.uint8).view(-1, height, width, 3)
