@@ -151,8 +151,9 @@ def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs
                 "the distance is much larger than that of many samples; kid does not depend on their number"
             )
         name = metric
-        if metric == "fid":
-            name = ("frame_" if inputs.clips else "") + ("fid" if inputs.inception else "frechet_distance")
+        if network == "pictures":  # FID and sFID are of Inception's features, and of no others
+            name = {"fid": "frechet_distance", "sfid": "spatial_frechet_distance"}[metric]
+            name = ("frame_" if inputs.clips else "") + (metric if inputs.inception else name)
         yield Figure(name, value, network, interval, by, note=note)
 
     return compute

@@ -1,12 +1,14 @@
 """Small networks of features, and weights for Inception, that tests make."""
 
+import json
 import warnings
 from pathlib import Path
 
 import torch
 from torch import nn
 
-WIDTH, SPATIAL, CLASSES = 12, 20, 7
+WIDTH = 12
+SMALL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
 
 
 class Pictures(nn.Module):
@@ -83,3 +85,31 @@ def picture(height: int, width: int, count: int = 2) -> torch.Tensor:
     """uint8 (count, height, width, 3), the same everywhere."""
     places = torch.arange(count * height * width * 3, dtype=torch.float64)
     return (127.5 + 127 * torch.sin(places * 0.021 + (places * 1e-3) ** 1.3)).to(torch.uint8).view(-1, height, width, 3)
+
+
+def write_folder(folder, model, side: int, **preprocessing):
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"crop_size": side, **preprocessing}))
+    return folder
+
+
+def clip_folder(folder: Path):
+    """(folder, model) of a CLIP of random weights that reads words of one letter, eight tokens at most."""
+    import transformers
+
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(2)
+    text = dict(**SMALL, vocab_size=40, max_position_embeddings=8, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    config = transformers.CLIPConfig(
+        text_config=text | dict(projection_dim=10),
+        vision_config=dict(**SMALL, projection_dim=10, image_size=16, patch_size=8),
+        projection_dim=10,
+    )
+    model = transformers.CLIPModel(config).eval()
+    letters = {"<|startoftext|>": 0, "<|endoftext|>": 1, **{f"{c}</w>": n for n, c in enumerate("abcdefghij", 2)}}
+    letters |= {c: n for n, c in enumerate("abcdefghij", 20)}
+    (folder / "vocab.json").write_text(json.dumps(letters))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = transformers.CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer.save_pretrained(folder)
+    return write_folder(folder, model, 16), model

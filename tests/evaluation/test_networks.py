@@ -14,7 +14,19 @@ from opendit.evaluation.clip_score import caption_embeddings, clip_scores
 from opendit.evaluation.inception import FIDInception
 from opendit.evaluation.inception_pixels import ScriptedInception, resize, spatial_features
 from opendit.evaluation.networks import load_network
-from tests.evaluation.small import Clips, Pictures, Plain, clips, fill, picture, pictures, script
+from tests.evaluation.small import (
+    SMALL,
+    Clips,
+    Pictures,
+    Plain,
+    clip_folder,
+    clips,
+    fill,
+    picture,
+    pictures,
+    script,
+    write_folder,
+)
 
 CPU = torch.device("cpu")
 
@@ -182,15 +194,6 @@ def test_known_files_are_checked_by_name(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------ transformers
 
 
-SMALL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-
-
-def write_folder(folder, model, side: int, **preprocessing):
-    model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"crop_size": side, **preprocessing}))
-    return folder
-
-
 def test_dinov2_sees_what_its_preprocessor_says(tmp_path):
     torch.manual_seed(0)
     config = transformers.Dinov2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28)
@@ -230,23 +233,8 @@ def test_videomae_takes_clips_of_its_length(tmp_path):
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
-    """A CLIP of random weights that reads words of one letter."""
-    folder = tmp_path_factory.mktemp("clip")
-    torch.manual_seed(2)
-    text = dict(**SMALL, vocab_size=40, max_position_embeddings=8, bos_token_id=0, eos_token_id=1, pad_token_id=1)
-    config = transformers.CLIPConfig(
-        text_config=text | dict(projection_dim=10),
-        vision_config=dict(**SMALL, projection_dim=10, image_size=16, patch_size=8),
-        projection_dim=10,
-    )
-    model = transformers.CLIPModel(config).eval()
-    letters = {"<|startoftext|>": 0, "<|endoftext|>": 1, **{f"{c}</w>": n for n, c in enumerate("abcdefghij", 2)}}
-    letters |= {c: n for n, c in enumerate("abcdefghij", 20)}
-    (folder / "vocab.json").write_text(json.dumps(letters))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = transformers.CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    tokenizer.save_pretrained(folder)
-    return write_folder(folder, model, 16), model, tokenizer
+    folder, model = clip_folder(tmp_path_factory.mktemp("clip"))
+    return folder, model, transformers.CLIPTokenizer.from_pretrained(folder)
 
 
 def test_clip_score_is_transformers_similarity(clip):

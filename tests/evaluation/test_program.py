@@ -14,12 +14,13 @@ from opendit.cli import command
 from opendit.cli.command_line import parse
 from opendit.cli.evaluate_flags import EvaluateConfig
 from opendit.evaluation import extract
+from opendit.evaluation.clip_score import caption_embeddings, clip_scores
 from opendit.evaluation.manifold import precision_recall
 from opendit.evaluation.networks import load_network
 from opendit.evaluation.program import measure
 from opendit.evaluation.results import read_results
 from opendit.evaluation.scores import inception_score, kernel_distance
-from tests.evaluation.small import clips, picture, pictures
+from tests.evaluation.small import clip_folder, clips, picture, pictures
 from tests.inference.small import BYTES, write
 from tests.ranks import run_ranks
 
@@ -68,12 +69,14 @@ def test_a_run_is_measured_by_the_pictures_that_it_draws():
     drawn = pipe([i % 5 for i in range(37)], steps=2, guidance=1.5, seed=3, batch_size=8, progress=False)
     ours, theirs = features(np.stack([np.asarray(p) for p in drawn])), features(noise(90, 8, 8, 3))
     assert found["frechet_distance"].value == pytest.approx(distance(ours["pool"], theirs["pool"]), rel=1e-5)
-    assert found["sfid"].value == pytest.approx(distance(ours["spatial"], theirs["spatial"]), rel=1e-4)
+    assert found["spatial_frechet_distance"].value == pytest.approx(
+        distance(ours["spatial"], theirs["spatial"]), rel=1e-4
+    )
     assert found["is"].value == pytest.approx(inception_score(ours["logits"])[0], rel=1e-6)
     assert found["kid"].value == pytest.approx(kernel_distance(ours["pool"], theirs["pool"])[0], rel=1e-6)
     expected = precision_recall(ours["pool"], theirs["pool"])
     assert (found["precision"].value, found["recall"].value) == pytest.approx(expected)
-    assert set(found) == {"frechet_distance", "sfid", "is", "kid", "precision", "recall"}
+    assert set(found) == {"frechet_distance", "spatial_frechet_distance", "is", "kid", "precision", "recall"}
     one = found["frechet_distance"]
     assert (one.count, one.size, one.labels, one.sampler, one.steps) == (37, "8 x 8", "balanced", "ddpm", 2)
     assert (one.guidance, one.seed, one.precision, one.vae, one.reference_count) == (1.5, 3, "fp32", "none", 90)
@@ -200,7 +203,10 @@ def test_statistics_as_a_reference(capsys):
     capsys.readouterr()
     found = evaluate(samples="reference.npz", num_samples=50, reference="statistics.npz")
     said = capsys.readouterr().out
-    assert set(found) == {"frechet_distance", "sfid", "is"} and found["sfid"].reference_count is None
+    assert (
+        set(found) == {"frechet_distance", "spatial_frechet_distance", "is"}
+        and found["spatial_frechet_distance"].reference_count is None
+    )
     for name, row in found.items():
         assert row.value == pytest.approx(with_samples[name].value, rel=1e-5)
     assert "pr is left out: --reference statistics.npz holds statistics alone" in said
@@ -264,7 +270,7 @@ def test_clips():
     assert found["motion"].value == pytest.approx(moved, rel=1e-6)
     reference = np.abs(np.diff(b.astype(float), axis=1)).mean()
     assert found["motion"].note == f"motion of the reference: {reference:.6g} of 255"
-    assert found["fvd"].size == "4 x 8 x 8" and found["fvd"].count == 40 and "kid" in found and "sfid" not in found
+    assert found["fvd"].size == "4 x 8 x 8" and found["fvd"].count == 40 and "kid" in found and len(found) == 6
     with pytest.raises(ValueError, match="--reference reference.npz holds pictures; clips are evaluated"):
         evaluate(samples="a.npz", reference="reference.npz", video_features="i3d.pt")
     with pytest.raises(ValueError, match="--metrics fvd: there are no features of clips"):
@@ -279,6 +285,19 @@ def test_clips_of_a_run_and_of_captions(capsys):
     pipe = opendit.load("clips.safetensors", device="cpu")
     drawn = np.stack([c.frames for c in pipe(["a", "b", "a", "b", "a"], steps=2, guidance=1.5, progress=False)])
     assert found.value == pytest.approx(np.abs(np.diff(drawn.astype(float), axis=1)).mean(), rel=1e-3)
+
+
+def test_captions(capsys):
+    folder, _ = clip_folder(Path("clip"))
+    captions = ["a b", "c d e f g h a b", "a"]
+    np.savez("captioned.npz", arr_0=noise(3, 16, 16, 3), arr_1=np.array(captions))
+    found = evaluate(samples="captioned.npz", clip_model=str(folder), metrics=["clip_score"])["clip_score"]
+    words, _ = caption_embeddings(folder, captions, CPU)
+    each = clip_scores(features(noise(3, 16, 16, 3), str(folder))["pool"], words)
+    assert found.value == pytest.approx(float(each.mean()), rel=1e-5) and found.truncated == 1
+    assert found.features == "clip" and found.reference is None and found.interval[0] <= found.value
+    with pytest.raises(ValueError, match="--metrics clip_score: there are no captions"):
+        evaluate(samples="reference.npz", clip_model=str(folder), metrics=["clip_score"])
 
 
 # ------------------------------------------------------------------------------------------ what can't be measured
