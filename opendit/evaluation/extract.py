@@ -147,7 +147,7 @@ def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh, 
 def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path, say: Callable[[str], None]) -> Features:
     """The features of the samples of a run, which are drawn for them. Collective."""
     layout = extractor.layout(pixel_shape(sampling))
-    drawn = {name: value for name, value in settings_of(sampling).items() if name not in ("--save_png", "--npz")}
+    drawn = drawn_by(settings_of(sampling))
     size, count = sampling.flags.batch_size, len(sampling.choices)
     store = _Store(output, {**drawn, **extractor.settings()}, count, size, layout, sampling.mesh, say)
 
@@ -157,6 +157,11 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path, say: 
         finite.check()
 
     return store.run(extractor, fill)
+
+
+def drawn_by(settings: dict[str, str]) -> dict[str, str]:
+    """All that decides samples, of what sample.py writes beside its parts; not what is kept of them."""
+    return {name: value for name, value in settings.items() if name not in ("--save_png", "--npz")}
 
 
 class _FiniteLatents:

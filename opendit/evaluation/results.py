@@ -31,7 +31,8 @@ class Measurement:
     metric, value: by name. interval: low and high, or None; interval_by: how it was found. count: samples. size: of
     each. samples: the file, folder or weights, and samples_sha256 a hash of them (of weights, of their numbers). The
     reference and the features by name and SHA-256; features_known: whether that is a published file's. resize, feature_
-    precision: of the network of features. sampler to vae: of samples that were drawn for it. labels: "balanced" (each
+    precision: of the network of features. sampler to vae: of samples that were drawn for it; drawn: all that
+    decides them, as the parts of a job of sample.py know it. labels: "balanced" (each
     class as often), "drawn" (at random), "given" or "prompts". rounding: how pixels became uint8. truncated: captions
     that CLIP could not read to their end. note: what a reader has to know.
     """
@@ -62,6 +63,7 @@ class Measurement:
     precision: str | None = None
     vae: str | None = None
     rounding: str | None = None
+    drawn: dict[str, str] | None = None
     truncated: int | None = None
     commit: str | None = None
     torch: str | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opendit.encoders.video_vae import FrameCodec
-from opendit.evaluation.extract import Extractor, Features, extract_media, extract_run
+from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_media, extract_run
 from opendit.evaluation.media import MediaOptions, open_media
 from opendit.inference.job import pixel_shape, settings_of
 from opendit.inference.prepare import SamplingRun, choose, prepare
@@ -111,6 +111,7 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
         "precision": sampling.flags.mixed_precision,
         "vae": codec.name,
         "rounding": "round to nearest, clamped",
+        "drawn": drawn_by(settings),
     }
     side = shape[-2] if shape[-2] == shape[-3] else None
     options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, flags.frame_interval)
