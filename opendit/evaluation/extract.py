@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,7 +74,7 @@ class Extractor:
 
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
         """uint8 (B, H, W, 3) or (B, T, H, W, 3) -> features (B, ...) float32 by name."""
-        pixels = pixels.to(self.device, non_blocking=True)
+        pixels = pixels.to(self.device)
         found: dict[str, Tensor] = {}
         if pixels.ndim == 4:
             if self.pictures is not None:
@@ -281,20 +282,30 @@ class _Store:
 
 
 class _Sink:
-    """Pixels in, rows of features to their parts. What a batch gives is fetched when the next one has been begun, so
-    that the device need not wait for the host."""
+    """Pixels in, rows of features to their parts. On a GPU the networks work on a stream of their own, beside the one
+    that draws; what a batch gives is taken when the next one has been begun, so that the device need not wait."""
 
     def __init__(self, assembly: PartAssembly, extractor: Extractor):
         self._assembly, self._extractor = assembly, extractor
-        self._waiting: deque[tuple[Tensor, Tensor]] = deque()
+        self._waiting: deque[tuple[list[int], Tensor, torch.cuda.Event | None]] = deque()
+        self._stream = torch.cuda.Stream(extractor.device) if extractor.device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))  # which has loaded the networks
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
-        wanted = torch.tensor([self._assembly.wants(number) for number in index.tolist()])
-        if not wanted.any():
+        """Samples (B,) by number with their uint8 pixels, in memory that may be used again when this returns."""
+        numbers = index.tolist()
+        if not any(map(self._assembly.wants, numbers)):
             return
-        found = self._extractor(torch.from_numpy(pixels))  # the whole batch: of one size
-        rows = torch.cat([features.flatten(1) for features in found.values()], dim=1)
-        self._waiting.append((index[wanted], rows[wanted.to(rows.device)]))
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            # A copy that the host waits for: of this stream alone, where nothing but features is under way.
+            found = self._extractor(torch.from_numpy(pixels).to(self._extractor.device))
+            rows, done = torch.cat([features.flatten(1) for features in found.values()], dim=1), None
+            if self._stream is not None:
+                rows = torch.empty(rows.shape, pin_memory=True).copy_(rows, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record(self._stream)
+        self._waiting.append((numbers, rows, done))
         if len(self._waiting) > 1:
             self._hand_over(*self._waiting.popleft())
 
@@ -302,8 +313,11 @@ class _Sink:
         while self._waiting:
             self._hand_over(*self._waiting.popleft())
 
-    def _hand_over(self, index: Tensor, rows: Tensor) -> None:
-        for number, row in zip(index.tolist(), rows.cpu().numpy(), strict=True):
+    def _hand_over(self, numbers: list[int], rows: Tensor, done: torch.cuda.Event | None) -> None:
+        if done is not None:
+            done.synchronize()
+        for number, row in zip(numbers, rows.numpy(), strict=True):
             if not np.isfinite(row).all():
                 raise ValueError(f"the features of sample {number:,} are not finite numbers")
-            self._assembly.add(number, row)
+            if self._assembly.wants(number):
+                self._assembly.add(number, row)

@@ -98,8 +98,10 @@ def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[C
     if not _is_script(path):
         if clips:
             raise ValueError(f"{path} is no TorchScript module, as features of clips need one")
-        network = _inception(path)
-        return _with_resize(network.to(device).eval(), how), True, how
+        network = _inception(path).to(device).eval()
+        if device.type == "cuda":
+            network = network.to(memory_format=torch.channels_last)  # the layout of TF32's convolutions
+        return _with_resize(network, how), True, how
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its deprecation: the field's files are of this format
