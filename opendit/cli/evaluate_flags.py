@@ -6,7 +6,14 @@ from typing import ClassVar
 
 from opendit.cli.checks import check_exists, check_no_folder, check_output_file, check_writable
 from opendit.cli.command_line import Flags, check_values, flag, refuse_idle
-from opendit.cli.sample_flags import CheckpointFlags, DrawFlags, GuidanceFlags, SampleConfig, SampleSpeedFlags
+from opendit.cli.sample_flags import (
+    ApproximationFlags,
+    CheckpointFlags,
+    DrawFlags,
+    GuidanceFlags,
+    SampleConfig,
+    SampleSpeedFlags,
+)
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.cli.values import BATCH, FRAMES, GUIDANCE, SIDE
 from opendit.evaluation.names import LABELS, METRICS, PRECISIONS, RESIZES
@@ -84,6 +91,7 @@ class EvaluateConfig(
     FeatureFlags,
     CheckpointFlags,
     EvaluatedDrawFlags,
+    ApproximationFlags,
     SampleSpeedFlags,
     SpeedFlags,
     GuidanceFlags,
@@ -125,8 +133,8 @@ class EvaluateConfig(
             return replace(self, save_features=saved, mixed_precision=sampling.mixed_precision), notes
         check_exists(self.samples, "--samples", "a folder, .npz, .npy or CSV of samples")
         used = {"num_samples", "image_size"}
-        parts = (CheckpointFlags, EvaluatedDrawFlags, SampleSpeedFlags, SpeedFlags, GuidanceFlags, ParallelFlags)
-        drawing = {item.name for part in parts for item in dataclasses.fields(part)} | {"outputs"}
+        drawing = {item.name for item in dataclasses.fields(SampleConfig)} | {"label_sampling"}
+        used |= {item.name for part in (WhatFlags, ResultFlags) for item in dataclasses.fields(part)} - {"outputs"}
         refuse_idle(self.given, dict.fromkeys(sorted(drawing - used), "does nothing with --samples"))
         return replace(self, save_features=saved), notes
 

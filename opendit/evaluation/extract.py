@@ -5,6 +5,7 @@ OUTPUT/features/HASH, whose name is made of all that decides it: the next evalua
 """
 
 import math
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from opendit.evaluation.networks import FeatureNetwork
 from opendit.inference.job import pixel_shape, settings_of
 from opendit.inference.parts import Job, PartAssembly, Parts, find, samples_a_part
 from opendit.inference.prepare import SamplingRun
-from opendit.inference.run import draw_missing, drawn_before, shares, writer_threads
+from opendit.inference.run import draw_missing, drawn_before, writer_threads
 from opendit.parallel.mesh import Mesh
 
 FOLDER = "features"
@@ -133,7 +134,7 @@ def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh, 
 
         def fill(sink: "_Sink") -> None:
             groups = store.parts.to_draw(store.missing, extractor.batch_size)
-            mine = [batch for group in shares(groups, mesh.world_size)[mesh.rank] for batch in group]
+            mine = [batch for group in groups[mesh.rank :: mesh.world_size] for batch in group]
             with Progress(sum(map(len, mine)), "samples", title=media.name, disable=not mesh.is_main) as progress:
                 for batch, pixels in _ahead(mine, media, pool):
                     if pixels.shape[1:] != shape:
@@ -154,7 +155,9 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path, say: 
 
     def fill(sink: "_Sink") -> None:
         finite = _FiniteLatents()
-        draw_missing(sampling, store.parts, store.missing, sink.deliver, finite.look)
+        # The queue has a name that no earlier one had.
+        name = sampling.mesh.broadcast_object(secrets.token_hex(8))
+        draw_missing(sampling, store.parts, store.missing, name, sink.deliver, sink.flush, finite.look)
         finite.check()
 
     return store.run(extractor, fill)

@@ -34,7 +34,7 @@ EARLIER = 12  # results of before that are shown beside new ones
 def run(flags: "EvaluateConfig") -> None:
     """Evaluates as the flags say, and prints a table. Ends the program, as ``Supervisor`` says, if it can't be done."""
     with Supervisor((ValueError, OSError)) as supervisor:
-        mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size)
+        mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size, group_of_one=False)
         measure(flags, mesh, lambda: supervisor.started(()))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opendit.common.stages import Stages
 from opendit.encoders.video_vae import FrameCodec
 from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_media, extract_run
 from opendit.evaluation.media import MediaOptions, open_media
@@ -50,7 +51,7 @@ def open_samples(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]
     Raises ValueError or OSError with a message for the user.
     """
     if flags.samples is None:
-        sampling = prepare(flags.sampling(), mesh)
+        sampling = prepare(flags.sampling(), mesh, Stages("before"))
         with sampling.lock:
             yield _drawn(sampling, flags, say)
         return
