@@ -111,21 +111,24 @@ class PreparedModel:
     def fill(self, first: int) -> int:
         """Makes the modulations of step ``first`` and as many after it as there is room for; returns how many."""
         times = self.times[first : first + self.capacity]
-        conditions, device = self._conditions, self._table.device
-        rows = torch.arange(times.numel() * conditions, device=device)
-        self._write(rows, times.flatten().repeat_interleave(conditions), rows % conditions)
+        conditions = torch.arange(self._conditions, device=self._table.device).repeat(times.numel())
+        self._write(None, times.flatten().repeat_interleave(self._conditions), conditions)
         return len(times)
 
-    def _write(self, rows: Tensor, t: Tensor, conditions: Tensor) -> None:
-        """Modulations at times t of these conditions, into these rows of the table; all (n,). The products are of as
-        many rows in every call: a modulation doesn't depend on how many others are made with it."""
-        for part in range(0, len(rows), PRODUCT_ROWS):
-            some = slice(part, part + PRODUCT_ROWS)
-            count = len(rows[some])
+    def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
+        """Modulations at times t of these conditions, into these rows of the table (None: the first ones); all (n,).
+        The products are of as many rows in every call: a modulation doesn't depend on how many others are made."""
+        for part in range(0, len(t), PRODUCT_ROWS):
+            some = slice(part, min(part + PRODUCT_ROWS, len(t)))
+            count = some.stop - part
             given = [F.pad(values[some], (0, PRODUCT_ROWS - count)) for values in (t, conditions)]
             c, column = self.model.t_embedder(given[0]) + self._vector[given[1]], 0
             for m, width in zip(self.model.modulations(c), self._widths, strict=True):
-                self._table[:, column : column + width].index_copy_(0, rows[some], m[:count])
+                table = self._table[:, column : column + width]
+                if rows is None:
+                    table[some] = m[:count]
+                else:
+                    table.index_copy_(0, rows[some], m[:count])
                 column += width
 
     # ----------------------------------------------------------------------------------------------------- in the steps
