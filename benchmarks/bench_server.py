@@ -3,8 +3,8 @@
     python benchmarks/bench_server.py [--clients 16] [--fp8] [--vae] [--results FILE]
 
 Every client asks for 1 to 4 pictures of 20 to 50 steps, drawn from a seed, and for the next ones when it has them. The
-server's throughput is counted in steps of samples (one sample, one step) over --seconds after --warmup seconds, in
-which it records its steps; rows that are computed and belong to nobody don't count. Offline is the sampling engine
+server's throughput is counted in steps of samples (one sample, one step) over --seconds after --warmup seconds;
+its steps are recorded before. Rows that are computed and belong to nobody don't count. Offline is the sampling engine
 with --batch_size pictures of --steps steps, timed before and after in the same process; the mean of both counts.
 Latency is from a request to its samples. Weights are random. Without --vae, samples are latents on the device; with it
 they are decoded by a VAE of Stable Diffusion's shape, and offline still draws latents only.
@@ -31,6 +31,7 @@ from opendit.inference.engine import SamplingEngine
 from opendit.inference.pipeline import Pipeline
 from opendit.inference.request import SampleRequest, ServerClosedError
 from opendit.inference.server import SamplingServer
+from opendit.inference.slot_loop import batch_sizes
 from opendit.models.weights import Weights
 
 
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--vae", action="store_true", help="decode to pictures")
     parser.add_argument("--vae_narrower", type=int, default=1, help="divides the VAE's widths, for a CPU")
-    parser.add_argument("--warmup", type=float, default=20, help="seconds")
+    parser.add_argument("--warmup", type=float, default=5, help="seconds")
     parser.add_argument("--seconds", type=float, default=40)
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--results", help="a file to append rows to, as results.csv")
@@ -137,6 +138,10 @@ def main(argv: list[str] | None = None) -> None:
     pipe = Pipeline(model, bench.objective, codec, conditioner, Weights({}, Path("random"), {}), precision, [])
     with SamplingServer(pipe, batch_size=args.batch_size, decode=None if args.vae else list) as server:
         print(f"{args.model}, {precision}, offline {engine.note}, server {server.note}", flush=True)
+        start = time.perf_counter()
+        server.submit([0], steps=2, guidance=args.cfg_scale, sampler=args.sampler, record_all=True).result(600)
+        ready, sizes = time.perf_counter() - start, len(batch_sizes(args.batch_size))
+        print(f"{sizes} batch sizes ready after {ready:.1f} s", flush=True)
         clients = Clients(server, args.clients, args)
         time.sleep(args.warmup)
         start, steps, computed = time.perf_counter(), clients.steps, server.computed

@@ -34,6 +34,7 @@ class SampleRequest:
         self.count, self.steps = len(samples), steps
         self.kind, self.callback, self.arrival = kind, callback, next(_numbers)
         self.pending, self.drawn = deque(samples), 0  # samples without a row so far; steps done of all
+        self.records_all = False  # whether the steps of all batch sizes are to be recorded before its first one
         self.in_rows, self.served = 0, self.arrival  # samples in rows; when one got a row last
         for sample in samples:
             sample.owner = self

@@ -132,11 +132,14 @@ class SamplingServer:
         size: int | tuple[int, int] | None = None,
         frames: int | None = None,
         callback: Callable[[float], None] | None = None,
+        record_all: bool = False,
     ) -> SampleRequest:
         """Asks for one sample for each of ``what``; returns at once. Arguments are those of a call of ``Pipeline``, and
 
         callback: ``callback(progress)`` with a number from 0 to 1 after every step of its samples, in the thread that
             draws: it should return soon. What it raises ends the request, and ``result`` raises it.
+        record_all: records the steps of every batch size for samples of this kind now, which takes seconds; otherwise
+            each is recorded when it is needed first, and all who have samples in rows wait for it then.
 
         Raises:
             ValueError: as a call of ``Pipeline``.
@@ -162,6 +165,7 @@ class SamplingServer:
             kind = SampleKind(order.sampler, guided, guided_channels if guided else None, order.size)
             samples = self._samples(order, self._table(kind, steps), seed)
         request = SampleRequest(kind, samples, steps, callback)
+        request.records_all = record_all
         with self._wake:
             self._check_room(len(samples))
             self._requests.append(request)
@@ -327,8 +331,11 @@ class SamplingServer:
         if self.pipe.device.type == "cuda":  # the host does not run ahead of what it says is done
             while len(self._ahead) >= AHEAD:
                 self._ahead.pop(0).synchronize()
+        recorder = self._recorder if self.records else None
         try:
-            ended = loop.advance(self._recorder if self.records else None, self._recording)
+            if recorder is not None and any(sample.owner.records_all for sample in loop.live):
+                loop.record_all(recorder, self._recording)
+            ended = loop.advance(recorder, self._recording)
         except NotRecordedError as error:
             self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
             self._recorder = None

@@ -168,18 +168,35 @@ class SlotLoop:
             self._advance(size)
             self._warm.add(size)
         else:
-            if size not in self.recordings:
-                try:
-                    with recording:
-                        _, self.recordings[size] = recorder.record(lambda: self._advance(size))
-                except RuntimeError as error:
-                    raise NotRecordedError(str(error)) from error
+            self._record(size, recorder, recording)
             self.recordings[size]()
         self._at += 1
         self.computed += size
         for sample in self.live:
             sample.step += 1
         return [sample for sample in self.live if sample.ended]
+
+    def record_all(self, recorder: GraphRecorder, recording) -> None:
+        """Records the steps of all batch sizes; samples in rows stay what they are. As :meth:`advance`."""
+        static = (*self._state, self._tick)
+        kept = [part.clone() for part in static]
+        for size in self.sizes:
+            if size not in self._warm:
+                self._tick.zero_()
+                self._advance(size)
+                self._warm.add(size)
+            self._record(size, recorder, recording)
+        for part, before in zip(static, kept, strict=True):
+            part.copy_(before)
+
+    def _record(self, size: int, recorder: GraphRecorder, recording) -> None:
+        if size in self.recordings:
+            return
+        try:
+            with recording:
+                _, self.recordings[size] = recorder.record(lambda: self._advance(size))
+        except RuntimeError as error:
+            raise NotRecordedError(str(error)) from error
 
     def latents(self, samples: list[SlotSample]) -> Tensor:
         """x of samples that have a row, (n, C, ...) float32."""

@@ -11,6 +11,7 @@ import torch
 import opendit
 from opendit.inference.request import QueueFullError, ServerClosedError
 from opendit.inference.server import SamplingServer
+from opendit.inference.slot_loop import batch_sizes
 from tests.inference.small import BYTES, write
 from tests.inference.tape import TapeRecorder
 
@@ -328,3 +329,18 @@ def test_many_threads_at_once(pipes):
         for thread in threads:
             thread.join()
     assert not errors
+
+
+def test_all_batch_sizes_can_be_recorded_before_they_are_needed(pipes):
+    pipe, recorder, gate = pipes["classes"], TapeRecorder(), Gate()
+    with SamplingServer(pipe, batch_size=5, recorder=recorder) as server:
+        first = server.submit([1, 2], steps=6, seed=4, callback=gate)
+        assert gate.reached.wait(60) and recorder.recorded == 0
+        second = server.submit([0], steps=3, record_all=True)
+        gate.open.set()
+        assert len(second.result(60)) == 1 and recorder.recorded == len(batch_sizes(5)) == 4
+        assert same(first.result(60), pipe([1, 2], steps=6, seed=4, progress=False))  # in rows all the time
+        assert same(server.submit([3] * 5, steps=4).result(60), pipe([3] * 5, steps=4, progress=False))
+        assert recorder.recorded == 4
+    with SamplingServer(pipe, batch_size=2) as server:  # nothing is recorded here
+        assert len(server.submit([0], steps=2, record_all=True).result(60)) == 1
