@@ -8,6 +8,7 @@ in bf16; in float8 with a scale a tensor, the pass that looks for it included; i
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 
 from opendit.kernels import fp8
 from opendit.kernels.bias_gelu import bias_gelu, bias_gelu_float8
+from opendit.kernels.common import Launch, forced_launch
 from opendit.kernels.fp8 import E4M3
 from opendit.kernels.fp8_rows import rows_in_float8
 from opendit.kernels.gate_residual_layernorm_modulate import (
@@ -30,6 +32,7 @@ from opendit.models.layers import Projection
 
 Work = Callable[[int], object]  # of the number of the weight
 WEIGHTS = 16
+PARTS = ["qkv", "proj", "fc1", "fc1_gelu", "fc2", "gelu", "cast", "norm"]
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -106,6 +109,27 @@ def norm(samples: int, tokens: int, width: int) -> dict[str, Work]:
     }
 
 
+def norm_launches(samples: int, tokens: int, width: int) -> dict[str, Work]:
+    """The joined residual and norm by how its rows are cut, in bf16 and in float8 with a scale a row."""
+    x, branch, bias = random(samples, tokens, width), random(samples, tokens, width), random(width)
+    gate, shift, scale = random(samples, 6 * width).chunk(6, dim=1)[:3]
+    plain, float8, found = gate_residual_layernorm_modulate, gate_residual_layernorm_modulate_float8, {}
+    name = "gate_residual_layernorm_modulate_forward"
+    for tiles, warps, stages, hold in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 3), (True, False)):
+        if (stages == 3 and tiles == 1) or (warps == 1 and hold):
+            continue
+        launch = Launch(rows=1, tiles=tiles, warps=warps, stages=stages, hold=hold)
+
+        def work(i: int, function: Callable, launch: Launch = launch, **options):
+            with forced_launch(**{name: launch}):
+                return function(x, gate, branch, shift, scale, bias, **options)
+
+        how = f"{tiles} rows a program, {warps} warps, {stages} stages, modulation {'held' if hold else 'read again'}"
+        found[f"bf16, {how}"] = lambda i, work=work: work(i, plain)
+        found[f"float8, {how}"] = lambda i, work=work: work(i, float8, by_row=True)
+    return found
+
+
 def microseconds(variants: dict[str, Work], trials: int) -> None:
     graphs = {}
     for name, work in variants.items():
@@ -128,8 +152,9 @@ def microseconds(variants: dict[str, Work], trials: int) -> None:
             end.record()
             end.synchronize()
             times[name].append(1000 * start.elapsed_time(end) / (2 * WEIGHTS))
-    for name, seen in times.items():
-        print(f"  {statistics.median(seen):9.2f} us  {name}", flush=True)
+    medians = {name: statistics.median(seen) for name, seen in times.items()}
+    for name in sorted(medians, key=medians.get)[:20]:
+        print(f"  {medians[name]:9.2f} us  {name}", flush=True)
 
 
 @torch.inference_mode()
@@ -139,7 +164,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--width", type=int, default=1152)
     parser.add_argument("--trials", type=int, default=7)
-    parser.add_argument("--only", nargs="*", help="parts: qkv proj fc1 fc1_gelu fc2 gelu cast norm")
+    parser.add_argument(
+        "--only", nargs="*", default=PARTS, help="parts: qkv proj fc1 fc1_gelu fc2 gelu cast norm norm_launches"
+    )
     args = parser.parse_args(argv)
     width = args.width
     for samples in args.samples:
@@ -153,9 +180,10 @@ def main(argv: list[str] | None = None) -> None:
             "gelu": lambda rows=rows: gelu(rows, 4 * width),
             "cast": lambda rows=rows: cast(rows, width),
             "norm": lambda samples=samples: norm(samples, args.tokens, width),
+            "norm_launches": lambda samples=samples: norm_launches(samples, args.tokens, width),
         }
         for name, build in parts.items():
-            if args.only is None or name in args.only:
+            if name in args.only:
                 print(f"\n{name}, {rows} tokens", flush=True)
                 microseconds(build(), args.trials)
 

@@ -38,8 +38,9 @@ def largest_of(x, xt, TAIL: tl.constexpr):
 @triton.jit
 def modulated_factor(shift, shift_t, scale, scale_t, D: tl.constexpr, TAIL: tl.constexpr, TARGET: tl.constexpr):
     """(factor, its inverse) of all rows LN(x) * (1 + scale) + shift of a sample, by |LN(x)| <= sqrt(D)."""
-    scale = largest_of(scale, scale_t, TAIL)
-    return power_of_2(tl.sqrt(D * 1.0) * (1.0 + scale) + largest_of(shift, shift_t, TAIL), TARGET)
+    root = tl.sqrt(D * 1.0)
+    bound, bound_t = root * tl.abs(1.0 + scale) + tl.abs(shift), root * tl.abs(1.0 + scale_t) + tl.abs(shift_t)
+    return power_of_2(largest_of(bound, bound_t, TAIL), TARGET)
 
 
 @triton.jit

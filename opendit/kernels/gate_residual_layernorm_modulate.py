@@ -33,6 +33,7 @@ from opendit.kernels.fp8_tiles import float8_factor, float8_range, modulated_fac
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
+    load_rows,
     load_tiles,
     load_vectors,
     next_segment,
@@ -86,11 +87,16 @@ def backward_launch(width: int, element_size: int) -> Launch:
 
 @triton.jit
 def _load_branch(
-    branch_ptr, bias_ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    branch_ptr, branch_scale_ptr, bias_ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of branch + bias. The bias comes from the L1 cache for each tile: no registers are left to hold it."""
+    """Rows of branch, times a number each if SCALED, + bias. The bias comes from the L1 cache for each tile: no
+    registers are left to hold it."""
     branch, branch_t = load_tiles(branch_ptr, row, live, D, MAIN, TAIL, ROWS)
+    if SCALED:
+        number = load_rows(branch_scale_ptr, row, live, ROWS)
+        branch *= number
+        branch_t *= number
     if HAS_BIAS:
         bias, bias_t = load_vectors(bias_ptr, D, MAIN, TAIL)
         branch += bias
@@ -100,11 +106,11 @@ def _load_branch(
 
 @triton.jit
 def _forward_rows(
-    x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, descale_ptr, mean_ptr, rstd_ptr, first,
-    stop, eps, factor,
+    x_ptr, gate_ptr, branch_ptr, branch_scale_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, descale_ptr, mean_ptr,
+    rstd_ptr, first, stop, eps, factor,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr,
-    TARGET: tl.constexpr, LIMIT: tl.constexpr,
+    HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED_BRANCH: tl.constexpr, FLOAT8: tl.constexpr,
+    PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Rows first .. stop, all of one sample."""
     SCALED_ROWS: tl.constexpr = FLOAT8 and PARTIALS == 0
@@ -119,7 +125,9 @@ def _forward_rows(
         live = start + tl.arange(0, ROWS) < stop
         row = tl.cast(start, tl.int64)
         x, xt = load_tiles(x_ptr, row, live, D, MAIN, TAIL, ROWS)
-        branch, branch_t = _load_branch(branch_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS)
+        branch, branch_t = _load_branch(
+            branch_ptr, branch_scale_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS, SCALED_BRANCH
+        )  # fmt: skip
         if not HOLD:
             gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
             shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
@@ -131,21 +139,25 @@ def _forward_rows(
         h, ht = normalize_rows(h, ht, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
         y = h * (1.0 + scale) + shift
         yt = ht * (1.0 + scale_t) + shift_t
-        if FLOAT8:
+        if SCALED_ROWS:  # within the range by its bound; what is not finite is NaN already
+            y *= factor
+            yt *= factor
+            store_rows(descale_ptr, descale, row, live, ROWS)
+        elif FLOAT8:
             y = float8_range(y, factor, LIMIT)
             yt = float8_range(yt, factor, LIMIT)
-        if SCALED_ROWS:
-            store_rows(descale_ptr, descale, row, live, ROWS)
         store_tiles(y_ptr, y, yt, row, live, D, MAIN, TAIL, ROWS)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _gate_residual_layernorm_modulate_forward_kernel(
-    x_ptr, gate_ptr, branch_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, partial_ptr, descale_ptr,
-    mean_ptr, rstd_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride, shift_stride, scale_stride, eps,
+    x_ptr, gate_ptr, branch_ptr, branch_scale_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, partial_ptr,
+    descale_ptr, mean_ptr, rstd_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride, shift_stride,
+    scale_stride, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
+    SCALED_BRANCH: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     factor = 1.0
     if FLOAT8 and PARTIALS > 0:
@@ -155,18 +167,18 @@ def _gate_residual_layernorm_modulate_forward_kernel(
         while first < stop:
             sample, end = next_segment(sample_ptr, first, stop, CHUNK)
             _forward_rows(
-                x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
+                x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, branch_scale_ptr, bias_ptr,
                 of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
                 h_ptr, y_ptr, descale_ptr, mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES,
-                HOLD, CENTER, HAS_BIAS, FLOAT8, PARTIALS, TARGET, LIMIT,
+                HOLD, CENTER, HAS_BIAS, SCALED_BRANCH, FLOAT8, PARTIALS, TARGET, LIMIT,
             )  # fmt: skip
             first = end
     else:
         _forward_rows(
-            x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
+            x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, branch_scale_ptr, bias_ptr,
             of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
             h_ptr, y_ptr, descale_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD,
-            CENTER, HAS_BIAS, FLOAT8, PARTIALS, TARGET, LIMIT,
+            CENTER, HAS_BIAS, SCALED_BRANCH, FLOAT8, PARTIALS, TARGET, LIMIT,
         )  # fmt: skip
 
 
@@ -191,7 +203,9 @@ def _backward_rows(
         row = tl.cast(start, tl.int64)
         h, ht = load_tiles(h_ptr, row, live, D, MAIN, TAIL, ROWS)
         dy, dyt = load_tiles(dy_ptr, row, live, D, MAIN, TAIL, ROWS)
-        branch, branch_t = _load_branch(branch_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS)
+        branch, branch_t = _load_branch(
+            branch_ptr, branch_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS, False
+        )  # fmt: skip
         if HAS_DH:
             dh, dht = load_tiles(dh_ptr, row, live, D, MAIN, TAIL, ROWS)
         if not HOLD:
@@ -263,7 +277,7 @@ def _gate_residual_layernorm_modulate_backward_kernel(
 def _launch_forward(
     x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None,
     sample_of_row: Tensor | None, eps: float, h: Tensor, y: Tensor | Float8, mean: Tensor, rstd: Tensor,
-    partial: Tensor | None = None,
+    partial: Tensor | None = None, branch_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     gate, shift, scale = unit_columns(gate, shift, scale)
     width = x.shape[-1]
@@ -277,10 +291,10 @@ def _launch_forward(
     main, tail = split_width(width)
     pointers, format_options = fp8.kernel_arguments(y, partial, fp8.EXACT)
     _gate_residual_layernorm_modulate_forward_kernel[(cut.programs,)](
-        cut.x, gate, branch.contiguous(), common.or_unused(bias, x), shift, scale, h, *pointers, mean, rstd,
-        *cut.shape_arguments, gate.stride(0), shift.stride(0), scale.stride(0), eps,
+        cut.x, gate, branch.contiguous(), common.or_unused(branch_scale, x), common.or_unused(bias, x), shift, scale, h,
+        *pointers, mean, rstd, *cut.shape_arguments, gate.stride(0), shift.stride(0), scale.stride(0), eps,
         D=width, MAIN=main, TAIL=tail, PACKED=cut.packed, CENTER=mean.numel() > 0, HAS_BIAS=bias is not None,
-        **cut.launch.options(), **format_options,
+        SCALED_BRANCH=branch_scale is not None, **cut.launch.options(), **format_options,
     )  # fmt: skip
 
 
@@ -295,14 +309,15 @@ def _forward(
 
 def gate_residual_layernorm_modulate_float8(
     x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None, eps: float = 1e-6,
-    by_row: bool = False,
+    by_row: bool = False, branch_scale: Tensor | None = None,
 ) -> tuple[Tensor, Float8, Tensor, Tensor]:  # fmt: skip
-    """(h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32). by_row: y with a scale a row."""
+    """(h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32). by_row: y with a scale a row.
+    branch_scale: (B * N, 1) fp32 that the branch's rows are multiplied by first."""
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = common.new_statistics(x)
     y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)
     partial = None if by_row else fp8.amax(*unit_columns(shift, scale), normalized=True)
-    _launch_forward(x, gate, branch, shift, scale, bias, None, eps, h, y, mean, rstd, partial)
+    _launch_forward(x, gate, branch, shift, scale, bias, None, eps, h, y, mean, rstd, partial, branch_scale)
     return h, y, mean, rstd
 
 

@@ -116,11 +116,13 @@ def _forward_rows(
             x, xt = normalize_rows(x, xt, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
         y = x * (1.0 + scale) + shift
         yt = xt * (1.0 + scale_t) + shift_t
-        if FLOAT8:
+        if SCALED_ROWS:  # within the range by its bound; what is not finite is NaN already
+            y *= factor
+            yt *= factor
+            store_rows(descale_ptr, descale, row, live, ROWS)
+        elif FLOAT8:
             y = float8_range(y, factor, LIMIT)
             yt = float8_range(yt, factor, LIMIT)
-        if SCALED_ROWS:
-            store_rows(descale_ptr, descale, row, live, ROWS)
         store_tiles(y_ptr, y, yt, row, live, D, MAIN, TAIL, ROWS)
 
 

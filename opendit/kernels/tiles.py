@@ -260,6 +260,23 @@ def logistic(power, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
+def gelu_coarse(u, APPROXIMATE: tl.constexpr):
+    """GELU(u), tanh form, for a result that is rounded to few bits.
+
+    APPROXIMATE: by the hardware's tanh, which is off by 2^-11, in the place of an exponential and a reciprocal: the
+    units that make these, and not memory, decided how long a kernel took.
+    """
+    if APPROXIMATE:
+        z = u * (0.7978845608028654 + 0.035677408136300125 * (u * u))
+        t = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1
+        )  # fmt: skip
+        half = 0.5 * u
+        return half * t + half
+    return u * gelu_sigmoid(u, u * u, APPROXIMATE)
+
+
+@triton.jit
 def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
     """sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3). GELU is u times this: (1 + tanh(z)) / 2 = sigmoid(2 z)."""
     # exp(-2 z) as a power of 2
