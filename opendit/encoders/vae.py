@@ -28,6 +28,7 @@ from opendit.encoders.folder import (
     refuse_adapters,
     weight_shapes,
 )
+from opendit.encoders.tiles import Tiles, tiles_of
 
 # Short name -> repository of the hub and its commit.
 HUB = {
@@ -92,6 +93,10 @@ class Codec(ABC):
         """The rows of :meth:`decode`, as many at a time as the codec works on at once."""
         yield self.decode(latents)
 
+    def tiles(self, latents: Tensor) -> Tiles | None:
+        """The tiles that latents (B, C, ..., h, w) are decoded in; None: whole."""
+        return None
+
     @abstractmethod
     def fingerprint(self) -> str:
         """A hash of everything that latents depend on."""
@@ -137,8 +142,8 @@ class FrozenVAE(Codec):
 
     device: where it runs; inputs are brought there and results stay there. dtype: of its weights and
     activations on a GPU; a CPU always computes in fp32. chunk: samples at once, by default as many as memory allows.
-    tiling: decodes large pictures in overlapping tiles whose seams are blended: the result is close to that of the
-    whole picture, not the same, and takes a tile's memory.
+    tiling: decodes large pictures in overlapping tiles whose seams are blended (opendit.encoders.tiles): the result is
+    close to that of the whole picture, not the same, and takes a tile's memory. tile: pixels a side of the decoder's.
     """
 
     def __init__(
@@ -152,7 +157,7 @@ class FrozenVAE(Codec):
         tiling: bool = False,
     ):
         config = vae.config
-        self.name, self.chunk, self.tiling = name, chunk, tiling
+        self.name, self.chunk, self.tiling, self.tile = name, chunk, tiling, TILE
         self.device = torch.device(device)
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
         self.scaling_factor, self.shift_factor = _scale_and_shift(config)
@@ -174,8 +179,17 @@ class FrozenVAE(Codec):
     def decode(self, latents: Tensor) -> Tensor:
         return torch.cat(list(self.decode_in_slices(latents)))
 
-    @torch.no_grad()
     def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
+        tiles = self.tiles(latents)
+        if tiles is None:
+            yield from self.decode_whole(latents)
+            return
+        for sample in latents.split(1):
+            yield tiles.join(torch.cat(list(self.decode_whole(tiles.cut(sample)))), self.downscale)
+
+    @torch.no_grad()
+    def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
+        """As :meth:`decode_in_slices`, of latents that are whole frames or tiles."""
         latents = latents.to(self.device, torch.float32)
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
@@ -197,11 +211,20 @@ class VAECodec(FrozenVAE, ImageCodec):
         super().__init__(vae, **settings)
         self.latent_channels, self.downscale = _geometry(vae.config)
         if self.tiling:
-            # Of encoder and decoder alike, and not the VAE's own: those are of the size that it was trained on (256 for
-            # Stable Diffusion's), and smaller tiles have more seams.
+            # Of the encoder, and not the VAE's own: those are of the size that it was trained on (256 for Stable
+            # Diffusion's), and smaller tiles have more seams.
             self.vae.tile_sample_min_size = max(TILE, 4 * self.downscale)  # an overlap is at least one latent number
             self.vae.tile_latent_min_size = self.vae.tile_sample_min_size // self.downscale
             self.vae.enable_tiling()
+
+    def tiles(self, latents: Tensor) -> Tiles | None:
+        return square_tiles(latents, self.tile, self.downscale) if self.tiling else None
+
+
+def square_tiles(latents: Tensor, pixels: int, downscale: int) -> Tiles | None:
+    """Tiles of ``pixels`` a side that overlap by a quarter, for latents (..., h, w)."""
+    size = max(pixels // downscale, 4)  # an overlap is at least one latent number
+    return tiles_of((latents.shape[-2], latents.shape[-1]), (size, size), (size // 4, size // 4))
 
 
 def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from opendit.encoders.tiles import Tiles
 from opendit.encoders.vae import (
     HUB,
     IMAGE_CLASSES,
@@ -22,11 +23,13 @@ from opendit.encoders.vae import (
     load_codec,
     load_vae,
     read_vae_config,
+    square_tiles,
 )
 
-# Frames of more pixels go through a video autoencoder in its own overlapping tiles, whose seams are blended: the result
-# is close to that of the whole frame, not the same.
+# Frames of more pixels go through a video autoencoder in overlapping tiles, whose seams are blended: the result is
+# close to that of the whole frame, not the same. The decoder's tiles are of TILE pixels a side, the encoder's its own.
 TILED_ABOVE = 768 * 768
+TILE = 256
 
 
 def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -> int:
@@ -108,22 +111,28 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
 
     def __init__(self, vae: torch.nn.Module, *, chunk: int | None = None, **settings):
         super().__init__(vae, chunk=chunk or 1, **settings)
+        self.tile = TILE
         self.latent_channels, self.downscale, self.temporal_downscale = VIDEO_CLASSES[type(vae).__name__](vae.config)
 
     def moments(self, pixels: Tensor) -> Tensor:
         # Both classes would silently leave out frames that are too many.
         _, *expected = self.latent_shape(*pixels.shape[2:])
-        self._tile(pixels.shape[-2] * pixels.shape[-1])
+        tiled = self._tiled(pixels.shape[-2] * pixels.shape[-1])
+        self.vae.enable_tiling() if tiled else self.vae.disable_tiling()
         return self._checked(super().moments(pixels), expected, tuple(pixels.shape[-2:]))
 
-    def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
+    def tiles(self, latents: Tensor) -> Tiles | None:
+        pixels = latents.shape[-2] * latents.shape[-1] * self.downscale**2
+        return square_tiles(latents, self.tile, self.downscale) if self._tiled(pixels) else None
+
+    def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
         count, *sides = latents.shape[2:]
         height, width = (side * self.downscale for side in sides)
         frames = (count - 1) * self.temporal_downscale + 1
-        self._tile(height * width)
+        self.vae.disable_tiling()
         # CogVideoX decodes two latent frames at a time and knows the first frame by an odd number of them. Of an even
         # number it makes temporal_downscale frames of the first latent frame, too; the last of those is the frame.
-        for pixels in super().decode_in_slices(latents):
+        for pixels in super().decode_whole(latents):
             yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
 
     def _checked(self, result: Tensor, expected: list[int], frame: tuple[int, int]) -> Tensor:
@@ -132,8 +141,8 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
             raise ValueError(f"--vae {self.name}: its tiles do not fit frames of {height} x {width}; use smaller ones")
         return result
 
-    def _tile(self, pixels: int) -> None:
-        self.vae.enable_tiling() if self.tiling or pixels > TILED_ABOVE else self.vae.disable_tiling()
+    def _tiled(self, pixels: int) -> bool:
+        return self.tiling or pixels > TILED_ABOVE
 
 
 def _cogvideox_geometry(config: dict) -> tuple[int, int, int]:
@@ -186,7 +195,7 @@ def load_video_codec(
 
     chunk: frames (of a picture's codec) or clips (of a video autoencoder) that are worked on at once. tiling: of a
     picture's codec as of :class:`FrozenVAE`; a video autoencoder's tiles, which it takes by itself for frames of more
-    than TILED_ABOVE pixels, for frames of any size above its tile.
+    than TILED_ABOVE pixels, for frames of any size above a tile.
     Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such VAE."""
     settings = dict(device=device, dtype=dtype, chunk=chunk, tiling=tiling)
     if _video_vae(name) is None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from opendit.encoders.pictures import to_bytes
+from opendit.encoders.tiles import Tiles
 from opendit.encoders.vae import Codec
 from opendit.encoders.video_vae import FrameCodec, frames_of
 from opendit.parallel.sequence.collectives import Group, start_gather
@@ -73,11 +74,12 @@ class Writers:
 
 @dataclass
 class _Batch:
-    """Pictures on their way. rows: of the whole batch, pictures or frames; pixels: this rank's, then all of them; last
-    on the host. ready: recorded after the last work on them."""
+    """Pictures on their way. rows: of the whole batch, pictures, frames or tiles; pixels: this rank's, then all of
+    them; last on the host. tiles: that ranks share. ready: recorded after the last work on them."""
 
     index: Tensor
     rows: int
+    tiles: Tiles | None
     pixels: Tensor
     ready: torch.cuda.Event | None
 
@@ -140,16 +142,21 @@ class OutputPipeline:
         """Queues the decoding of this rank's share."""
         latents = latents.clone()  # it may be memory that the recording of a step writes to in the next batch
         rows = frames_of(latents) if self._frames else latents
+        decode, form, tiles = self._codec.decode_in_slices, to_bytes, None
+        if self._ranks is not None and (tiles := self._codec.tiles(rows)) is not None:
+            # Tiles travel as they come from the decoder: to blend bytes would round twice.
+            rows, codec = tiles.cut(rows), self._codec
+            decode, form = codec.decode_whole, lambda part: part.to(codec.dtype)
         count, mine = len(rows), rows
         if self._ranks is not None:
             share = -(-count // self._ranks.size)
             first = self._ranks.rank * share
             mine = rows[torch.arange(first, first + share, device=rows.device).clamp(max=count - 1)]
         with self._on_side(after=mine):
-            pixels = torch.cat([to_bytes(part) for part in self._codec.decode_in_slices(mine)])
+            pixels = torch.cat([form(part) for part in decode(mine)])
             if self._ranks is None:
                 pixels = self._to_host(pixels)
-            return _Batch(index, count, pixels, self._record())
+            return _Batch(index, count, tiles, pixels, self._record())
 
     def _gather(self, batch: _Batch) -> None:
         """Every rank's share to all of them. On the main stream, where all ranks communicate in one order."""
@@ -159,6 +166,9 @@ class OutputPipeline:
             batch.pixels.record_stream(main)
         pixels = start_gather(batch.pixels, self._ranks).wait().flatten(0, 1)[: batch.rows]
         with self._on_side(after=pixels):
+            if batch.tiles is not None and self._leads:
+                samples = pixels.split(batch.tiles.count)
+                pixels = torch.cat([to_bytes(batch.tiles.join(some, self._codec.downscale)) for some in samples])
             batch.pixels = self._to_host(pixels) if self._leads else pixels
             batch.ready = self._record()
 

@@ -123,38 +123,41 @@ def test_clips_go_one_by_one_but_change_nothing(video, monkeypatch):
 def test_large_frames_go_in_tiles(video, monkeypatch):
     folder, *_ = video
     codec = load_video_codec(folder, channels=3, device="cpu")
+    codec.tile = 32
     strides = {"tile_sample_stride_height": 16, "tile_sample_stride_width": 32} if "wan" in folder else {}
     codec.vae.enable_tiling(tile_sample_min_height=24, tile_sample_min_width=40, **strides)
     codec.vae.disable_tiling()
     used = []
-    for name in ("tiled_encode", "tiled_decode"):
+    for name in ("tiled_encode", "decode"):
         real = getattr(codec.vae, name)
-        monkeypatch.setattr(codec.vae, name, lambda *a, n=name, r=real, **k: used.append(n) or r(*a, **k))
+        monkeypatch.setattr(
+            codec.vae, name, lambda x, *a, n=name, r=real, **k: used.append((n, *x.shape[-2:])) or r(x, *a, **k)
+        )
     pixels = clip(5, 48, 80, batch=1)
     whole = codec.moments(pixels)
-    decoded = codec.decode(whole[:, :4])
-    assert used == []
+    decoded, (height, width) = codec.decode(whole[:, :4]), whole.shape[-2:]
+    assert used == [("decode", height, width)]
     monkeypatch.setattr(video_module, "TILED_ABOVE", 48 * 80 - 1)
-    tiled = codec.moments(pixels)
-    assert tiled.shape == whole.shape and codec.decode(whole[:, :4]).shape == decoded.shape
-    assert used == ["tiled_encode", "tiled_decode"]
+    tiled, side = codec.moments(pixels), 32 // codec.downscale
+    small = codec.decode(whole[:, :4])
+    assert tiled.shape == whole.shape and small.shape == decoded.shape and not torch.equal(small, decoded)
+    count = codec.tiles(whole).count
+    assert used[1:] == [("tiled_encode", 48, 80)] + [("decode", side, side)] * count and count >= 6
     codec.moments(clip(1, 16, 16))  # and small ones whole again
-    assert len(used) == 2
+    assert len(used) == 2 + count
     monkeypatch.undo()
     asked = load_video_codec(folder, channels=3, device="cpu", tiling=True)
-    asked.vae.enable_tiling(tile_sample_min_height=24, tile_sample_min_width=40, **strides)
-    assert not torch.equal(asked.decode(whole[:, :4]), decoded)  # of any size above its tile, if asked to
+    asked.tile = 32
+    torch.testing.assert_close(asked.decode(whole[:, :4]), small)  # of any size above a tile, if asked to
 
 
 def test_tiles_that_do_not_fit_are_told():
-    """diffusers' tiles of CogVideoX give another size unless overlaps are whole latents."""
-    codec = VideoVAECodec(small_cogvideox(sample_height=32, sample_width=32), name="cog")
-    codec.vae.enable_tiling()
-    codec._tile = lambda pixels: None
+    """diffusers' tiles of CogVideoX's encoder give another size unless overlaps are whole latents."""
+    codec = VideoVAECodec(small_cogvideox(sample_height=32, sample_width=32), name="cog", tiling=True)
     with pytest.raises(ValueError, match="--vae cog: its tiles do not fit frames of 32 x 32"):
         codec.moments(clip(5, 32, 32, batch=1))
-    with pytest.raises(ValueError, match="--vae cog: its tiles do not fit frames of 32 x 32"):
-        codec.decode(torch.randn(1, 4, 2, 8, 8))
+    codec.tile = 16
+    assert codec.decode(torch.randn(1, 4, 2, 8, 8)).shape[-2:] == (32, 32)  # ours fit always
 
 
 def test_wans_own_patches_count_as_downscale():

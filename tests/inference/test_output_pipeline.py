@@ -23,12 +23,20 @@ from tests.encoders.test_vae import small_vae
 from tests.encoders.test_video_vae import small_wan
 from tests.ranks import run_ranks
 
+
+def in_tiles(codec: VAECodec | VideoVAECodec) -> VAECodec | VideoVAECodec:
+    codec.tile = 16
+    return codec
+
+
 CODECS = {
     "pictures": (lambda: VAECodec(small_vae(scaling_factor=0.3), chunk=2), (4, 3, 5)),
     "frames": (lambda: FrameCodec(VAECodec(small_vae(scaling_factor=0.3), chunk=2)), (4, 3, 2, 3)),
     "clips": (lambda: VideoVAECodec(small_wan()), (4, 2, 3, 2)),
     "pixels": (lambda: PixelCodec(1), (1, 3, 5)),
     "frames of pixels": (lambda: FrameCodec(PixelCodec(3)), (3, 4, 3, 5)),
+    "pictures in tiles": (lambda: in_tiles(VAECodec(small_vae(scaling_factor=0.3), chunk=2, tiling=True)), (4, 7, 9)),
+    "clips in tiles": (lambda: in_tiles(VideoVAECodec(small_wan(), tiling=True)), (4, 2, 5, 3)),
 }
 
 
@@ -45,8 +53,9 @@ def through(name: str, ranks=None, leads: bool = True) -> tuple[list[tuple[list[
     make, shape = CODECS[name]
     codec, delivered, rows, static = make(), [], [], torch.empty(3, *shape)
     inner = codec.codec if isinstance(codec, FrameCodec) else codec
-    decode = inner.decode_in_slices
-    inner.decode_in_slices = lambda latents: rows.append(len(latents)) or decode(latents)
+    what = "decode_whole" if "tiles" in name else "decode_in_slices"
+    decode = getattr(inner, what)
+    setattr(inner, what, lambda latents: rows.append(len(latents)) or decode(latents))
 
     def deliver(index, pictures):
         delivered.append((index.tolist(), pictures))
@@ -76,6 +85,11 @@ def compare(ours, theirs) -> None:
         assert np.abs(mine.astype(int) - other).max() <= 1  # a convolution of another batch rounds otherwise
 
 
+def tiles_in(name: str) -> int:
+    make, shape = CODECS[name]
+    return make().tiles(torch.empty(1, *shape)).count
+
+
 def on_ranks(mesh: Mesh, sequence: int, cfg_parallel: bool) -> tuple:
     group = init_mesh(sequence_parallel=sequence)
     replica = make_replicas(group, cfg_parallel)
@@ -85,7 +99,8 @@ def on_ranks(mesh: Mesh, sequence: int, cfg_parallel: bool) -> tuple:
 @pytest.mark.parametrize(("world", "sequence", "cfg_parallel"), [(2, 2, False), (4, 2, True)])
 def test_the_ranks_of_a_replica_share_the_decoding(world, sequence, cfg_parallel):
     ranks = run_ranks(world, on_ranks, sequence, cfg_parallel)
-    rows = {"frames": 3, "frames of pixels": 4}
+    rows = {"frames": 3, "frames of pixels": 4} | {name: tiles_in(name) for name in CODECS if "tiles" in name}
+    assert rows["pictures in tiles"] > 4 and rows["clips in tiles"] > 1
     for i, name in enumerate(CODECS):
         for leads, size, decoded in ranks:
             delivered, decoded_rows = decoded[i]
