@@ -13,7 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share a sequence: ``rank`` of ``size`` in the process group ``handle`` (None: this rank alone)."""
+    """Ranks that share a sequence, or every layer: ``rank`` of ``size`` in the process group ``handle`` (None: this
+    rank alone)."""
 
     handle: dist.ProcessGroup | None
     rank: int

@@ -28,7 +28,15 @@ from opendit.parallel.sequence.collectives import Group, take_tokens
 from opendit.parallel.tensor.collectives import join, join_result
 from opendit.parallel.tensor.layers import Divided, divide_experts, divided_parameters, part_of
 
-__all__ = ["Divided", "TensorParallel", "divided_parameters"]
+__all__ = [
+    "Divided",
+    "TensorParallel",
+    "allocate",
+    "check_tensor_parallel",
+    "divide",
+    "divided_parameters",
+    "tensor_group",
+]
 
 
 @dataclass
