@@ -179,13 +179,13 @@ def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel():
     objective, said = DDPMObjective(), []
     model = model_of(LABELS, objective, torch.bfloat16)
     want = SamplingEngine(model, objective, steps=5, sampler="ddim", record=False).sample(*batch(LABELS, 2), 0)
-    predict = model.predict
+    of_tokens = model.of_tokens
 
-    def waits(x, *rest):
-        float(x.sum())
-        return predict(x, *rest)
+    def waits(start, *rest):
+        float(start[0].sum())
+        return of_tokens(start, *rest)
 
-    model.predict = waits
+    model.of_tokens = waits
     engine = SamplingEngine(model, objective, steps=5, sampler="ddim", say=said.append)
     for _ in range(2):
         assert torch.equal(engine.sample(*batch(LABELS, 2), 0), want)
