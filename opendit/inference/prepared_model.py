@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.inference.block_stacks import BlockStack
+from opendit.kernels.common import kernels_available
+from opendit.kernels.step_rows import gather_rows
 from opendit.models import Condition, DiT
 
 PRODUCT_ROWS = 256  # of the products that make modulations
@@ -155,7 +157,9 @@ class PreparedModel:
     def of_tokens(self, start: list[Tensor], table_rows: Tensor) -> Tensor:
         """The last layer's values of tokens [(n, N, D)], which is emptied, for these rows of the table, (n,) int64; the
         samples are the first n of 2 B."""
-        modulations = self._table.index_select(0, table_rows).split(self._widths, dim=1)
+        usable, _ = kernels_available(self._table.device, self._table.dtype)
+        rows = gather_rows(self._table, table_rows) if usable else self._table.index_select(0, table_rows)
+        modulations = rows.split(self._widths, dim=1)
         grid = self.model.token_grid(self.grid, self.positions)
         return self.model.of_tokens(start, grid, modulations, self._context(table_rows), self.stack)
 

@@ -1,4 +1,8 @@
-"""What a sampling step looks up, in one kernel: every sample's rows of tables, by its own step, which is counted up."""
+"""What a sampling step looks up: every sample's rows of tables, by its own step, which is counted up.
+
+A few wide rows (DiT-XL/2's modulations: 195,840 numbers) are gathered by a kernel of its own: torch's took 17 us for 16
+rows on an H200, four times what their bytes need.
+"""
 
 import torch
 from torch import Tensor
@@ -36,7 +40,18 @@ def _take_step_kernel(
     tl.store(step_ptr + sample, step + 1)
 
 
-# ---------------------------------------------------------------------------------------------------------- operation
+WIDTH = 2048  # columns of a program
+
+
+@triton.jit
+def _gather_rows_kernel(table_ptr, rows_ptr, out_ptr, columns, WIDTH: tl.constexpr):
+    cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    row = tl.load(rows_ptr + tl.program_id(1)).to(tl.int64)
+    value = tl.load(table_ptr + row * columns + cols, mask=cols < columns)
+    tl.store(out_ptr + tl.cast(tl.program_id(1), tl.int64) * columns + cols, value, mask=cols < columns)
+
+
+# --------------------------------------------------------------------------------------------------------- operations
 
 
 def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,3 +75,12 @@ def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple
         HALVES=len(rows), NUMBERS=count, BLOCK=next_power_of_2(count), num_warps=1,
     )  # fmt: skip
     return rows_out, numbers_out, cells
+
+
+def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
+    """``table.index_select(0, rows)`` of table (R, W), contiguous, and rows (n,) int64."""
+    out = torch.empty(len(rows), table.shape[1], dtype=table.dtype, device=table.device)
+    _gather_rows_kernel[(-(-table.shape[1] // WIDTH), len(rows))](
+        table, rows, out, table.shape[1], WIDTH=WIDTH, num_warps=8
+    )
+    return out

@@ -126,6 +126,8 @@ def test_both_ends_of_a_step(dtype, monkeypatch):
         ends.test_patches_are_embedded(shape, dtype)
         for case in ends.CASES.values():
             ends.test_the_update(case, shape, dtype)
+    for width in (5, 2048, 195_840):
+        ends.test_rows_are_gathered(width, dtype)
     for halves in (1, 2):
         ends.test_every_sample_takes_its_own_step(halves)
 

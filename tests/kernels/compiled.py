@@ -35,7 +35,7 @@ from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
 from opendit.kernels.philox import philox_bits
 from opendit.kernels.short_attention import short_attention
 from opendit.kernels.split_heads import gather_heads_float8, split_heads
-from opendit.kernels.step_rows import take_step
+from opendit.kernels.step_rows import gather_rows, take_step
 from opendit.kernels.sum_parts import sum_parts
 from opendit.kernels.transpose import transpose
 from tests.kernels.cases import OPERATORS, arguments_of, make_inputs, output_gradients
@@ -139,6 +139,7 @@ def sampling_step(C: int, sides: tuple[int, ...], patch: tuple[int, ...], dtype:
     weight, numbers = torch.zeros(1152, C, *patch, dtype=dtype), torch.zeros(2, 40)
     step = torch.zeros(2, dtype=torch.int64)
     take_step(step, torch.zeros(2, 2, dtype=torch.int64), 6, numbers)
+    gather_rows(torch.zeros(4, 3 * 1152, dtype=dtype), step)
     tokens = embed_patches(x, weight, weight[:, 0].flatten(1)[:, 0].contiguous(), None, numbers[:, 0], 2)
     table = torch.zeros(1, *tokens.shape[1:])
     embed_patches(x, weight, weight[:, 0].flatten(1)[:, 0].contiguous(), table, None, 2)

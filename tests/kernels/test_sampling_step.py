@@ -11,7 +11,7 @@ from opendit.inference.engine import SamplingEngine
 from opendit.kernels.embed_patches import embed_patches, embed_patches_reference
 from opendit.kernels.guided_update import guided_update, guided_update_reference, unpatchify_reference
 from opendit.kernels.select import KernelSwitches, select_kernels
-from opendit.kernels.step_rows import take_step, take_step_reference
+from opendit.kernels.step_rows import gather_rows, take_step, take_step_reference
 from opendit.models import DiTConfig, VDiTConfig, build_model
 from tests.models.test_dit import randomised
 
@@ -133,6 +133,13 @@ def test_every_sample_takes_its_own_step(halves):
         assert all(map(torch.equal, got, want)) and torch.equal(step, ours)
     assert step.tolist() == [2, 5, 3, 6, 4] and got[0][1].item() == 1 + 4 * 12 and got[2][1].item() == 4 * 5 + 1
     assert torch.equal(got[1][0], numbers[1])
+
+
+@pytest.mark.parametrize("width", [5, 2048, 5003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_gathered(width, dtype):
+    table, rows = normal(7, width).to(dtype), torch.tensor([6, 0, 0, 3], device=DEVICE)
+    assert torch.equal(gather_rows(table, rows), table[rows])
 
 
 @pytest.mark.parametrize(
