@@ -50,7 +50,8 @@ class SamplingServer:
 
     A sample is what its seed says: number i of a request with seed s starts from the noise of sample number i of
     ``Pipeline`` with seed s, and is the same in any company up to the rounding of matrix products; in batches of one
-    size, bit for bit. (Where guidance has an interval, both halves are computed outside of it, too, with scale 1.)
+    size, bit for bit. (Where guidance has an interval, both halves are computed outside of it, too, with scale 1; the
+    pipeline's fused steps, on a GPU, round otherwise.)
 
     Args:
         pipe: what draws; calling it while the server is open is allowed.

@@ -61,6 +61,20 @@ def test_guidance_formula(scale):
     assert torch.equal(got[:, 4:], cond[:, 4:])  # v untouched
 
 
+def test_a_scale_for_every_sample():
+    """Each is guided as by a number alone; 1 is the conditional model, whose other half is evaluated all the same."""
+    x, t, y, null = torch.randn(3, 4, 2, 2), torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5])
+
+    def model(x, t, y):
+        return x * y.view(-1, 1, 1, 1) + t.view(-1, 1, 1, 1)
+
+    scales = [1.0, 4.0, 0.5]
+    got = cfg_model(model, y, null, torch.tensor(scales).view(3, 1, 1, 1), 3)(x, t)
+    for row, scale in enumerate(scales):
+        one = slice(row, row + 1)
+        assert torch.allclose(got[one], cfg_model(model, y[one], null, scale, 3)(x[one], t[one]), rtol=1e-6, atol=1e-6)
+
+
 def test_guided_channels_as_meta_samples():
     cond, uncond = CountingModel()(X, T, Y), CountingModel()(X, T, NULL)
     got = cfg_model(CountingModel(), Y, NULL, 4.0, guided_channels=3)(X, T)
