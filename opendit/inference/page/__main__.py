@@ -25,6 +25,7 @@ def build_parser() -> CommandLine:
         description="Serves a page for a browser: draws from checkpoints, shows runs, compares.",
     )
     parser.option("--outputs", Value(), "the folder of runs", "./outputs")
+    parser.option("--evaluation", Value(), "the --output of opendit evaluate, whose figures are shown", "./evaluation")
     parser.option("--ckpt", Value(), "further checkpoints to draw from, as sample.py takes them", nargs="+")
     parser.option("--model", Value(), "of those that do not say (Meta's .pt)")
     parser.option("--vae", Value(), "ema, mse, PATH or none; from the checkpoint when left out")

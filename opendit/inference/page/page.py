@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from opendit.inference.page import views
 from opendit.inference.page.catalog import Catalog, ModelCard, WeightsChoice
@@ -23,6 +24,7 @@ class Page:
     Args:
         cards: of checkpoints that do not say themselves what they hold, by name.
         most_samples: of one request.
+        evaluations: the folder of ``opendit evaluate``'s results.jsonl.
     """
 
     catalog: Catalog
@@ -30,6 +32,7 @@ class Page:
     store: SampleStore
     cards: dict[str, ModelCard] = field(default_factory=dict)
     most_samples: int = 64
+    evaluations: Path | None = None
     _pending: dict[str, set[PendingDrawing]] = field(default_factory=lambda: defaultdict(set))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -60,6 +60,45 @@ def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[i
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups] + [last]
 
 
+RESULTS = ("results.jsonl", "evaluation/results.jsonl")
+RESULT_BYTES = 4 * MIB
+RESULT_FIELDS = ("metric", "value", "interval", "count", "samples", "reference", "sampler", "steps", "guidance", "time")
+
+
+def results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list[dict[str, Any]]:
+    """The figures that ``opendit evaluate`` found for a run, the newest first, as far as they are kept in its folder,
+    or in the folder ``evaluations`` for weights that lie in it."""
+    found, root = [], catalog.run(run).resolve()
+    for name in RESULTS:
+        if (path := catalog.file(run, name)) is not None:
+            found += _rows(path)
+    if evaluations is not None and (path := evaluations / "results.jsonl").is_file():
+        found += [row for row in _rows(path) if _lies_in(row.get("samples"), root)]
+    unique = {json.dumps(row, sort_keys=True): row for row in found}
+    return sorted(unique.values(), key=lambda row: str(row.get("time")), reverse=True)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The lines that hold a figure, of a file's first RESULT_BYTES."""
+    rows = []
+    with open(path, "rb") as file:
+        for line in file.read(RESULT_BYTES).splitlines():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # the line that is being written
+                continue
+            if isinstance(row, dict) and "metric" in row and "value" in row:
+                rows.append({name: row.get(name) for name in RESULT_FIELDS})
+    return rows
+
+
+def _lies_in(samples: Any, folder: Path) -> bool:
+    try:
+        return isinstance(samples, str) and Path(samples).resolve().is_relative_to(folder)
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
 def starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
     """The starts of a run, the first one first, as its config.json has them; one of an early version of OpenDiT has the
     flags alone. Raises ValueError for a file that is damaged."""

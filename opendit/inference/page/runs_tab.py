@@ -34,6 +34,7 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
     problem = gr.HTML("", **HTML)
     slider = gr.Slider(0, 1, value=0, step=1, label="Sample grid", interactive=True, visible=False, elem_id="slider")
     picture = gr.HTML("", **HTML, elem_id="grid")
+    results = gr.HTML("", elem_id="results", **HTML)
     with gr.Accordion("Starts: when, where, and what each changed", open=True):
         starts = gr.HTML("", **HTML, elem_id="starts")
     with gr.Accordion("Flags of the newest start", open=False):
@@ -60,18 +61,20 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         return [*(gr.LinePlot(frame, color_map=colors) for frame in frames), views.legend(colors)]
 
     def tell(name: str | None) -> list[Any]:
-        nothing = [gr.Slider(visible=False), views.grid("", None), "", ""]
+        nothing = [gr.Slider(visible=False), views.grid("", None), "", "", ""]
         if name is None:
             return nothing
         try:
             grids, found = catalog.grids(name), run_history.starts(catalog, name)
+            figures = run_history.results(catalog, name, page.evaluations)
         except (ValueError, OSError) as error:
-            return [gr.skip(), gr.skip(), views.error(said(error)), ""]
+            return [gr.skip(), gr.skip(), "", views.error(said(error)), ""]
         last = len(grids) - 1
         sliding = gr.Slider(0, max(last, 1), value=max(last, 0), step=1, label=_label(grids, last), visible=last > 0)
         newest = found[-1].get("flags") if found else None
         told = views.flags(newest) if isinstance(newest, dict) else views.message("none known")
-        return [sliding, views.grid(name, grids[-1] if grids else None), starts_table(found), told]
+        picture = views.grid(name, grids[-1] if grids else None)
+        return [sliding, picture, results_table(figures), starts_table(found), told]
 
     def slide(name: str | None, position: float) -> list[Any]:
         try:
@@ -82,7 +85,7 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         return [gr.Slider(label=_label(grids, number)), views.grid(name or "", grids[number] if grids else None)]
 
     curves = [*plots, legend]
-    every, details = [shown, run, problem], [slider, picture, starts, flags]
+    every, details = [shown, run, problem], [slider, picture, results, starts, flags]
     for event in (blocks.load, refresh.click, timer.tick):
         event(look, [shown, run], every, **PRIVATE).then(draw, shown, curves, **PRIVATE).then(
             tell, run, details, **PRIVATE
@@ -109,6 +112,30 @@ def starts_table(starts: list[dict[str, Any]]) -> str:
             ]
         )
     return views.table(rows, ["Start (UTC)", "From step", "Processes", "Versions", "Changed"])
+
+
+def results_table(figures: list[dict[str, Any]]) -> str:
+    """The figures of evaluations; nothing where there are none."""
+    rows = []
+    for row in figures:
+        interval, value = row["interval"], row["value"]
+        between = (
+            isinstance(interval, list) and len(interval) == 2 and all(isinstance(x, int | float) for x in interval)
+        )
+        rows.append(
+            [
+                str(row["metric"]),
+                f"{value:.4g}" if isinstance(value, int | float) else str(value),
+                f"{interval[0]:.4g} to {interval[1]:.4g}" if between else "-",
+                f"{row['count']:,}" if isinstance(row["count"], int) else "-",
+                " ".join(f"{name} {row[name]}" for name in ("sampler", "steps", "guidance") if row[name] is not None),
+                str(row["reference"] or "-"),
+                str(row["samples"] or "-"),
+                str(row["time"] or "-"),
+            ]
+        )
+    heads = ["Metric", "Value", "Interval", "Samples", "Drawn with", "Reference", "Weights", "Time"]
+    return views.table(rows, heads) if rows else ""
 
 
 def _label(grids: list[str], number: int) -> str:

@@ -71,7 +71,8 @@ def opened(options: dict[str, Any]):
         return SamplingServer(loader(choice), batch_size=options["batch_size"], max_waiting=most)
 
     with SampleStore() as store, DrawingQueue(start) as queue:
-        yield Page(catalog, queue, store, cards, options["most_samples"])
+        evaluations = Path(options["evaluation"]).expanduser()
+        yield Page(catalog, queue, store, cards, options["most_samples"], evaluations)
 
 
 class PageServer(uvicorn.Server):

@@ -58,6 +58,7 @@ def make(folder: Path) -> Path:
     (outputs / LINK).symlink_to(other)
     (grids / "0000040.png").symlink_to(elsewhere / "0000040.png")
     (elsewhere / "secret.txt").write_text("secret")
+    (elsewhere / "results.jsonl").write_text('{"metric": "fid", "value": 1}')
 
     inside = outputs / LINKED_FILE / "checkpoints" / "step_0000001"
     inside.mkdir(parents=True)
@@ -65,6 +66,8 @@ def make(folder: Path) -> Path:
     (outputs / LINKED_FILE / "log.jsonl").symlink_to(other / "log.jsonl")
     (outputs / LINKED_FILE / "config.json").symlink_to(elsewhere / "secret.txt")
     (outputs / LINKED_FILE / "samples").symlink_to(elsewhere)
+    (outputs / LINKED_FILE / "results.jsonl").symlink_to(elsewhere / "results.jsonl")
+    (outputs / DIGITS / "results.jsonl").write_text('{"metric": "<i>fid</i>", "value": 12.25, "count": 1000}')
 
     cut = outputs / CUT / "checkpoints" / "step_0000001" / "ema.safetensors"  # its header is whole, its tensors are not
     cut.parent.mkdir(parents=True)

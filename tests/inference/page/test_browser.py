@@ -248,6 +248,7 @@ def test_runs(visit):
     one.choose("Run", DIGITS)
     page.locator("#grid img").wait_for()
     assert page.locator("#grid img").get_attribute("src") == f"/grid/{DIGITS}/0000040.png"
+    assert page.locator("#results td").all_inner_texts()[:4] == ["<i>fid</i>", "12.25", "-", "1,000"]
     assert "--lr 0.0001 -> 0.001" in page.locator("#starts").inner_text()
     page.locator("#slider input[type=number]").fill("1")
     page.locator("#slider input[type=number]").press("Enter")

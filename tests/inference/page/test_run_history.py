@@ -6,7 +6,7 @@ import math
 import pytest
 
 from opendit.inference.page.catalog import Catalog
-from opendit.inference.page.run_history import POINTS, changed_flags, curves, starts, thinned
+from opendit.inference.page.run_history import POINTS, changed_flags, curves, results, starts, thinned
 from tests.inference.page.runs import BROKEN, CLIPS, CUT, DIGITS, LINKED_FILE, log
 
 
@@ -49,3 +49,22 @@ def test_starts(outputs, tmp_path):
     early.mkdir()
     (early / "config.json").write_text(json.dumps({"flags": {"lr": 1}}))
     assert starts(Catalog(tmp_path), "000-a") == [{"flags": {"lr": 1}}]
+
+
+def test_figures_of_evaluations(outputs, tmp_path):
+    catalog, run = Catalog(outputs), outputs / CLIPS
+    row = {"metric": "fid", "value": 3.5, "interval": [3.0, 4.0], "count": 50_000, "steps": 50, "time": "2026-01-02"}
+    mine = {**row, "samples": str(run / "checkpoints" / "step_0000005" / "ema.safetensors"), "secret": 1}
+    other = {**row, "samples": str(outputs / DIGITS / "x.safetensors")}
+    strange = ["{", "[]", '{"metric": 1}', "[" * 10**5, json.dumps({**row, "samples": 3}), json.dumps(row)]
+    lines = [json.dumps(mine), json.dumps({**mine, "metric": "is", "time": "2026-01-03"}), json.dumps(other), *strange]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines))
+    found = results(catalog, CLIPS, tmp_path)
+    assert [figure["metric"] for figure in found] == ["is", "fid"] and "secret" not in found[0]
+    assert len(results(catalog, DIGITS, tmp_path)) == 2 and results(catalog, BROKEN, tmp_path) == []
+    assert results(catalog, CLIPS) == [] == results(catalog, CLIPS, tmp_path / "nowhere")
+    assert results(catalog, LINKED_FILE) == []  # it has one that leads elsewhere
+    own = Catalog(tmp_path)
+    (tmp_path / "000-a" / "evaluation").mkdir(parents=True)
+    (tmp_path / "000-a" / "evaluation" / "results.jsonl").write_text(json.dumps(row))
+    assert [figure["value"] for figure in results(own, "000-a")] == [3.5]
