@@ -10,8 +10,8 @@ from tests.inference.page.runs import BROKEN, CLIPS, CUT, DIGITS, LINK, LINKED_F
 from tests.inference.small import write
 
 HOSTILE = ["..", ".", "", "/", "/etc", "../elsewhere/run", "../outputs/000-DiT-Ti-2", "000-DiT-Ti-2/", "./000-DiT-Ti-2",
-           "000-DiT-Ti-2/../../elsewhere", "~", "\0", "000-DiT-Ti-2\0", "*", "\ud800", LINK, None, 3,
-           ["000-DiT-Ti-2"]]  # fmt: skip
+           "000-DiT-Ti-2/../../elsewhere", "../log.jsonl", "../config.json", "~", "\0", "000-DiT-Ti-2\0", "*", "\ud800",
+           LINK, None, 3, ["000-DiT-Ti-2"]]  # fmt: skip
 
 
 @pytest.fixture
