@@ -9,6 +9,7 @@ variant is built and no trial begun any more. A variant that can't be used on th
 """
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -79,9 +80,9 @@ class Bench:
     def settings(self) -> dict:
         return {"steps": self.args.steps, "sampler": self.args.sampler, "cfg_scale": self.args.cfg_scale}
 
-    def engine(self, fp8: bool) -> Draw:
-        engine = SamplingEngine(self.model(fp8), self.objective, **self.settings())
-        print(f"{'fp8' if fp8 else 'engine'}: steps {engine.note}", flush=True)
+    def engine(self, fp8: bool, **approximations) -> Draw:
+        engine = SamplingEngine(self.model(fp8), self.objective, **self.settings(), **approximations)
+        print(f"{'fp8' if fp8 else 'engine'}: steps {engine.note} {engine.approximations.note}".rstrip(), flush=True)
         return lambda y, index: engine.sample(y, self.null, index, SEED)
 
     def eager(self) -> Draw:
@@ -112,6 +113,10 @@ class Bench:
 
     def variants(self) -> dict[str, Callable[[], Draw]]:
         found = {"engine bf16": lambda: self.engine(False), "engine fp8": lambda: self.engine(True)}
+        for setting in self.args.approximations:
+            name, _, value = setting.partition(":")
+            asked = {name: int(value)} if name == "guidance_every" else {"cache": setting}
+            found[f"engine bf16 {setting}"] = functools.partial(self.engine, False, **asked)
         found |= {"eager bf16": self.eager} | ({} if self.frames else {PLAIN: self.plain})
         return {name: build for name, build in found.items() if name not in self.args.without}
 
@@ -186,6 +191,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--sampler", default="ddim")
     parser.add_argument("--cfg_scale", type=float, default=4.0)
+    parser.add_argument(
+        "--approximations",
+        nargs="*",
+        default=[],
+        help="more variants: taylor:K[:ORDER], first_block[:THRESHOLD] (10: always reuses), guidance_every:K; their "
+        "errors with weights that mean something: bench_approximations.py",
+    )
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--without", nargs="*", default=[], help="variants to leave out, by name")
     parser.add_argument("--seconds", type=float, default=220, help="after which nothing new is begun")
@@ -216,7 +228,10 @@ def main(argv: list[str] | None = None) -> None:
         print(f"\n{case}, batch {size}")
         for name, seconds in found.items():
             ratio = f"{baseline / seconds:6.2f} x {PLAIN}" if baseline else ""
-            print(f"{name:>16} {1000 * seconds:10.1f} ms {size / seconds:9.2f} img/s {ratio}", flush=True)
+            print(
+                f"{name:>{max(map(len, found))}} {1000 * seconds:10.1f} ms {size / seconds:9.2f} img/s {ratio}",
+                flush=True,
+            )
             row = {"bench": "sampling", "case": f"{case} batch {size} {name}", "metric": "img/s"}
             row["value"] = f"{size / seconds:.2f}"
             if baseline and name != PLAIN:

@@ -94,7 +94,8 @@ class SamplingEngine:
         most = max(map(len, times))
         # Steps with fewer evaluations: what they don't use is the time of their first one.
         self._times = torch.stack([torch.cat([t, t[:1].expand(most - len(t))]) for t in times])
-        self._work = 0, 0  # of blocks: evaluated, and if nothing were left out
+        self.evaluated = 0  # blocks times rows of the network's batches so far
+        self._whole = 0  # the same if nothing were left out
         self._loops: OrderedDict[int, SamplingLoop] = OrderedDict()
         self._most_loops, self._recorder, self._say = loops, recorder, say
         self.note = why_not_recorded(model, record, recorder is not None)
@@ -140,15 +141,14 @@ class SamplingEngine:
             self._advance(loop, i)
             if callback is not None:
                 callback(i, loop.latents())
-        self._work = self._work[0] + loop.evaluated, self._work[1] + loop.whole
+        self.evaluated, self._whole = self.evaluated + loop.evaluated, self._whole + loop.whole
         return loop.latents()
 
     @property
     def share_evaluated(self) -> float:
         """Of the blocks' work in all batches so far, with both halves of guidance, what was not left out. (Of ranks
         that share a batch, this one's share of what all of them would do.)"""
-        evaluated, whole = self._work
-        return evaluated / max(1, whole)
+        return self.evaluated / max(1, self._whole)
 
     def batches(
         self, y: Condition, null: Condition, index: Tensor, batch_size: int, seed: int

@@ -18,6 +18,14 @@ def test_all_variants_take_turns(tmp_path, capsys):
     assert all(float(row["value"]) > 0 for row in rows) and sum(bool(row["ratio"]) for row in rows) == 2 * 2
 
 
+def test_approximations_are_variants(capsys):
+    asked = ["taylor:2:1", "guidance_every:2"]
+    main([*TINY[:-2], "1", "--steps", "4", "--without", "eager bf16", "plain compiled", "--approximations", *asked])
+    out = capsys.readouterr().out
+    assert all(f"batch 1, engine bf16 {setting}: first call" in out for setting in asked)
+    assert "blocks evaluated in one of 2 steps" in out and "half evaluated every 2 steps" in out
+
+
 def test_nothing_begins_after_its_time(capsys):
     main([*TINY, "--seconds", "0"])
     out = capsys.readouterr().out

@@ -1,0 +1,268 @@
+"""Approximations of sampling: what they save, and how far the samples are from those of the exact sampler.
+
+    python -m benchmarks.bench_approximations --ckpt outputs/000-DiT-Ti-2 outputs/001-vDiT-Ti-822 --samples 10000
+
+takes checkpoints of the embedded demos, digits and moving digits (docs/images.md, docs/video.md). Every setting draws
+the same samples, of the same seeds. A row has: blocks evaluated by the exact sampler for each that this one evaluates,
+milliseconds a sample (the median of whole batches after the first), the relative error of the latents, the share of
+samples in which a classifier of real ones sees what was asked for (of clips: and that move as asked), and the Fréchet
+distance to real training samples: of digits' pixels, and of clips' centred digit with the path of its centre. Beside
+approximations: the same sampler with fewer steps. --plot needs matplotlib.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+
+import numpy as np
+import torch
+from sklearn.svm import SVC
+from torch import Tensor
+
+import opendit
+from benchmarks.clips_check import centres, digit_features, follows, real_clips
+from benchmarks.digits_check import real_digits
+from benchmarks.results import append
+from opendit.data.moving_digits import DIRECTIONS, caption
+from opendit.evaluation.frechet import Moments, frechet_distance
+from opendit.inference.engine import SamplingEngine
+
+EXACT = "exact"
+SETTINGS = (
+    f"{EXACT} steps:25 steps:20 steps:17 taylor:2 taylor:3 taylor:4 taylor:5 taylor:3:0 taylor:3:1 taylor:3:3 "
+    "first_block:0.03 first_block:0.06 first_block:0.1 guidance_every:2 guidance_every:3 guidance_every:5 "
+    "cfg_interval:0.3:5 fp8"
+)
+SEED, REAL_CLIPS = 0, 2000
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one setting came to. fewer: the exact sampler's block evaluations over this one's."""
+
+    setting: str
+    fewer: float
+    milliseconds: float
+    error: float
+    accuracy: float
+    distance: float
+
+
+class Digits:
+    """Pictures of the digits by a model of ten classes."""
+
+    sampler, scale = "ddim", 1.3
+
+    def __init__(self, pipe: opendit.Pipeline, samples: int):
+        if pipe.config.num_classes != 10 or tuple(pipe.config.input_size) != (8, 8):
+            raise SystemExit(f"error: {pipe.weights.path} draws neither 8 x 8 digits nor moving digits")
+        self.codec = pipe.codec
+        self.labels = np.arange(samples) % 10
+        self.y, self.null = torch.from_numpy(self.labels), torch.tensor([10])
+        pixels, labels = real_digits("train")
+        self.classifier = SVC(gamma=0.001 * 64).fit(pixels, labels)
+        self.real = Moments.of(torch.from_numpy(pixels)).gaussian()
+
+    def judge(self, latents: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """(N,) whether each sample is what was asked for; (N, D) features."""
+        pixels = self.codec.decode(latents).mean(dim=1).flatten(1).float().cpu().numpy()
+        return self.classifier.predict(pixels) == self.labels, pixels
+
+
+class Clips:
+    """Moving digits by a model of captions."""
+
+    sampler, scale = None, 3.0
+
+    def __init__(self, pipe: opendit.Pipeline, samples: int):
+        frames, size = pipe.config.input_size[0], pipe.config.input_size[1]
+        self.codec = pipe.codec
+        self.wanted = [(i % 10, list(DIRECTIONS)[i // 10 % 4]) for i in range(samples)]
+        self.y = pipe.conditioner.encode([caption(digit, direction) for digit, direction in self.wanted])
+        self.null = pipe.conditioner.null()
+        clips, digits = real_clips("train", REAL_CLIPS, frames, pipe.weights.info["frame_interval"], size, seed=1)
+        self.classifier = SVC(C=10).fit(digit_features(clips), digits)
+        self.real = Moments.of(torch.from_numpy(self._features(clips))).gaussian()
+
+    def judge(self, latents: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        clips = ((self.codec.decode(latents).mean(dim=1) + 1) / 2).clamp(0, 1).float().cpu().numpy()
+        named = self.classifier.predict(digit_features(clips)) == [digit for digit, _ in self.wanted]
+        return named & follows(clips, [direction for _, direction in self.wanted]), self._features(clips)
+
+    @staticmethod
+    def _features(clips: np.ndarray) -> np.ndarray:
+        return np.concatenate([digit_features(clips), centres(clips).reshape(len(clips), -1) / clips.shape[-1]], axis=1)
+
+
+class Bench:
+    """One checkpoint, whose samples every setting draws."""
+
+    def __init__(self, ckpt: str, args):
+        self.args, self.ckpt = args, ckpt
+        self.pipe = opendit.load(ckpt, device=args.device, precision=args.precision)
+        self.task = (Clips if self.pipe.config.is_video else Digits)(self.pipe, args.samples)
+        device = self.pipe.device
+        self.y, self.null = self.task.y.to(device), self.task.null.to(device)
+        self.sampler = self.pipe.objective.choose(args.sampler or self.task.sampler)
+        self.scale = args.cfg_scale or self.task.scale
+        self.title = (
+            f"{self.pipe.weights.info.get('model', self.pipe.config.kind)}, {args.steps} {self.sampler} steps, "
+            f"guidance {self.scale:g}, {self.pipe.precision}"
+        )
+
+    def engine(self, setting: str) -> SamplingEngine:
+        """Raises ValueError for a setting that this machine or model does not have."""
+        name, *values = setting.split(":")
+        settings, model = {"steps": self.args.steps}, self.pipe.model
+        if name == "steps":
+            settings["steps"] = int(values[0])
+        elif name == "guidance_every":
+            settings[name] = int(values[0])
+        elif name == "cfg_interval":
+            settings[name] = float(values[0]), float(values[1])
+        elif name == "fp8":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that there is no FP8 is said below
+                pipe = opendit.load(self.ckpt, device=self.args.device, precision=self.args.precision, fp8=True)
+            if not pipe.model.ops.float8:
+                raise ValueError(next(note for note in pipe.notes if "kernels" in note))
+            model = pipe.model
+        elif name != EXACT:
+            settings["cache"] = setting
+        objective = self.pipe.objective
+        return SamplingEngine(model, objective, sampler=self.sampler, cfg_scale=self.scale, **settings)
+
+    def draw(self, engine: SamplingEngine) -> tuple[Tensor, float]:
+        """The latents of all samples, and milliseconds a sample."""
+        args, drawn, seconds = self.args, [], []
+        for first in range(0, args.samples, args.batch_size):
+            index = torch.arange(first, min(first + args.batch_size, args.samples))
+            start = time.perf_counter()
+            drawn.append(engine.sample(self.y[index.to(self.pipe.device)], self.null, index, SEED).cpu())
+            seconds.append((time.perf_counter() - start) / len(index))
+        return torch.cat(drawn), 1000 * statistics.median(seconds[1:] or seconds)
+
+    def rows(self, say: Callable[[Row, Row], None]) -> list[Row]:
+        """A row for each setting, the exact one first; ``say`` is told of each."""
+        rows: list[Row] = []
+        for setting in dict.fromkeys([EXACT, *self.args.settings]):
+            try:
+                engine = self.engine(setting)
+            except ValueError as error:
+                print(f"{setting} is left out: {error}", flush=True)
+                continue
+            latents, milliseconds = self.draw(engine)
+            if setting == EXACT:
+                self.exact, whole = latents, engine.evaluated
+            error = ((latents - self.exact).norm() / self.exact.norm()).item()
+            right, features = self.task.judge(latents.to(self.pipe.device))
+            distance = frechet_distance(Moments.of(torch.from_numpy(features)).gaussian(), self.task.real)
+            fewer = whole / engine.evaluated
+            rows.append(Row(setting, fewer, milliseconds, error, float(right.mean()), distance))
+            say(rows[-1], rows[0])
+        return rows
+
+
+HEAD = (
+    "| setting | fewer evaluations | ms a sample | error of latents | accuracy | Fréchet distance |\n"
+    + "|---" * 6
+    + "|"
+)
+
+
+def line(row: Row, exact: Row) -> str:
+    """A line of the table."""
+    accuracy, distance = f"{row.accuracy:.2%}", f"{row.distance:.3f}"
+    if row is not exact:
+        accuracy += f" ({100 * (row.accuracy - exact.accuracy):+.2f})"
+        distance += f" ({row.distance / exact.distance - 1:+.1%})"
+    error = "" if row is exact else f"{row.error:.2%}"
+    return f"| {row.setting} | {row.fewer:.2f} x | {row.milliseconds:.2f} | {error} | {accuracy} | {distance} |"
+
+
+def records(title: str, rows: list[Row]) -> list[dict]:
+    """Rows for results.csv, the exact sampler as their baseline."""
+    found, exact = [], rows[0]
+    for row in rows:
+        case = {"bench": "approximations", "case": f"{title}, {row.setting}"}
+        beside = {
+            "ms a sample": (row.milliseconds, exact.milliseconds),
+            "accuracy": (row.accuracy, exact.accuracy),
+            "Frechet distance": (row.distance, exact.distance),
+        }
+        for metric, (value, known) in beside.items():
+            found.append({**case, "metric": metric, "value": f"{value:.4f}"})
+            if row is not exact and known:
+                found[-1] |= {"baseline": EXACT, "baseline_value": f"{known:.4f}"}
+        found.append({**case, "metric": "fewer block evaluations", "value": f"{row.fewer:.3f}"})
+        found.append({**case, "metric": "relative error of latents", "value": f"{row.error:.5f}"})
+    return found
+
+
+def plot(tables: dict[str, list[Row]], path: Path) -> None:
+    """Error of latents over the evaluations saved, a panel a checkpoint; a line for each kind of setting."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(tables), figsize=(6.4 * len(tables), 4.8), squeeze=False)
+    for axis, (title, rows) in zip(axes[0], tables.items(), strict=True):
+        kinds: dict[str, list[Row]] = {}
+        for row in rows[1:]:
+            name, *values = row.setting.split(":")
+            order = f", order {values[1]}" if name == "taylor" and len(values) > 1 else ""
+            kinds.setdefault(name.replace("steps", "fewer steps") + order, []).append(row)
+        for kind, members in kinds.items():
+            members.sort(key=lambda row: row.fewer)
+            x, y = [row.fewer for row in members], [row.error for row in members]
+            axis.plot(x, y, marker="o", label=kind.replace("taylor", "taylor:K"))
+            for row in members:
+                values = row.setting.partition(":")[2]
+                axis.annotate(values, (row.fewer, row.error), textcoords="offset points", xytext=(5, 4), fontsize=7)
+        axis.axvline(2.5, color="grey", linewidth=0.8, linestyle=":")
+        axis.set(yscale="log", xlabel="fewer block evaluations (x)", ylabel="relative error of latents")
+        axis.set_title(title, fontsize=9.5, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ckpt", nargs="+", required=True, help="runs or checkpoints of the embedded demos")
+    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--batch_size", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--sampler", help="default: ddim for digits, the model's own for clips")
+    parser.add_argument("--cfg_scale", type=float, help="default: 1.3 for digits, 3 for clips")
+    parser.add_argument("--settings", nargs="*", default=SETTINGS.split(), help=f"default: {SETTINGS}")
+    parser.add_argument("--device", help="default: the GPU if there is one")
+    parser.add_argument("--precision", default="fp32", help="of the network")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw error over speed")
+    parser.add_argument("--results", help="a file to append rows to, as results.csv")
+    args = parser.parse_args(argv)
+    torch.set_float32_matmul_precision("highest")
+    tables: dict[str, list[Row]] = {}
+    for ckpt in args.ckpt:
+        bench = Bench(ckpt, args)
+        print(f"\n{bench.title}, {args.samples:,} samples in batches of {args.batch_size}\n\n{HEAD}", flush=True)
+        tables[bench.title] = bench.rows(lambda row, exact: print(line(row, exact), flush=True))
+        if args.results:
+            append(records(bench.title, tables[bench.title]), args.results)
+    if args.plot:
+        plot(tables, args.plot)
+
+
+if __name__ == "__main__":
+    main()
