@@ -224,12 +224,12 @@ def main(argv: list[str] | None = None) -> None:
         if bench.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         found = measure(bench, draws, size)
-        baseline = found.get(PLAIN)
+        baseline, width = found.get(PLAIN), max(map(len, found), default=0)
         print(f"\n{case}, batch {size}")
         for name, seconds in found.items():
             ratio = f"{baseline / seconds:6.2f} x {PLAIN}" if baseline else ""
             print(
-                f"{name:>{max(map(len, found))}} {1000 * seconds:10.1f} ms {size / seconds:9.2f} img/s {ratio}",
+                f"{name:>{width}} {1000 * seconds:10.1f} ms {size / seconds:9.2f} img/s {ratio}",
                 flush=True,
             )
             row = {"bench": "sampling", "case": f"{case} batch {size} {name}", "metric": "img/s"}
