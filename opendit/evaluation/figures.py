@@ -142,8 +142,9 @@ def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs
         rows, reference = inputs.of(features), inputs.reference.gaussian(features, inputs.device)
         value = frechet_distance(Moments.of(rows).gaussian(), reference)
         interval, by, note = None, None, None
-        if inputs.intervals and len(rows) >= 2 * GROUPS:
-            error = NORMAL_95 * jackknife_error(rows, reference)
+        samples = inputs.features[features]
+        if inputs.intervals and len(samples) >= 2 * GROUPS:
+            error = NORMAL_95 * jackknife_error(samples.to(inputs.device), reference)
             interval, by = (value - error, value + error), f"jackknife of {GROUPS} groups, 95 %"
         if len(rows) <= rows.shape[1]:
             note = (

@@ -111,8 +111,9 @@ def _distance(a: Gaussian, b: Gaussian, cross: Tensor) -> float:
 
 
 def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS) -> float:
-    """The standard error of the Fréchet distance of features (N, D), by leaving out one of ``groups`` groups of samples
-    at a time (the delete-a-group jackknife). The groups are drawn, always alike: samples may be sorted by class.
+    """The standard error of the Fréchet distance of features (N, D), or of clips' frames (N, T, D), by leaving out one
+    of ``groups`` groups of samples at a time (the delete-a-group jackknife). The groups are drawn, always alike:
+    samples may be sorted by class. Frames of one clip stay together, for they are alike.
 
     It says how far another draw of as many samples would differ, not how far fewer samples bias the distance.
     """
@@ -129,7 +130,7 @@ def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS)
 
 def _shuffled_groups(features: Tensor, groups: int) -> Sequence[Moments]:
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
-    return [Moments.of(features[rows]) for rows in order.chunk(groups)]
+    return [Moments.of(features[rows].flatten(0, -2)) for rows in order.chunk(groups)]
 
 
 def _merged(all_moments: Iterable[Moments]) -> Moments:

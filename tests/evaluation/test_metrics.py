@@ -116,6 +116,32 @@ def test_the_error_is_that_of_other_draws():
     assert 0.7 < told / spread < 1.4
 
 
+def test_the_error_is_the_jackknife_s():
+    """By leaving out every group in turn, of the same drawn groups, with the distance itself."""
+    x, reference = features(203, 6, 1), gaussian(features(400, 6, 2))
+    order = torch.randperm(203, generator=torch.Generator().manual_seed(0))
+    left = [torch.cat([g for j, g in enumerate(order.chunk(7)) if j != i]) for i in range(7)]
+    distances = np.array([frechet_distance(gaussian(x[rows]), reference) for rows in left])
+    expected = np.sqrt(6 / 7 * ((distances - distances.mean()) ** 2).sum())
+    assert jackknife_error(x, reference, groups=7) == pytest.approx(expected, rel=1e-6)
+
+
+def test_moments_in_batches_are_those_of_one_pass():
+    x = features(1001, 9, mean=1e4)
+    moments = Moments(9)
+    for part in x.split(37):
+        moments.add(part)
+    np.testing.assert_allclose(moments.gaussian().covariance, np.cov(x.numpy(), rowvar=False), rtol=1e-9, atol=1e-9)
+
+
+def test_frames_of_a_clip_are_no_more_samples():
+    """Copies of every sample as its frames leave the distance and its error as they are, nearly."""
+    x, reference = features(400, 5, 1), gaussian(features(400, 5, 2))
+    frames = x[:, None].expand(-1, 7, -1)
+    assert jackknife_error(frames, reference) == pytest.approx(jackknife_error(x, reference), rel=0.02)
+    assert jackknife_error(frames.flatten(0, 1), reference) < 0.6 * jackknife_error(x, reference)
+
+
 # ------------------------------------------------------------------------------------------ scores
 
 
