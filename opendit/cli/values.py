@@ -9,19 +9,20 @@ from typing import Any
 
 from opendit.models.names import nearest
 
+Bounds = dict[str, Any]  # of a flag's values, as fields of Value
 # Bounds that several flags have: wider than anything of use, narrow enough for what is made of them before a
 # run can say that it is too much.
-COUNT = {"at_least": 1, "at_most": 10**9}
-FROM_0 = {"at_least": 0, "at_most": 10**9}
-ABOVE_0 = {"above": 0, "at_most": 1e38}  # what fp32 holds
-SHARE = {"at_least": 0, "below": 1}
-BATCH = {"at_least": 1, "at_most": 65_536}
-SIDE = {"at_least": 1, "at_most": 16_384}  # pixels
-FRAMES = {"at_least": 1, "at_most": 16_384}
-WORKERS = {"at_least": 0, "at_most": 256}
-SEED = {"at_least": 0, "at_most": 2**63 - 1}  # what torch's generators and the kernels' 64-bit keys take
-SAMPLING_STEPS = {"at_least": 1, "at_most": 1000}  # ddpm's models know 1,000 noise levels
-GUIDANCE = {"at_least": 0, "at_most": 1000}
+COUNT: Bounds = {"at_least": 1, "at_most": 10**9}
+FROM_0: Bounds = {"at_least": 0, "at_most": 10**9}
+ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # what fp32 holds
+SHARE: Bounds = {"at_least": 0, "below": 1}
+BATCH: Bounds = {"at_least": 1, "at_most": 65_536}
+SIDE: Bounds = {"at_least": 1, "at_most": 16_384}  # pixels
+FRAMES: Bounds = {"at_least": 1, "at_most": 16_384}
+WORKERS: Bounds = {"at_least": 0, "at_most": 256}
+SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1}  # what torch's generators and the kernels' 64-bit keys take
+SAMPLING_STEPS: Bounds = {"at_least": 1, "at_most": 1000}  # ddpm's models know 1,000 noise levels
+GUIDANCE: Bounds = {"at_least": 0, "at_most": 1000}
 LONGEST = 400  # characters of a message that are shown: a value may be a file's whole contents
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -151,7 +151,7 @@ def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
     value, problem = mesh.broadcast_object((value, problem))
     if problem is not None:
         raise ValueError(problem)
-    return value
+    return cast(T, value)
 
 
 def _load_networks(
@@ -188,7 +188,7 @@ def _inputs(
     with_captions: bool,
 ) -> MetricInputs:
     scores, truncated = None, None
-    if with_captions and "caption" in features.arrays:
+    if with_captions and "caption" in features.arrays and flags.clip_model and samples.captions is not None:
         words, cut = caption_embeddings(Path(flags.clip_model), list(samples.captions), device)
         scores, truncated = clip_scores(features.arrays["caption"].to(device), words), sum(cut)
     inception = networks.pictures is not None and networks.pictures.inception

@@ -116,7 +116,7 @@ def table(rows: Sequence[Measurement]) -> str:
         if row.interval is not None:
             interval = f"{_figure(row.interval[0])} to {_figure(row.interval[1])}"
         reference = "-" if row.reference is None else f"{row.reference} ({_shown('', row.reference_count)})"
-        features = "-" if row.features is None else f"{row.features} {row.features_sha256[:8]}"
+        features = "-" if row.features is None else f"{row.features} {(row.features_sha256 or '')[:8]}"
         lines.append(
             [str(number), row.metric, _figure(row.value), interval, row.samples, f"{row.count:,}", _drawn_with(row)]
             + [reference, features]
