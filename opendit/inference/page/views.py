@@ -11,8 +11,6 @@ from opendit.inference.page.sample_store import StoredSample
 
 SHOWN = 132  # pixels that a side of a small sample is magnified to, about
 LONGEST_VALUE = 500
-# html.escape's, and what Gradio's templates would read as their own.
-_MORE = str.maketrans({c: f"&#{ord(c)};" for c in "{}$`\\"})
 
 CSS = """
 :root { --muted: #6b7280; } .dark { --muted: #9ca3af; }
@@ -60,7 +58,7 @@ def escaped(value: Any) -> str:
     """Any text as text in HTML, between tags or in an attribute; a very long one loses its end."""
     text = str(value)
     text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
-    return html.escape(text.encode("utf-8", "replace").decode(), quote=True).translate(_MORE)
+    return html.escape(text.encode("utf-8", "replace").decode(), quote=True)
 
 
 def card(found: ModelCard) -> str:
