@@ -28,7 +28,6 @@ from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.state.pretrained import METADATA_KEY
-from tests.inference.test_engine import Refuses
 from tests.models.test_dit import randomised
 from tests.numbers import largest
 from tests.ranks import run_ranks, several_programs
@@ -66,17 +65,28 @@ def conditions(config: DiTConfig, count: int) -> tuple:
 
 
 def drawn(
-    config: DiTConfig, objective, scale: float, size, samples: int, interval=None, *, sequence=None, halves=None
+    config: DiTConfig,
+    objective,
+    scale: float,
+    size,
+    samples: int,
+    interval=None,
+    asked=None,
+    *,
+    sequence=None,
+    halves=None,
 ) -> Tensor:
-    """By an engine whose model's work is shared out; without ``sequence`` and ``halves`` by the reference."""
+    """By an engine whose model's work is shared out; without ``sequence`` and ``halves`` by the reference, or with
+    approximations ``asked`` for by an engine alone."""
     model = fresh(config).use(sequence=sequence)
     given = *conditions(config, samples), torch.arange(samples)
     settings = dict(sampler=objective.samplers[-1], cfg_scale=scale, cfg_interval=interval, steps=5, size=size)
-    if sequence is None and halves is None:
+    if asked:
+        settings |= asked
+    elif sequence is None and halves is None:
         return sample_latents(model, *given, seed=3, objective=objective, **settings)
     around = (lambda model: SharedBatch(model, halves)) if halves else None
-    engine = SamplingEngine(model, objective, around=around, recorder=Refuses(), **settings)
-    assert not engine.records and "ranks" in engine.note
+    engine = SamplingEngine(model, objective, around=around, **settings)
     return engine.sample(*given, 3)
 
 
@@ -94,7 +104,8 @@ def compare(mesh: Mesh, cases: list[tuple]) -> list[tuple[float, bytes]]:
 
 
 def cases_of(world: int) -> list[tuple]:
-    """(ranks of a sequence group, halves apart, type, model, objective, guidance, latents' size, samples, interval)"""
+    """(ranks of a sequence group, halves apart, type, model, objective, guidance, latents' size, samples, interval,
+    approximations)"""
     cases = [
         (1, True, "auto", IMAGE, DDPMObjective(), 4.0, None, 3),
         (1, True, "auto", CLIP, FLOW, 2.0, (2, 4, 6), 2),
@@ -102,6 +113,9 @@ def cases_of(world: int) -> list[tuple]:
         (1, True, "auto", FROZEN, DDPMObjective(), 1.5, None, 3),
         (1, True, "auto", IMAGE, DDPMObjective(), 1.0, None, 3),  # no halves: the batch of 3 is shared out all the same
         (1, True, "auto", IMAGE, DDPMObjective(), 4.0, None, 3, (0.5, 20.0)),  # guided at some steps only
+        (1, True, "auto", IMAGE, DDPMObjective(), 4.0, None, 3, (0.5, 20.0), {"cache": "taylor:2:1"}),
+        (1, True, "auto", IMAGE, DDPMObjective(), 4.0, None, 3, None, {"guidance_every": 2}),
+        (2, False, "fastseq", IMAGE, DDPMObjective(), 4.0, None, 2, None, {"cache": "taylor:2:1"}),
         (2, False, "fastseq", IMAGE, DDPMObjective(), 4.0, None, 2),
         (2, False, "ulysses", TEXT, FLOW, 2.0, (2, 6, 6), 1),
         (2, False, "ring", FIVE_HEADS, DDPMObjective(), 4.0, (2, 6), 2),
