@@ -118,19 +118,21 @@ def settle_idle(config, idle: dict[str, str]) -> list[str]:
 
     Raises ValueError for the first that stood on the command line; returns a note for each that a recipe sets.
     """
-    refuse_idle(config.given, idle)
+    off = {name for name in idle if getattr(config, name, None) is False}
+    refuse_idle(config.given, idle, off)
     defaults = {item.name: item.default for item in flags_of(type(config))}
     recipe = getattr(config, "recipe", None)
     changed = [name for name in idle if recipe and getattr(config, name, None) != defaults.get(name)]
     return [f"--{name} of --recipe {recipe} {idle[name]}" for name in changed]
 
 
-def refuse_idle(given: Collection[str], idle: dict[str, str]) -> None:
-    """Raises ValueError for the first flag of ``idle`` that stood on the command line; see :func:`settle_idle`."""
+def refuse_idle(given: Collection[str], idle: dict[str, str], off: Collection[str] = ()) -> None:
+    """Raises ValueError for the first flag of ``idle`` that stood on the command line, as --no_NAME if it is ``off``;
+    see :func:`settle_idle`."""
     for name, why in idle.items():
         if name in given:
             fix = "leave one of them out" if " with " in why else "add that, or leave it out"
-            raise ValueError(f"--{name} {why}; {fix}")
+            raise ValueError(f"--{'no_' if name in off else ''}{name} {why}; {fix}")
 
 
 def speaks(error: Exception | str) -> bool:
