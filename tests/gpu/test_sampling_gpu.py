@@ -79,6 +79,48 @@ def test_every_kind_of_model(config):
     same(model_of(config, objective, torch.bfloat16), objective, 0.1, sampler="ddim")
 
 
+APPROXIMATIONS = [{"cache": "taylor:3"}, {"cache": "first_block:10"}, {"guidance_every": 3}]
+
+
+def approximated(model, objective, asked: dict, **settings) -> None:
+    """Recorded, an approximation draws what it draws kernel by kernel, and not what the exact sampler draws."""
+    engines = [SamplingEngine(model, objective, steps=12, record=r, **asked, **settings) for r in (True, False)]
+    exact = SamplingEngine(model, objective, steps=12, record=False, **settings)
+    for seed, count in enumerate((3, 3, 2)):
+        given = batch(model.config, count, 5 * seed)
+        got, want = (engine.sample(*given, seed) for engine in engines)
+        assert engines[0].records and torch.equal(got, want), (objective.name, asked, settings, count)
+        assert not torch.equal(got, exact.sample(*given, seed))
+    assert engines[0].share_evaluated == engines[1].share_evaluated < 1
+
+
+@pytest.mark.parametrize("asked", APPROXIMATIONS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}, {case[1]}")
+def test_recorded_approximations(asked, case):
+    objective, sampler, settings = case
+    if "guidance_every" in asked and settings.get("cfg_scale") == 1.0:
+        settings = {}
+    approximated(model_of(LABELS, objective, torch.bfloat16), objective, asked, sampler=sampler, **settings)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_recorded_approximations_of_every_kind_of_model(config):
+    objective = FlowObjective()
+    approximated(model_of(config, objective, torch.bfloat16), objective, {"cache": "taylor:2:1"})
+
+
+def test_a_recorded_first_block_that_never_reuses():
+    objective = DDPMObjective()
+    model, given = model_of(LABELS, objective, torch.bfloat16), batch(LABELS, 3)
+    settings = {"steps": 8, "sampler": "ddim"}
+    engines = [SamplingEngine(model, objective, record=r, cache="first_block:0", **settings) for r in (True, False)]
+    want = SamplingEngine(model, objective, **settings).sample(*given, 0)
+    for _ in range(2):
+        got, eager = (engine.sample(*given, 0) for engine in engines)
+        assert torch.equal(got, eager) and (got - want).norm() < 0.1 * want.norm()
+    assert engines[0].records and engines[0].share_evaluated == 1
+
+
 @pytest.mark.skipif(not float8_available("cuda", torch.bfloat16)[0], reason="needs a GPU with FP8")
 @pytest.mark.parametrize("name", ["DiT", "vDiT, captions", "ST-DiT"])
 @pytest.mark.parametrize("cast_from", [0, 1 << 20])
