@@ -45,8 +45,7 @@ def prepared(config, mesh: Mesh, dtype: torch.dtype, divided: bool, recompute: s
 
 
 def gradients(model: DiT, mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
-    with torch.device(mesh.device):
-        x, t, y = inputs(model.config, 3, torch.float32)
+    x, t, y = inputs(model.config, 3, torch.float32)
     output = model(x.to(mesh.device), t.to(mesh.device), y.to(mesh.device))
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(mesh.device)
     found = list(torch.autograd.grad((output.float() * weights).sum(), list(model.parameters())))
@@ -114,7 +113,7 @@ def curves(mesh: Mesh) -> list[tuple[str, list[float]]]:
         model = prepared(config, here, torch.float32, divided)
         kernels = select_kernels(SpeedFlags(True, True, True), mesh.device, torch.bfloat16, 64, config.tokens)
         model.use(ops=kernels.ops, attend=kernels.attend, sequence=model.sequence)
-        settings = dict(plugin=plugin, precision="bf16", lr=1e-3, grad_clip=1.0)
+        settings = dict(plugin=plugin, precision="bf16", lr=1e-4, grad_clip=1.0)
         engine = build_engine(model, here, initial=lambda name, shard: shard.take(values[name]), **settings)
         runner = build_runner(engine, SquaredError(), graph=graph)
         losses = [runner.train_step([micro_batch(mesh, step)]).loss.item() for step in range(STEPS)]
