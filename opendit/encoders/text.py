@@ -222,6 +222,8 @@ def _load(name: str, folder: Path):
         )
         if report["missing_keys"]:  # transformers would go on with random weights
             raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
+        if config["model_type"].startswith("clip") and not isinstance(model.config.eos_token_id, int):
+            raise ValueError(f"its eos_token_id is {model.config.eos_token_id!r}, no number")
         words, known = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
         if words >= known:
             raise ValueError(f"its tokenizer has tokens up to {words}, and its weights {known} embeddings")

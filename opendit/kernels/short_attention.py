@@ -140,10 +140,11 @@ class ShortAttention:
 def short_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles | None = None) -> Tensor:
     """(B, H, N, d), as (B, N, H, d) in memory, of q, k, v (B, H, N, d) in bf16 or fp16, d a multiple of 8."""
     B, H, N, d = q.shape
-    tiles = tiles or (FEW if B * H * -(-N // 256) <= HEADS_OF_FEW else MANY)
     parts = [x if x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) else x.contiguous() for x in (q, k, v)]
     out = torch.empty(B, N, H, d, dtype=q.dtype, device=q.device)
     main, rest = split_head(d)
+    if tiles is None:  # (Of wider heads the registers hold no more than FEW.)
+        tiles = MANY if B * H * -(-N // 256) > HEADS_OF_FEW and main + rest <= 80 else FEW
     strides = [stride // 8 for x in parts for stride in x.stride()[:3]]
     keys = min(tiles.keys, max(16, next_power_of_2(N)))
     _short_attention_kernel[(-(-N // tiles.rows), B * H)](

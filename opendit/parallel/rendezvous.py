@@ -16,25 +16,27 @@ PATIENCE = 300.0  # seconds that processes wait for each other to start
 UNREACHABLE = 60.0  # seconds after which a machine that does not answer at all is given up
 TELL = 15.0  # seconds after which it is told whom one waits for
 
-_store: dist.Store | None = None
+_met: tuple[Place, dist.Store] | None = None
 
 
 def meet(place: Place) -> dist.Store:
-    """The store that all processes of the run share, once all of them are there; the same at every call.
+    """The store that all processes of the run share, once all of them are there; the same at every call for a place.
 
-    A single process needs no port for it. Raises ValueError if rank 0 can't be reached, its port is taken, or not all
-    of the processes come.
+    A single process needs no port for it, and gets a new one at every call. Raises ValueError if rank 0 can't be
+    reached, its port is taken, or not all of the processes come.
     """
-    global _store
-    if _store is None:
-        _store = dist.HashStore() if place.world_size == 1 else _meet_others(place)
-    return _store
+    global _met
+    if place.world_size == 1:
+        return dist.HashStore()
+    if _met is None or _met[0] != place:  # another run in this process may not have come to its end
+        _met = place, _meet_others(place)
+    return _met[1]
 
 
 def part() -> None:
     """Forgets the store, so that the next ``meet`` makes another."""
-    global _store
-    _store = None
+    global _met
+    _met = None
 
 
 def _meet_others(place: Place) -> dist.Store:

@@ -131,7 +131,7 @@ def test_damaged_weights_are_named_before_one_is_read(which, tmp_path, no_ranks,
         for main, argv in commands:
             capsys.readouterr()
             with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-                patch.setattr(opendit.state.pretrained, "open_set", lambda *_, **__: pytest.fail("weights were read"))
+                patch.setattr(opendit.state.pretrained, "_read", lambda *_, **__: pytest.fail("weights were read"))
                 main(argv)
             message = capsys.readouterr().err
             assert stop.value.code == 2 and message.startswith("error: "), (form, argv)

@@ -92,7 +92,11 @@ class Visit:
         """Picks an option of the visible dropdown of this label."""
         field = self.page.get_by_label(label, exact=True).locator("visible=true").nth(nth)
         field.click()
-        self.page.get_by_role("option", name=option, exact=True).click()
+        from playwright.sync_api import expect
+
+        found = self.page.get_by_role("option", name=option, exact=True)
+        expect(found).to_have_count(1)  # the list of a dropdown that was left a moment ago fades
+        found.click()
 
     def fill(self, label: str, value, nth: int = 0) -> None:
         self.page.get_by_label(label, exact=True).locator("visible=true").nth(nth).fill(str(value))
