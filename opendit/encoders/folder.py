@@ -134,6 +134,30 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
         raise ValueError(f"{folder / CONFIG} describes {described:,} weights, the folder's files hold {held:,}")
 
 
+def transformers_model(folder: Path, name: str, stem: str) -> torch.nn.Module:
+    """The model of transformers' class ``name`` that a folder holds, in float32; no code of the folder's is run and no
+    pickle is read. Raises ValueError for weights that are missing, and whatever transformers raises."""
+    refuse_adapters(folder)
+    shapes = weight_shapes(folder, stem)
+    import transformers  # seconds to import, so only where a model is really used
+
+    model_class = getattr(transformers, name)
+    made = model_class.config_class.from_pretrained(folder, local_files_only=True)
+    check_size(lambda: model_class(made), shapes, folder)
+    model, report = model_class.from_pretrained(
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        attn_implementation="sdpa" if model_class._supports_sdpa else "eager",
+        output_loading_info=True,
+        dtype=torch.float32,
+    )
+    if report["missing_keys"]:  # transformers would go on with random weights
+        raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
+    return model
+
+
 def one_line(error: BaseException, most: int = 300) -> str:
     """An error of another library as part of a message of one line."""
     text = " ".join(str(error).split()) or type(error).__name__

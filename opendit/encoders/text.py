@@ -19,14 +19,12 @@ from opendit.encoders.folder import (
     LAYERS,
     TOKENIZER_KIND,
     WIDTH,
-    check_size,
     config_kind,
     fetch,
     one_line,
     pinned,
     reason,
-    refuse_adapters,
-    weight_shapes,
+    transformers_model,
 )
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import masked_mean
@@ -202,26 +200,11 @@ def _load(name: str, folder: Path):
     code that is in it."""
     config = _read_config(name, folder)
     try:
-        refuse_adapters(folder)
         _check_tokenizer(folder)
-        shapes = weight_shapes(folder, STEM)
-        import transformers  # seconds to import, so only where an encoder is really used
+        model = transformers_model(folder, CLASSES[config["model_type"]][1], STEM)
+        import transformers
 
-        model_class = getattr(transformers, CLASSES[config["model_type"]][1])
-        made = model_class.config_class.from_pretrained(folder, local_files_only=True)
-        check_size(lambda: model_class(made), shapes, folder)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        model, report = model_class.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation="sdpa" if model_class._supports_sdpa else "eager",
-            output_loading_info=True,
-            dtype=torch.float32,
-        )
-        if report["missing_keys"]:  # transformers would go on with random weights
-            raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
         if config["model_type"].startswith("clip") and not isinstance(model.config.eos_token_id, int):
             raise ValueError(f"its eos_token_id is {model.config.eos_token_id!r}, no number")
         words, known = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings

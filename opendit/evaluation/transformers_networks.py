@@ -17,11 +17,9 @@ from opendit.common.rules import shown
 from opendit.common.strict_files import read_file
 from opendit.encoders.folder import (
     CONFIG,
-    check_size,
     config_kind,
     one_line,
-    refuse_adapters,
-    weight_shapes,
+    transformers_model,
 )
 
 STEM = "model"
@@ -97,24 +95,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def load_model(folder: Path, name: str) -> torch.nn.Module:
     """A model of transformers' class ``name``, frozen, in float32. Raises ValueError if the folder does not hold it."""
     try:
-        refuse_adapters(folder)
-        shapes = weight_shapes(folder, STEM)
-        import transformers  # seconds to import
-
-        model_class = getattr(transformers, name)
-        made = model_class.config_class.from_pretrained(folder, local_files_only=True)
-        check_size(lambda: model_class(made), shapes, folder)
-        model, report = model_class.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            attn_implementation="sdpa" if model_class._supports_sdpa else "eager",
-            output_loading_info=True,
-            dtype=torch.float32,
-        )
-        if report["missing_keys"]:  # transformers would go on with random weights
-            raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
+        model = transformers_model(folder, name, STEM)
     except Exception as error:
         raise ValueError(f"{folder} can't be loaded as {name}: {one_line(error)}") from error
     return model.eval().requires_grad_(False)
