@@ -94,7 +94,8 @@ PLAN = replace(
     # fc1's output, a * b, all three, fc2's output
     memory=(*dit.MEMORY[:-1], MemoryTerm("MLP", lambda config, execution: Kept(units=5 * config.mlp_ratio + 1))),
     flops=(
-        FlopTerm("attention", lambda config: dit.attention_flops(config, config.tokens)),
+        FlopTerm("projections", dit.projection_flops),
+        dit.attention_term("attention", lambda config: config.tokens),
         FlopTerm("MLP", lambda config: dit.mlp_flops(config, products=4)),
         *dit.COMMON_FLOPS,
     ),

@@ -202,11 +202,15 @@ def backward(config: "DiTConfig", execution: Execution) -> float:
 # -------------------------------------------------------------------------------------------------------------- work
 
 
-def attention_flops(config: "DiTConfig", keys: int, kv_width: int | None = None) -> int:
-    """Of self-attention with its projections, every token seeing so many ``keys``; ``kv_width``: of all heads of keys
-    (None: the hidden size)."""
+def projection_flops(config: "DiTConfig", kv_width: int | None = None) -> int:
+    """Of self-attention's linear layers; ``kv_width``: of all heads of keys (None: the hidden size)."""
     n, d = config.tokens, config.hidden_size
-    return 2 * n * d * (d + 2 * (kv_width or d)) + 4 * n * keys * d + 2 * n * d * d
+    return 2 * n * d * (d + 2 * (kv_width or d)) + 2 * n * d * d
+
+
+def attention_term(part: str, keys: Count) -> FlopTerm:
+    """Both products of an attention in which every token sees so many ``keys``."""
+    return FlopTerm(part, lambda config: 4 * config.tokens * keys(config) * config.hidden_size, keys=keys)
 
 
 def mlp_flops(config: "DiTConfig", products: int = 2) -> int:
@@ -222,7 +226,11 @@ def _cross_attention(config: "DiTConfig") -> int:
     if not config.cross_attention:
         return 0
     n, m, d = config.tokens, config.text.max_tokens, config.hidden_size
-    return 2 * n * d * d + 2 * m * d * (2 * d) + 4 * n * m * d + 2 * n * d * d
+    return 2 * n * d * d + 2 * m * d * (2 * d) + 2 * n * d * d
+
+
+def _caption_keys(config: "DiTConfig") -> int:
+    return config.text.max_tokens if config.cross_attention else 0
 
 
 def _patches(config: "DiTConfig") -> int:
@@ -254,6 +262,7 @@ def _final_layer(config: "DiTConfig") -> int:
 COMMON_FLOPS = (  # of all architectures
     FlopTerm("modulation", _modulation),
     FlopTerm("cross-attention", _cross_attention),
+    attention_term("attention to captions", _caption_keys),
     FlopTerm("patches", _patches, per_block=False),
     FlopTerm("time", _time, per_block=False),
     FlopTerm("shared modulation", _shared_modulation, per_block=False),
@@ -272,7 +281,8 @@ MEMORY = (
     MemoryTerm("MLP", gelu_mlp),
 )
 FLOPS = (
-    FlopTerm("attention", lambda config: attention_flops(config, config.tokens)),
+    FlopTerm("projections", projection_flops),
+    attention_term("attention", lambda config: config.tokens),
     FlopTerm("MLP", mlp_flops),
     *COMMON_FLOPS,
 )

@@ -69,7 +69,8 @@ PLAN = replace(
         MemoryTerm("MLP", _swiglu),
     ),
     flops=(
-        FlopTerm("attention", lambda config: dit.attention_flops(config, config.tokens, config.key_value_width)),
+        FlopTerm("projections", lambda config: dit.projection_flops(config, config.key_value_width)),
+        dit.attention_term("attention", lambda config: config.tokens),
         FlopTerm("MLP", lambda config: dit.mlp_flops(config, products=3)),
         *dit.COMMON_FLOPS,
     ),

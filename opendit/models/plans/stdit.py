@@ -45,10 +45,8 @@ def _cross_attention_output(config: "STDiTConfig", execution: Execution) -> Kept
     return Kept(weights=dit.float8_weights(execution, config.cross_attention * config.hidden_size**2))
 
 
-def _attention_flops(config: "STDiTConfig") -> int:
-    frames = config.grid[0]
-    keys = [config.tokens // frames, frames] + [config.tokens] * config.full_attention
-    return sum(dit.attention_flops(config, count) for count in keys)
+def _projections(config: "STDiTConfig") -> int:
+    return (2 + config.full_attention) * dit.projection_flops(config)
 
 
 PLAN = replace(
@@ -63,6 +61,13 @@ PLAN = replace(
         MemoryTerm("cross-attention's output", _cross_attention_output),
         MemoryTerm("MLP", dit.gelu_mlp),
     ),
-    flops=(FlopTerm("attention", _attention_flops), FlopTerm("MLP", dit.mlp_flops), *dit.COMMON_FLOPS),
+    flops=(
+        FlopTerm("projections", _projections),
+        dit.attention_term("attention in a frame", lambda config: config.tokens // config.grid[0]),
+        dit.attention_term("attention along time", lambda config: config.grid[0]),
+        dit.attention_term("attention", lambda config: config.tokens * config.full_attention),
+        FlopTerm("MLP", dit.mlp_flops),
+        *dit.COMMON_FLOPS,
+    ),
     projections=projections,
 )

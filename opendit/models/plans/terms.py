@@ -145,11 +145,16 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class FlopTerm:
-    """FLOPs of a part's matrix products in one sample's forward pass (2 a multiply-add); ``per_block``: in each."""
+    """FLOPs of a part's matrix products in one sample's forward pass (2 a multiply-add); ``per_block``: in each.
+
+    keys: of an attention kernel, how many tokens each query attends to, on which its rate depends; None: the part is
+    made of linear layers.
+    """
 
     part: str
     flops: Callable[["DiTConfig"], int]
     per_block: bool = True
+    keys: Callable[["DiTConfig"], int] | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------- plans
