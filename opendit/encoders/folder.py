@@ -99,8 +99,8 @@ def refuse_adapters(folder: Path) -> None:
         raise ValueError(f"{folder / found} is an adapter, which is not merged here; merge it and save the whole model")
 
 
-def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
-    """The shapes in STEM.safetensors, or in the files that STEM.safetensors.index.json lists.
+def weight_files(folder: Path, stem: str) -> list[Path]:
+    """STEM.safetensors, or the files that STEM.safetensors.index.json lists.
 
     Raises FileNotFoundError or ValueError that names what is missing, pickled or damaged.
     """
@@ -111,12 +111,18 @@ def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
         files = {folder / name for name in read_file(index, INDEX)["weight_map"].values()}
     else:
         files = {single}
-    shapes = {}
     for path in sorted(files):
         if not path.is_file():
             pickled = next((found.name for pattern in PICKLES for found in sorted(folder.glob(pattern))), None)
             instead = f", only {pickled}, and pickled weights are not read: save it as .safetensors" if pickled else ""
             raise FileNotFoundError(f"no {path.name} in {folder}{instead}")
+    return sorted(files)
+
+
+def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
+    """The shapes in the files of :func:`weight_files`, which says what it raises."""
+    shapes = {}
+    for path in weight_files(folder, stem):
         with open_safetensors(path) as file:
             shapes |= shapes_in(file, path, floats=False)
     return shapes

@@ -33,13 +33,15 @@ class Tiles:
         rows, columns = self.starts
         return len(rows) * len(columns)
 
-    def cut(self, latents: Tensor) -> Tensor:
-        """The tiles (B * count, C, ..., *size) of latents (B, C, ..., h, w): a sample's next to each other, by rows."""
-        (rows, columns), (height, width) = self.starts, self.size
+    def cut(self, latents: Tensor, scale: int = 1) -> Tensor:
+        """The tiles (B * count, C, ..., *size) of latents (B, C, ..., h, w), a sample's next to each other, by rows; or
+        those of pixels, of which ``scale`` a side belong to a latent number."""
+        rows, columns = ([scale * start for start in starts] for starts in self.starts)
+        height, width = (scale * side for side in self.size)
         tiles = [latents[..., y : y + height, x : x + width] for y in rows for x in columns]
         return torch.stack(tiles, dim=1).flatten(0, 1)
 
-    def join(self, tiles: Tensor, downscale: int) -> Tensor:
+    def join(self, tiles: Tensor, downscale: int = 1) -> Tensor:
         """Pixels (B, ..., h * downscale, w * downscale) fp32 of the decoded tiles of :meth:`cut`.
 
         Every pixel is the mean of the tiles that it lies in, each weighted by its distance to the tile's borders inside

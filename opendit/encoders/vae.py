@@ -6,37 +6,15 @@ is a plain object, not a module, so it never ends up in a model's state.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
-from opendit.common.rules import listed, number, optional, string, truth, whole
-from opendit.common.strict_files import read_file
-from opendit.encoders.folder import (
-    CONFIG,
-    PER_CHANNEL,
-    PER_CHANNEL_POSITIVE,
-    POSITIVE,
-    check_size,
-    config_kind,
-    fetch,
-    one_line,
-    reason,
-    refuse_adapters,
-    weight_shapes,
-)
 from opendit.encoders.tiles import Tiles, tiles_of
+from opendit.encoders.vae_folder import HUB, IMAGE_CLASSES, load_vae, picture_geometry, read_vae_config
 
-# Short name -> repository of the hub and its commit.
-HUB = {
-    "ema": ("stabilityai/sd-vae-ft-ema", "f04b2c4b98319346dad8c65879f680b1997b204a"),
-    "mse": ("stabilityai/sd-vae-ft-mse", "31f26fdeee1355a5c34592e401dd41e45d25a493"),
-}
-STEM = "diffusion_pytorch_model"
-FILES = (CONFIG, f"{STEM}.safetensors")
 # Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256, which took
 # 3.7 GiB to encode and 4.7 GiB to decode in half precision; 64 were no faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
@@ -138,12 +116,12 @@ class PixelCodec(ImageCodec):
 
 
 class FrozenVAE(Codec):
-    """An autoencoder of diffusers, frozen, run without gradients and a bounded number of pixels at a time.
+    """An autoencoder, ours or of diffusers, frozen, run without gradients and a bounded number of pixels at a time.
 
     device: where it runs; inputs are brought there and results stay there. dtype: of its weights and
     activations on a GPU; a CPU always computes in fp32. chunk: samples at once, by default as many as memory allows.
-    tiling: decodes large pictures in overlapping tiles whose seams are blended (opendit.encoders.tiles): the result is
-    close to that of the whole picture, not the same, and takes a tile's memory. tile: pixels a side of the decoder's.
+    tiling: large pictures go in overlapping tiles whose seams are blended (opendit.encoders.tiles): the result is close
+    to that of the whole picture, not the same, and takes a tile's memory. tile: pixels a side.
     """
 
     def __init__(
@@ -172,7 +150,9 @@ class FrozenVAE(Codec):
         for part in pixels.split(self._samples_at_once(pixels.shape[-2] * pixels.shape[-1])):
             part = _with_channels(part.to(self.device, self.dtype, non_blocking=True), 3)
             # In fp32 from here: exp() of a half-precision logarithm would lose a decimal of the deviation.
-            mean, logvar = self.vae.encode(part).latent_dist.parameters.float().chunk(2, dim=1)
+            found = self.vae.encode(part)
+            found = found if isinstance(found, Tensor) else found.latent_dist.parameters  # diffusers' own classes
+            mean, logvar = found.float().chunk(2, dim=1)
             parts.append(torch.cat((mean, torch.exp(0.5 * logvar.clamp(-30, 20))), dim=1))
         return torch.cat(parts)
 
@@ -194,7 +174,9 @@ class FrozenVAE(Codec):
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
         for part in latents.to(self.dtype).split(at_once):
-            yield self.vae.decode(part).sample.float().clamp_(-1, 1)
+            decoded = self.vae.decode(part)
+            decoded = decoded if isinstance(decoded, Tensor) else decoded.sample  # diffusers' own classes
+            yield decoded.float().clamp_(-1, 1)
 
     def fingerprint(self) -> str:
         return module_fingerprint(self.vae, f"{self.scaling_factor} {self.shift_factor}")
@@ -205,26 +187,30 @@ class FrozenVAE(Codec):
 
 
 class VAECodec(FrozenVAE, ImageCodec):
-    """Stable Diffusion's kind of VAE, diffusers' ``AutoencoderKL``; ``chunk`` counts pictures."""
+    """Stable Diffusion's kind of VAE, ours or diffusers' ``AutoencoderKL``; ``chunk`` counts pictures."""
 
     def __init__(self, vae: torch.nn.Module, **settings):
         super().__init__(vae, **settings)
-        self.latent_channels, self.downscale = _geometry(vae.config)
-        if self.tiling:
-            # Of the encoder, and not the VAE's own: those are of the size that it was trained on (256 for Stable
-            # Diffusion's), and smaller tiles have more seams.
-            self.vae.tile_sample_min_size = max(TILE, 4 * self.downscale)  # an overlap is at least one latent number
-            self.vae.tile_latent_min_size = self.vae.tile_sample_min_size // self.downscale
-            self.vae.enable_tiling()
+        self.latent_channels, self.downscale = picture_geometry(vae.config)
+
+    def moments(self, pixels: Tensor) -> Tensor:
+        tiles = self._tiles((pixels.shape[-2] // self.downscale, pixels.shape[-1] // self.downscale))
+        if tiles is None:
+            return super().moments(pixels)
+        cut = (tiles.cut(sample, self.downscale) for sample in pixels.split(1))
+        return torch.cat([tiles.join(super(VAECodec, self).moments(some)) for some in cut])
 
     def tiles(self, latents: Tensor) -> Tiles | None:
-        return square_tiles(latents, self.tile, self.downscale) if self.tiling else None
+        return self._tiles((latents.shape[-2], latents.shape[-1]))
+
+    def _tiles(self, sides: tuple[int, int]) -> Tiles | None:
+        return square_tiles(sides, self.tile, self.downscale) if self.tiling else None
 
 
-def square_tiles(latents: Tensor, pixels: int, downscale: int) -> Tiles | None:
-    """Tiles of ``pixels`` a side that overlap by a quarter, for latents (..., h, w)."""
+def square_tiles(sides: tuple[int, int], pixels: int, downscale: int) -> Tiles | None:
+    """Tiles of ``pixels`` a side that overlap by a quarter, for latents of these sides."""
     size = max(pixels // downscale, 4)  # an overlap is at least one latent number
-    return tiles_of((latents.shape[-2], latents.shape[-1]), (size, size), (size // 4, size // 4))
+    return tiles_of(sides, (size, size), (size // 4, size // 4))
 
 
 def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
@@ -242,14 +228,6 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
     if pixels.shape[1] != channels:
         raise ValueError(f"pictures of {pixels.shape[1]} channels can't be encoded as {channels}")
     return pixels
-
-
-def _geometry(config: dict) -> tuple[int, int]:
-    return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
-
-
-Geometry = Callable[[dict], tuple[int, ...]]  # what a class of diffusers says of its sizes in its configuration
-IMAGE_CLASSES: dict[str, Geometry] = {"AutoencoderKL": _geometry}
 
 
 def _scale_and_shift(config: dict) -> tuple[PerChannel, PerChannel]:
@@ -271,7 +249,7 @@ def codec_geometry(name: str, channels: int) -> tuple[int, int]:
         return channels, 1
     if name in HUB:
         return 4, 8
-    return _geometry(read_vae_config(name, IMAGE_CLASSES)[1])
+    return picture_geometry(read_vae_config(name, IMAGE_CLASSES)[1])
 
 
 def load_codec(
@@ -293,91 +271,3 @@ def load_codec(
         return PixelCodec(channels)
     vae = load_vae(name, IMAGE_CLASSES)
     return VAECodec(vae, name=name, device=device, dtype=dtype, chunk=chunk, tiling=tiling)
-
-
-def load_vae(name: str, classes: dict[str, Geometry]) -> torch.nn.Module:
-    """The autoencoder of ``--vae name`` with its weights; it must be of one of diffusers' ``classes``.
-
-    Raises FileNotFoundError or ValueError, naming the flag and what to do."""
-    folder = vae_folder(name)
-    class_name, _ = read_vae_config(str(folder), classes)
-    try:
-        refuse_adapters(folder)
-        shapes = weight_shapes(folder, STEM)
-        import diffusers  # seconds to import, so only where a VAE is really used
-
-        vae_class = getattr(diffusers, class_name)
-        made = vae_class.load_config(folder, local_files_only=True)
-        check_size(lambda: vae_class.from_config(made), shapes, folder)
-        vae, report = vae_class.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False, output_loading_info=True
-        )
-        if report["missing_keys"]:  # diffusers would go on with random weights
-            raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
-        return vae
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"--vae {name}: {error}; {_needs()}") from error
-    except Exception as error:
-        raise ValueError(f"--vae {name}: {folder} can't be loaded ({one_line(error)}); {_needs()}") from error
-
-
-SIDES = listed(whole(1, 1 << 13), 1, 8)
-VAE_CONFIG = config_kind(
-    _class_name=string(64),
-    latent_channels=whole(1, 1024),
-    z_dim=whole(1, 1024),
-    in_channels=whole(1, 64),
-    out_channels=whole(1, 64),
-    block_out_channels=SIDES,
-    base_dim=whole(1, 1 << 13),
-    decoder_base_dim=optional(whole(1, 1 << 13)),
-    dim_mult=SIDES,
-    layers_per_block=whole(1, 32),
-    num_res_blocks=whole(1, 32),
-    norm_num_groups=whole(1, 1024),
-    patch_size=optional(whole(1, 64)),
-    temporal_compression_ratio=number(1, 64),
-    temperal_downsample=listed(truth, 1, 8),
-    scaling_factor=optional(POSITIVE),
-    shift_factor=optional(number(-1e6, 1e6)),
-    latents_mean=PER_CHANNEL,
-    latents_std=PER_CHANNEL_POSITIVE,
-)
-
-
-def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict]:
-    """(class, configuration) of the VAE in a folder; the class must be one of diffusers' ``classes``.
-
-    Raises FileNotFoundError or ValueError, naming the flag and what to do."""
-    path = Path(name).expanduser() / FILES[0]
-    try:
-        config = read_file(path, VAE_CONFIG)
-        found = config.get("_class_name", "AutoencoderKL")
-        if found in classes:
-            channels = classes[found](config)[0]
-            for key in ("latents_mean", "latents_std"):
-                if config.get(key) is not None and len(config[key]) != channels:
-                    raise ValueError(f"{path}: {key} has {len(config[key])} numbers for {channels} channels")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(f"--vae {name}: {path} doesn't exist; use ema, mse or a folder: {_needs()}") from error
-    except KeyError as error:
-        raise ValueError(f"--vae {name}: {path} isn't the configuration of a VAE: no {error}; {_needs()}") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--vae {name}: {path} isn't the configuration of a VAE: {reason(path, error)}; {_needs()}"
-        ) from error
-    if found not in classes:
-        raise ValueError(f"--vae {name} is a {found}, not an {' or '.join(classes)}; {_needs()}")
-    return found, config
-
-
-def _needs() -> str:
-    return f"--vae PATH needs a folder with {' and '.join(FILES)}, and --vae none trains on pixels"
-
-
-def vae_folder(name: str) -> Path:
-    """The folder of ``--vae name``: the user's, or of a VAE of the hub that in the cache, downloaded if need be."""
-    if name not in HUB:
-        return Path(name).expanduser()
-    repository, commit = HUB[name]
-    return fetch(repository, commit, FILES, (), f"--vae {name}: {repository}", _needs())

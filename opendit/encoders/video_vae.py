@@ -12,19 +12,8 @@ import torch
 from torch import Tensor
 
 from opendit.encoders.tiles import Tiles
-from opendit.encoders.vae import (
-    HUB,
-    IMAGE_CLASSES,
-    Codec,
-    FrozenVAE,
-    Geometry,
-    ImageCodec,
-    codec_geometry,
-    load_codec,
-    load_vae,
-    read_vae_config,
-    square_tiles,
-)
+from opendit.encoders.vae import Codec, FrozenVAE, ImageCodec, codec_geometry, load_codec, square_tiles
+from opendit.encoders.vae_folder import HUB, IMAGE_CLASSES, Geometry, load_vae, read_vae_config
 
 # Frames of more pixels go through a video autoencoder in overlapping tiles, whose seams are blended: the result is
 # close to that of the whole frame, not the same. The decoder's tiles are of TILE pixels a side, the encoder's its own.
@@ -123,7 +112,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
 
     def tiles(self, latents: Tensor) -> Tiles | None:
         pixels = latents.shape[-2] * latents.shape[-1] * self.downscale**2
-        return square_tiles(latents, self.tile, self.downscale) if self._tiled(pixels) else None
+        return square_tiles(tuple(latents.shape[-2:]), self.tile, self.downscale) if self._tiled(pixels) else None
 
     def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
         count, *sides = latents.shape[2:]

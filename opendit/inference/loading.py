@@ -57,8 +57,8 @@ class VaeLoader:
         return load(name, channels=channels, device=self.device, dtype=dtype, tiling=self.tiling)
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> "VaeLoading":
-        """Begins to load the VAE of weights that are about to be read, by what their file says of itself, for importing
-        diffusers takes seconds. Of what can't be known yet, or is wrong, nothing is begun.
+        """Begins to load the VAE of weights that are about to be read, by what their file says of itself: it takes a
+        while, and seconds where diffusers is imported. Of what can't be known yet, or is wrong, nothing is begun.
 
         path, which: as of ``find_weights``. vae: as of :func:`vae_of`.
         """

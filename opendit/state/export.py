@@ -18,7 +18,8 @@ from opendit.common.replace import replacing
 from opendit.common.tensor_files import write_file
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.folder import encoder_name
-from opendit.encoders.vae import HUB, load_codec
+from opendit.encoders.vae import load_codec
+from opendit.encoders.vae_folder import HUB
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import PLAIN
 from opendit.models.weights import Weights

@@ -24,7 +24,7 @@ from opendit.data.contents import hash_files
 from opendit.diffusion import objective_from_dict
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.encoders.text import encoder_folder
-from opendit.encoders.vae import vae_folder
+from opendit.encoders.vae_folder import vae_folder
 from opendit.state.tensor_set import files_of
 from opendit.training.specification import RunSpecification
 

@@ -113,7 +113,7 @@ def test_a_folder_of_diffusers(tmp_path):
     assert pipe.class_names == ["zero", "one", "tench, Tinca tinca", "crane", "Crane"]
     pictures = pipe(["tinca tinca", 0, 1], steps=2, batch_size=2, progress=False)
     assert [picture.size for picture in pictures] == [(24, 24)] * 3  # by the VAE of the folder
-    assert load(tmp_path / "folder", vae_tiling=True).codec.vae.use_tiling and not pipe.codec.vae.use_tiling
+    assert load(tmp_path / "folder", vae_tiling=True).codec.tiling and not pipe.codec.tiling
 
 
 def test_metas_weights(tmp_path, weights):
