@@ -26,7 +26,7 @@ from opendit.encoders.video_vae import FrameCodec
 from opendit.inference.engine import SamplingEngine
 from opendit.inference.output_pipeline import OutputPipeline
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
-from opendit.parallel.mesh import init_mesh
+from opendit.parallel.mesh import close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
             row = {"bench": "sampling_parallel", "case": case, "metric": "ms", "value": f"{1e3 * all_ranks:.1f}"}
             row |= {"baseline": "one GPU", "baseline_value": f"{1e3 * one:.1f}"}
             append([row], args.results, gpus=mesh.world_size)
-    dist.destroy_process_group()
+    close_mesh()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Work recorded as a CUDA graph. Only this file touches what torch keeps to itself for that."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+_ALIVE: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 _FAILED: list[torch.cuda.CUDAGraph] = []  # recordings that torch must go on finding, see _clear_up
 
 
@@ -51,7 +53,16 @@ def record(work: Callable[[], Tensor], stream: torch.cuda.Stream, pool) -> tuple
     except RuntimeError as error:
         _clear_up(graph, pool)
         raise failure or error from None
+    _ALIVE.add(graph)
     return result, graph.replay
+
+
+def end_recordings() -> None:
+    """Frees what this process has recorded, which can't be replayed any more. A NCCL communicator can only be closed
+    when nothing recorded uses it: until then its end waits."""
+    for graph in tuple(_ALIVE):
+        graph.reset()
+    _ALIVE.clear()
 
 
 def _clear_up(graph: torch.cuda.CUDAGraph, pool) -> None:

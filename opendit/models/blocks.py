@@ -11,6 +11,9 @@ from opendit.models.layers import BlockOps, RMSNorm
 # What blocks attend to: tokens (B, L, D) and their mask (B, L) bool; or, of one block, the keys and values (B, L, H, d)
 # that it makes of them, and the mask.
 Context = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+# Of a block: shifts, scales and gates side by side (B, chunks * D); or what they are made of, c (B, D) and what all
+# blocks share of them, if they do.
+Modulation = Tensor | tuple[Tensor, Tensor | None]
 Deferred = tuple[Tensor, Tensor, Tensor]  # h (B, N, D), gate (B, D), z (B, N, H) of a block's h + gate * fc2(z)
 
 
@@ -19,8 +22,8 @@ class Block(nn.Module):
 
     Only tensors cross a block's border: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. So a stack of
     blocks can be cut between any two of them, by shard units, pipeline stages, checkpoints or compiled regions, and the
-    modulation can be made beforehand. The modulation's weights are used by ``modulate`` alone, all others by
-    ``forward`` alone: a shard unit around the block does not reach the former.
+    modulation can be made beforehand; or, for a shard unit, which reaches what a call of the block uses, by that call
+    itself, ``block(x, (c, shared), context, grid)``.
 
     Subclasses have ``mlp`` and ``adaLN_modulation``, and say in :meth:`deferred` what they do.
     """
@@ -43,12 +46,15 @@ class Block(nn.Module):
         tokens, mask = context
         return *attention.keys_values(tokens), mask
 
-    def forward(self, x: Tensor, m: Tensor, context: Context | None = None, grid: TokenGrid | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, m: Modulation, context: Context | None = None, grid: TokenGrid | None = None
+    ) -> Tensor:
         """x (B, N, D) to (B, N, D).
 
-        m: what :meth:`modulate` gives. context: what cross-attention attends to. grid: where the tokens are, the same
-        for all blocks of a stack.
+        m: what :meth:`modulate` gives, or the pair that it takes. context: what cross-attention attends to. grid: where
+        the tokens are, the same for all blocks of a stack.
         """
+        m = self.modulate(*m) if isinstance(m, tuple) else m
         return self.materialize(*self.deferred([x], m, context, grid))
 
     def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
@@ -87,7 +93,7 @@ def _emptied(start: list) -> tuple:
 def run_blocks(
     blocks: Sequence[Block],
     x: Tensor,
-    modulations: Iterable[Tensor],
+    modulations: Iterable[Modulation],
     context: Context | list[Context] | None = None,
     grid: TokenGrid | None = None,
     *,
@@ -101,7 +107,7 @@ def run_blocks(
 
     modulations: m of every block, in their order; each is taken when its block begins. context: one for all blocks, or
         a list of every block's own. checkpointed: blocks are recomputed in the backward pass (``--grad_checkpoint``),
-        which keeps x and m.
+        which keeps x and m. A stack that nothing cuts takes modulations that are made, and no pairs.
     """
     modulations = iter(modulations)  # (zip would take one more than there are blocks)
     contexts = context if isinstance(context, list) else [context] * len(blocks)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from opendit.models.attention import Attention, CrossAttention, SequenceShards, TokenGrid, local_attention
-from opendit.models.blocks import Block, Context, Deferred, run_blocks
+from opendit.models.blocks import Block, Context, Deferred, Modulation, run_blocks
 from opendit.models.bytes_text import BytesEncoder
 from opendit.models.conditioning import CaptionEmbedder, Condition
 from opendit.models.configuration import DiTConfig, times
@@ -120,6 +120,7 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
         self.ops = BlockOps()
         self.grad_checkpoint = False
+        self.modulate_in_blocks = False  # for blocks that are shard units, whose weights only their own call reaches
         self.sequence: Callable[[int], SequenceShards] | None = None  # N tokens as the ranks of a group share them
         if self.device.type != "meta":
             initialize(self, seed=torch.randint(2**62, (), device="cpu").item())
@@ -231,18 +232,19 @@ class DiT(nn.Module):
         values of it. (In a single call every block makes its own, and nothing of them outlives it.)"""
         return None if context is None else [block.keys_values(context) for block in self.blocks]
 
-    def modulations(self, c: Tensor) -> Iterator[Tensor]:
+    def modulations(self, c: Tensor) -> Iterator[Modulation]:
         """What every block's, then the final layer's ``modulate`` gives for the condition c (B, D), each made when it
-        is asked for; ``tuple(model.modulations(c))`` makes them all, to be used for several steps."""
+        is asked for; ``tuple(model.modulations(c))`` makes them all, to be used for several steps. With
+        ``modulate_in_blocks`` the blocks' are the pairs that they make them of when they are called."""
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         for block in self.blocks:
-            yield block.modulate(c, shared)
+            yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
         yield self.final_layer.modulate(c)
 
     def predict(
         self,
         x: Tensor,
-        modulations: Iterable[Tensor],
+        modulations: Iterable[Modulation],
         context: Context | list[Context] | None = None,
         positions: Tensor | None = None,
         run: Callable[..., Tensor] = run_blocks,
@@ -266,7 +268,7 @@ class DiT(nn.Module):
         self,
         start: list[Tensor],
         grid: TokenGrid,
-        modulations: Iterable[Tensor],
+        modulations: Iterable[Modulation],
         context: Context | list[Context] | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:

@@ -1,10 +1,8 @@
 """A model becomes the parallel model, in the one order in which its changes may come."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from opendit.common.patterns import fits
 from opendit.kernels.recompute import recompute_in
@@ -60,7 +58,7 @@ def apply_parallel(
 
 # ------------------------------------------------------------------------------------------------------------- shards
 
-PREFETCHED = 2  # units that are gathered ahead of the one that computes: a block, and its modulation
+PREFETCHED = 1  # units that are gathered ahead of the one that computes
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,8 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     group ``fsdp``, each of ``dp_replicate`` having a copy. They become DTensors, and the calls of a unit gather and
     free its weights. Frozen weights, which no optimizer needs exactly, are stored in ``sharding.dtype``.
 
-    While a unit computes, the next ones' weights are on their way, in the order in which the model calls them: a
-    block's modulation before the block.
+    While a unit computes, the next one's weights are on their way. Blocks make their modulation themselves from then
+    on, for weights are there only while their unit is called.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, which sampling need not wait
 
@@ -104,9 +102,10 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(sharding.dtype)
     units = shard_units(plan_of(model.config), (name for name, _ in model.named_parameters()))
-    called = [module for name, module in _children_first(model) if name in units and module is not model]
+    called = [model.get_submodule(name) for name in units if name]
     for module in called:
         fully_shard(module, **settings)
+    model.modulate_in_blocks = True
     # What is outside of all units is used at the beginning and at the end of both passes: it stays gathered.
     fully_shard(model, **settings | {"reshard_after_forward": False})
     for place, module in enumerate(called):
@@ -128,10 +127,3 @@ def float8_weights(model: DiT) -> list[str]:
     patterns = [pattern for pattern, operations in projections.items() if all(map(in_float8, operations))]
     names = (name for name, _ in model.named_modules())
     return [f"{name}.weight" for name in names if any(fits(pattern, name) for pattern in patterns)]
-
-
-def _children_first(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """All modules and their names, each after what is inside of it."""
-    for name, child in module.named_children():
-        yield from _children_first(child, f"{prefix}{name}.")
-    yield prefix.removesuffix("."), module

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from opendit.kernels.recording import end_recordings
 from opendit.parallel.rendezvous import meet, part
 from opendit.parallel.sizes import (
     AXES,
@@ -236,7 +237,9 @@ def _new_group(groups: list[list[int]], device: torch.device, priority: bool = F
 
 
 def close_mesh() -> None:
-    """Ends torch.distributed; without it NCCL warns about leaked groups at exit."""
+    """Ends torch.distributed, and with it the CUDA graphs of this process; without it NCCL warns about leaked groups at
+    exit."""
     if dist.is_initialized():
+        end_recordings()
         dist.destroy_process_group()
     part()

@@ -10,7 +10,7 @@ from opendit.inference.engine import SamplingEngine
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig
 from opendit.parallel.guidance import SharedBatch, make_replicas
-from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from tests.models.test_dit import randomised
@@ -52,3 +52,24 @@ def test_recorded_steps_give_the_same_bits(kind):
     for (note, first), (_, second), (other, want), (_, other_want) in run_ranks(2, draw, kind):
         assert note == "recorded as a CUDA graph" and other.startswith("kernel by kernel")
         assert torch.equal(first, want) and torch.equal(second, other_want) and not torch.equal(first, second)
+
+
+KEPT = []
+
+
+def leave(mesh: Mesh) -> bool:
+    """Ends the groups while an engine, and what it has recorded of their communication, is still there."""
+    halves = make_replicas(mesh, True).halves
+    model = randomised(DiT(CONFIG)).place(mesh.device, torch.bfloat16).eval()
+    around = lambda forward: SharedBatch(forward, halves)  # noqa: E731
+    engine = SamplingEngine(model, DDPMObjective(), steps=STEPS, around=around)
+    y, null = torch.tensor([1, 7, 3], device=mesh.device), torch.tensor([10], device=mesh.device)
+    engine.sample(y, null, torch.arange(SAMPLES), 0)
+    KEPT.append(engine)
+    close_mesh()
+    return engine.records and not torch.distributed.is_initialized()
+
+
+@pytest.mark.timeout(120)  # without what it watches, it would not end
+def test_recorded_communication_does_not_hold_up_the_end():
+    assert run_ranks(2, leave) == [True, True]

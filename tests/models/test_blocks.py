@@ -68,6 +68,8 @@ def test_wherever_a_stack_is_cut_nothing_changes(config):
     cut(model)
     assert all(map(is_cut, model.blocks))
     found["hooked"] = outcome(model, arguments)
+    model.modulate_in_blocks = True
+    found["modulated inside"] = outcome(model, arguments)
     for way, results in found.items():
         assert all(map(torch.equal, results, uncut)), way
 
@@ -146,9 +148,9 @@ def sharded(mesh, configs: list) -> list[float]:
         model, arguments = model_of(config), inputs(config, 4)
         want = outcome(model, arguments)
         model.zero_grad()
-        model.grad_checkpoint = checkpointed
+        model.grad_checkpoint, model.modulate_in_blocks = checkpointed, True
         units = [*shard_units(plan_of(config), dict(model.named_parameters()))]
-        for unit in sorted(units, key=lambda name: -len(name)):  # what is inside first, the whole model last
+        for unit in sorted(units, reverse=True):  # the whole model last
             fully_shard(model.get_submodule(unit), reshard_after_forward=reshard)
         assert all(map(is_cut, model.blocks))
         weights = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(1), dtype=want[0].dtype)

@@ -132,4 +132,4 @@ def test_a_new_architecture_has_rules(threefold):
     assert rule_of(rules, "blocks.2.mlp.fc1.weight") == Column(3)
     assert all(rule_of(rules, name) for name in names)
     blocks = {f"blocks.{i}" for i in range(3)}
-    assert set(shard_units(PLAN, names)) == {"", *blocks, *(f"{block}.adaLN_modulation" for block in blocks)}
+    assert set(shard_units(PLAN, names)) == {"", *blocks}

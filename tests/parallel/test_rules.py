@@ -210,7 +210,7 @@ def test_shard_units_are_blocks_and_what_is_outside(models):
         units = shard_units(plan_of(model.config), names)
         assert sorted(itertools.chain(*units.values())) == sorted(names)
         blocks = [f"blocks.{i}" for i in range(model.config.depth)]
-        assert set(units) == {"", *blocks, *(f"{block}.adaLN_modulation" for block in blocks)}
+        assert set(units) == {"", *blocks}
         for unit, parameters in units.items():
             assert all(parameter.startswith("blocks.") == bool(unit) for parameter in parameters)
             assert all(parameter.startswith(unit) for parameter in parameters)

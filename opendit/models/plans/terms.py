@@ -173,7 +173,8 @@ class Plan:
     projections: of a configuration, patterns of modules -> the operations (fields of BlockOps) that a block gives them
         to as their projection; nothing else reads their weights.
     units: patterns of modules that are shard units, each gathered and freed as a whole; what is outside of all of
-        them is one more. A block's modulation is a unit inside the block's, because ``Block.modulate`` uses it apart.
+        them is one more. A block's unit holds its modulation, too: as a unit of its own it would be reduced right after
+        the block, and the backward pass would wait for the block's reduction, which nothing hides.
     """
 
     rules: Callable[["DiTConfig"], dict[str, Rule]]
@@ -183,7 +184,7 @@ class Plan:
     flops: tuple[FlopTerm, ...]
     stages: StageCuts
     projections: Callable[["DiTConfig"], dict[str, tuple[str, ...]]]
-    units: tuple[str, ...] = ("blocks.*.adaLN_modulation", "blocks.*")
+    units: tuple[str, ...] = ("blocks.*",)
 
     def kept(self, config: "DiTConfig", execution: Execution) -> Kept:
         """What a block keeps for its backward pass: the sum of the memory terms."""

@@ -323,7 +323,7 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-UNITS = 2 * CONFIG.depth + 1  # blocks, their modulations, and the rest
+UNITS = CONFIG.depth + 1  # blocks with their modulations, and the rest
 
 
 SENDS = {  # gathers, reductions, sums: of each a step's number
