@@ -193,4 +193,4 @@ def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
         return "CUDA graphs need a GPU"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast casts weights anew in every block that it is asked for"
-    return ""
+    return model.no_graph

@@ -1,7 +1,7 @@
 """Attention: to all tokens of a sample, to groups of them, to a caption. How to attend is injected."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, Projection, RMSNorm
 from opendit.models.positions import rotate
+
+if TYPE_CHECKING:
+    from opendit.models.ecdit import ExpertMlp, Routing
 
 # torch.compile (2.11) plans cuDNN's gradients in another memory layout than cuDNN writes for q, k, v that are views of
 # one qkv tensor: they come out wrong (relative error 1.4, measured). The others' are right.
@@ -60,6 +63,10 @@ class SequenceShards(Protocol):
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, N, F), on every rank, from this rank's (B, n, F)."""
+
+    def start_experts(self, mlp: "ExpertMlp", y: Tensor) -> "Routing":
+        """``mlp.start`` for this rank's tokens y (B, n, D), of an EC-DiT's MLP (models/ecdit.py), whose experts choose
+        among the tokens of all ranks."""
 
 
 class Attention(nn.Module):

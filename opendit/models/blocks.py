@@ -54,8 +54,11 @@ class Block(nn.Module):
         m: what :meth:`modulate` gives, or the pair that it takes. context: what cross-attention attends to. grid: where
         the tokens are, the same for all blocks of a stack.
         """
-        m = self.modulate(*m) if isinstance(m, tuple) else m
-        return self.materialize(*self.deferred([x], m, context, grid))
+        return self.complete([x], self.modulate(*m) if isinstance(m, tuple) else m, context, grid)
+
+    def complete(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Tensor:
+        """All of a block that is cut from the next one; arguments as of :meth:`deferred`."""
+        return self.materialize(*self.deferred(start, m, context, grid))
 
     def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         """All of :meth:`forward` but its last residual connection, which :meth:`materialize` makes of the result.

@@ -58,6 +58,10 @@ class DiTBlock(Block):
         self.adaLN_modulation = modulation(dim, 6, options)
 
     def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+        return self.mlp.deferred(*self.before_mlp(start, m, context, grid), self.ops)
+
+    def before_mlp(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+        """(x, gate, y) for the branch x + gate * mlp(y); arguments as of :meth:`deferred`."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = m.chunk(6, dim=1)
         x, y = self.begin(start, shift_a, scale_a)
         y = self.attn.output(y, self.ops, grid)
@@ -67,7 +71,7 @@ class DiTBlock(Block):
             x = self.ops.linear_gate_residual(x, gate_a, y, self.attn.proj)
             x = x + self.cross_attn(layer_norm(x), *context)
             y = self.ops.layernorm_modulate(x, shift_m, scale_m)
-        return self.mlp.deferred(x, gate_m, y, self.ops)
+        return x, gate_m, y
 
 
 def initial_attention(name: str, output: Distribution | None = None) -> dict[str, Distribution]:
@@ -124,6 +128,11 @@ class DiT(nn.Module):
         self.sequence: Callable[[int], SequenceShards] | None = None  # N tokens as the ranks of a group share them
         if self.device.type != "meta":
             initialize(self, seed=torch.randint(2**62, (), device="cpu").item())
+
+    @property
+    def no_graph(self) -> str:
+        """Why the forward pass can't be recorded as a CUDA graph; empty if it can."""
+        return ""
 
     def make_block(self) -> nn.Module:
         config = self.config

@@ -8,12 +8,14 @@ those of NVIDIA NeMo, which builds on MovieGen-1B with experts of 1024 and a cap
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from opendit.models.attention import SequenceShards, TokenGrid
+from opendit.models.blocks import Context, Deferred
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT, DiTBlock
 from opendit.models.initialization import Distribution, XavierUniform
@@ -25,8 +27,7 @@ class ECDiTConfig(DiTConfig):
     """Everything needed to build an EC-DiT; ``mlp_ratio`` is the shared MLP's."""
 
     kind: ClassVar[str] = "ecdit"
-    sequence_parallel: ClassVar[bool] = False  # experts choose among all tokens of a sample
-    float8: ClassVar[bool] = False  # nor are the experts' products among BlockOps
+    float8: ClassVar[bool] = False  # the experts' products are not among BlockOps
 
     experts: int = 64
     expert_hidden: int = 144  # width of an expert's hidden layer
@@ -70,8 +71,8 @@ class ExpertMlp(Mlp):
 
     A token's affinities are a softmax over the experts; each expert takes the tokens of a sample with the highest
     affinity to it. So every expert has the same work, and a sample's result does not depend on the others of its batch.
-    The experts' weights are stacks (E, in, out). A rank may hold a slice of them, ``held``; what its experts add is
-    then a part of a sum over the ranks.
+    The experts' weights are stacks (E, in, out). A rank may hold a slice of them, ``held``, and ``start`` may be
+    replaced by one that sends tokens to the ranks of their experts (opendit.parallel.experts).
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool, experts: int, expert_hidden: int, capacity: float):
@@ -81,24 +82,111 @@ class ExpertMlp(Mlp):
         self.expert_fc1 = nn.Parameter(torch.randn(experts, dim, expert_hidden) / math.sqrt(dim))
         self.expert_fc2 = nn.Parameter(torch.randn(experts, expert_hidden, dim) / math.sqrt(expert_hidden))
 
+    def affinities(self, y: Tensor) -> Tensor:
+        """Of y's tokens (B, N, D) to all experts, (B, N, E), in fp32 or wider."""
+        return self.router(y).softmax(dim=-1, dtype=torch.promote_types(y.dtype, torch.float32))
+
+    def choose(self, affinity: Tensor) -> tuple[Tensor, Tensor]:
+        """Of affinities (B, N, E) to any experts those of the tokens that each of them takes, (B, E, k), and their
+        numbers in the sample."""
+        k = _places(affinity.shape[1], self.router.out_features, *self.capacity)
+        return affinity.transpose(1, 2).topk(k, dim=-1)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """Of the experts that this rank has, (E, D, hidden) and (E, hidden, D)."""
+        return self.expert_fc1, self.expert_fc2
+
+    def experts(self, taken: Tensor) -> Tensor:
+        """What each expert of this rank makes of its tokens (E, rows, D)."""
+        fc1, fc2 = self.weights()
+        return torch.bmm(F.gelu(torch.bmm(taken, fc1), approximate="tanh"), fc2)
+
     def routed(self, y: Tensor) -> Tensor:
-        """What the experts add to y's tokens, (B, N, D), without the shared MLP."""
-        (B, N, D), E = y.shape, self.router.out_features
-        k = _places(N, E, *self.capacity)
-        affinity = self.router(y).softmax(dim=-1, dtype=torch.promote_types(y.dtype, torch.float32))
-        weight, token = affinity[..., self.held].transpose(1, 2).topk(k, dim=-1)  # (B, held, k)
-        row = (token + N * torch.arange(B, device=y.device).view(B, 1, 1)).transpose(0, 1).flatten(1)  # (held, B k)
-        taken = y.flatten(0, 1)[row]
-        hidden = F.gelu(torch.bmm(taken, self.expert_fc1), approximate="tanh")
-        out = torch.bmm(hidden, self.expert_fc2) * weight.transpose(0, 1).flatten(1).unsqueeze(-1)
-        total = _AddRows.apply(out.flatten(0, 1), row.flatten(), B * N)  # in fp32 or wider
-        return total.view(B, N, D).to(y.dtype)
+        """What the experts of this rank add to y's tokens, (B, N, D), without the shared MLP."""
+        B, N, _ = y.shape
+        weight, token = self.choose(self.affinities(y)[..., self.held])
+        row = rows_by_expert(token, N)
+        out = self.experts(y.flatten(0, 1)[row])
+        return add_rows(out.flatten(0, 1), weight.transpose(0, 1).flatten(), row.flatten(), y)
+
+    def start(self, y: Tensor, shards: SequenceShards | None = None) -> "Routing":
+        """Begins what the experts add to y's tokens, (B, n, D). shards: how ranks share the sequence."""
+        return _RoutedHere(self, y) if shards is None else shards.start_experts(self, y)
 
     def deferred(self, h: Tensor, gate: Tensor, y: Tensor, ops: BlockOps) -> tuple[Tensor, Tensor, Tensor]:
         return super().deferred(h + gate.unsqueeze(1) * self.routed(y), gate, y, ops)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.routed(x)
+
+
+class Routing(Protocol):
+    """What experts add to tokens, in three steps, so that tokens can travel to the ranks of their experts beside other
+    work: made by ``ExpertMlp.start``, which sends them off; then :meth:`compute`; then :meth:`result`.
+
+    travels: whether the result is on its way when :meth:`compute` returns.
+    """
+
+    travels: bool
+
+    def compute(self) -> None:
+        """Takes what has arrived through this rank's experts, and sends it back."""
+
+    def result(self) -> Tensor:
+        """What is added to the tokens (B, n, D). Once."""
+
+
+class _RoutedHere:
+    """By experts that are all here."""
+
+    travels = False
+
+    def __init__(self, mlp: ExpertMlp, y: Tensor):
+        self._mlp, self._y = mlp, y
+
+    def compute(self) -> None:
+        self._added = self._mlp.routed(self._y)
+
+    def result(self) -> Tensor:
+        return self._added
+
+
+class ECDiTBlock(DiTBlock):
+    """Tokens travel to other ranks' experts beside the shared MLP's first layer, and back beside its second, where that
+    is not deferred to the next block."""
+
+    mlp: ExpertMlp
+
+    def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+        h, gate, z, routing = self._computed(start, m, context, grid)
+        return h + gate.unsqueeze(1) * routing.result(), gate, z
+
+    def complete(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Tensor:
+        h, gate, z, routing = self._computed(start, m, context, grid)
+        if not routing.travels:
+            return self.materialize(h + gate.unsqueeze(1) * routing.result(), gate, z)
+        return self.materialize(h, gate, z) + gate.unsqueeze(1) * routing.result()
+
+    def _computed(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> tuple:
+        """The parts of h + gate * fc2(z), and what is to be added to fc2(z)."""
+        h, gate, y = self.before_mlp(start, m, context, grid)
+        routing = self.mlp.start(y, grid and grid.shards)
+        z = self.mlp.hidden(y, self.ops)
+        routing.compute()
+        return h, gate, z, routing
+
+
+def rows_by_expert(token: Tensor, tokens: int) -> Tensor:
+    """Rows (E, B k) of the flattened tokens of all samples, of ``tokens`` each, from numbers in a sample (B, E, k)."""
+    sample = torch.arange(len(token), device=token.device).view(-1, 1, 1)
+    return (token + tokens * sample).transpose(0, 1).flatten(1)
+
+
+def add_rows(out: Tensor, weight: Tensor, row: Tensor, like: Tensor) -> Tensor:
+    """The sums of weight * out (M, D) in the rows (M,) of the flattened tokens of ``like`` (B, N, D), in its dtype;
+    added up in fp32 or wider."""
+    B, N, _ = like.shape
+    return _AddRows.apply(out * weight.unsqueeze(-1), row, B * N).view(like.shape).to(like.dtype)
 
 
 class _AddRows(torch.autograd.Function):
@@ -117,10 +205,15 @@ class _AddRows(torch.autograd.Function):
 class ECDiT(DiT):
     """DiT with experts, of pictures or clips."""
 
-    def make_block(self) -> DiTBlock:
+    @property
+    def no_graph(self) -> str:
+        shared = self.sequence is not None and self.sequence.shares_samples
+        return "the host reads how many tokens of an expert each rank has (--sequence_parallel_size)" if shared else ""
+
+    def make_block(self) -> ECDiTBlock:
         c = self.config
         mlp = ExpertMlp(c.hidden_size, c.mlp_hidden, c.bias, c.experts, c.expert_hidden, c.expert_capacity)
-        return DiTBlock(c.hidden_size, c.num_heads, c.mlp_ratio, c.cross_attention, c.options, mlp)
+        return ECDiTBlock(c.hidden_size, c.num_heads, c.mlp_ratio, c.cross_attention, c.options, mlp)
 
     def initial_distributions(self) -> dict[str, Distribution]:
         experts = {f"blocks.*.mlp.expert_{layer}": XavierUniform(stacked=True) for layer in ("fc1", "fc2")}

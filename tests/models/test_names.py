@@ -201,7 +201,6 @@ def test_options_by_name():
 
 def test_what_can_not_be_combined():
     sequence = {
-        ("EC-DiT-Ti/2", "ulysses"): {},
         ("ST-DiT-Ti/222", "ring"): {},
         ("DiT-S/2", "ring"): {"qk_norm": True},
         ("DiT-B/2", "usp"): {"positions": "rope"},
@@ -218,6 +217,7 @@ def test_what_can_not_be_combined():
         build("DiT-S/2", num_classes=3, qk_norm=True, positions="rope", bias=False).check_sequence_parallel(kind)
     for kind in ("fastseq", "ulysses", "ring", "usp"):
         build("MovieGen-5B/122", num_classes=3).check_sequence_parallel(kind)
+        build("EC-DiT-1B/2", num_classes=3).check_sequence_parallel(kind)
     for name, options in (("EC-DiT-Ti/2", {}), ("MovieGen-Ti/2", {}), ("DiT-S/2", {"bias": False})):
         with pytest.raises(ValueError, match="--fp8 does not work with"):
             build(name, num_classes=3, **options).check_speed(True, "none")

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
-from opendit.models import MovieGenConfig
+from opendit.models import ECDiTConfig, MovieGenConfig
 from tests.numbers import largest
 from tests.parallel.test_sequence import IMAGE, TEXT, TOLERANCE, VIDEO, many_cases
 from tests.ranks import run_ranks
 
 NORMED = {"qk_norm": True, "positions": "rope"}
 MOVIE = MovieGenConfig((4, 4, 6), (2, 2, 2), 2, 48, 2, 12, num_classes=5)  # 12 tokens
+EXPERTS = ECDiTConfig((6, 10), 2, 3, 48, 2, 12, num_classes=5, experts=8, expert_hidden=10, mlp_ratio=2.0)
 CASES = [
     (2, "ulysses", replace(IMAGE, **NORMED), None, 2, False),
     (2, "fastseq", replace(VIDEO, num_heads=6, **NORMED), (2, 4, 6), 1, False),  # a shorter clip
@@ -23,6 +24,10 @@ CASES = [
     (2, "fastseq", replace(MOVIE, kv_heads=3, adaln_lora=5), (2, 4, 6), 2, True),
     (2, "ring", replace(MOVIE, kv_heads=2, bias=True), (2, 4, 4), 1, False),
     (2, "fastseq", replace(MOVIE, num_heads=6, kv_heads=2, **NORMED), None, 1, False),
+    # experts that choose among the tokens of both ranks: 15; 5, of which a rank has 2; all of 2
+    (2, "ulysses", EXPERTS, None, 2, False),
+    (2, "ring", replace(EXPERTS, experts=5, expert_capacity=1.3), (2, 10), 2, True),
+    (2, "fastseq", replace(EXPERTS, expert_capacity=8.0), (2, 4), 1, False),
 ]
 
 

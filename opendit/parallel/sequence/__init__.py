@@ -1,10 +1,12 @@
 """Sequence parallelism: the ranks of a group share the tokens of every sample; see docs/sequence_parallel.md."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
 from opendit.models.attention import for_every_head
+from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.layers import Attend, Projection
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import OWN_ATTENTION
@@ -12,6 +14,7 @@ from opendit.parallel.sequence.choose import Machine, Shape, StrategyChoice, mak
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.sequence.direct import DirectUlysses
 from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
+from opendit.parallel.sequence.experts import RoutingByRanks
 from opendit.parallel.sequence.fastseq import FastSeq
 from opendit.parallel.sequence.peer_memory import connect
 from opendit.parallel.sequence.ulysses import UlyssesRing
@@ -30,6 +33,8 @@ class SequenceParallel:
     group: Group
     plan: StrategyChoice
     strategy: Strategy
+
+    shares_samples: ClassVar[bool] = True
 
     def __call__(self, length: int) -> "SharedSequence":
         return SharedSequence(self, length)
@@ -73,7 +78,16 @@ class SharedSequence:
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, length, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
-        return gather_tokens(x, self.length, self.sequence.group)
+        return gather_tokens(x, self.length, self.group)
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the sequence."""
+        return self.sequence.group
+
+    def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
+        """``mlp.start`` for this rank's tokens."""
+        return RoutingByRanks(mlp, y, self)
 
 
 def attention_note(note: str, sequence: SequenceParallel | None) -> str:

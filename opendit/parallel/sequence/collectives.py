@@ -42,15 +42,36 @@ class Flight:
 # ------------------------------------------------------------------------------------------------------- all-to-all
 
 
-def _start_all_to_all(send: Tensor, group: Group) -> Flight:
+@dataclass(frozen=True)
+class Counts:
+    """Rows of a tensor (rows, ...) that go to each rank of a group, in the order of the ranks, and that come from
+    each."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def back(self) -> "Counts":
+        """Of the exchange that brings every row back to where it came from."""
+        return Counts(self.received, self.sent)
+
+
+def _start_all_to_all(send: Tensor, group: Group, counts: Counts | None = None) -> Flight:
+    if group.size == 1:
+        return Flight([], send, send)
     send = send.contiguous()
-    received = torch.empty_like(send)
-    work = dist.all_to_all_single(received, send, group=group.handle, async_op=True)
+    if counts is None:
+        received, sizes = torch.empty_like(send), ()
+    else:
+        received = send.new_empty(sum(counts.received), *send.shape[1:])
+        sizes = list(counts.received), list(counts.sent)
+    work = dist.all_to_all_single(received, send, *sizes, group=group.handle, async_op=True)
     return Flight([work], received, send)
 
 
 class Exchange:
-    """All-to-all of tensors (P, ...): row p goes to rank p. Its adjoint is an all-to-all too.
+    """All-to-all of tensors (P, ...): row p goes to rank p. With ``counts`` of tensors (rows, ...): so many rows to and
+    from each rank. Its adjoint is an all-to-all too.
 
     ``start`` and ``finish`` are two nodes of the graph, so that what lies between them runs while the exchange is under
     way. Autograd runs nodes in the opposite order of their creation: what was finished last is started first in the
@@ -58,23 +79,23 @@ class Exchange:
     One object for each exchange.
     """
 
-    def __init__(self, group: Group):
-        self.group = group
+    def __init__(self, group: Group, counts: Counts | None = None):
+        self.group, self.counts = group, counts
         self.flight: Flight | None = None
 
     def start(self, send: Tensor) -> "Exchange":
-        """Sends ``send`` (P, ...), of one shape on all ranks, on its way."""
+        """Sends ``send`` on its way: (P, ...) of one shape on all ranks, or (rows, ...)."""
         self._received = _Start.apply(send, self)
         return self
 
     def finish(self) -> Tensor:
-        """What arrived (P, ...): row p is from rank p. Once for each ``start``."""
+        """What arrived (P, ...), row p from rank p, or (rows, ...). Once for each ``start``."""
         received, self._received = self._received, None
         return _Finish.apply(received, self)
 
-    def _depart(self, send: Tensor) -> Tensor:
+    def _depart(self, send: Tensor, counts: Counts | None) -> Tensor:
         """The tensor that the collective is writing to; not to be read before ``_land``."""
-        self.flight = _start_all_to_all(send, self.group)
+        self.flight = _start_all_to_all(send, self.group, counts)
         return self.flight._received
 
     def _land(self) -> None:
@@ -86,7 +107,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, send: Tensor, exchange: Exchange):
         ctx.exchange = exchange
-        return exchange._depart(send)
+        return exchange._depart(send, exchange.counts)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -103,7 +124,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.exchange._depart(grad), None
+        return ctx.exchange._depart(grad, ctx.exchange.counts and ctx.exchange.counts.back), None
 
 
 # -------------------------------------------------------------------------------------------------------------- ring

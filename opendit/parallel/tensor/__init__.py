@@ -10,7 +10,7 @@ own tokens where it works on the residual stream, of its own heads, features or 
 have (opendit/parallel/tensor/gradients.py adds them up).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from opendit.models import DiT, DiTConfig, plan_of
 from opendit.models.attention import Attention, CrossAttention
-from opendit.models.ecdit import ExpertMlp
+from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.layers import Attend, Projection
 from opendit.models.plans.terms import Column, Replicated
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible, rule_of
 from opendit.parallel.sequence import SequenceParallel, SharedSequence
 from opendit.parallel.sequence.collectives import Group, take_tokens
-from opendit.parallel.tensor.collectives import join, join_result
+from opendit.parallel.tensor.collectives import join, join_result, sum_shares
 from opendit.parallel.tensor.layers import Divided, divide_experts, divided_parameters, part_of
 
 __all__ = [
@@ -39,22 +39,24 @@ __all__ = [
 ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class TensorParallel:
     """What a model is given by ``use(sequence=...)`` whose layers :func:`divide` has divided.
 
     sequence: how ranks of another group share every sample before those of ``group`` do; None: they do not.
-    tokens: of the sequence under way that this group has together.
     """
 
     group: Group
     sequence: SequenceParallel | None = None
-    tokens: int = field(default=0, init=False)
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether ranks of another group have other tokens of a sample."""
+        return self.sequence is not None
 
     def __call__(self, length: int) -> "SharedTokens":
         shared = None if self.sequence is None else self.sequence(length)
-        self.tokens = length if shared is None else shared.rows
-        return SharedTokens(self.group, self.tokens, shared)
+        return SharedTokens(self.group, length if shared is None else shared.rows, shared)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class SharedTokens:
             output = self.shared.attention(q, k, v, attend)
         return F.pad(output, (0, 0, 0, padding)) if padding else output
 
+    def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
+        """``mlp.start`` for this rank's tokens (B, rows, D)."""
+        return _RoutedByParts(mlp, y, self)
+
     def project_and_attend(
         self, x: Tensor, qkv: Projection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
@@ -106,6 +112,23 @@ class SharedTokens:
         x = join(x, 1, self.group)
         output = self.shared.project_and_attend(x[:, : self.length], qkv, heads, attend, float8)
         return F.pad(output, (0, 0, 0, x.shape[1] - self.length))
+
+
+class _RoutedByParts:
+    """Tokens (B, rows, D) by all ranks' experts, of which each rank takes the tokens of all."""
+
+    travels = False
+
+    def __init__(self, mlp: ExpertMlp, y: Tensor, tokens: SharedTokens):
+        whole = join(y, 1, tokens.group)
+        self._group, self._padding = tokens.group, whole.shape[1] - tokens.length
+        self._routing = mlp.start(whole[:, : tokens.length], tokens.shared)
+
+    def compute(self) -> None:
+        self._routing.compute()
+
+    def result(self) -> Tensor:
+        return sum_shares(F.pad(self._routing.result(), (0, 0, 0, self._padding)), 1, self._group)
 
 
 def tensor_group(mesh: Mesh) -> Group | None:
@@ -146,7 +169,7 @@ def divide(
     Raises ValueError as :func:`check_tensor_parallel`.
     """
     check_tensor_parallel(model.config, group.size)
-    rules, tensor = plan_of(model.config).rules(model.config), TensorParallel(group, sequence)
+    rules = plan_of(model.config).rules(model.config)
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
             rule = rule_of(rules, f"{path}.weight")
@@ -160,5 +183,5 @@ def divide(
         elif isinstance(module, CrossAttention):
             module.num_heads //= group.size
         elif isinstance(module, ExpertMlp):
-            divide_experts(module, group, lambda: tensor.tokens)
-    return tensor
+            divide_experts(module, group)
+    return TensorParallel(group, sequence)

@@ -121,22 +121,14 @@ def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
     return part.train(layer.training)
 
 
-def divide_experts(mlp: ExpertMlp, group: Group, tokens: Callable[[], int]) -> None:
-    """Leaves this rank its experts, in place. They choose among the ``tokens()`` tokens of all ranks."""
+def divide_experts(mlp: ExpertMlp, group: Group) -> None:
+    """Leaves this rank its experts, in place."""
     share, mlp.divided = len(mlp.expert_fc1) // group.size, {}
     for name in ("expert_fc1", "expert_fc2"):
         parameter = getattr(mlp, name)
         mlp.divided[name] = divided_by(Expert(), parameter.shape, group.size)
         setattr(mlp, name, _own(parameter, Expert(), group))
     mlp.held = slice(group.rank * share, (group.rank + 1) * share)
-    mlp.routed = functools.partial(_routed_by_ranks, mlp.routed, group, tokens)
-
-
-def _routed_by_ranks(routed: Callable[[Tensor], Tensor], group: Group, tokens: Callable[[], int], y: Tensor) -> Tensor:
-    """What the experts of all ranks add to this rank's tokens (B, n, D)."""
-    whole = join(y, 1, group)
-    added = routed(whole[:, : tokens()])
-    return sum_shares(F.pad(added, (0, 0, 0, whole.shape[1] - added.shape[1])), 1, group)
 
 
 def _own(parameter: nn.Parameter, rule: Rule, group: Group) -> nn.Parameter:

@@ -32,7 +32,9 @@ def build_runner(
     eager = EagerRunner(engine, objective, micro_batches, after_forward)
     why_not = "--enable_cuda_graph is off"
     if graph:
-        why_not = engine.no_graph if engine.mesh.device.type == "cuda" else "it needs a CUDA GPU"
+        why_not = (
+            engine.no_graph or engine.module.no_graph if engine.mesh.device.type == "cuda" else "it needs a CUDA GPU"
+        )
     if why_not:
         eager.note = f"off: {why_not}"
         return eager

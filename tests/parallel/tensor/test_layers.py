@@ -111,6 +111,7 @@ def every_model(mesh: Mesh) -> dict:
     both = init_mesh(dims=ParallelDims(sp=2, tp=2))
     for kind in ("fastseq", "ulysses", "ring"):
         found[kind] = compare(both, MODELS["DiT of text"], 2, kind)
+    found["experts among all tokens"] = compare(both, MODELS["EC-DiT"], 2, "ulysses")
     return found
 
 

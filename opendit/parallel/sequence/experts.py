@@ -1,0 +1,176 @@
+"""Experts that choose among tokens of several ranks, and tokens that go to the ranks of their experts (EC-DiT).
+
+An expert takes the k tokens of a sample with the highest affinity to it, wherever they are. Where ranks share a
+sequence, they gather its affinities, B x N x E numbers without a gradient, so that all of them know every choice; a
+token's weight is its own affinity, of which its rank has the gradient. Tokens are never gathered:
+
+    own tokens ─chosen ones, by expert─▶ all-to-all ─▶ (experts, rows, D) ─▶ all-to-all ─▶ weighted sum
+
+Every expert takes as many tokens of a sample as any other. So with whole samples on a rank all sizes are known
+beforehand; where a sequence is shared, a rank may hold any number of an expert's k tokens, and the host reads how many
+while the device works on the shared MLP.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from opendit.common.compiler import not_compiled
+from opendit.models.ecdit import ExpertMlp, add_rows, rows_by_expert
+from opendit.parallel.sequence.collectives import Counts, Exchange, Group, start_gather
+
+
+class OwnTokens(Protocol):
+    """A rank's part of a sequence (:class:`opendit.parallel.sequence.SharedSequence`)."""
+
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    length: int
+
+
+class RoutingByRanks:
+    """:class:`opendit.models.ecdit.Routing` of this rank's tokens y (B, n, D).
+
+    Args:
+        mlp: has all experts that it chooses for, or with ``experts`` this rank's part of them.
+        shared: how ranks share the sequence; None: y are all tokens of its samples.
+        experts: ranks each of which has an equal part of the experts, in their order; None: this one has them all.
+    """
+
+    @not_compiled
+    def __init__(self, mlp: ExpertMlp, y: Tensor, shared: OwnTokens | None = None, experts: Group | None = None):
+        self._mlp, self._y, self._group = mlp, y, experts or Group(None, 0, 1)
+        self.travels = self._group.size > 1
+        self._pending = None if shared is None else _Pending(mlp, y, shared, self._group)
+        if shared is None:
+            chosen = _choose_here(mlp, y)
+            self._send(chosen, [chosen.counts] * self._group.size)
+
+    @not_compiled
+    def compute(self) -> None:
+        """Takes the tokens that have come through this rank's experts, and sends them back."""
+        if self._pending is not None:
+            self._send(*self._pending.chosen())
+        arrived, experts = self._out.finish(), len(self._arriving[0])
+        places, most = _places(self._arriving, arrived.device)
+        stacked = _Spread.apply(arrived, places, experts * most)
+        out = self._mlp.experts(stacked.view(experts, most, arrived.shape[1])).flatten(0, 1)
+        self._back = Exchange(self._group, self._counts.back).start(_Collect.apply(out, places))
+
+    @not_compiled
+    def result(self) -> Tensor:
+        """What is added to the tokens."""
+        return add_rows(self._back.finish(), self._chosen.weights, self._chosen.rows, self._y)
+
+    def _send(self, chosen: "Chosen", counts: Sequence[Sequence[int]]) -> None:
+        """counts: of every rank, how many of its tokens each expert takes."""
+        share = len(chosen.counts) // self._group.size
+        sent = tuple(sum(chosen.counts[first : first + share]) for first in range(0, len(chosen.counts), share))
+        own = slice(self._group.rank * share, (self._group.rank + 1) * share)
+        self._arriving = tuple(tuple(of_rank[own]) for of_rank in counts)
+        self._counts, self._chosen = Counts(sent, tuple(map(sum, self._arriving))), chosen
+        self._out = Exchange(self._group, self._counts).start(self._y.flatten(0, 1)[chosen.rows])
+
+
+# ------------------------------------------------------------------------------------------------------------ choices
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The tokens of this rank that experts have chosen, expert by expert: their rows (M,) among the flattened ones,
+    their weights (M,), and how many belong to each expert."""
+
+    rows: Tensor
+    weights: Tensor
+    counts: tuple[int, ...]
+
+
+def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:
+    weight, token = mlp.choose(mlp.affinities(y))
+    rows = rows_by_expert(token, y.shape[1])
+    return Chosen(rows.flatten(), weight.transpose(0, 1).flatten(), (rows.shape[1],) * len(rows))
+
+
+class _Pending:
+    """Choices among the tokens of several ranks, of which the host does not know yet how many there are."""
+
+    def __init__(self, mlp: ExpertMlp, y: Tensor, shared: OwnTokens, group: Group):
+        own, first = mlp.affinities(y), shared.group.rank * shared.rows
+        gathered = start_gather(own.detach(), shared.group).wait().transpose(0, 1).flatten(1, 2)[:, : shared.length]
+        _, token = mlp.choose(gathered[..., mlp.held] if group.size == 1 else gathered)
+        place = token - first
+        here = (place >= 0) & (place < y.shape[1])
+        self._here = here.transpose(0, 1).flatten(1)  # (E, B k)
+        self._rows = rows_by_expert(place, y.shape[1]).flatten()
+        self._own = own[..., mlp.held] if group.size == 1 else own
+        counts = self._here.sum(1)
+        self._counts = counts.unsqueeze(0) if group.size == 1 else start_gather(counts, group).wait()
+        self._rank, self._copied = group.rank, None
+        if counts.is_cuda:
+            self._counts = self._counts.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def chosen(self) -> tuple[Chosen, list[list[int]]]:
+        """Those that are here; and how many of them each expert has on every rank of the group."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        counts = self._counts.tolist()
+        picked = torch.argsort(self._here.flatten(), descending=True, stable=True)[: sum(counts[self._rank])]
+        rows, expert = self._rows[picked], picked // self._here.shape[1]
+        weights = self._own.flatten().gather(0, rows * self._own.shape[-1] + expert)
+        return Chosen(rows, weights, tuple(counts[self._rank])), counts
+
+
+# ------------------------------------------------------------------------------------------------------ rows by expert
+
+
+@functools.lru_cache(maxsize=32)  # of whole samples they are always the same
+def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
+    """Where rows that came rank by rank, from each expert by expert, are in a stack (experts, rows): the same rows
+    expert by expert, with room for the most that one of them has. The stack flattened, and that number."""
+    most = max(map(sum, zip(*arriving, strict=True)))
+    bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
+    for of_rank in arriving:
+        for expert, count in enumerate(of_rank):
+            bases.append(expert * most + filled[expert] - arrived)
+            lengths.append(count)
+            filled[expert] += count
+            arrived += count
+    place = torch.tensor(bases).repeat_interleave(torch.tensor(lengths)).add_(torch.arange(arrived))
+    return (place.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else place), most
+
+
+class _Spread(torch.autograd.Function):
+    """Rows x (M, D) at their places (M,), each another one, among ``rows``; zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor, rows: int):
+        ctx.save_for_backward(places)
+        return x.new_zeros(rows, x.shape[1]).index_copy_(0, places, x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad[ctx.saved_tensors[0]], None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The adjoint of :class:`_Spread`: ``x[places]``, whose own backward pass would add up rows."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, places: Tensor):
+        ctx.save_for_backward(places)
+        ctx.rows = len(x)
+        return x[places]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, ctx.saved_tensors[0], grad), None
