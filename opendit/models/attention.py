@@ -1,7 +1,8 @@
 """Attention: to all tokens of a sample, to groups of them, to a caption. How to attend is injected."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +69,20 @@ class SequenceShards(Protocol):
         """``mlp.start`` for this rank's tokens y (B, n, D), of an EC-DiT's MLP (models/ecdit.py), whose experts choose
         among the tokens of all ranks."""
 
+    axial: bool  # whether attention along an axis of the grid calls attend_along
+
+    def attend_along(
+        self,
+        axis: int,
+        x: Tensor,
+        qkv: "Projection | MadeProjection",
+        attend: "Callable[[Tensor, Projection | MadeProjection, TokenGrid], Tensor]",
+        rotary: Tensor | None,
+    ) -> Tensor:
+        """The attention output (B, n, D) of this rank's tokens x (B, n, D), each to the tokens that differ from it in
+        one axis alone, 0 the frame, 1 the place in it: made by ``attend(tokens, qkv, grid)`` of grids that are whole
+        along that axis. rotary: the rotations of all tokens."""
+
 
 class Attention(nn.Module):
     """Multi-head self-attention with one qkv projection (parameter names of timm: qkv, proj).
@@ -107,11 +122,14 @@ class Attention(nn.Module):
             return shards.attention(q, k, v, attend)
         return attend(q, k, v).transpose(1, 2).flatten(2)
 
-    def project(self, x: Tensor, ops: BlockOps) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, N, d), k and v (B, kv_heads, N, d)."""
+    def project(
+        self, x: Tensor, ops: BlockOps, qkv: "Projection | MadeProjection | None" = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, N, d), k and v (B, kv_heads, N, d), by the layer's projection or by one in its place."""
+        qkv = self.qkv if qkv is None else qkv
         if self.kv_heads == self.num_heads:
-            return ops.linear_heads(x, self.qkv, self.num_heads)
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            return ops.linear_heads(x, qkv, self.num_heads)
+        heads = qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
 
     def _qkv_of_every_head(self) -> "Projection | MadeProjection":
@@ -152,7 +170,11 @@ class MadeProjection:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+        """As :meth:`opendit.models.layers.Projection.product`."""
+        return multiply(x, self.weight) if bias is None else multiply(x, self.weight, bias)
 
 
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,8 +194,26 @@ def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:
     return torch.cat([q, *(part.repeat_interleave(num_heads // kv_heads, dim=0) for part in shared)]).flatten(0, 1)
 
 
-class FrameAttention(Attention):
+class AxialAttention(Attention):
+    """Attention of every token of a grid of frames x places to those that differ from it along one axis alone."""
+
+    axis: ClassVar[int]  # 0: the frame, 1: the place
+
+    def output(self, x: Tensor, ops: BlockOps = TORCH_OPS, grid: TokenGrid | None = None) -> Tensor:
+        shards = None if grid is None else grid.shards
+        if shards is None or not shards.axial:
+            return super().output(x, ops, grid)
+
+        def attend(x: Tensor, qkv: "Projection | MadeProjection", part: TokenGrid) -> Tensor:
+            return self.attention(*self.project(x, ops, qkv), part).transpose(1, 2).flatten(2)
+
+        return shards.attend_along(self.axis, x, self.qkv, attend, grid.rotary)
+
+
+class FrameAttention(AxialAttention):
     """Attention of every token to those of its own frame: (B T, H, S, d) of tokens in a grid of T frames."""
+
+    axis = 1
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
         frames = grid.sizes[0]
@@ -182,8 +222,10 @@ class FrameAttention(Attention):
         return _attend_in_groups(self.attend, *frame).unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)
 
 
-class TemporalAttention(Attention):
+class TemporalAttention(AxialAttention):
     """Attention of every token to those at its own place in all frames: (B S, H, T, d)."""
+
+    axis = 0
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
         frames, places = grid.sizes[0], q.shape[2] // grid.sizes[0]

@@ -28,6 +28,7 @@ class DiTConfig:
 
     kind: ClassVar[str] = "dit"
     sequence_parallel: ClassVar[bool] = True  # whether ranks can share the tokens of a sample
+    axial_attention: ClassVar[bool] = False  # whether blocks attend along the axes of the tokens' grid
     float8: ClassVar[bool] = True  # whether a block's linear layers are all BlockOps'
     recompute: ClassVar[bool] = True  # whether there is anything for --recompute
     modulations: ClassVar[int] = 6  # vectors of a block's modulation, besides those of cross-attention
@@ -164,6 +165,11 @@ class DiTConfig:
         if not self.sequence_types:
             raise ValueError(f"--sequence_parallel_size: {self.kind} models can't share a sample between ranks yet")
         if kind not in ("auto", *self.sequence_types):
+            if "ulysses" not in self.sequence_types:
+                raise ValueError(
+                    f"--sequence_parallel_type {kind}: {self.kind} models have no attention to all tokens without "
+                    "--full_attention; leave the flag out"
+                )
             raise ValueError(
                 f"--sequence_parallel_type {kind} attends without --qk_norm and --positions rope; use ulysses"
             )

@@ -125,7 +125,8 @@ class DiT(nn.Module):
         self.ops = BlockOps()
         self.grad_checkpoint = False
         self.modulate_in_blocks = False  # for blocks that are shard units, whose weights only their own call reaches
-        self.sequence: Callable[[int], SequenceShards] | None = None  # N tokens as the ranks of a group share them
+        # N tokens, in a grid of these sizes, as the ranks of a group share them.
+        self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
         if self.device.type != "meta":
             initialize(self, seed=torch.randint(2**62, (), device="cpu").item())
 
@@ -170,7 +171,11 @@ class DiT(nn.Module):
         }
 
     def use(
-        self, *, ops: BlockOps | None = None, attend=None, sequence: Callable[[int], SequenceShards] | None = None
+        self,
+        *,
+        ops: BlockOps | None = None,
+        attend=None,
+        sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None,
     ) -> "DiT":
         """Puts kernels or a parallel strategy in the place of the torch expressions; returns self.
 
@@ -293,7 +298,7 @@ class DiT(nn.Module):
         x's grid, where they are at hand."""
         sizes = self.config.grid_of(tuple(x.shape[2:]))
         patches, positions = self.x_embedder.patches(x), self.positions(sizes) if positions is None else positions
-        shards = None if self.sequence is None else self.sequence(patches.shape[1])
+        shards = None if self.sequence is None else self.sequence(patches.shape[1], sizes)
         if shards is not None:
             patches, positions = shards.take(patches), positions if positions is None else shards.take(positions)
         tokens = self.x_embedder.project(patches)

@@ -21,7 +21,7 @@ class STDiTConfig(VDiTConfig):
     """Everything needed to build an ST-DiT."""
 
     kind: ClassVar[str] = "stdit"
-    sequence_parallel: ClassVar[bool] = False  # a rank's tokens would have to be other ones for each attention
+    axial_attention: ClassVar[bool] = True
     cross_modulations: ClassVar[int] = 3
 
     full_attention: bool = False  # a third self-attention, over all tokens of the clip
@@ -29,6 +29,11 @@ class STDiTConfig(VDiTConfig):
     @property
     def modulations(self) -> int:
         return 12 if self.full_attention else 9
+
+    @property
+    def sequence_types(self) -> tuple[str, ...]:
+        """Of attention to all tokens, where there is any."""
+        return super().sequence_types if self.full_attention else ("axial",)
 
     def block_parameters(self) -> int:
         return (2 + self.full_attention) * self.attention_parameters() + self.mlp_parameters()

@@ -14,6 +14,7 @@ SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
 RESHARD = ("auto", "after_forward", "never")
 REDUCE_DTYPES = ("fp32", "bf16")
 OFFLOAD = ("none", "average", "state")
+AXIAL = "axial"  # the only way of a model that has no attention to all tokens (opendit/parallel/sequence/axial.py)
 OWN_ATTENTION = ("ring", "usp")  # that attend to a part of the keys at a time, by a kernel of their own
 
 

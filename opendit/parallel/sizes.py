@@ -165,6 +165,14 @@ def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
     return [[first + step for step in ranks(axes)] for first in ranks(others)]
 
 
+def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -> tuple[int, int]:
+    """How ranks share the tokens of a grid of frames x places in whole frames (axis 0), or in whole places (axis 1)
+    where that takes less padding and ``by_frames`` does not ask for the first: (axis, tokens of a rank, padding among
+    them)."""
+    rows = [-(-frames // ranks) * places] + [-(-places // ranks) * frames] * (not by_frames)
+    return rows.index(min(rows)), min(rows)
+
+
 def check_sequence_parallel(size: int, world_size: int) -> None:
     """Raises ValueError unless ``world_size`` processes can be cut into sequence groups of ``size``."""
     if size < 1:

@@ -135,6 +135,7 @@ def sequence_shape(
         samples=samples,
         bytes=BYTES[precision],
         types=parallel.sequence_types(config.sequence_types, attention),
+        axial=config.axial_attention,
     )
 
 

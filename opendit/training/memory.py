@@ -9,12 +9,14 @@ counted: the VAE and text encoder, the trained bytes encoder's activations, a CU
 allocator can't use of its memory.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from opendit.models import DiTConfig, plan_of
 from opendit.models.plans.terms import Execution
+from opendit.parallel.sizes import divide_grid
 from opendit.parallel.tensor.layers import held_parameters
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -225,7 +227,13 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
     takes beyond that."""
     plan, size = plan_of(config), BYTES[setup.precision]
     kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
-    tokens = batch * -(-config.tokens // (setup.sequence_parallel * setup.tensor_parallel))
+    tokens = config.tokens
+    if config.axial_attention and setup.sequence_parallel > 1:
+        frames, *places = config.grid
+        by_frames = "axial" not in config.sequence_types
+        _, tokens = divide_grid(frames, math.prod(places), setup.sequence_parallel, by_frames)
+        tokens *= setup.sequence_parallel
+    tokens = batch * -(-tokens // (setup.sequence_parallel * setup.tensor_parallel))
     if setup.tensor_parallel > 1:  # a layer's gathered input, and this rank's part of a sum for it
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size

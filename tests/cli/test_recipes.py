@@ -159,7 +159,10 @@ def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, caps
         ("--dry_run -1", "--dry_run -1"),
         ("--lora 4", "--pretrained"),
         ("--recipe digits --lora 128 --pretrained nowhere", "--lora 128: a rank from 1 to below the width, 128"),
-        ("8 --recipe st_dit_xl_768p --sequence_parallel_size 4", "stdit models can't share a sample between ranks"),
+        (
+            "8 --recipe st_dit_xl_768p --sequence_parallel_size 4 --sequence_parallel_type ring",
+            "stdit models have no attention to all tokens",
+        ),
         ("2 --recipe pretrain_xl --qk_norm --sequence_parallel_size 2 --sequence_parallel_type ring", "use ulysses"),
         ("3 --recipe pretrain_xl --qk_norm --sequence_parallel_size 3", "16 heads can't be shared out"),
         ("--adam_beta2 1", "--adam_beta2 1.0: must be at least 0 and below 1"),

@@ -21,7 +21,7 @@ from opendit.cli.sample_flags import SampleConfig
 from opendit.diffusion import DDPMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
 from opendit.inference.engine import SamplingEngine
-from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model
+from opendit.models import DiT, DiTConfig, STDiTConfig, TextCondition, TextConfig, build_model
 from opendit.models.vdit import VDiTConfig
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
@@ -36,6 +36,7 @@ TOLERANCE = 1e-4
 FLOW = FlowObjective(3.0)
 IMAGE = DiTConfig((6, 10), 2, 3, 48, 2, 12, num_classes=5)  # 15 tokens
 CLIP = VDiTConfig((6, 4, 6), (2, 2, 2), 1, 48, 2, 12, num_classes=5, learn_sigma=False)  # 18 tokens
+LATTE = STDiTConfig((6, 4, 6), (2, 2, 2), 1, 48, 2, 12, num_classes=5, learn_sigma=False)
 TEXT = replace(CLIP, num_classes=None, text=TextConfig("bytes", 32, 7, cross_attention=True))
 FROZEN = replace(IMAGE, num_classes=None, text=TextConfig("t5", 16, 5, cross_attention=True))
 FIVE_HEADS = replace(IMAGE, hidden_size=40, num_heads=5)
@@ -95,7 +96,8 @@ def compare(mesh: Mesh, cases: list[tuple]) -> list[tuple[float, bytes]]:
     results, made = [], {}
     for ranks, cfg_parallel, kind, config, *what in cases:
         group = made[ranks] if ranks in made else made.setdefault(ranks, init_mesh(sequence_parallel=ranks))
-        sequence = sequence_parallel(group, kind, Shape(config.tokens, config.hidden_size, config.num_heads))
+        how = dict(types=config.sequence_types, axial=config.axial_attention)
+        sequence = sequence_parallel(group, kind, Shape(config.tokens, config.hidden_size, config.num_heads, **how))
         alone = drawn(config, *what)
         shared = drawn(config, *what, sequence=sequence, halves=make_replicas(group, cfg_parallel).halves)
         error = (shared - alone).abs().max() / alone.abs().max()
@@ -120,12 +122,14 @@ def cases_of(world: int) -> list[tuple]:
         (2, False, "ulysses", TEXT, FLOW, 2.0, (2, 6, 6), 1),
         (2, False, "ring", FIVE_HEADS, DDPMObjective(), 4.0, (2, 6), 2),
         (2, False, "auto", FROZEN, DDPMObjective(), 4.0, (6, 6), 2),
+        (2, False, "auto", LATTE, FLOW, 2.0, (6, 4, 10), 2),  # 3 frames of 10 places
     ]
     if world == 4:
         cases += [
             (2, True, "fastseq", IMAGE, DDPMObjective(), 4.0, None, 2),
             (2, True, "ring", TEXT, FLOW, 2.0, (2, 6, 6), 1),
             (2, True, "ulysses", FROZEN, DDPMObjective(), 1.0, None, 1),
+            (2, True, "fastseq", replace(LATTE, full_attention=True), FLOW, 2.0, None, 2),
             (4, False, "usp", CLIP, FLOW, 2.0, (2, 6, 6), 1),
             (4, False, "ring", IMAGE, DDPMObjective(), 4.0, (2, 10), 1),  # 5 tokens: 2, 2, 1, 0
         ]

@@ -184,7 +184,7 @@ def test_advice_is_the_cheapest_that_is_enough():
     assert advice(clip, Setup(), 1, card) == "2 ranks and --sequence_parallel_size 2 --grad_checkpoint"
     assert advice(clip, Setup(world=8, fp8=True), 1, card) == "--sequence_parallel_size 2 --grad_checkpoint"
     apart = model_config("ST-DiT-XL/122", input_size=(64, 64), in_channels=4, frames=9600, num_classes=3)
-    assert "sequence" not in advice(apart, Setup(world=8), 1, card)
+    assert advice(apart, Setup(world=8), 1, card) == "32 ranks and --sequence_parallel_size 32 --grad_checkpoint"
 
 
 def test_the_line_of_the_opening_block():

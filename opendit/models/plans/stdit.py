@@ -37,7 +37,10 @@ def _attention_along_time(config: "STDiTConfig", execution: Execution) -> Kept:
     """As every self-attention, and its result in the order that the projection reads, which is another than it is
     written in. Rotated queries and keys are copies in its own order; normalised ones are kept besides those."""
     weights = dit.float8_weights(execution, 4 * config.hidden_size**2)
-    return Kept(units=dit.attention_units(execution) + 1 + 5 * config.qk_norm, weights=weights)
+    units = dit.attention_units(execution) + 1 + 5 * config.qk_norm
+    if execution.sequence_parallel > 1 and execution.recompute != "none":
+        units += 1  # its input has come from other ranks, and is not recomputed
+    return Kept(units=units, weights=weights)
 
 
 def _cross_attention_output(config: "STDiTConfig", execution: Execution) -> Kept:

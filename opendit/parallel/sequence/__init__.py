@@ -9,7 +9,8 @@ from opendit.models.attention import for_every_head
 from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.layers import Attend, Projection
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.names import OWN_ATTENTION
+from opendit.parallel.names import AXIAL, OWN_ATTENTION
+from opendit.parallel.sequence.axial import AllToAll, SharedGrid, shared_grid
 from opendit.parallel.sequence.choose import Machine, Shape, StrategyChoice, make_plan
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.sequence.direct import DirectUlysses
@@ -28,16 +29,22 @@ class SequenceParallel:
 
     ``strategy.attention(q, k, v, attend, length)`` is that of :class:`SharedSequence` for ``length`` tokens; one with
     ``takes_projection`` has ``project_and_attend(x, qkv, heads, attend, length, float8)`` in its place.
+
+    strategy: of attention to all tokens; None: the model has none. axial: the exchange around attention along the axes
+    of the tokens' grid; None: the model has none.
     """
 
     group: Group
     plan: StrategyChoice
-    strategy: Strategy
+    strategy: Strategy | None
+    axial: AllToAll | None = None
 
     shares_samples: ClassVar[bool] = True
 
-    def __call__(self, length: int) -> "SharedSequence":
-        return SharedSequence(self, length)
+    def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> "SharedSequence | SharedGrid":
+        """``length`` tokens, in a grid of these sizes."""
+        whole = SharedSequence(self, length) if self.strategy is not None else None
+        return whole if self.axial is None else shared_grid(self.group, sizes, self.axial, whole)
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class SharedSequence:
 
     sequence: SequenceParallel
     length: int
+
+    axial: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:
@@ -94,7 +103,8 @@ def attention_note(note: str, sequence: SequenceParallel | None) -> str:
     """What attends, in words: ``note``, of the model's attention, or what the strategy has in its place."""
     if sequence is None or sequence.plan.kind not in OWN_ATTENTION:
         return note
-    return f"{sequence.plan.kind}: to a part of the keys at a time, merged by log-sum-exps"
+    ring = f"{sequence.plan.kind}: to a part of the keys at a time, merged by log-sum-exps"
+    return ring if sequence.axial is None else f"{note}; to all tokens {ring}"
 
 
 def sequence_parallel(
@@ -123,7 +133,9 @@ def sequence_parallel(
     group = Group.of(mesh.sp_group)
     memory, why = connect(group, mesh.device) if direct else (None, "not asked for")
     plan = make_plan(kind, mesh.sp_size, shape, groups, Machine(direct=memory is not None))
-    if plan.kind == "fastseq":
+    if plan.kind == AXIAL:
+        strategy = None
+    elif plan.kind == "fastseq":
         strategy = FastSeq(group, keep_gathered) if memory is None else DirectFastSeq(memory, keep_gathered)
     elif plan.kind == "usp":
         strategy = UlyssesRing(*map(Group.of, mesh.split_sequence(plan.heads_over)))
@@ -134,4 +146,5 @@ def sequence_parallel(
     else:
         strategy = UlyssesRing(group, Group(None, 0, 1))
     way = "symmetric memory" if isinstance(strategy, DirectUlysses | DirectFastSeq) else "collectives"
-    return SequenceParallel(group, replace(plan, reason=f"{plan.reason}; by {way} ({why})"), strategy)
+    plan = replace(plan, reason=f"{plan.reason}; by {way} ({why})")
+    return SequenceParallel(group, plan, strategy, AllToAll() if shape.axial else None)

@@ -8,7 +8,7 @@ gather and (P-1)/P^2 for the heads, Ulysses 3 and 1 times (P-1)/P^2, ring attent
 import math
 from dataclasses import dataclass, field, replace
 
-from opendit.parallel.names import SEQUENCE_TYPES
+from opendit.parallel.names import AXIAL, SEQUENCE_TYPES
 
 MOST_GROUPS = 6  # of heads: each costs the host some 30 calls a layer
 
@@ -48,6 +48,7 @@ class Shape:
     samples: int = 1
     bytes: int = 2  # of an element of the activations
     types: tuple[str, ...] = SEQUENCE_TYPES[1:]  # that auto chooses among: those by which the model can attend
+    axial: bool = False  # whether layers attend along the axes of the tokens' grid, too
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,11 @@ def make_plan(
     machine = machine or Machine()
     if kind not in SEQUENCE_TYPES:
         raise ValueError(f"--sequence_parallel_type {kind}: choose one of {', '.join(SEQUENCE_TYPES)}")
+    if shape.types == (AXIAL,):
+        if kind != "auto":
+            why = "this model attends along the axes of a grid only, not to all tokens"
+            raise ValueError(f"--sequence_parallel_type {kind}: {why}; leave the flag out")
+        return StrategyChoice(AXIAL, "tokens by frames and by places in turn, for each attention as it needs them")
     inner = {"fastseq": ranks, "ulysses": ranks, "usp": _usp_split(ranks, shape.heads)}.get(kind, 1)
     if not inner or shape.heads % inner:
         why = f"{shape.heads} heads can't be shared out over {ranks} ranks that way"

@@ -10,6 +10,7 @@ own tokens where it works on the residual stream, of its own heads, features or 
 have (opendit/parallel/tensor/gradients.py adds them up).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opendit.models import DiT, DiTConfig, plan_of
-from opendit.models.attention import Attention, CrossAttention
+from opendit.models.attention import Attention, CrossAttention, MadeProjection
 from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.layers import Attend, Projection
 from opendit.models.plans.terms import Column, Replicated
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible, rule_of
 from opendit.parallel.sequence import SequenceParallel, SharedSequence
+from opendit.parallel.sequence.axial import SharedGrid
 from opendit.parallel.sequence.collectives import Group, take_tokens
+from opendit.parallel.sequence.products import in_working_dtype
 from opendit.parallel.tensor.collectives import join, join_result, sum_shares
 from opendit.parallel.tensor.layers import Divided, divide_experts, divided_parameters, part_of
 
@@ -54,8 +57,8 @@ class TensorParallel:
         """Whether ranks of another group have other tokens of a sample."""
         return self.sequence is not None
 
-    def __call__(self, length: int) -> "SharedTokens":
-        shared = None if self.sequence is None else self.sequence(length)
+    def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> "SharedTokens":
+        shared = None if self.sequence is None else self.sequence(length, sizes)
         return SharedTokens(self.group, length if shared is None else shared.rows, shared)
 
 
@@ -69,7 +72,7 @@ class SharedTokens:
 
     group: Group
     length: int
-    shared: SharedSequence | None
+    shared: SharedSequence | SharedGrid | None
 
     @property
     def rows(self) -> int:
@@ -111,6 +114,18 @@ class SharedTokens:
         """The same of x (B, rows, D), of which ``qkv`` makes q, k, v of so many heads each."""
         x = join(x, 1, self.group)
         output = self.shared.project_and_attend(x[:, : self.length], qkv, heads, attend, float8)
+        return F.pad(output, (0, 0, 0, x.shape[1] - self.length))
+
+    @property
+    def axial(self) -> bool:
+        """Whether a shared grid has its own attention along an axis."""
+        return self.shared is not None and self.shared.axial
+
+    def attend_along(self, axis: int, x: Tensor, qkv: Projection, attend: Callable, rotary: Tensor | None) -> Tensor:
+        """The attention output (B, P rows, H d) of x (B, rows, D) along one axis of the grid, for this rank's heads."""
+        x = join(*in_working_dtype(x), 1, self.group)
+        own = MadeProjection(qkv.weight, qkv.bias)  # of tokens that are joined already
+        output = self.shared.attend_along(axis, x[:, : self.length], own, attend, rotary)
         return F.pad(output, (0, 0, 0, x.shape[1] - self.length))
 
 

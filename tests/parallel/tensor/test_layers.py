@@ -10,9 +10,8 @@ from torch import Tensor
 
 from opendit.models import DiT, build_model
 from opendit.models.attention import TokenGrid
-from opendit.models.layers import BlockOps
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.sequence import sequence_parallel
+from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sizes import ParallelDims
@@ -40,16 +39,13 @@ def gradients(model: DiT, batch: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def compare(
-    mesh: Mesh, config, batch: int, kind: str | None = None, checkpointed=False, ops: BlockOps | None = None, **how
+    mesh: Mesh, config, batch: int, sequence: SequenceParallel | None = None, checkpointed=False, ops=None, **how
 ) -> dict[str, float]:
-    """The relative error of the output and of every parameter's gradient. kind: two more ranks share the tokens. ops:
-    what blocks compute with, in fp32."""
+    """The relative error of the output and of every parameter's gradient. sequence: how more ranks share the tokens.
+    ops: what blocks compute with, in fp32."""
     whole = model_of(config) if ops is None else model_of(config).float()
     wanted, of_parameters = gradients(whole, batch)
-    model, tensor, sequence = copy.deepcopy(whole), mesh.group("tp"), None
-    if kind is not None:
-        shape = Shape(config.tokens, config.hidden_size, config.num_heads // mesh.dims.tp)
-        sequence = sequence_parallel(mesh, kind, shape)
+    model, tensor = copy.deepcopy(whole), mesh.group("tp")
     model.use(ops=ops, sequence=divide(model, Group.of(tensor), sequence, **how)).grad_checkpoint = checkpointed
     output, found = gradients(model, batch)
     divided, names = divided_parameters(model), [name for name, _ in model.named_parameters()]
@@ -60,7 +56,7 @@ def compare(
     ReplicatedGradients(mesh, names, divided).sum(found)
     errors = {"output": ((output - wanted).norm() / wanted.norm()).item()}
     for name, expected, ours in zip(names, of_parameters, found, strict=True):
-        if kind is not None:  # gradients are those of their own tokens, times the number of ranks
+        if sequence is not None:  # gradients are those of their own tokens, times the number of ranks
             dist.all_reduce(ours, group=mesh.group("sp"))
             ours /= mesh.sp_size
         if name in divided:
@@ -99,6 +95,11 @@ def kept_by_a_block(mesh: Mesh) -> dict[str, float]:
     return {"more than its share": 0.0 if share < 1.1 else share}  # a gathered input of all tokens is 1 / 18 more
 
 
+def shared(mesh: Mesh, config, kind: str) -> SequenceParallel:
+    shape = Shape(config.tokens, config.hidden_size, config.num_heads // mesh.tp_size)
+    return sequence_parallel(mesh, kind, shape)
+
+
 def every_model(mesh: Mesh) -> dict:
     found = {}
     for size in (2, 4):
@@ -110,8 +111,8 @@ def every_model(mesh: Mesh) -> dict:
     found["modulation on every rank"] = compare(tensor, DIT, 2, column_modulation=False)
     both = init_mesh(dims=ParallelDims(sp=2, tp=2))
     for kind in ("fastseq", "ulysses", "ring"):
-        found[kind] = compare(both, MODELS["DiT of text"], 2, kind)
-    found["experts among all tokens"] = compare(both, MODELS["EC-DiT"], 2, "ulysses")
+        found[kind] = compare(both, MODELS["DiT of text"], 2, shared(both, MODELS["DiT of text"], kind))
+    found["experts among all tokens"] = compare(both, MODELS["EC-DiT"], 2, shared(both, MODELS["EC-DiT"], "ulysses"))
     return found
 
 

@@ -1,0 +1,248 @@
+"""Attention along the axes of a grid whose tokens ranks share: Dynamic Sequence Parallelism (Zhao et al. 2024, arXiv
+2403.10266), for ST-DiT.
+
+A clip's tokens are a grid of T frames x S places. Attention within frames needs whole frames, attention along time
+whole places:
+
+    by frames   T / P of the frames with all places     attention within frames needs no other rank
+    by places   all frames with S / P of the places     attention along time needs no other rank
+
+An all-to-all makes one of the other. Tokens lie by frames throughout the model, or by places where that needs less
+padding; norms, MLPs and cross-attention know nothing of it. Around the one attention that needs the other layout, its
+input is exchanged before the product to q, k, v, and its output afterwards: a rank receives 2 (P - 1) / P^2 x N D a
+block in the forward pass, for any number of heads. (Were it the residual stream that changes its layout, between one
+attention and the next, ranks would exchange as often and as much, and what joins a projection, a residual connection
+and the next norm would be cut.)
+
+Frames or places that P does not divide are padded at the end. Frames of padding are cut off before attention along
+time, places of padding before attention within frames. A frame or place that is all padding attends to itself and is
+cut off afterwards: its gradient is exactly zero.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opendit.common.compiler import not_compiled
+from opendit.kernels import fp8
+from opendit.kernels.fp8 import Float8
+from opendit.kernels.fp8_linear import Modulated, Quantized, quantized
+from opendit.models.attention import SequenceShards, TokenGrid
+from opendit.models.layers import Attend, Projection
+from opendit.parallel.sequence.collectives import Exchange, Group, gather_tokens
+from opendit.parallel.sequence.products import in_working_dtype
+from opendit.parallel.sizes import divide_grid
+
+FRAMES, PLACES = 0, 1  # axes of the grid
+PARTS = 2  # that an exchange is cut into: attention to one of them goes beside the exchange of the next
+Tokens = Tensor | Modulated | Quantized  # (B, n, D)
+
+
+@dataclass(frozen=True)
+class GridShare:
+    """A grid of T x S tokens, ``sizes``, of which every rank of ``group`` has a share of the frames (``home`` FRAMES)
+    with all places, or of the places (PLACES) with all frames. Tokens of a share lie frame by frame."""
+
+    group: Group
+    sizes: tuple[int, int]
+    home: int
+
+    @property
+    def away(self) -> int:
+        """The axis that is divided for the other attention."""
+        return 1 - self.home
+
+    def share(self, axis: int) -> int:
+        """Of this axis' tokens a rank's, padding among them, where the axis is divided."""
+        return -(-self.sizes[axis] // self.group.size)
+
+    def local(self, axis: int) -> tuple[int, int]:
+        """Frames and places of a rank, where this axis is divided."""
+        return tuple(self.share(axis) if i == axis else size for i, size in enumerate(self.sizes))
+
+    def own(self, x: Tensor, axis: int) -> Tensor:
+        """This rank's share (B, f, s, F) of all (B, T S, F), where this axis is divided; zeros for padding."""
+        x, n = x.unflatten(1, self.sizes), self.share(axis)
+        start = min(self.group.rank * n, self.sizes[axis])
+        return padded(x.narrow(1 + axis, start, min(n, self.sizes[axis] - start)), 1 + axis, n)
+
+    def leave(self, x: Tensor, parts: int) -> list[Exchange]:
+        """This rank's tokens (B, n, D) on their way to the other layout, in so many parts or fewer."""
+        dim, ranks = 1 + self.away, self.group.size
+        x = padded(x.unflatten(1, self.local(self.home)), dim, ranks * self.share(self.away))
+        x = x.unflatten(dim, (ranks, -1))
+        return [Exchange(self.group).start(part.movedim(dim, 0)) for part in x.split(self.part(parts), dim + 1)]
+
+    def part(self, parts: int) -> int:
+        """Frames or places of a part of a rank's share, where the other axis is divided; the last may be smaller."""
+        return -(-self.share(self.away) // parts)
+
+    def arrive(self, exchange: Exchange) -> Tensor:
+        """(B, f, s, D) of all ranks' tokens, one part of this rank's share of the other layout."""
+        dim, received = 1 + self.home, exchange.finish()
+        return received.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.sizes[self.home])
+
+    def send_back(self, x: Tensor) -> Exchange:
+        """The inverse of :meth:`leave` for one part, (B, f, s, D)."""
+        dim, ranks = 1 + self.home, self.group.size
+        x = padded(x, dim, ranks * self.share(self.home)).unflatten(dim, (ranks, -1))
+        return Exchange(self.group).start(x.movedim(dim, 0))
+
+    def collect(self, returned: list[Exchange]) -> Tensor:
+        """This rank's tokens (B, n, D), once all parts are back."""
+        dim = 1 + self.away
+        x = torch.cat([exchange.finish().movedim(0, dim) for exchange in returned], dim + 1).flatten(dim, dim + 1)
+        return x.narrow(dim, 0, self.sizes[self.away]).flatten(1, 2)
+
+
+def padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """x with zeros at the end of ``dim``, up to ``length``."""
+    missing = length - x.shape[dim]
+    return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """The exchanges around an attention by collectives, in ``parts``: while one part's q, k, v and attention are
+    computed, forward or backward, the next one's inputs and the last one's outputs are under way."""
+
+    parts: int = PARTS
+
+    @not_compiled  # torch's compiler would not keep the order in which parts are sent and awaited
+    def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
+        """``attend(lines, which)`` (B, n, D') of tokens in the other layout (B, n, D), given back in this one; which:
+        the part of this rank's share there that they are."""
+        returned, which = [], slice(0, 0)
+        for lines in self._arriving(grid, x):
+            which = slice(which.stop, which.stop + lines.shape[1] // grid.sizes[grid.home])
+            sizes = part_sizes(grid, which)
+            returned.append(grid.send_back(attend(lines, which).unflatten(1, sizes)))
+        return grid.collect(returned)
+
+    def _arriving(self, grid: GridShare, x: Tokens) -> Iterator[Tokens]:
+        if isinstance(x, Modulated | Quantized):
+            x = quantized(x)
+            yield _moved(x, grid)
+            return
+        for exchange in grid.leave(*in_working_dtype(x), self.parts):
+            yield grid.arrive(exchange).flatten(1, 2)
+
+
+def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
+    """Frames and places of a part of this rank's share in the other layout."""
+    return tuple(which.stop - which.start if axis == grid.away else size for axis, size in enumerate(grid.sizes))
+
+
+def _moved(x: Quantized, grid: GridShare) -> Quantized:
+    """Tokens in float8 in the other layout: one byte a number travels. All ranks must have the same scale; that of
+    LayerNorm + modulate is made of the samples' modulation, which they have in common."""
+    stand_in, data = _MoveQuantized.apply(x.stand_in, x.data.data.view(torch.uint8), grid)
+    return Quantized(stand_in, Float8(data.view(fp8.E4M3), x.data.descale))
+
+
+class _MoveQuantized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, stand_in: Tensor, data: Tensor, grid: GridShare):
+        ctx.grid = grid
+        (exchange,) = grid.leave(data, 1)
+        data = grid.arrive(exchange)
+        ctx.sizes = data.shape[1:3]
+        data = data.flatten(1, 2)
+        ctx.mark_non_differentiable(data)
+        return stand_in.new_empty_strided(data.shape, (0, 0, 0)), data
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _):
+        return ctx.grid.collect([ctx.grid.send_back(grad.unflatten(1, ctx.sizes))]), None, None
+
+
+@dataclass(frozen=True)
+class SharedGrid:
+    """The tokens of a grid that the ranks of a group share, for a model with attention along its axes; see
+    :class:`opendit.models.attention.SequenceShards`.
+
+    full: the same tokens for attention to all of them, where the model has that; they lie by frames then.
+    """
+
+    grid: GridShare
+    exchange: AllToAll
+    full: SequenceShards | None = None
+    _rotations: dict = field(default_factory=dict, compare=False, repr=False)
+
+    axial: ClassVar[bool] = True
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a rank, padding among them."""
+        return math.prod(self.grid.local(self.grid.home))
+
+    def take(self, x: Tensor) -> Tensor:
+        """This rank's tokens (B, rows, F) of all (B, T S, F), with zeros for padding."""
+        return self.grid.own(x, self.grid.home).flatten(1, 2)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All tokens (B, T S, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
+        grid = self.grid
+        if grid.home == FRAMES:
+            return gather_tokens(x, math.prod(grid.sizes), grid.group)
+        by_place = x.unflatten(1, grid.local(PLACES)).transpose(1, 2).flatten(1, 2)
+        whole = gather_tokens(by_place, math.prod(grid.sizes), grid.group)
+        return whole.unflatten(1, grid.sizes[::-1]).transpose(1, 2).flatten(1, 2)
+
+    def attend_along(
+        self,
+        axis: int,
+        x: Tokens,
+        qkv: Projection,
+        attend: Callable[[Tokens, Projection, TokenGrid], Tensor],
+        rotary: Tensor | None,
+    ) -> Tensor:
+        """The attention output (B, rows, D) of x (B, rows, D), each to the tokens that differ from it in ``axis``
+        alone: 0 the frame, 1 the place."""
+        grid, divided = self.grid, 1 - axis
+        if divided == grid.home:
+            return attend(x, qkv, TokenGrid(grid.local(divided), self._rotary(rotary, divided)))
+
+        def attend_part(lines: Tokens, which: slice) -> Tensor:
+            return attend(lines, qkv, TokenGrid(part_sizes(grid, which), self._rotary(rotary, divided, which)))
+
+        return self.exchange.attend(grid, x, attend_part)
+
+    def _rotary(self, rotary: Tensor | None, axis: int, which: slice = slice(None)) -> Tensor | None:
+        """The rotations (n, d / 2, 2) of this rank's tokens where ``axis`` is divided, or of a part of them."""
+        if rotary is None:
+            return None
+        key = axis, which.start, which.stop
+        if key not in self._rotations:  # the same for all blocks
+            own = self.grid.own(rotary.flatten(1).unsqueeze(0), axis)[0]
+            part = own[which] if axis == FRAMES else own[:, which]
+            self._rotations[key] = part.flatten(0, 1).unflatten(1, (-1, 2))
+        return self._rotations[key]
+
+    @property
+    def takes_projection(self) -> bool:
+        """Of attention to all tokens: whether the strategy makes q, k, v itself."""
+        return self.full.takes_projection
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+        """Attention to all tokens."""
+        return self.full.attention(q, k, v, attend)
+
+    def project_and_attend(
+        self, x: Tensor, qkv: Projection, heads: int, attend: Attend, float8: bool = False
+    ) -> Tensor:
+        """Attention to all tokens."""
+        return self.full.project_and_attend(x, qkv, heads, attend, float8)
+
+
+def shared_grid(group: Group, sizes: tuple[int, ...], exchange: AllToAll, full: SequenceShards | None) -> SharedGrid:
+    """A grid of frames, rows and columns as the ranks of ``group`` share it: by frames, or where that takes more
+    padding and there is no attention to all tokens, by places."""
+    sizes = sizes[0], math.prod(sizes[1:])
+    home, _ = divide_grid(*sizes, group.size, by_frames=full is not None)
+    return SharedGrid(GridShare(group, sizes, home), exchange, full)

@@ -1,0 +1,197 @@
+"""ST-DiT whose samples ranks share, against one process: output and every parameter's gradient in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opendit.kernels.recompute import recompute_in
+from opendit.models import DiT, STDiTConfig, empty_model
+from opendit.parallel.apply import Sharding, apply_parallel
+from opendit.parallel.engines import build_engine
+from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.sequence import SequenceParallel, sequence_parallel
+from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll
+from opendit.parallel.sequence.choose import Shape
+from opendit.parallel.sizes import ParallelDims
+from opendit.parallel.tensor import tensor_group
+from tests.models.test_zoo import inputs, model_of
+from tests.numbers import off_by
+from tests.parallel.tensor.models import CLIP, MODELS, T5
+from tests.parallel.tensor.test_layers import compare
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-10
+LATTE = MODELS["Latte"]  # 3 frames of 5 places
+ROPE = STDiTConfig(**CLIP, text=T5, qk_norm=True, positions="rope", bias=False, adaln_lora=5)
+FULL = MODELS["ST-DiT"]
+EVEN = replace(LATTE, input_size=(4, 4, 6), depth=1)  # 4 frames of 6 places
+LONG = replace(ROPE, input_size=(5, 2, 16), depth=1)  # 5 frames of 8 places
+ODD = replace(LATTE, input_size=(5, 2, 14), depth=1)  # 5 frames of 7 places
+PICTURE = replace(LATTE, input_size=(1, 2, 10), depth=1)
+ROUND = replace(FULL, qk_norm=False)  # its full attention can go round a ring
+# Ranks: configuration, type, parts of an exchange, samples, whether blocks are recomputed; by which axis tokens lie.
+CASES = {
+    2: [
+        (LATTE, "auto", 2, 3, False, PLACES),
+        (ROPE, "auto", 1, 2, False, PLACES),
+        (EVEN, "auto", 3, 1, False, FRAMES),
+        (FULL, "fastseq", 2, 2, False, FRAMES),
+        (PICTURE, "auto", 2, 2, True, PLACES),
+    ],
+    3: [
+        (ROPE, "auto", 2, 2, True, FRAMES),
+        (LONG, "auto", 2, 1, False, PLACES),
+        (ROUND, "ring", 2, 2, False, FRAMES),
+    ],
+    4: [
+        (ROPE, "auto", 2, 2, False, FRAMES),  # the last rank has no frame
+        (ODD, "auto", 1, 2, True, PLACES),
+        (FULL, "ulysses", 3, 1, True, FRAMES),
+        (ROUND, "ring", 1, 2, False, FRAMES),
+        (PICTURE, "auto", 2, 1, False, PLACES),
+    ],
+}
+
+
+def strategy(mesh: Mesh, config: STDiTConfig, kind: str = "auto", parts: int = 2) -> SequenceParallel:
+    heads = config.num_heads // mesh.tp_size
+    shape = Shape(config.tokens, config.hidden_size, heads, types=config.sequence_types, axial=True)
+    return replace(sequence_parallel(mesh, kind, shape), axial=AllToAll(parts))
+
+
+def gradients(model: DiT, batch: int, shared: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    output = model(*inputs(model.config, batch))
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
+    grads = torch.autograd.grad((output * weights).sum(), list(model.parameters()))
+    if shared:
+        for grad in grads:
+            dist.all_reduce(grad)  # the mean over the ranks, as engines take it
+            grad /= dist.get_world_size()
+    return output.detach(), dict(zip((name for name, _ in model.named_parameters()), grads, strict=True))
+
+
+def errors(mesh: Mesh, config: STDiTConfig, kind: str, parts: int, batch: int, again: bool, home: int) -> dict:
+    """Relative errors of the output and of every gradient; of those that are zero, absolute ones."""
+    model = model_of(config)
+    want, of_parameters = gradients(model, batch, False)
+    sequence = strategy(mesh, config, kind, parts)
+    assert sequence(config.tokens, config.grid).grid.home == home
+    model.use(sequence=sequence).grad_checkpoint = again
+    output, found = gradients(model, batch, True)
+    pairs = {"output": (output, want)} | {name: (found[name], grad) for name, grad in of_parameters.items()}
+    return {name: ((a - b).norm() / max(b.norm(), 1e-3)).item() for name, (a, b) in pairs.items()}
+
+
+def recomputed(mesh: Mesh) -> dict:
+    """With a rematerialization policy: the same bits as without."""
+    found = []
+    for policy in ("none", "half"):
+        model = model_of(LATTE).use(sequence=strategy(mesh, LATTE))
+        recompute_in(model, policy)
+        found.append(gradients(model, 2, True)[1])
+    return {name: (grad - found[1][name]).abs().max().item() for name, grad in found[0].items()}
+
+
+def of_padding(mesh: Mesh) -> list[list[tuple]]:
+    """Of the second block's input: how many tokens are padding, the sum of their gradients' sizes; the same of
+    others."""
+    found = []
+    for config in (LATTE, replace(ODD, depth=2)):
+        model = model_of(config).use(sequence=strategy(mesh, config))
+        grid = model.sequence(config.tokens, config.grid).grid
+        seen = []
+        keep = seen.append
+        model.blocks[1].register_forward_pre_hook(lambda _, args, keep=keep: args[0].register_hook(keep) and None)
+        gradients(model, 2, True)
+        real = grid.own(torch.ones(1, config.tokens, 1), grid.home).flatten().bool()
+        (grad,) = seen
+        found.append([(int(which.sum()), grad[:, which].abs().sum().item()) for which in (~real, real)])
+    return found
+
+
+def every_case(mesh: Mesh) -> dict:
+    ranks = mesh.world_size
+    shared = init_mesh(sequence_parallel=ranks)
+    found = {number: errors(shared, *case) for number, case in enumerate(CASES[ranks])}
+    if ranks == 4:
+        found["padding"] = of_padding(shared)
+        both = init_mesh(dims=ParallelDims(sp=2, tp=2))
+        found["tp 2, places"] = compare(both, LATTE, 2, strategy(both, LATTE))
+        found["tp 2, full"] = compare(both, FULL, 3, strategy(both, FULL, "fastseq"))
+        found["curves"] = curves(mesh)
+    if ranks == 2:
+        found["recomputed"] = recomputed(shared)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+STEPS, BATCH, CLIP_AT, LR = 12, 4, 0.2, 2e-3
+TRAINED = replace(MODELS["ST-DiT"], text=None, num_classes=5, full_attention=False)
+# Of 4 ranks the sizes of the mesh, plugin, and how the model is run.
+RUNS = [
+    (dict(sp=4), "zero2", {}),
+    (dict(sp=2), "fsdp", dict(grad_checkpoint=True)),
+    (dict(sp=2, dp_replicate=2), "fsdp", dict(recompute="half")),
+    (dict(sp=2, tp=2), "fsdp", {}),
+    (dict(sp=2, tp=2), "zero2", dict(recompute="cheap")),
+]
+
+
+def loss_of(forward, step: int, samples: slice) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH, 3, *TRAINED.input_size, generator=generator)[samples]
+    target = torch.randn(BATCH, 6, *TRAINED.input_size, generator=generator)[samples]
+    t, y = torch.tensor([3, 50, 400, 999])[samples], torch.tensor([0, 5, 2, 1])[samples]
+    return (forward(x, t, y).float() - target).square().mean()
+
+
+def plain_curve() -> list[float]:
+    model, losses = model_of(TRAINED).float(), []
+    adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    for step in range(STEPS):
+        loss = loss_of(model, step, slice(None))
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_AT) > CLIP_AT
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def curves(mesh: Mesh) -> dict[str, float]:
+    """By how much the losses of every run are off those of one process."""
+    wanted, found, meshes = plain_curve(), {}, {}
+    full = {name: p.detach() for name, p in model_of(TRAINED).float().named_parameters()}
+    for sizes, plugin, how in RUNS:
+        key = tuple(sizes.items())
+        mesh = meshes[key] if key in meshes else meshes.setdefault(key, init_mesh(dims=ParallelDims.fill(4, **sizes)))
+        model = empty_model(TRAINED)
+        apply_parallel(model, sequence=strategy(mesh, TRAINED), tensor=tensor_group(mesh), **how)
+        settings = dict(plugin=plugin, precision="fp32", lr=LR, weight_decay=0.01, grad_clip=CLIP_AT)
+        settings |= dict(sharding=Sharding(keep_gathered=False, keep_gradients=False))
+        engine = build_engine(model, mesh, initial=lambda name, shard: shard.take(full[name]), **settings)
+        share, losses = BATCH // mesh.dp_size, []
+        for step in range(STEPS):
+            with engine.micro_batch(last=True):
+                loss = loss_of(engine.forward, step, slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share))
+                engine.backward(loss)
+            assert engine.step().finite
+            losses.append((mesh.sum(loss.detach()) / mesh.world_size).item())
+        found[f"{sizes} {plugin}"] = off_by(losses, wanted)
+    return found
+
+
+@pytest.mark.parametrize("ranks", (2, 3, 4))
+def test_output_and_every_gradient_are_those_of_one_process(ranks):
+    for number, rank in enumerate(run_ranks(ranks, every_case)):
+        padding, of_runs = rank.pop("padding", []), rank.pop("curves", {})
+        assert all(error < 1e-5 for error in of_runs.values()), of_runs
+        for case, found in rank.items():
+            bad = {name: error for name, error in found.items() if not error < TOLERANCE}
+            assert not bad, (case, bad)
+        for (count, size), (tokens, total) in padding:
+            assert size == 0.0 and (count > 0) == (number == 3) and (total > 0) == (tokens > 0), number
