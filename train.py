@@ -30,6 +30,7 @@ def start(flags: TrainConfig) -> "Path | None":
     ``Supervisor`` says if the run fails.
     """
     # torch and the rest, which a wrong flag need not wait for
+    from opendit.cli.auto_parallel import choose_on_ranks
     from opendit.cli.dry_run import dry_run
     from opendit.parallel.mesh import init_mesh
     from opendit.parallel.supervisor import Supervisor
@@ -44,6 +45,8 @@ def start(flags: TrainConfig) -> "Path | None":
             tensor_parallel=flags.tensor_parallel_size,
             replicate=flags.data_parallel_replicate,
         )
+        if flags.parallel == "auto":
+            flags, mesh = choose_on_ranks(flags, mesh)
         flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
         spec = prepare(flags, mesh, notes)
         supervisor.started(RUN_ERRORS)

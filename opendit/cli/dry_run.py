@@ -5,6 +5,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from opendit.cli.auto_parallel import Circumstances, budget, choose, report
 from opendit.cli.command_line import overridden
 from opendit.cli.train_components import BatchFlags
 from opendit.cli.train_flags import Components, TrainConfig
@@ -12,7 +15,7 @@ from opendit.cli.values import one_line
 from opendit.data import DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
 from opendit.models import DiTConfig
-from opendit.parallel.sequence.choose import Machine, make_plan
+from opendit.parallel.hardware import find_hardware
 from opendit.training.from_flags import (
     check_pretrained,
     last_step_of,
@@ -23,8 +26,9 @@ from opendit.training.from_flags import (
     sequence_shape,
 )
 from opendit.training.host_memory import save_buffers
-from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch, parts
+from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch, parts, settle_sharding
 from opendit.training.monitor import print_block
+from opendit.training.step_cost import step_cost, tokens_per_second
 
 CARDS = {"80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}  # as torch counts an H100's and an H200's memory
 
@@ -46,6 +50,14 @@ def dry_run(flags: TrainConfig) -> None:
 
 def _dry_run(flags: TrainConfig) -> None:
     world = flags.world_size()
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    hardware, origin = find_hardware(flags.hardware, card)
+    where = Circumstances(world, flags.node_size(world), USABLE * hardware.capacity, hardware)
+    if flags.parallel == "auto":
+        settled, notes = flags.settled(world, has_gpu=True)
+        chosen, config = choose(flags, _data(Components(settled), notes), where)
+        print("\n".join(report(chosen, config, where, origin)), flush=True)
+        flags = chosen[0].candidate.on(flags)
     flags, notes = flags.settled(world, has_gpu=True)
     asked = Components(flags)
     dataset = _data(asked, notes)
@@ -75,13 +87,9 @@ def _dry_run(flags: TrainConfig) -> None:
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
         **_steps(batch, None if missing else dataset, samples, flags.global_seed),
     }
-    if flags.sequence_parallel_size > 1:
-        how = (asked.parallel, flags.attention, flags.mixed_precision)
-        shape = sequence_shape(*how, config, batch.batch_size, tensor_parallel=tensor)
-        size = flags.sequence_parallel_size
-        machine = Machine(direct=size <= 8)  # GPUs of one host reach each other's memory
-        rows["sequence"] = f"over {size} ranks, {make_plan(flags.sequence_parallel_type, size, shape, machine=machine)}"
-    rows |= _memory(config, batch.batch_size, memory_setup(asked, config, world))
+    setup = memory_setup(asked, config, world)
+    rows |= _time(asked, config, setup, where, origin)
+    rows |= _memory(config, batch.batch_size, setup)
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:
         print(f"note: {note}", flush=True)
@@ -119,6 +127,30 @@ def _steps(batch: BatchFlags, dataset: MediaDataset | None, samples: int, seed: 
         "steps": f"{schedule.steps_per_epoch:,} an epoch, {last:,} in all = {epochs:,.1f} epochs, "
         f"{last * samples:,} samples"
     }
+
+
+def _time(asked: Components, config: DiTConfig, setup: Setup, where: Circumstances, origin: str) -> dict[str, str]:
+    """How ranks share sequences, how long a step takes by the cost model, and what it communicates."""
+    batch, parallel, size = asked.batch, asked.parallel, asked.parallel.sequence_parallel_size
+    how = (parallel, asked.speed.attention, setup.precision, config, batch.batch_size)
+    cost = step_cost(
+        config,
+        settle_sharding(config, setup, batch.batch_size, where.capacity),
+        batch.batch_size,
+        batch.grad_accumulation,
+        where.hardware,
+        where.node,
+        sequence_type=parallel.sequence_parallel_type,
+        sequence_types=sequence_shape(*how, tensor_parallel=setup.tensor_parallel).types,
+        graph=asked.train_speed.enable_cuda_graph,
+    )
+    rate = tokens_per_second(config, setup, batch.batch_size, batch.grad_accumulation, cost.total)
+    work = ", ".join(f"{kind} {1e3 * seconds:,.1f}" for kind, seconds in cost.work.items())
+    rows = {} if cost.sequence is None else {"sequence": f"over {size} ranks, {cost.sequence}"}
+    rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted ({origin}); in ms: {work}"
+    if where.world > 1:
+        rows["received a step"] = budget(cost)
+    return rows
 
 
 def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:

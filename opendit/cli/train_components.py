@@ -215,6 +215,18 @@ class PluginFlags(Flags):
 
     group: ClassVar[str] = "Parallelism"
 
+    parallel: str = flag(
+        "flags",
+        "auto: choose plugin, sizes, what is recomputed and the micro-batch for the fastest step that fits, but what "
+        "is given; flags: as these say",
+        choices=("flags", "auto"),
+    )
+    gpus_per_node: int | None = flag(
+        None, "processes of a machine (default: those started on it; of --dry_run 8)", at_least=1, at_most=4096
+    )
+    hardware: str | None = flag(
+        None, "whose figures auto and --dry_run count with: a file of python -m opendit.cli.links, or H200, H100, ..."
+    )
     plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS))
     tensor_parallel_size: int = flag(1, "processes that divide every layer of the model", at_least=1, at_most=4096)
     data_parallel_replicate: int = flag(

@@ -12,7 +12,7 @@ from opendit.data.names import named_sources
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.models.names import KINDS, canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
-from opendit.parallel.sizes import check_replicate, check_tensor_parallel_size
+from opendit.parallel.sizes import check_replicate, check_tensor_parallel_size, crossing, environment_node_size
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
@@ -51,6 +51,11 @@ class TrainConfig(
         """The processes that see the same samples."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
+    def node_size(self, world_size: int) -> int:
+        """The processes of a machine, of ``world_size`` in all."""
+        found = environment_node_size() if self.dry_run in (None, 0) else None
+        return min(world_size, self.gpus_per_node or found or (8 if self.dry_run is not None else world_size))
+
     def settled(self, world_size: int, has_gpu: bool) -> tuple["TrainConfig", list[str]]:
         """The flags with the values that depend on each other and on the hardware, and the notes to print.
 
@@ -71,11 +76,16 @@ class TrainConfig(
         flags._check_optimizer()
         if flags.lora is not None:
             flags._check_lora()
-        flags.check_parallel(world_size)
+        if flags.parallel != "auto" or flags.sequence_parallel_size > 1:
+            flags.check_parallel(world_size)
         flags._check_tensor_parallel(world_size)
         check_replicate(flags.data_parallel_replicate, flags.sharing, world_size)
-        flags, note = flags._settle_batch(world_size // flags.sharing)
-        notes += note
+        if flags.parallel != "auto":  # which decides it
+            flags, note = flags._settle_batch(world_size // flags.sharing)
+            notes += note
+        notes += crossing(
+            flags.node_size(world_size), world_size, flags.tensor_parallel_size, flags.sequence_parallel_size
+        )
         if flags.keep_gathered and flags.sequence_parallel_type not in ("auto", "fastseq"):
             kind = flags.sequence_parallel_type
             raise ValueError(f"--keep_gathered: --sequence_parallel_type {kind} gathers nothing")
@@ -143,10 +153,12 @@ class TrainConfig(
         idle |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
         if self.lora is None:
             idle["lora_alpha"] = "does nothing without --lora"
-        if self.plugin != "fsdp":
+        if self.parallel != "auto" and self.dry_run is None:
+            idle["hardware"] = "does nothing without --parallel auto or --dry_run"
+        if self.plugin != "fsdp" and self.parallel != "auto":
             of_fsdp = ("data_parallel_replicate", "reshard", "reduce_dtype", "offload", "gather_fp8")
             idle |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
-        elif not self.fp8:
+        elif self.plugin == "fsdp" and not self.fp8:
             idle["gather_fp8"] = "does nothing without --fp8"
         if not self.use_video:
             idle |= dict.fromkeys(("num_frames", "frame_interval", "short_clips"), "does nothing without --use_video")

@@ -5,7 +5,7 @@ Works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ...) and with
 
 import datetime
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -153,6 +153,21 @@ class Mesh:
             dist.all_reduce(value, group=group)
         return value
 
+    def least(self, value: float) -> float:
+        """The smallest of all ranks' values; every one of them gets it."""
+        if self.world_size == 1:
+            return value
+        found = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=self.group("world"))
+        return found.item()
+
+    def divided(self, dims: ParallelDims) -> "Mesh":
+        """The same ranks with other groups. Collective."""
+        mesh = replace(self, dims=dims, groups={})
+        for name in PRIORITY:
+            mesh.group(name)  # now, when no rank can be late
+        return mesh
+
     def split_sequence(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """This rank's sequence group as a grid: the ``inner`` ranks next to each other, and those ``inner`` apart.
         Collective over all ranks."""
@@ -219,10 +234,7 @@ def init_mesh(
             timeout=datetime.timedelta(minutes=timeout_minutes),
             device_id=device if device.type == "cuda" else None,
         )
-    mesh = Mesh(rank, world, local, device, dims)
-    for name in PRIORITY:
-        mesh.group(name)  # now, when no rank can be late
-    return mesh
+    return Mesh(rank, world, local, device).divided(dims)
 
 
 def _new_group(groups: list[list[int]], device: torch.device, priority: bool = False) -> dist.ProcessGroup:

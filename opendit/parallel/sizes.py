@@ -47,6 +47,12 @@ def environment_world_size() -> int:
     return _number("WORLD_SIZE", 1, None, default=1)
 
 
+def environment_node_size() -> int | None:
+    """Number of processes that torchrun has started on this machine; None: it has started none. Raises ValueError if
+    LOCAL_WORLD_SIZE is no such number."""
+    return _number("LOCAL_WORLD_SIZE", 1, None) if "LOCAL_WORLD_SIZE" in os.environ else None
+
+
 def _number(name: str, low: int, high: int | None, where: str = "", default: int | None = None) -> int:
     text = os.environ.get(name)
     if text is None and default is not None:
@@ -207,6 +213,20 @@ def check_tensor_parallel_size(size: int, sequence_parallel: int, world_size: in
             f"--tensor_parallel_size {size}{more} does not divide the {world_size} processes; change it or torchrun's "
             "--nproc_per_node"
         )
+
+
+def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel: int) -> list[str]:
+    """Notes on groups that have ranks on several machines of ``node`` processes each and exchange in every layer."""
+    notes, sizes = [], {"--tensor_parallel_size": (tensor_parallel, tensor_parallel)}
+    sizes["--sequence_parallel_size"] = (sequence_parallel, tensor_parallel * sequence_parallel)
+    for flag, (size, ranks) in sizes.items():
+        if size > 1 and world_size > node and node % ranks:
+            of = f" with --tensor_parallel_size {tensor_parallel}" if ranks > size else ""
+            notes.append(
+                f"{flag} {size}{of}: groups of {ranks} ranks lie across machines of {node}, and exchange in every "
+                f"layer; sizes that divide {node} stay on one"
+            )
+    return notes
 
 
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:

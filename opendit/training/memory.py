@@ -115,7 +115,7 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """
     if setup.plugin == "fsdp":
         return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
-    size, ranks, (model, _) = BYTES[setup.precision], setup.alike, _held(config, setup)
+    size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
     parameters = model + (setup.trained or 0)
     trained = model if setup.trained is None else setup.trained
     fp32 = 4 * trained
@@ -133,7 +133,7 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     return Estimate(states, _activations(config, setup, batch), gradients * setup.accumulate, gradients)
 
 
-def _held(config: DiTConfig, setup: Setup) -> tuple[int, int]:
+def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
     """Parameters of the model, and of one block, of which a rank has its part, or all of them."""
     if setup.tensor_parallel == 1:
         return config.parameters(), config.whole_block_parameters()
@@ -150,7 +150,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     whole gradients of the block that has computed, beside the buffer in which those of the one before are reduced. What
     is gathered in float8 takes a byte a weight, and as much on its shard."""
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
-    model, block = _held(config, setup)
+    model, block = held_counts(config, setup)
     trained = model if setup.trained is None else setup.trained
     frozen = model + (setup.trained or 0) - trained
     share, activations = 4 * trained / ranks, _activations(config, setup, batch)

@@ -12,7 +12,8 @@ import train
 from opendit.cli.command_line import parse
 from opendit.cli.train_flags import TrainConfig
 from opendit.models import DiT, model_config
-from opendit.parallel.sequence.choose import Machine, Shape, make_plan
+from opendit.parallel.hardware import HardwareModel
+from opendit.parallel.sequence.choose import Shape, make_plan
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.layout import weight_gradient, zeros_but_own
 from opendit.parallel.sequence.partial_attention import (
@@ -101,7 +102,7 @@ def test_auto_takes_only_what_the_model_can_attend_by():
 
 
 def test_groups_must_divide_the_heads_of_a_rank():
-    assert make_plan("ulysses", 2, Shape(64, 64, 8), groups=4, machine=Machine(direct=True)).groups == 4
+    assert make_plan("ulysses", 2, Shape(64, 64, 8), groups=4, hardware=HardwareModel(direct=True)).groups == 4
     with pytest.raises(ValueError, match="4 heads a rank can't be exchanged in 3 groups"):
         make_plan("ulysses", 2, Shape(64, 64, 8), groups=3)
     with pytest.raises(ValueError, match="only where GPUs reach each other's memory"):
@@ -111,21 +112,21 @@ def test_groups_must_divide_the_heads_of_a_rank():
 def test_auto_takes_the_cheapest_that_the_heads_allow():
     sizes = itertools.product((2, 3, 4, 6, 8), (256, 8192, 65536), ((384, 6), (1152, 16), (3072, 24)))
     for direct, (ranks, tokens, (hidden, heads)) in itertools.product((False, True), sizes):
-        shape, machine = Shape(tokens, hidden, heads), Machine(direct=direct)
-        chosen, others = make_plan("auto", ranks, shape, machine=machine), []
+        shape, hardware = Shape(tokens, hidden, heads), HardwareModel(direct=direct)
+        chosen, others = make_plan("auto", ranks, shape, hardware=hardware), []
         for kind in ("fastseq", "ulysses", "ring", "usp"):
             try:
-                others.append(make_plan(kind, ranks, shape, machine=machine))
+                others.append(make_plan(kind, ranks, shape, hardware=hardware))
             except ValueError:
                 assert chosen.kind != kind
         assert chosen.seconds == min(other.seconds for other in others)
         assert f"{chosen.kind} {chosen.seconds * 1e6:.0f}" in str(chosen)
     # By volume FastSeq wins below 3 ranks and Ulysses above; a link that costs nothing else leaves only that.
     slow, shape = (
-        Machine(link=1e9, latency=0, matmul=1e18, attention=1e18, attention_backward=1e18),
+        HardwareModel(link=1e9, latency=0, matmul=1e18, attention=1e18, attention_backward=1e18),
         Shape(8192, 1152, 16),
     )
-    assert [make_plan("auto", ranks, shape, machine=slow).kind for ranks in (2, 4, 8)] == [
+    assert [make_plan("auto", ranks, shape, hardware=slow).kind for ranks in (2, 4, 8)] == [
         "fastseq",
         "ulysses",
         "ulysses",

@@ -8,10 +8,11 @@ from torch import Tensor
 from opendit.models.attention import for_every_head
 from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.layers import Attend, Projection
+from opendit.parallel.hardware import H200
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import AXIAL, OWN_ATTENTION
 from opendit.parallel.sequence.axial import AllToAll, SharedGrid, shared_grid
-from opendit.parallel.sequence.choose import Machine, Shape, StrategyChoice, make_plan
+from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.sequence.direct import DirectUlysses
 from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
@@ -132,7 +133,7 @@ def sequence_parallel(
         return None
     group = Group.of(mesh.sp_group)
     memory, why = connect(group, mesh.device) if direct else (None, "not asked for")
-    plan = make_plan(kind, mesh.sp_size, shape, groups, Machine(direct=memory is not None))
+    plan = make_plan(kind, mesh.sp_size, shape, groups, replace(H200, direct=memory is not None))
     if plan.kind == AXIAL:
         strategy = None
     elif plan.kind == "fastseq":

@@ -8,34 +8,10 @@ gather and (P-1)/P^2 for the heads, Ulysses 3 and 1 times (P-1)/P^2, ring attent
 import math
 from dataclasses import dataclass, field, replace
 
+from opendit.parallel.hardware import H200, HardwareModel
 from opendit.parallel.names import AXIAL, SEQUENCE_TYPES
 
 MOST_GROUPS = 6  # of heads: each costs the host some 30 calls a layer
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the cost model knows of the hardware; the defaults are for H200s joined by NVLink, in half precision."""
-
-    direct: bool = False  # ranks reach each other's memory (peer_memory.py)
-    link: float = 230 * 2**30  # bytes/s that a rank receives
-    latency: float = 20e-6  # s, of a collective or a hop
-    barrier: float = 5e-6  # s, of an exchange through each other's memory
-    copies: float = 270 * 2**30  # bytes/s that copy engines bring beside matrix products
-    part: float = 10e-6  # s, of another rank's tokens in FastSeq, each way: a copy's start, and smaller products
-    group: float = 40e-6  # s, of each further group of heads: more and smaller kernels, in both directions
-    tail: float = 0.03  # of a multiprocessor's turn at attention, that some wait at the end of each further group
-    matmul: float = 640e12  # FLOP/s of projections
-    # FLOP/s of attention for each element of a head, up to 128 of them: a head takes as long with 72. The backward pass
-    # is 2.5 times the work.
-    attention: float = 5.1e12
-    attention_backward: float = 4.35e12
-    partial: float = 2.9e12  # of the kernel that attends to a part of the keys and says their log-sum-exp
-    partial_backward: float = 2.45e12
-    memory: float = 3.6e12  # bytes/s read or written
-    overlap: float = 0.3  # of a collective, what computation of its length beside it hides
-    multiprocessors: int = 132
-    tile: int = 128  # queries that one multiprocessor attends from at a time
 
 
 @dataclass(frozen=True)
@@ -73,13 +49,13 @@ class _Costs:
 
     ranks: int
     shape: Shape
-    machine: Machine
+    hardware: HardwareModel
 
     @property
     def whole(self) -> float:
         """To receive N x D."""
         s = self.shape
-        return s.samples * s.tokens * s.hidden * s.bytes / self.machine.link
+        return s.samples * s.tokens * s.hidden * s.bytes / self.hardware.link
 
     @property
     def attention_flop(self) -> float:
@@ -89,12 +65,12 @@ class _Costs:
 
     def exposed(self, transfer: float, work: float) -> float:
         """What is seen of a transfer with computation beside it. (NCCL's kernels and others take turns on the card.)"""
-        return transfer - self.machine.overlap * min(transfer, work)
+        return transfer - self.hardware.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
         """By a ring and an all-to-all: of the gathers and the gradients' sum what computation does not hide, and the
         heads' way."""
-        s, m, P = self.shape, self.machine, self.ranks
+        s, m, P = self.shape, self.hardware, self.ranks
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P + m.latency
         heads = self.whole * (P - 1) / P**2 + m.latency
@@ -107,7 +83,7 @@ class _Costs:
         """Of the inputs and their gradients, what the products beside them don't hide; heads come and go in one piece.
         Passes over memory that a single rank would not make: rows of tokens taken out and added up, the own heads' rows
         of the weight, and zeros for the others' in its gradient."""
-        s, m, P = self.shape, self.machine, self.ranks
+        s, m, P = self.shape, self.hardware, self.ranks
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P * m.link / m.copies
         arriving = (P - 1) * max(hop - shard, 0)
@@ -119,19 +95,19 @@ class _Costs:
 
     def ulysses(self, ranks: int | None = None) -> float:
         """By all-to-alls among so many of the ranks, forward and backward, beside which nothing runs."""
-        m, P = self.machine, ranks or self.ranks
+        m, P = self.hardware, ranks or self.ranks
         return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
 
     def waves(self, heads: int) -> int:
         """Turns that the multiprocessors take for attention to so many heads."""
-        s, m = self.shape, self.machine
+        s, m = self.shape, self.hardware
         return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
     def direct_ulysses(self, groups: int) -> float:
         """One group's q, k, v are never hidden, nor its attention output, nor their gradients; the other groups'
         are, by attention. The attention output is copied once on the way, and a group of few heads may leave
         multiprocessors idle."""
-        s, m, P = self.shape, self.machine, self.ranks
+        s, m, P = self.shape, self.hardware, self.ranks
         exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier
         copied = 2 * 2 * self.whole * m.link / P / m.memory
         attention = self.attention_flop * (1 / m.attention + 2.5 / m.attention_backward)
@@ -141,7 +117,7 @@ class _Costs:
 
     def ring(self, ranks: int | None = None) -> float:
         """Keys and values round so many of the ranks, under a slower attention whose parts are merged in fp32."""
-        s, m, P = self.shape, self.machine, ranks or self.ranks
+        s, m, P = self.shape, self.hardware, ranks or self.ranks
         flop, hop = self.attention_flop, 2 * self.whole / self.ranks + m.latency
         forward, backward = flop / P / m.partial, 2.5 * flop / P / m.partial_backward
         slower = flop * (1 / m.partial - 1 / m.attention + 2.5 / m.partial_backward - 2.5 / m.attention_backward)
@@ -154,14 +130,14 @@ def _usp_split(ranks: int, heads: int) -> int:
     return max((u for u in range(2, ranks) if ranks % u == 0 and heads % u == 0), default=0)
 
 
-def _plans(ranks: int, shape: Shape, machine: Machine, groups: int | None) -> list[StrategyChoice]:
+def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None) -> list[StrategyChoice]:
     """All that the number of heads allows; direct Ulysses with its best number of groups, or the given one."""
-    costs, plans = _Costs(ranks, shape, machine), []
+    costs, plans = _Costs(ranks, shape, hardware), []
     if shape.heads % ranks == 0:
         plans.append(
-            StrategyChoice("fastseq", "", seconds=costs.direct_fastseq() if machine.direct else costs.fastseq())
+            StrategyChoice("fastseq", "", seconds=costs.direct_fastseq() if hardware.direct else costs.fastseq())
         )
-        if machine.direct:
+        if hardware.direct:
             local = shape.heads // ranks
             several = [groups] if groups else [g for g in range(1, min(local, MOST_GROUPS) + 1) if local % g == 0]
             direct = [StrategyChoice("ulysses", "", g, seconds=costs.direct_ulysses(g)) for g in several]
@@ -176,7 +152,7 @@ def _plans(ranks: int, shape: Shape, machine: Machine, groups: int | None) -> li
 
 
 def make_plan(
-    kind: str, ranks: int, shape: Shape, groups: int | None = None, machine: Machine | None = None
+    kind: str, ranks: int, shape: Shape, groups: int | None = None, hardware: HardwareModel | None = None
 ) -> StrategyChoice:
     """How ``ranks`` ranks share sequences of ``shape``; ``kind`` is one of SEQUENCE_TYPES.
 
@@ -186,7 +162,7 @@ def make_plan(
         ValueError: the heads don't divide by the ranks, and this kind needs that; or not by the groups; or there are
             groups and no direct way to exchange them. For auto: no type of ``shape.types`` is left.
     """
-    machine = machine or Machine()
+    hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:
         raise ValueError(f"--sequence_parallel_type {kind}: choose one of {', '.join(SEQUENCE_TYPES)}")
     if shape.types == (AXIAL,):
@@ -203,9 +179,9 @@ def make_plan(
         raise ValueError(f"--sequence_parallel_type {kind}: {why}; use {way_out}")
     if groups and shape.heads // inner % groups:
         raise ValueError(f"{shape.heads // inner} heads a rank can't be exchanged in {groups} groups")
-    if groups and groups > 1 and not machine.direct:
+    if groups and groups > 1 and not hardware.direct:
         raise ValueError("heads are exchanged in groups only where GPUs reach each other's memory")
-    plans = {plan.kind: plan for plan in _plans(ranks, shape, machine, groups)}
+    plans = {plan.kind: plan for plan in _plans(ranks, shape, hardware, groups)}
     if kind != "auto":
         return replace(plans[kind], reason="asked for")
     possible = {name: plan for name, plan in plans.items() if name in shape.types}

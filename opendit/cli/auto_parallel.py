@@ -1,0 +1,369 @@
+"""``--parallel auto``: which product of parallelisms, shards, rematerialization and micro-batch trains a step fastest.
+
+Every combination that the flags leave open is priced: its memory by opendit/training/memory.py, its time by
+opendit/training/step_cost.py. What the run itself would refuse is never proposed: each combination goes through the
+same checks. Flags that stand on the command line are kept.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from opendit.cli.train_flags import Components, TrainConfig
+from opendit.data import DataError, MediaDataset
+from opendit.kernels.names import RECOMPUTE
+from opendit.models import DiTConfig
+from opendit.parallel.hardware import HardwareModel, find_hardware
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.sizes import ParallelDims, environment_node_size
+from opendit.training.from_flags import memory_setup, open_data, plan_model, sequence_shape
+from opendit.training.host_memory import USABLE_OF_A_HOST, host_memory
+from opendit.training.memory import GIB, OFFLOADED, USABLE, Setup, card_memory, estimate, settle_sharding
+from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second
+
+PLUGINS = ("zero2", "fsdp")  # that are chosen among; others only where they are asked for
+SHOWN = 5
+BATCHES = 3  # of the micro-batches that fit, so many of the largest are priced
+# Each dimension above 1 has to gain so much: the model knows nothing of ranks that wait for slower ones.
+MARGIN = 0.01
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The flags that are chosen, by their names."""
+
+    plugin: str
+    data_parallel_replicate: int
+    reshard: str
+    offload: str
+    sequence_parallel_size: int
+    tensor_parallel_size: int
+    recompute: str
+    grad_checkpoint: bool
+    batch_size: int = 1
+    grad_accumulation: int = 1
+
+    @property
+    def product(self) -> tuple:
+        """What candidates differ in that are shown apart: all but rematerialization and micro-batch."""
+        sizes = (self.data_parallel_replicate, self.sequence_parallel_size, self.tensor_parallel_size)
+        return self.plugin, self.reshard, self.offload, *sizes
+
+    @property
+    def dimensions(self) -> int:
+        """Kinds of parallelism besides the sharded data parallelism that every run has."""
+        return sum(size > 1 for size in self.product if isinstance(size, int))
+
+    def dims(self, world: int) -> ParallelDims:
+        """The mesh of so many ranks."""
+        sizes = {"sp": self.sequence_parallel_size, "tp": self.tensor_parallel_size}
+        return ParallelDims.fill(world, dp_replicate=self.data_parallel_replicate, **sizes)
+
+    def on(self, flags: TrainConfig) -> TrainConfig:
+        """The flags with these in the place of their own."""
+        return replace(flags, parallel="flags", **asdict(self))
+
+    def __str__(self) -> str:
+        plain = TrainConfig()
+        words = [f"--plugin {self.plugin}"]
+        for name, value in asdict(self).items():
+            if name == "batch_size" or (name != "plugin" and value != getattr(plain, name)):
+                words.append(f"--{name}" if value is True else f"--{name} {value}")
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A candidate, what it needs, and how long its step takes. samples: of a step; memory: bytes of a rank."""
+
+    candidate: Candidate
+    setup: Setup
+    memory: float
+    cost: StepCost
+    samples: int
+
+    @property
+    def price(self) -> float:
+        """Seconds a sample of the step, with what every further dimension has to gain."""
+        return self.cost.total / self.samples * (1 + MARGIN * self.candidate.dimensions)
+
+    def limit(self) -> str:
+        """What keeps it from being as fast as its products and attention, in words."""
+        work, total = self.cost.work, self.cost.total
+        found = {f"communication of {kind}": traffic.exposed for kind, traffic in self.cost.traffic.items()}
+        found |= {
+            "memory: recomputing": work.get("recomputed", 0),
+            "the optimizer's step": work.get("update", 0),
+            "the host": self.cost.waiting,
+        }
+        name, seconds = max(found.items(), key=lambda item: item[1])
+        return f"{name} takes {seconds / total:.0%}" if seconds > 0.005 * total else "products and attention alone"
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What is chosen for. node: ranks of a machine. capacity: bytes that a rank may use. has_gpu: as ``settled``."""
+
+    world: int
+    node: int
+    capacity: float
+    hardware: HardwareModel
+    has_gpu: bool = True
+
+
+class _Search:
+    """The candidates that flags leave open on a data set."""
+
+    def __init__(self, flags: TrainConfig, dataset: MediaDataset, where: Circumstances):
+        self.flags, self.dataset, self.where = flags, dataset, where
+        settled, _ = flags.settled(where.world, where.has_gpu)
+        self.asked = Components(settled)
+        self.config: DiTConfig = plan_model(self.asked, dataset).config
+        self.setup = memory_setup(self.asked, self.config, where.world)
+        self.types = self.asked.parallel.sequence_types(self.config.sequence_types, settled.attention)
+        self.refusal: ValueError | None = None
+        self.taken: dict[Candidate, bool] = {}
+        self.least: tuple[float, Candidate] | None = None
+
+    # ------------------------------------------------------------------------------------------------- enumeration
+
+    def options(self, name: str, others: Sequence) -> Sequence:
+        """Values of a flag: its own where it was given, else ``others``."""
+        return (getattr(self.flags, name),) if name in self.flags.given else others
+
+    def forms(self, offload: str) -> Iterator[Candidate]:
+        """All but micro-batches."""
+        world, node = self.where.world, self.where.node
+        here = [size for size in range(1, min(world, node) + 1) if min(world, node) % size == 0 and world % size == 0]
+        groups = itertools.product(
+            self.options("tensor_parallel_size", here), self.options("sequence_parallel_size", here)
+        )
+        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given
+        for tensor, sequence in groups:
+            sharing = tensor * sequence
+            if world % sharing or (not given and min(world, node) % sharing):  # not across machines
+                continue
+            for plugin in self.options("plugin", PLUGINS):
+                if offload != "none" and plugin != "fsdp":
+                    continue
+                for replicate, reshard in self.shards(plugin, sharing, sequence):
+                    for recompute, checkpoint in self.levels():
+                        yield Candidate(
+                            plugin, replicate, reshard, offload, sequence, tensor, recompute, checkpoint
+                        )  # fmt: skip
+
+    def levels(self) -> Iterator[tuple[str, bool]]:
+        """(--recompute, --grad_checkpoint), from nothing that is made again to whole blocks."""
+        for checkpoint in self.options("grad_checkpoint", (False, True)):
+            for recompute in self.options("recompute", ("none",) if checkpoint else RECOMPUTE):
+                yield recompute, checkpoint
+
+    def shards(self, plugin: str, sharing: int, sequence: int) -> Iterator[tuple[int, str]]:
+        """(copies of the model, --reshard) that --plugin can have. Copies are whole machines apart."""
+        if plugin != "fsdp":
+            yield self.flags.data_parallel_replicate, self.flags.reshard
+            return
+        world, node = self.where.world, self.where.node
+        copies = [n for n in range(2, world // node + 1) if (world // sharing) % n == 0 and world // n % node == 0]
+        for replicate in self.options("data_parallel_replicate", [1, *copies]):
+            alone = world // (sharing * replicate) * sequence == 1
+            for reshard in self.options("reshard", ("never",) if alone else ("never", "after_forward")):
+                yield replicate, reshard
+
+    def batches(self, form: Candidate) -> Iterator[Candidate]:
+        """Micro-batches and how many of them, the largest first."""
+        flags, ranks = self.flags, self.where.world // (form.sequence_parallel_size * form.tensor_parallel_size)
+        samples = self.samples()
+        if samples < ranks or (samples % ranks and "global_batch_size" in flags.given):
+            return
+        share = samples // ranks
+        most = flags.batch_size if "batch_size" in flags.given else share
+        for size in range(min(share, most), 0, -1):
+            if share % size == 0 and share // size in self.options("grad_accumulation", (share // size,)):
+                yield replace(form, batch_size=size, grad_accumulation=share // size)
+
+    def samples(self) -> int:
+        """Of a step: as the flags say, with all ranks that they leave alone data parallel."""
+        flags = self.flags
+        if flags.global_batch_size is not None and "grad_accumulation" not in flags.given:
+            return flags.global_batch_size
+        return flags.batch_size * flags.grad_accumulation * (self.where.world // flags.sharing)
+
+    # ------------------------------------------------------------------------------------------------------ checks
+
+    def accepts(self, candidate: Candidate, open: Sequence[str] = ()) -> bool:
+        """Whether the run would take these flags as they are, but for those that are ``open``; if not, :attr:`refusal`
+        may say why."""
+        try:
+            settled, _ = candidate.on(self.flags).settled(self.where.world, self.where.has_gpu)
+            asked = Components(settled)
+            plan_model(asked, self.dataset)
+            tensor = candidate.tensor_parallel_size
+            how = (asked.parallel, settled.attention, settled.mixed_precision, self.config, candidate.batch_size)
+            sequence_shape(*how, tensor_parallel=tensor)
+        except ValueError as error:
+            self.refusal = self.refusal or error
+            return False
+        return all(getattr(settled, name) == value for name, value in asdict(candidate).items() if name not in open)
+
+    def price(self, candidate: Candidate) -> Priced | None:
+        """None: it does not fit, or can't be."""
+        setup = replace(
+            self.setup,
+            plugin=candidate.plugin,
+            sequence_parallel=candidate.sequence_parallel_size,
+            tensor_parallel=candidate.tensor_parallel_size,
+            accumulate=candidate.grad_accumulation > 1,
+            recompute=candidate.recompute,
+            grad_checkpoint=candidate.grad_checkpoint,
+            replicate=candidate.data_parallel_replicate,
+            reshard=candidate.reshard,
+            offload=candidate.offload,
+        )
+        where, batch = self.where, candidate.batch_size
+        setup = settle_sharding(self.config, setup, batch, where.capacity)
+        needs = estimate(self.config, setup, batch)
+        memory = needs.total if where.has_gpu else needs.total + needs.host_total
+        if memory > where.capacity:
+            if self.least is None or memory < self.least[0]:
+                self.least = memory, candidate
+            return None
+        flags, ranks = self.flags, where.world // setup.sequence_parallel // setup.tensor_parallel
+        try:
+            cost = step_cost(
+                self.config,
+                setup,
+                batch,
+                candidate.grad_accumulation,
+                where.hardware,
+                where.node,
+                sequence_type=flags.sequence_parallel_type,
+                sequence_types=self.types,
+                graph=flags.enable_cuda_graph,
+            )
+        except ValueError as error:
+            self.refusal = self.refusal or error
+            return None
+        return Priced(candidate, setup, memory, cost, batch * candidate.grad_accumulation * ranks)
+
+    def best(self, offload: str) -> list[Priced]:
+        """The best of each product, the fastest first."""
+        found: dict[tuple, Priced] = {}
+        enough: dict[tuple, int] = {}  # the largest micro-batch that a product has room for with less recomputing
+        for form in self.forms(offload):
+            if not self.takes(form):
+                continue
+            product = form.product
+            larger = (one for one in self.batches(form) if one.batch_size > enough.get(product, 0))
+            fitting = filter(None, map(self.price, larger))
+            for one in itertools.islice(fitting, BATCHES):
+                enough[product] = max(enough.get(product, 0), one.candidate.batch_size)
+                if product not in found or one.price < found[product].price:
+                    found[product] = one
+        return sorted(found.values(), key=lambda one: one.price)
+
+    def takes(self, form: Candidate) -> bool:
+        """As :meth:`accepts`, of what micro-batches and copies of the model don't change."""
+        plain = replace(form, data_parallel_replicate=self.flags.data_parallel_replicate, reshard=self.flags.reshard)
+        if plain not in self.taken:
+            self.taken[plain] = self.accepts(plain, open=("batch_size", "grad_accumulation"))
+        return self.taken[plain]
+
+
+def choose(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tuple[list[Priced], DiTConfig]:
+    """(the best products, the fastest first, at most SHOWN; the model's configuration).
+
+    State goes to host memory, as --offload, only where nothing fits otherwise.
+
+    Raises:
+        ValueError: no product fits, or the flags can't be had on so many ranks; the message says what to change.
+    """
+    search = _Search(flags, dataset, where)
+    for offload in search.options("offload", tuple(OFFLOADED)):
+        chosen = [one for one in search.best(offload) if search.accepts(one.candidate)][:SHOWN]
+        if chosen:
+            return chosen, search.config
+    if search.least is not None:
+        memory, candidate = search.least
+        raise ValueError(
+            f"--parallel auto: no product fits {where.capacity / GIB:,.1f} GiB a rank; the smallest, {candidate}, "
+            f"needs {memory / GIB:,.1f}; take more GPUs, a smaller --model, or fewer of the flags that were given"
+        )
+    if search.refusal is not None:
+        raise search.refusal
+    raise ValueError(
+        f"--parallel auto: {search.samples()} samples a step can't be shared by {where.world} ranks evenly; change "
+        "--global_batch_size"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ in a run
+
+
+def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
+    """The flags of the best product, which rank 0 chooses and names, and the mesh that they ask for. Collective.
+
+    Raises as :func:`choose`, on every rank.
+    """
+    has_gpu = mesh.device.type == "cuda"
+    card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
+    usable = USABLE * card_memory(mesh.device) if has_gpu else USABLE_OF_A_HOST * host_memory() / ranks_here(mesh)
+    usable = mesh.least(usable)
+    found: tuple = (None, None)
+    if mesh.is_main:
+        try:
+            hardware, origin = find_hardware(flags.hardware, card)
+            node = flags.node_size(mesh.world_size)
+            where = Circumstances(mesh.world_size, node, usable, hardware, has_gpu)
+            chosen, config = choose(flags, data_of(flags), where)
+            print("\n".join(report(chosen, config, where, origin)), flush=True)
+            found = chosen[0].candidate, None
+        except (ValueError, OSError, DataError) as error:
+            found = None, error
+    candidate, error = mesh.broadcast_object(found)
+    if error is not None:
+        raise error
+    return candidate.on(flags), mesh.divided(candidate.dims(mesh.world_size))
+
+
+def ranks_here(mesh: Mesh) -> int:
+    """Ranks on this machine."""
+    return environment_node_size() or mesh.world_size
+
+
+def data_of(flags: TrainConfig) -> MediaDataset:
+    """The data set of the flags. Raises as ``open_data``."""
+    asked = Components(flags)
+    return open_data(asked.data, asked.captions, asked.model.num_classes, asked.loader.max_bad, asked.run.global_seed)
+
+
+# -------------------------------------------------------------------------------------------------------------- words
+
+
+def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str) -> list[str]:
+    """Lines that name the best products and what limits each."""
+    nodes = f", {where.node} a node" if where.world > where.node else ""
+    lines = [
+        f"--parallel auto: {where.world} ranks{nodes}, {where.capacity / GIB:,.1f} GiB each, figures of {origin}; "
+        f"{chosen[0].samples:,} samples of {config.tokens:,} tokens a step; taken: the first"
+    ]
+    for number, one in enumerate(chosen, 1):
+        cost, candidate = one.cost, one.candidate
+        rate = tokens_per_second(config, one.setup, candidate.batch_size, candidate.grad_accumulation, cost.total)
+        lines.append(
+            f"{number}. {1e3 * cost.total:,.0f} ms, {rate:,.0f} tokens/s a rank, {one.memory / GIB:,.1f} GiB; "
+            f"{one.limit()}: {candidate}"
+        )
+    return lines
+
+
+def budget(cost: StepCost) -> str:
+    """What a rank receives in a step, by kind, in words."""
+
+    def words(kind: str, traffic: Traffic) -> str:
+        alone, exposed = 1e3 * traffic.seconds, 1e3 * traffic.exposed
+        return f"{kind} {traffic.bytes / 1e9:,.2f} GB, {alone:,.1f} ms ({exposed:,.1f} not hidden)"
+
+    return "; ".join(words(*item) for item in cost.traffic.items()) or "nothing"

@@ -1,0 +1,193 @@
+"""What the cost models know of the hardware: rates of a card, and of the links between cards and between machines.
+
+:data:`H200` holds what was measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). Other cards of
+:data:`CARDS` have its measurements scaled by what their data sheets say against an H200's: expected, not measured.
+``python -m opendit.cli.links`` measures rates and links of the machines at hand and keeps them in a file, which takes
+the place of either. Needs no torch.
+"""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+GIB = 2**30
+FORMAT = "opendit-hardware-1"  # of the file
+
+
+@dataclass(frozen=True)
+class HardwareModel:
+    """Rates of a card, in half precision, and of its links. The defaults are an H200's, joined by NVLink.
+
+    FLOP rates are those of operations alone; in a whole training step, at its power limit, a card does ``sustained`` of
+    that of products. ``direct`` is no property of a card, but of the ranks that a cost is asked for.
+    """
+
+    name: str = "H200"
+    origin: str = "measured on H200s, links between machines assumed"
+    capacity: float = 139.8 * GIB  # bytes of memory, as torch counts them
+    direct: bool = False  # ranks reach each other's memory (opendit/parallel/sequence/peer_memory.py)
+    # ------------------------------------------------------------------------------------------------- computation
+    matmul: float = 640e12  # FLOP/s of large products
+    matmul_fp8: float = 1150e12
+    launch: float = 4e-6  # s, what a product takes beyond that
+    # FLOP/s of attention for each element of a head, up to 128 of them: a head takes as long with 72, and ``small`` of
+    # that up to 64. The backward pass is 2.5 times the work.
+    attention: float = 5.1e12
+    attention_backward: float = 4.35e12
+    small: float = 0.69
+    attention_half: int = 115  # keys with which attention reaches half of these rates
+    attention_half_backward: int = 256
+    partial: float = 2.9e12  # of the kernel that attends to a part of the keys and says their log-sum-exp
+    partial_backward: float = 2.45e12
+    memory: float = 3.6e12  # bytes/s read or written
+    sustained: float = 0.96
+    host: float = 2.2e-3  # s, that Python takes to launch a block's kernels, forward and backward, without a CUDA graph
+    multiprocessors: int = 132
+    tile: int = 128  # queries that one multiprocessor attends from at a time
+    # ------------------------------------------------------------------------------------------- links of a machine
+    link: float = 230 * GIB  # bytes/s that a rank receives in an all-to-all or a hop of a ring
+    # (ranks, bytes/s that each receives in an all-gather among so many ranks of a machine)
+    gather: tuple[tuple[int, float], ...] = ((2, 240 * GIB), (4, 305 * GIB), (8, 327 * GIB))
+    copies: float = 270 * GIB  # bytes/s that copy engines bring beside matrix products
+    latency: float = 20e-6  # s, of a collective or a hop
+    barrier: float = 5e-6  # s, of an exchange through each other's memory
+    part: float = 10e-6  # s, of another rank's tokens in FastSeq, each way: a copy's start, and smaller products
+    group: float = 40e-6  # s, of each further group of heads: more and smaller kernels, in both directions
+    tail: float = 0.03  # of an SM wave of attention, that some wait at the end of each further group of heads
+    overlap: float = 0.3  # of a collective, what computation of its length beside it hides: they share multiprocessors
+    host_link: float = 100e9  # bytes/s between a card and its host, both directions together
+    # -------------------------------------------------------------------------------------- links between machines
+    node_link: float = 40 * GIB  # bytes/s that a rank receives from other machines: 400 Gbit/s a card, assumed
+    node_latency: float = 10e-6  # s, of a hop between machines, assumed
+    node_overlap: float = 0.8  # as overlap, of transfers that the network and not the cards bound, assumed
+
+    def gather_rate(self, ranks: int) -> float:
+        """Bytes/s that each of so many ranks of a machine receives in an all-gather or reduce-scatter."""
+        below = [rate for size, rate in self.gather if size <= ranks]
+        return below[-1] if below else self.gather[0][1]
+
+    def attention_rates(self, head_dim: int, keys: int) -> tuple[float, float]:
+        """FLOP/s of attention forward and backward, of heads of this size in which each query attends to ``keys``."""
+        elements = min(head_dim, 128) / (1 if head_dim > 64 else self.small)
+        forward = self.attention * keys / (keys + self.attention_half)
+        backward = self.attention_backward * keys / (keys + self.attention_half_backward)
+        return elements * forward, elements * backward
+
+
+H200 = HardwareModel()
+
+
+@dataclass(frozen=True)
+class Card:
+    """A data sheet: TFLOP/s of dense products in bf16 and fp8, TB/s of memory, GB/s to other cards, each direction."""
+
+    capacity: float  # GiB, as torch counts them
+    bf16: float
+    fp8: float
+    memory: float
+    link: float
+
+
+CARDS = {
+    "H200": Card(139.8, 989, 1979, 4.8, 450),
+    "H100": Card(79.1, 989, 1979, 3.35, 450),
+    "A100": Card(79.1, 312, 312, 2.04, 300),
+    "L40S": Card(44.4, 362, 733, 0.864, 32),  # no NVLink: PCIe
+    "4090": Card(23.5, 165, 330, 1.008, 32),
+}
+
+
+def of_card(name: str) -> HardwareModel | None:
+    """The model of the card of :data:`CARDS` that ``name`` has in it ("NVIDIA A100-SXM4-80GB"); None: it has none."""
+    found = next((card for card in CARDS if card.lower() in name.lower()), None)
+    if found is None or found == "H200":
+        return H200 if found else None
+    card, known = CARDS[found], CARDS["H200"]
+    compute, memory, link = card.bf16 / known.bf16, card.memory / known.memory, card.link / known.link
+    rates = dict.fromkeys(("matmul", "attention", "attention_backward", "partial", "partial_backward"), compute)
+    rates |= {"matmul_fp8": card.fp8 / known.fp8, "memory": memory, "link": link, "copies": link}
+    scaled = {field: getattr(H200, field) * ratio for field, ratio in rates.items()}
+    gather = tuple((ranks, rate * link) for ranks, rate in H200.gather)
+    origin = "an H200's figures scaled by the data sheets: expected, not measured"
+    return replace(H200, name=found, origin=origin, capacity=card.capacity * GIB, gather=gather, **scaled)
+
+
+# --------------------------------------------------------------------------------------------------------- the file
+
+
+def default_path() -> Path:
+    """Where ``python -m opendit.cli.links`` keeps what it measured unless it is told otherwise: the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opendit" / "hardware.json"
+
+
+def save(model: HardwareModel, path: Path) -> None:
+    """Writes the file; its folder is made. Raises OSError if it can't."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": FORMAT, **asdict(model)}, indent=1) + "\n"
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def load(path: Path) -> HardwareModel:
+    """The model in a file of :func:`save`. Raises ValueError, naming the file and what is wrong, for any other."""
+
+    def wrong(what: str) -> ValueError:
+        return ValueError(f"{path} is no file of python -m opendit.cli.links ({what}); measure again")
+
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise wrong(str(error)) from None
+    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        raise wrong(f"its format is not {FORMAT}")
+    known = {field.name: field.type for field in fields(HardwareModel)}
+    if strangers := values.keys() - known.keys():
+        raise wrong(f"no such figure: {sorted(strangers)[0]}")
+    for name, value in values.items():
+        kind = known[name]
+        if kind in (str, bool):
+            fits = isinstance(value, kind)
+        elif name == "gather":
+            fits = isinstance(value, list) and value and all(_positive(*pair[:2]) for pair in value)
+        else:
+            fits = _positive(value)
+        if not fits:
+            raise wrong(f"{name} is {value!r}")
+    if "gather" in values:
+        values["gather"] = tuple(sorted((ranks, rate) for ranks, rate in values["gather"]))
+    return HardwareModel(**values)
+
+
+def _positive(*values) -> bool:
+    return all(type(value) in (int, float) and math.isfinite(value) and value > 0 for value in values)
+
+
+def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, str]:
+    """(the model to count with, whose figures they are, in words).
+
+    Args:
+        asked: of --hardware: a card of :data:`CARDS`, a file, or None.
+        card: the name of the card of this process; None: there is none.
+
+    Raises:
+        ValueError: ``asked`` is no such card and no such file.
+    """
+    if asked is not None:
+        model = load(Path(asked)) if Path(asked).is_file() else of_card(asked)
+        if model is None:
+            raise ValueError(
+                f"--hardware {asked}: neither a file of python -m opendit.cli.links nor one of {', '.join(CARDS)}"
+            )
+        return model, f"{model.name}: {model.origin}"
+    path = default_path()
+    if card is not None and path.is_file():
+        model = load(path)
+        if model.name == card:
+            return model, f"{model.name}: {model.origin} ({path})"
+    model = of_card(card) if card is not None else H200
+    if model is None:
+        return H200, f"an H200's, because {card} is unknown; python -m opendit.cli.links measures it"
+    return model, f"{model.name}: {model.origin}"

@@ -1,0 +1,314 @@
+"""How long a training step takes, by formula, before anything is built: computation by the terms of the model's plan,
+communication by what each strategy sends over which links, and how much of it computation hides.
+
+Not counted: reading data, the VAE and the text encoder (latents and embeddings are taken to be there), saving, and
+ranks that wait for slower ones.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from opendit.models import DiTConfig, plan_of
+from opendit.parallel.hardware import HardwareModel
+from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
+from opendit.training.memory import BYTES, Setup, held_counts
+
+# Passes over memory by elementwise kernels, forward and backward, for each unit that a block keeps: what is kept was
+# written and is read once more, and so are gradients. Fitted to the training steps of benchmarks/results.csv.
+PASSES = 2.3
+# What recomputing by parts does again, in units of N x D read and written, and as a share of the MLP's first product.
+AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
+QUANTISED = 20  # units of N x D read and written to make the operands of products in float8
+UPDATE = 30  # bytes a weight that AdamW reads and writes: master, both moments, gradient, working weight
+AVERAGE = 8  # of each average
+# Gathers and sums of N x D that tensor parallelism makes for each divided pair of layers; one of them lies beside a
+# product.
+GATHERS_OF_A_PAIR = 5
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank receives of one kind of communication in a step: bytes, the seconds that it takes alone, and those
+    of them that computation does not hide."""
+
+    bytes: float = 0
+    seconds: float = 0
+    exposed: float = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.bytes + other.bytes, self.seconds + other.seconds, self.exposed + other.exposed)
+
+    def __mul__(self, times: float) -> "Traffic":
+        return Traffic(self.bytes * times, self.seconds * times, self.exposed * times)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a rank's step. work: by kind of computation, each in all micro-batches. traffic: by kind of
+    communication. waiting: for the host, where it launches kernels more slowly than they run."""
+
+    work: dict[str, float]
+    traffic: dict[str, Traffic]
+    waiting: float = 0
+    sequence: StrategyChoice | None = field(default=None, compare=False)
+
+    @property
+    def exposed(self) -> float:
+        """Communication that computation does not hide."""
+        return sum(kind.exposed for kind in self.traffic.values())
+
+    @property
+    def total(self) -> float:
+        return sum(self.work.values()) + self.exposed + self.waiting
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where the ranks of a group are: so many in all, ``here`` of them on one machine."""
+
+    ranks: int
+    here: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.here)
+
+
+def span(ranks: int, stride: int, node: int) -> Span:
+    """Of a group whose members are ``stride`` ranks apart, on machines of ``node`` ranks each."""
+    return Span(ranks, max(1, min(ranks, node // stride)))
+
+
+def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, float]:
+    """(an all-gather to, or a reduce-scatter of, ``size`` bytes in all, nothing hidden; the share of it that
+    computation of its length would hide).
+
+    Every machine takes in what the others have once, over the links of all its members at the same time, and hands it
+    on; the slower of the two decides.
+    """
+    if over.ranks == 1:
+        return Traffic(), 0
+    received = size * (over.ranks - 1) / over.ranks
+    inside = received / hardware.gather_rate(over.here) if over.here > 1 else 0
+    outside = size * (over.nodes - 1) / over.nodes / (over.here * hardware.node_link)
+    seconds = max(inside, outside) + hardware.latency + (over.nodes - 1) * hardware.node_latency
+    return Traffic(received, seconds, seconds), hardware.node_overlap if outside > inside else hardware.overlap
+
+
+def beside(transfer: tuple[Traffic, float], work: float) -> Traffic:
+    """A transfer with so many seconds of computation at the same time."""
+    traffic, hidden = transfer
+    return replace(traffic, exposed=traffic.seconds - hidden * min(traffic.seconds, work))
+
+
+@functools.cache
+def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
+    """(how many of it, FLOPs of one sample's forward pass in one, keys of attention) of each part of the plan that has
+    work; linear layers have no keys."""
+    found = []
+    for term in plan_of(config).flops:
+        count = config.depth if term.per_block else 1
+        found.append((count, term.flops(config), None if term.keys is None else term.keys(config)))
+    return tuple(part for part in found if part[1])
+
+
+class _Step:
+    """One rank's step, as :func:`step_cost` takes it apart."""
+
+    def __init__(self, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int):
+        self.config, self.setup, self.batch, self.hardware, self.node = config, setup, batch, hardware, node
+        self.plan, self.size = plan_of(config), BYTES[setup.precision]
+        self.sharing = setup.sequence_parallel * setup.tensor_parallel
+        self.parameters, self.block_parameters = held_counts(config, setup)
+        self.unit = batch * config.tokens * config.hidden_size * self.size  # of all ranks that share samples
+
+    # ------------------------------------------------------------------------------------------------- computation
+
+    def products(self) -> tuple[float, float]:
+        """(seconds of a micro-batch's linear layers in its forward pass, of the first of the MLP in one block)."""
+        hardware, fp8 = self.hardware, self.setup.fp8
+        rate = (hardware.matmul_fp8 if fp8 else hardware.matmul) * hardware.sustained
+        total = 0.0
+        for count, flops, keys in _terms(self.config):
+            if keys is None:
+                total += count * (self.batch * flops / self.sharing / rate + 2 * hardware.launch)
+        config = self.config
+        first = 2 * self.batch * config.tokens * config.hidden_size * config.mlp_hidden / self.sharing / rate
+        return total, first
+
+    def attention(self) -> tuple[float, float]:
+        """Seconds of a micro-batch's attention kernels, forward and backward."""
+        forward = backward = 0.0
+        for count, flops, keys in _terms(self.config):
+            if keys is not None:
+                rates = self.hardware.attention_rates(self.config.head_dim, keys)
+                work = count * self.batch * flops / self.sharing
+                forward, backward = forward + work / rates[0], backward + 2.5 * work / rates[1]
+        return forward, backward
+
+    def work(self) -> dict[str, float]:
+        """Seconds of a micro-batch, by kind."""
+        config, setup = self.config, self.setup
+        forward, first = self.products()
+        there, back = self.attention()
+        whole = replace(setup.execution, recompute="none")
+        units = PASSES * self.plan.kept(config, whole).units + QUANTISED * setup.fp8
+        elementwise = config.depth * units * self.unit / self.sharing / self.hardware.memory
+        again, share = AGAIN[setup.recompute]
+        recomputed = config.depth * (again * self.unit / self.sharing / self.hardware.memory + share * first)
+        if setup.grad_checkpoint:
+            recomputed = forward + there + 0.4 * elementwise
+        if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied on their way
+            passes = 2 if setup.reshard == "never" else 4
+            copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
+            elementwise += copied / self.hardware.memory
+        return {
+            "products": 3 * forward,
+            "attention": there + back,
+            "elementwise": elementwise,
+            "recomputed": recomputed,
+        }
+
+    def update(self) -> float:
+        """Seconds of AdamW and the averages on this rank's share of the state."""
+        setup = self.setup
+        ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
+        trained = self.parameters if setup.trained is None else setup.trained
+        share = trained / (1 if setup.plugin == "ddp" else ranks)
+        averaged = AVERAGE * setup.averages * trained / ranks
+        seconds = (UPDATE * share + averaged) / self.hardware.memory
+        if setup.offload != "none":  # moments are read and written; averages are changed in place beside other work
+            moved = 16 * share if setup.offload == "state" else 0
+            seconds += (moved + 0.3 * averaged) / self.hardware.host_link
+        return seconds
+
+    # ----------------------------------------------------------------------------------------------- communication
+
+    def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
+        """Of weights and gradients among the ranks that have the same part of every layer; ``work``: seconds of a
+        micro-batch's computation."""
+        setup, stride = self.setup, self.setup.tensor_parallel
+        alike = span(setup.alike, stride, self.node)
+        trained = self.parameters if setup.trained is None else setup.trained
+        share, depth = trained / self.parameters, self.config.depth
+        forward, backward = work / 3, work * 2 / 3  # about: with whole blocks recomputed half and half
+        if setup.plugin == "ddp":
+            reduced = beside(gather(4 * trained, alike, self.hardware), backward)
+            yield "gradients", reduced * 2  # there and back
+            return
+        if setup.plugin in ("zero2", "gemini"):
+            reduced = beside(gather(self.size * trained, alike, self.hardware), backward)
+            yield "gradients", reduced * micro_batches
+            weights = gather(self.size * trained, alike, self.hardware)[0]
+            if setup.plugin == "gemini":  # in both passes, and nothing else is under way
+                weights = gather(self.size * self.parameters, alike, self.hardware)[0] * (2 * micro_batches)
+            yield "weights", weights
+            return
+        shards = span(setup.alike // setup.replicate, stride, self.node)
+        bytes_of_block = self.size * self.block_parameters
+        if setup.gathers_float8:
+            bytes_of_block -= self.plan.kept(self.config, setup.execution).weights * (self.size - 1)
+        block = gather(bytes_of_block, shards, self.hardware)
+        passes = [forward] if setup.reshard == "never" else [forward, backward]
+        gathered = Traffic()
+        for seconds in passes:  # the first block's has nothing beside it
+            gathered += beside(block, seconds / depth) * (depth - 1) + block[0]
+        yield "weights", gathered * micro_batches
+        reduced = beside(
+            gather(BYTES[setup.reduce_dtype] * share * self.block_parameters, shards, self.hardware), backward / depth
+        )
+        yield "gradients", reduced * depth * (1 if setup.keep_gradients else micro_batches)
+        if setup.replicate > 1:
+            copies = span(setup.replicate, stride * shards.ranks, self.node)
+            summed = gather(BYTES[setup.reduce_dtype] * trained / shards.ranks, copies, self.hardware)
+            yield "gradients of copies", beside(summed, backward) * 2
+
+    def sequence(self, kind: str, types: tuple[str, ...]) -> tuple[Traffic, StrategyChoice | None]:
+        """Of attention by ranks that share a micro-batch's tokens, and how they do it. Raises ValueError if they
+        can't."""
+        setup, config, ranks = self.setup, self.config, self.setup.sequence_parallel
+        if ranks == 1:
+            return Traffic(), None
+        tensor = setup.tensor_parallel
+        shape = Shape(
+            config.tokens, config.hidden_size // tensor, config.num_heads // tensor, self.batch, self.size, types
+        )
+        inside = span(ranks, tensor, self.node).nodes == 1
+        hardware = self.hardware if inside else replace(
+            self.hardware, link=self.hardware.node_link, latency=self.hardware.node_latency
+        )  # fmt: skip
+        plan = make_plan(kind, ranks, shape, hardware=replace(hardware, direct=inside and ranks <= 8))
+        times = config.depth * (4 / 3 if setup.grad_checkpoint else 1)  # forward once more
+        received = received_by_attention(plan, ranks) * self.unit / tensor
+        return Traffic(received, plan.seconds, plan.seconds) * times, plan
+
+    def tensor(self) -> Traffic:
+        """Of layers that ranks divide: gathers and sums of a micro-batch's tokens (docs/parallelism.md counts them)."""
+        ranks, config = self.setup.tensor_parallel, self.config
+        if ranks == 1:
+            return Traffic()
+        pairs = 1 + sum(keys is not None for _, _, keys in _terms(config))
+        tokens = self.unit / self.setup.sequence_parallel
+        one = gather(tokens, span(ranks, 1, self.node), self.hardware)
+        alone = GATHERS_OF_A_PAIR - 1 + 2 * self.setup.grad_checkpoint
+        return (one[0] * alone + beside(one, math.inf)) * (config.depth * pairs)
+
+
+def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
+    """What a rank receives in a layer by a sequence strategy, forward and backward, in units of N x D
+    (docs/sequence_parallel.md has the forward pass's)."""
+    here, ring = ranks, 1
+    if plan.kind == "fastseq":
+        return (ranks - 1) / ranks * (3 + 2 / ranks)  # inputs twice, their gradients; heads there and back
+    if plan.kind == "ring":
+        here, ring = 1, ranks
+    elif plan.kind == "usp":
+        here, ring = plan.heads_over, ranks // plan.heads_over
+    by_heads = 8 * (here - 1) / (here * ranks)
+    return by_heads + 6 * (ring - 1) / ranks  # keys and values; they and their gradients
+
+
+def step_cost(
+    config: DiTConfig,
+    setup: Setup,
+    batch: int,
+    micro_batches: int,
+    hardware: HardwareModel,
+    node: int,
+    *,
+    sequence_type: str = "auto",
+    sequence_types: tuple[str, ...] | None = None,
+    graph: bool = False,
+) -> StepCost:
+    """Of a rank that trains ``micro_batches`` micro-batches of ``batch`` samples, shared with the ranks of its
+    sequence and tensor groups, a step.
+
+    Args:
+        setup: with --reshard and what becomes of gradients settled (``settle_sharding``).
+        node: ranks of a machine. sequence_types: that the model and --attention allow; None: the model's.
+        graph: whether forward and backward are replayed as a CUDA graph.
+
+    Raises:
+        ValueError: ranks can't share the model's sequences by ``sequence_type``.
+    """
+    step = _Step(config, setup, batch, hardware, node)
+    once = step.work()
+    sequence, plan = step.sequence(sequence_type, config.sequence_types if sequence_types is None else sequence_types)
+    traffic = {"sequence": sequence * micro_batches, "layers": step.tensor() * micro_batches}
+    for kind, found in step.sharding(sum(once.values()), micro_batches):
+        traffic[kind] = found
+    device = sum(once.values()) + sum(kind.exposed for kind in traffic.values()) / micro_batches
+    waiting = 0.0 if graph else max(0.0, config.depth * hardware.host - device) * micro_batches
+    work = {name: seconds * micro_batches for name, seconds in once.items()} | {"update": step.update()}
+    work = {name: seconds for name, seconds in work.items() if seconds}
+    return StepCost(work, {name: kind for name, kind in traffic.items() if kind.bytes}, waiting, plan)
+
+
+def tokens_per_second(config: DiTConfig, setup: Setup, batch: int, micro_batches: int, seconds: float) -> float:
+    """Of one rank."""
+    sharing = setup.sequence_parallel * setup.tensor_parallel
+    if not math.isfinite(seconds) or seconds <= 0:
+        return 0.0
+    return batch * micro_batches * config.tokens / sharing / seconds

@@ -1,0 +1,210 @@
+"""``--parallel auto``: what it proposes is what the run accepts and what fits, and nothing faster was left out."""
+
+import math
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train
+from opendit.cli import auto_parallel
+from opendit.cli.auto_parallel import Circumstances, choose, choose_on_ranks, data_of
+from opendit.cli.command_line import parse
+from opendit.cli.train_flags import Components, TrainConfig
+from opendit.parallel.hardware import GIB, H200
+from opendit.parallel.sizes import ParallelDims
+from opendit.training.from_flags import memory_setup, plan_model, sequence_shape
+from opendit.training.memory import estimate, settle_sharding
+from tests.ranks import run_ranks, several_programs
+
+FAST = "--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel --data_path mock"
+PICTURES = f"--model DiT-XL/2 {FAST}"
+CLIPS = "--recipe mock_pretrain_7b_256p_joint"  # 8k tokens
+LONG = "--recipe mock_pretrain_7b_768p"  # 74k
+MODELS = [
+    PICTURES,
+    f"{PICTURES} --fp8",
+    CLIPS,
+    f"{CLIPS} --qk_norm --plugin fsdp",
+    LONG,
+    "--recipe mock_pretrain_28b_256p_joint",
+    "--recipe mock_st_dit_xl_256p_joint",
+    "--recipe mock_moviegen_5b_256p_joint",
+    "--recipe mock_ec_dit_1b",
+]
+
+
+def flags_of(words: str) -> TrainConfig:
+    return parse(TrainConfig, [*words.split(), "--parallel", "auto"])
+
+
+def chosen(words: str, world: int, gib: float = 131.4, node: int = 8, hardware=H200):
+    flags = flags_of(f"{words} --dry_run {world} --gpus_per_node {node}")
+    where = Circumstances(world, flags.node_size(world), gib * GIB, hardware)
+    return choose(flags, data_of(flags), where)[0]
+
+
+def check_as_typed(words: str, world: int, capacity: float, one) -> None:
+    """The proposal, typed in the place of auto, passes what a run checks, and is what was priced."""
+    plain = "--no_grad_checkpoint --recompute none --reshard auto --grad_accumulation 1"
+    flags = parse(TrainConfig, f"{words} {plain} {one.candidate} --dry_run {world}".split())
+    flags = replace(flags, given=frozenset())  # (what a recipe set is said twice)
+    settled, _ = flags.settled(world, has_gpu=True)
+    for name, value in asdict(one.candidate).items():
+        assert getattr(settled, name) == value, name
+    asked = Components(settled)
+    config = plan_model(asked, data_of(settled)).config
+    how = (asked.parallel, settled.attention, settled.mixed_precision, config, settled.batch_size)
+    sequence_shape(*how, tensor_parallel=settled.tensor_parallel_size)
+    sizes = dict(sp=settled.sequence_parallel_size, tp=settled.tensor_parallel_size)
+    dims = ParallelDims.fill(world, **sizes, dp_replicate=settled.data_parallel_replicate)
+    assert settled.batch_size * settled.grad_accumulation * dims.size("dp") == one.samples
+    setup = settle_sharding(config, memory_setup(asked, config, world), settled.batch_size, capacity)
+    assert setup == one.setup
+    assert estimate(config, setup, settled.batch_size).total == one.memory <= capacity
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(
+    st.sampled_from(MODELS), st.sampled_from((1, 2, 3, 6, 8, 16, 24)), st.sampled_from((8, 4, 3)),
+    st.sampled_from((24.0, 79.0, 131.4)), st.sampled_from((1, 3, 5)),
+)  # fmt: skip
+def test_what_is_proposed_is_accepted_and_fits(model, world, node, gib, samples):
+    words = f"{model} --global_batch_size {samples * world}"
+    try:
+        found = chosen(words, world, gib, node)
+    except ValueError as error:
+        assert "no product fits" in str(error)
+        return
+    assert found == sorted(found, key=lambda one: one.price) and len(found) <= auto_parallel.SHOWN
+    for one in found:
+        check_as_typed(words, world, gib * GIB, one)
+        sharing = one.candidate.tensor_parallel_size * one.candidate.sequence_parallel_size
+        assert min(node, world) % sharing == 0  # never across machines
+        assert one.samples == samples * world
+
+
+def test_more_memory_and_faster_links_are_never_slower():
+    prices = [chosen(f"{LONG} --global_batch_size 16", 8, gib)[0].price for gib in (60, 79, 100, 131.4, 178)]
+    assert prices == sorted(prices, reverse=True) and prices[0] > 1.02 * prices[-1]
+    slow = replace(H200, node_link=H200.node_link / 20, gather=tuple((n, rate / 4) for n, rate in H200.gather))
+    fast, slowed = (chosen(f"{CLIPS} --global_batch_size 64", 32, hardware=model)[0] for model in (H200, slow))
+    assert slowed.price > 1.05 * fast.price
+
+
+def test_nothing_better_was_left_out():
+    """Against all candidates, priced one by one without leaving any out."""
+    flags = flags_of(f"{LONG} --dry_run 4 --global_batch_size 8")
+    where = Circumstances(4, 4, 100 * GIB, H200)
+    search = auto_parallel._Search(flags, data_of(flags), where)
+    every = [one for form in search.forms("none") for one in search.batches(form) if search.accepts(one)]
+    assert len(every) > 200
+    best = min(filter(None, map(search.price, every)), key=lambda one: one.price)
+    assert choose(flags, data_of(flags), where)[0][0] == best
+
+
+@pytest.mark.parametrize("world", [1, 3, 6, 512])
+def test_odd_numbers_of_ranks(world):
+    one = chosen(f"{CLIPS} --model vDiT-XL/122", world)[0]  # 1 sample a rank, as the flags say
+    assert one.candidate.plugin in auto_parallel.PLUGINS and one.samples == world
+
+
+def test_what_others_recommend():
+    """NeMo's rules of thumb: shards alone where they fit, sequences shared for length, layers divided last and within a
+    machine."""
+    simple = chosen(f"{PICTURES} --global_batch_size 1024", 8)[0].candidate
+    assert (simple.sequence_parallel_size, simple.tensor_parallel_size, simple.recompute) == (1, 1, "none")
+    assert chosen(f"{CLIPS} --global_batch_size 64", 32)[0].candidate.dimensions == 0
+    long = chosen(f"{LONG} --global_batch_size 4", 4)[0].candidate
+    assert long.sequence_parallel_size > 1 and long.tensor_parallel_size == 1 and not long.grad_checkpoint
+    few = chosen(f"{CLIPS} --global_batch_size 2", 8)[0].candidate  # fewer samples than ranks
+    assert few.sequence_parallel_size * few.tensor_parallel_size >= 4
+    assert chosen("--recipe mock_pretrain_28b_256p_joint --global_batch_size 64", 64)[0].candidate.dimensions == 0
+
+
+def test_given_flags_are_kept_and_a_recipe_s_are_not():
+    given = "--tensor_parallel_size 2 --plugin fsdp --reshard after_forward --recompute cheap --batch_size 3"
+    for one in chosen(f"{CLIPS} --global_batch_size 24 {given}", 8):
+        kept = one.candidate
+        assert (kept.tensor_parallel_size, kept.plugin, kept.reshard, kept.recompute) == (
+            2,
+            "fsdp",
+            "after_forward",
+            "cheap",
+        )
+        assert kept.batch_size <= 3 and not kept.grad_checkpoint
+    assert not chosen(f"{LONG} --global_batch_size 4", 4)[0].candidate.grad_checkpoint  # which the recipe has
+    assert {one.candidate.plugin for one in chosen(f"{CLIPS} --reshard never", 8)} == {"fsdp"}
+    across = chosen(f"{LONG} --global_batch_size 4 --sequence_parallel_size 16", 32)[0].candidate
+    assert across.sequence_parallel_size == 16  # noted when the flags are settled
+
+
+def test_the_samples_of_a_step_are_those_of_the_flags():
+    assert chosen(f"{CLIPS} --batch_size 2 --sequence_parallel_size 2", 8)[0].samples == 8
+    odd = chosen("--recipe pretrain_7b_256p_joint --data_path mock", 6)[0]  # 256 of the recipe, not given
+    ranks = 6 // odd.candidate.sequence_parallel_size
+    assert 256 - ranks < odd.samples <= 256 and odd.samples % ranks == 0
+    assert chosen(f"{CLIPS} --batch_size 1 --grad_accumulation 4", 4)[0].candidate.grad_accumulation == 4
+
+
+def test_what_can_t_be_done_is_said():
+    with pytest.raises(ValueError, match=r"no product fits 20.0 GiB a rank; the smallest, --plugin .*, needs \d+"):
+        chosen("--recipe mock_pretrain_28b_768p", 8, 20)
+    with pytest.raises(ValueError, match="--global_batch_size"):
+        chosen(f"{CLIPS} --global_batch_size 7 --sequence_parallel_size 1 --tensor_parallel_size 1", 4)
+    with pytest.raises(ValueError, match="tensor_parallel_size 5"):
+        chosen(f"{CLIPS} --tensor_parallel_size 5", 5)
+    state = chosen("--recipe mock_pretrain_28b_256p_joint --global_batch_size 4", 4, 79)[0].candidate
+    assert state.offload == "state"  # nothing fits without
+
+
+def test_words_name_the_limit_and_the_bytes():
+    one = chosen(f"{CLIPS} --global_batch_size 8", 4)[0]
+    flags = flags_of(f"{CLIPS} --dry_run 4")
+    where = Circumstances(4, 4, 131.4 * GIB, H200)
+    config = auto_parallel._Search(flags, data_of(flags), where).config
+    head, first = auto_parallel.report([one], config, where, "an H200")
+    assert "4 ranks, 131.4 GiB each" in head and "8 samples of 8,192 tokens" in head
+    assert first.startswith("1. ") and f"{8 * 8192 / 4 / one.cost.total:,.0f} tokens/s a rank" in first
+    assert first.endswith(str(one.candidate)) and "takes" in first
+    gradients = 2 * config.parameters() * 3 / 4 / 1e9
+    assert f"gradients {gradients:,.2f} GB" in auto_parallel.budget(one.cost)
+
+
+TINY = (
+    "--model DiT-Ti/2 --data_path digits --image_size 8 --vae none --max_steps 2 --sample_every 0 "
+    "--mixed_precision fp32 --num_workers 0 --log_every 1 --global_batch_size 4 --no_save"
+)
+
+
+def on_ranks(mesh, folder: str) -> tuple:
+    several_programs()
+    flags = parse(TrainConfig, [*TINY.split(), "--parallel", "auto", "--sequence_parallel_size", "2"])
+    decided, divided = choose_on_ranks(flags, mesh)
+    try:
+        choose_on_ranks(parse(TrainConfig, [*TINY.split(), "--parallel", "auto", "--hardware", "no_such"]), mesh)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    words = [*TINY.split(), "--parallel", "auto", "--outputs", folder]
+    return asdict(divided.dims), decided.parallel, decided.sequence_parallel_size, refused, str(train.main(words))
+
+
+def test_ranks_agree_and_train(tmp_path, capfd):
+    """Rank 0 decides for all, its error is everybody's, and what it decides is trained."""
+    found = run_ranks(2, on_ranks, str(tmp_path))
+    assert found[0] == found[1]
+    dims, parallel, size, refused, _ = found[0]
+    assert (dims["sp"], dims["dp_shard"], parallel, size) == (2, 1, "flags", 2)
+    assert refused.startswith("--hardware no_such: neither a file")
+    assert len((tmp_path / "000-DiT-Ti-2" / "log.jsonl").read_text().splitlines()) == 2
+    assert "--parallel auto: 2 ranks, " in capfd.readouterr().out
+
+
+def test_dry_run_plans_what_is_not_here(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    train.main("--recipe mock_pretrain_28b_256p_joint --dry_run 512 --gpus_per_node 8 --parallel auto".split())
+    said = capsys.readouterr().out
+    assert "512 ranks, 8 a node" in said and "1. " in said and "received a step" in said and "ms a step" in said
+    assert not math.isnan(float(said.split("1. ")[1].split(" ms")[0].replace(",", "")))
