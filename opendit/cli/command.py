@@ -23,6 +23,7 @@ MODULES = {
     "evaluate": ("opendit.evaluation.__main__", "FID and its kin, FVD, CLIP score of a run or of samples"),
     "page": ("opendit.inference.page.__main__", "draws, shows runs and compares in a browser"),
     "export": ("opendit.export.__main__", "to and from diffusers' and Meta's formats"),
+    "links": ("opendit.cli.links", "measures this machine's rates and links, for --parallel auto"),
     "models": ("opendit.models.__main__", "lists the models: parameters, work, memory"),
 }
 COMMANDS = {**SCRIPTS, **{name: about for name, (_, about) in MODULES.items()}}

@@ -151,7 +151,8 @@ def load(path: Path) -> HardwareModel:
         if kind in (str, bool):
             fits = isinstance(value, kind)
         elif name == "gather":
-            fits = isinstance(value, list) and value and all(_positive(*pair[:2]) for pair in value)
+            pairs = isinstance(value, list) and value and all(isinstance(p, list) and len(p) == 2 for p in value)
+            fits = pairs and all(_positive(*pair) for pair in value)
         else:
             fits = _positive(value)
         if not fits:

@@ -19,7 +19,7 @@ runpy.run_module(program[3:], run_name="__main__") if program.startswith("-m ") 
                                                                                                  "__main__")
 """
 PROGRAMS = ["train.py", "sample.py", "preprocess.py", "-m opendit", "-m opendit.evaluation", "-m opendit.export",
-            "-m opendit.models", "-m opendit.inference.page"]  # fmt: skip
+            "-m opendit.models", "-m opendit.inference.page", "-m opendit.cli.links"]  # fmt: skip
 
 
 def run(program: str, *argv: str) -> tuple[int, str, str]:

@@ -1,0 +1,61 @@
+"""Measures a card's rates and the links between cards, for ``--parallel auto`` and ``--dry_run``; once is enough.
+
+torchrun --standalone --nproc_per_node=8 -m opendit.cli.links
+"""
+
+import sys
+from pathlib import Path
+
+from opendit.cli.command_line import CommandLine
+from opendit.cli.console import name_of, prepare_console
+from opendit.cli.values import Value, whole
+from opendit.parallel.hardware import HardwareModel, default_path, save
+from opendit.parallel.sizes import environment_node_size
+
+
+def main(argv: list[str]) -> None:
+    prepare_console()
+    parser = CommandLine(
+        prog=name_of("python -m opendit.cli.links"),
+        description="Measures products, attention and copies of this card, and what ranks receive from each other "
+        "on a machine and across machines. Start it by torchrun, as a run. --parallel auto and --dry_run then count "
+        "with these figures: a run on the same cards by itself, --hardware FILE anywhere.",
+    )
+    parser.option("--out", Value(), "where they are kept (default: in the user's cache)", metavar="FILE")
+    parser.option("--gpus_per_node", whole(1, 4096), "processes of a machine (default: those that torchrun started)")
+    options, _ = parser.read(argv)
+    path = Path(options["out"]) if options["out"] else default_path()
+    from opendit.parallel.links import measure_hardware  # torch, which wrong flags need not wait for
+    from opendit.parallel.mesh import close_mesh, init_mesh
+
+    try:
+        mesh = init_mesh()
+        node = options["gpus_per_node"] or environment_node_size() or mesh.world_size
+        found = measure_hardware(mesh, min(node, mesh.world_size))
+        if mesh.is_main:
+            save(found, path)
+            print("\n".join([*table(found), f"kept in {path}"]))
+    except (ValueError, OSError) as error:
+        parser.fail(error, hint=False)
+    finally:
+        close_mesh()
+
+
+def table(found: HardwareModel) -> list[str]:
+    """The figures in words."""
+    forward, backward = found.attention_rates(128, 8192)
+    gathers = ", ".join(f"{rate / 2**30:,.1f} among {ranks}" for ranks, rate in found.gather)
+    return [
+        f"{found.name}: {found.origin}",
+        f"TFLOP/s: products {found.matmul / 1e12:,.2f}, attention {forward / 1e12:,.2f}, backward "
+        f"{backward / 1e12:,.2f} (heads of 128, 8,192 tokens)",
+        f"memory: {found.memory / 1e12:,.3f} TB/s",
+        f"GiB/s that a rank receives on a machine: all-gather {gathers}; all-to-all {found.link / 2**30:,.1f}; from "
+        f"one other rank {found.copies / 2**30:,.1f}",
+        f"GiB/s from other machines: {found.node_link / 2**30:,.2f}",
+        f"us of a collective: {1e6 * found.latency:,.0f}, of a hop between machines {1e6 * found.node_latency:,.0f}",
+    ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
