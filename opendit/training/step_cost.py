@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from opendit.models import DiTConfig, plan_of
 from opendit.parallel.hardware import HardwareModel
+from opendit.parallel.names import AXIAL
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
 from opendit.training.memory import BYTES, Setup, held_counts
 
@@ -233,16 +234,24 @@ class _Step:
             return Traffic(), None
         tensor = setup.tensor_parallel
         shape = Shape(
-            config.tokens, config.hidden_size // tensor, config.num_heads // tensor, self.batch, self.size, types
+            config.tokens,
+            config.hidden_size // tensor,
+            config.num_heads // tensor,
+            self.batch,
+            self.size,
+            types,
+            axial=config.axial_attention,
         )
-        inside = span(ranks, tensor, self.node).nodes == 1
-        hardware = self.hardware if inside else replace(
-            self.hardware, link=self.hardware.node_link, latency=self.hardware.node_latency
-        )  # fmt: skip
+        inside, hardware = span(ranks, tensor, self.node).nodes == 1, self.hardware
+        if not inside:
+            hardware = replace(hardware, link=hardware.node_link, latency=hardware.node_latency)
         plan = make_plan(kind, ranks, shape, hardware=replace(hardware, direct=inside and ranks <= 8))
+        received, seconds = received_by_attention(plan, ranks) * self.unit / tensor, plan.seconds
+        if config.axial_attention:  # one all-to-all there and one back, forward and backward
+            exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
+            received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
         times = config.depth * (4 / 3 if setup.grad_checkpoint else 1)  # forward once more
-        received = received_by_attention(plan, ranks) * self.unit / tensor
-        return Traffic(received, plan.seconds, plan.seconds) * times, plan
+        return Traffic(received, seconds, seconds) * times, plan
 
     def tensor(self) -> Traffic:
         """Of layers that ranks divide: gathers and sums of a micro-batch's tokens (docs/parallelism.md counts them)."""
@@ -260,6 +269,8 @@ def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
     """What a rank receives in a layer by a sequence strategy, forward and backward, in units of N x D
     (docs/sequence_parallel.md has the forward pass's)."""
     here, ring = ranks, 1
+    if plan.kind == AXIAL:
+        return 0
     if plan.kind == "fastseq":
         return (ranks - 1) / ranks * (3 + 2 / ranks)  # inputs twice, their gradients; heads there and back
     if plan.kind == "ring":
