@@ -198,10 +198,10 @@ def captured(mesh: Mesh, work: Callable[[], object]) -> Callable[[], object]:
             work()
     torch.cuda.synchronize()
     kept, replay = record(work, stream, torch.cuda.graph_pool_handle())
-    return functools.partial(_replay_keeping, replay, kept)  # the graph writes to them
+    return functools.partial(_replay_keeping, replay, kept, work)  # the graph writes to, and reads, their memory
 
 
-def _replay_keeping(replay: Callable[[], None], kept: object) -> object:
+def _replay_keeping(replay: Callable[[], None], kept: object, _: object) -> object:
     replay()
     return kept
 
