@@ -9,6 +9,7 @@ from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, plan_of
 from opendit.models.attention import local_attention
 from opendit.models.layers import Attend, BlockOps
+from opendit.parallel.gradient_memory import ReduceScatter
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import shard_units
 from opendit.parallel.sequence import SequenceParallel
@@ -108,6 +109,9 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     model.modulate_in_blocks = True
     # What is outside of all units is used at the beginning and at the end of both passes: it stays gathered.
     fully_shard(model, **settings | {"reshard_after_forward": False})
+    reduce_scatter = ReduceScatter()
+    for module in (*called, model):
+        module.set_custom_reduce_scatter(reduce_scatter)
     for place, module in enumerate(called):
         module.set_modules_to_forward_prefetch(called[place + 1 : place + 1 + PREFETCHED])
         module.set_modules_to_backward_prefetch(called[max(0, place - PREFETCHED) : place][::-1])
