@@ -6,8 +6,7 @@ that stays where it is, so that recorded steps find it; the memory is of one bat
 network in a step (Heun's method has two).
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,8 +21,9 @@ from opendit.inference.approximations import (
     Step,
     TaylorCache,
 )
+from opendit.inference.gathered import GatheredContexts, GatheredModulations
 from opendit.models.attention import TokenGrid
-from opendit.models.blocks import Block, Context, run_blocks
+from opendit.models.blocks import Block, run_blocks
 
 
 def make_stack(approximations: Approximations, plan: Sequence[Step], device: torch.device) -> "BlockStack":
@@ -54,15 +54,15 @@ class BlockStack:
         self,
         blocks: Sequence[Block],
         x: Tensor,
-        modulations: Iterable[Tensor],
-        context: Context | list[Context] | None = None,
+        modulations: GatheredModulations,
+        context: GatheredContexts | None = None,
         grid: TokenGrid | None = None,
         *,
         checkpointed: bool = False,
     ) -> Tensor:
-        """As ``run_blocks``; takes as many of the modulations as there are blocks."""
+        """As ``run_blocks``; of modulations and contexts, those of the blocks that are evaluated are gathered."""
         number, self._evaluation = self._evaluation, self._evaluation + 1
-        return self.run(number, _Blocks(self, blocks, iter(modulations), context, grid), x)
+        return self.run(number, _Blocks(self, blocks, modulations, context, grid), x)
 
     def run(self, number: int, blocks: "_Blocks", x: Tensor) -> Tensor:
         """What the blocks make of x (B, N, D) in the step's evaluation ``number``."""
@@ -84,15 +84,16 @@ class _Blocks:
         """x through the next ``count`` blocks, or through all that are left."""
         which = self._next(count)
         blocks = self._blocks[which]
-        context = self._context[which] if isinstance(self._context, list) else self._context
+        context = None if self._context is None else self._context.of(which)
+        # What the last layer takes is gathered with the last blocks': one kernel.
+        self._modulations.gather(len(blocks) + (self._done == len(self._blocks)))
         self._stack.evaluated += len(blocks) * len(x)
         return run_blocks(blocks, x, self._modulations, context, self._grid)
 
     def skip(self, count: int | None = None) -> None:
         """Passes the next ``count`` blocks over, or all that are left."""
         which = self._next(count)
-        for _ in islice(self._modulations, which.stop - which.start):
-            pass
+        self._modulations.skip(which.stop - which.start)
 
 
 class TaylorStack(BlockStack):

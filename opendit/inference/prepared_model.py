@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.inference.block_stacks import BlockStack
+from opendit.inference.gathered import GatheredContexts, GatheredModulations, select_rows
 from opendit.kernels.common import kernels_available
 from opendit.kernels.step_rows import gather_rows
 from opendit.models import Condition, DiT
@@ -158,8 +159,7 @@ class PreparedModel:
         """The last layer's values of tokens [(n, N, D)], which is emptied, for these rows of the table, (n,) int64; the
         samples are the first n of 2 B."""
         usable, _ = kernels_available(self._table.device, self._table.dtype)
-        rows = gather_rows(self._table, table_rows) if usable else self._table.index_select(0, table_rows)
-        modulations = rows.split(self._widths, dim=1)
+        modulations = GatheredModulations(self._table, table_rows, self._widths, gather_rows if usable else select_rows)
         grid = self.model.token_grid(self.grid, self.positions)
         return self.model.of_tokens(start, grid, modulations, self._context(table_rows), self.stack)
 
@@ -178,18 +178,15 @@ class PreparedModel:
         if self._evaluation:
             table_rows = table_rows + self._evaluation * self._conditions
         self._evaluation += 1
-        modulations = self._table.index_select(0, table_rows).split(self._widths, dim=1)
+        modulations = GatheredModulations(self._table, table_rows, self._widths)
         positions = self._static["positions"]
         position = positions[0] if positions else None
         return self.model.predict(x, modulations, self._context(rows), position, self.stack)
 
-    def _context(self, rows: Tensor):
+    def _context(self, rows: Tensor) -> GatheredContexts | None:
         if not self._parts:
             return None
-        *parts, mask = (self._rows_in(part, rows) for part in self._static["contexts"])
-        if self._parts == 2:
-            return parts[0], mask
-        return [(*pair, mask) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        return GatheredContexts(self._static["contexts"], self._parts > 2, lambda part: self._rows_in(part, rows))
 
     def _rows_in(self, part: Tensor, rows: Tensor) -> Tensor:
         """These rows of what is kept for all 2 B."""

@@ -44,10 +44,10 @@ WIDTH = 2048  # columns of a program
 
 
 @triton.jit
-def _gather_rows_kernel(table_ptr, rows_ptr, out_ptr, columns, WIDTH: tl.constexpr):
+def _gather_rows_kernel(table_ptr, rows_ptr, out_ptr, columns, stride, WIDTH: tl.constexpr):
     cols = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     row = tl.load(rows_ptr + tl.program_id(1)).to(tl.int64)
-    value = tl.load(table_ptr + row * columns + cols, mask=cols < columns)
+    value = tl.load(table_ptr + row * stride + cols, mask=cols < columns)
     tl.store(out_ptr + tl.cast(tl.program_id(1), tl.int64) * columns + cols, value, mask=cols < columns)
 
 
@@ -78,9 +78,9 @@ def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """``table.index_select(0, rows)`` of table (R, W), contiguous, and rows (n,) int64."""
+    """``table.index_select(0, rows)`` of table (R, W), which may be columns of a wider one; rows: (n,) int64."""
     out = torch.empty(len(rows), table.shape[1], dtype=table.dtype, device=table.device)
     _gather_rows_kernel[(-(-table.shape[1] // WIDTH), len(rows))](
-        table, rows, out, table.shape[1], WIDTH=WIDTH, num_warps=8
+        table, rows, out, table.shape[1], table.stride(0), WIDTH=WIDTH, num_warps=8
     )
     return out

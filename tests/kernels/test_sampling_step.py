@@ -140,6 +140,8 @@ def test_every_sample_takes_its_own_step(halves):
 def test_rows_are_gathered(width, dtype):
     table, rows = normal(7, width).to(dtype), torch.tensor([6, 0, 0, 3], device=DEVICE)
     assert torch.equal(gather_rows(table, rows), table[rows])
+    for some in (table[:, 3:], table[:, : width // 2], table[:, -2:]):  # columns of a wider table
+        assert torch.equal(gather_rows(some, rows), some[rows])
 
 
 @pytest.mark.parametrize(
