@@ -14,6 +14,7 @@ from opendit.common.replace import replacing
 from opendit.data.progress import Progress
 from opendit.parallel.mesh import Mesh
 from opendit.training.board import Board
+from opendit.training.memory_pressure import MemoryPressure
 
 # Dense bf16/fp16 tensor-core peaks by the vendors' data sheets, FLOP/s; a GPU that is not here has no MFU.
 PEAK_FLOPS = {
@@ -64,6 +65,7 @@ class Monitor:
         self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # of losses, and how many
         self._steps, self._since = 0, time.perf_counter()
         self._peak_gib = 0.0  # of memory, before the last drawing
+        self._pressure = MemoryPressure()
         self.last: dict = {}
         self.failures = failures
         if mesh.is_main:
@@ -150,6 +152,8 @@ class Monitor:
             if self.peak:
                 shown["MFU"] = f"{self.last['mfu']:.1%}"
             self._bar.figures(shown)
+            if note := self._pressure.note(self._steps):
+                self.say(note)
         self._sums.zero_()
         self._steps, self._since, self.data_wait = 0, now, 0.0
         return self.last
