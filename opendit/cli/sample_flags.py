@@ -20,7 +20,7 @@ from opendit.diffusion.names import ALL_SAMPLERS, DESCRIPTIONS
 from opendit.inference.approximations import FORMS, Approximations
 from opendit.models.names import canonical_name
 from opendit.parallel.names import PRECISIONS
-from opendit.parallel.sizes import check_cfg_parallel
+from opendit.parallel.sizes import check_cfg_parallel, check_tensor_parallel_size
 from opendit.state.names import PARTS, SHARDS, WHOLE
 
 
@@ -91,11 +91,12 @@ class SampleSpeedFlags(Flags):
 
 @dataclass(frozen=True)
 class GuidanceFlags(Flags):
-    """How processes share guidance."""
+    """How processes share guidance, and the model's layers."""
 
     group: ClassVar[str] = "Parallelism"
 
     cfg_parallel: bool = flag(False, "the two halves of guidance on different processes")
+    tensor_parallel_size: int = flag(1, "processes that divide every layer of the model", at_least=1, at_most=4096)
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,22 @@ class SampleConfig(
         notes += settle_idle(self, self._idle())
         model = None if self.model is None else canonical_name(self.model)
         self.check_parallel(world_size)
+        check_tensor_parallel_size(self.tensor_parallel_size, self.sequence_parallel_size, world_size)
+        if self.tensor_parallel_size > 1 and self.fp8:
+            raise ValueError(
+                f"--tensor_parallel_size {self.tensor_parallel_size} does not work with --fp8, whose operations read a "
+                "projection's whole weight; leave one of them out"
+            )
         asked = Approximations.of(self.guidance_every, self.cache, self.num_sampling_steps)
-        if asked.by_batch and (self.cfg_parallel or self.sequence_parallel_size > 1):
-            shared = "--cfg_parallel" if self.cfg_parallel else "--sequence_parallel_size"
+        sizes = ("tensor_parallel_size", "sequence_parallel_size")
+        sharing = ["cfg_parallel"] * self.cfg_parallel + [name for name in sizes if getattr(self, name) > 1]
+        if asked.by_batch and sharing:
+            shared = f"--{sharing[0]}"
             raise ValueError(f"--cache {self.cache}: decides by a batch, which {shared} shares out; use taylor:3")
         if self.cfg_parallel:
             if self.cfg_scale == 1:
                 raise ValueError("--cfg_parallel: --cfg_scale 1 is no guidance and has one half; leave one of them out")
-            check_cfg_parallel(self.sequence_parallel_size, world_size)
+            check_cfg_parallel(self.sequence_parallel_size, self.tensor_parallel_size, world_size)
         for path, name in ((self.ckpt, "ckpt"), (self.lora, "lora")):
             if path not in (None, "latest"):
                 check_weights(path, f"--{name}", pipeline=name == "ckpt")

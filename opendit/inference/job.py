@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from opendit.encoders.video_vae import FrameCodec, VideoCodec
 from opendit.inference.approximations import parse_cache
 from opendit.inference.parts import Job, samples_a_part
 from opendit.inference.prepare import SamplingRun
+from opendit.models import DiT
+from opendit.parallel.layout import Layout
+from opendit.parallel.tensor import layout_of
 
 GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most; the single files and the .npz hold all
 _ODD = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed number: multiples of it are spread over all bits
@@ -21,11 +24,12 @@ _ODD = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed number: mul
 _WORDS = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
-def job_of(sampling: SamplingRun) -> Job:
-    """The job of a run, with parts of the size that a first start gives them."""
+def job_of(sampling: SamplingRun, weights: str) -> Job:
+    """The job of a run, with parts of the size that a first start gives them. weights: of
+    :func:`digest_of_weights`."""
     shape, count = pixel_shape(sampling), len(sampling.choices)
     size = samples_a_part(count, sampling.flags.batch_size, int(torch.tensor(shape).prod()))
-    return Job(settings_of(sampling), count, kept(sampling), shape, size)
+    return Job(settings_of(sampling, weights), count, kept(sampling), shape, size)
 
 
 def kept(sampling: SamplingRun) -> int:
@@ -49,8 +53,9 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
     return (*frames, height * codec.downscale, width * codec.downscale, 3 if channels == 1 else channels)
 
 
-def settings_of(sampling: SamplingRun) -> dict[str, str]:
+def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, str]:
     """Everything that decides a sample or what is kept of it: what differs in two starts is shown by these names.
+    weights: of :func:`digest_of_weights`, where that is known.
 
     The number of processes and ``--batch_size`` are not among them: they change a sample by the rounding of matrix
     products only.
@@ -61,7 +66,7 @@ def settings_of(sampling: SamplingRun) -> dict[str, str]:
     encoder = conditioner.encoder if isinstance(conditioner, CaptionConditioner) else None
     choices = sampling.choices.numpy().tobytes(), json.dumps(sampling.names)  # which writes any text in ASCII
     settings = {
-        "weights": tensors_digest(sampling.model.state_dict())[:16],
+        "weights": weights or digest_of_weights(sampling),
         "model": hash_parts(json.dumps(sampling.model.config.to_dict(), sort_keys=True))[:16],
         "objective": json.dumps(objective.to_dict(), sort_keys=True),
         "--sampler": objective.choose(flags.sampler),
@@ -89,6 +94,29 @@ def settings_of(sampling: SamplingRun) -> dict[str, str]:
     return {name: str(value)[:4096] for name, value in settings.items() if value is not None}
 
 
+def digest_of_weights(sampling: SamplingRun) -> str:
+    """Of the model's whole tensors. Where ranks divide them, it is collective over these."""
+    model, mesh = sampling.model, sampling.mesh
+    divided = mesh.tp_size > 1
+    return tensors_digest(_WholeTensors(model, layout_of(model, mesh)) if divided else model.state_dict())[:16]
+
+
+class _WholeTensors(Mapping[str, Tensor]):
+    """A model's tensors, of which ranks have parts; each is gathered when it is asked for."""
+
+    def __init__(self, model: DiT, layout: Layout):
+        self._own, self._layout = model.state_dict(), layout
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._layout.gather(name, self._own[name]) if name in self._layout.shapes else self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+
 @torch.no_grad()
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """A hash of tensors' names, types, shapes and contents, computed where they are.
@@ -97,7 +125,8 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     secret, but any one word that is another makes another sum. A GPU takes milliseconds where SHA-256 takes seconds.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
+    for name in sorted(tensors):
+        tensor = tensors[name]
         words = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_weighted_sum(words)}\n".encode())
     return digest.hexdigest()

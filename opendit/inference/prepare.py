@@ -36,6 +36,7 @@ from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import make_plan
+from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
 from opendit.state.checkpoint import newest_run
 from opendit.state.lock import lock_folder
 from opendit.state.pretrained import assumption, find_weights, load_pretrained, read_config
@@ -128,14 +129,17 @@ def _load(
             raise ValueError(f"--ckpt latest: no run with a checkpoint under --outputs {flags.outputs}; give a path")
         ckpt = found
     shared = (flags, flags.attention, flags.mixed_precision)  # of what a strategy for sharing sequences depends on
-    if mesh.sp_size > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
-        # What sequence_parallel would refuse, before the weights are read.
-        make_plan(flags.sequence_parallel_type, mesh.sp_size, sequence_shape(*shared, stored, samples_at_once(flags)))
+    if mesh.sharing > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
+        # What ranks would refuse that share samples or divide layers, before the weights are read.
+        check_tensor_parallel(stored, mesh.tp_size)
+        if mesh.sp_size > 1:
+            shape = sequence_shape(*shared, stored, samples_at_once(flags), tensor_parallel=mesh.tp_size)
+            make_plan(flags.sequence_parallel_type, mesh.sp_size, shape)
     dtype = PRECISIONS[flags.mixed_precision]
     loader = VaeLoader(mesh.device, flags.mixed_precision, flags.vae_tiling)
     loading = loader.begin(flags.lora or ckpt, flags.weights, flags.vae)
     model, weights = load_pretrained(
-        ckpt, flags.model, flags.weights, flags.lora, flags.num_classes, notes, mesh.device, dtype, stages
+        ckpt, flags.model, flags.weights, flags.lora, flags.num_classes, notes, mesh.device, dtype, stages, mesh
     )
     config = model.config
     notes += assumption(weights, config)
@@ -150,11 +154,13 @@ def _load(
     if flags.fp8:
         config.check_speed(True, "none")
     replica = make_replicas(mesh, flags.cfg_parallel)
-    shape = sequence_shape(*shared, config, samples_at_once(flags), size)
+    shape = sequence_shape(*shared, config, samples_at_once(flags), size, mesh.tp_size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
-    what = flags, mesh.device, dtype, config.head_dim, config.tokens
-    kernels = select_kernels(*what, inference=True, shared=sequence is not None)
-    model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
+    what, divided = (flags, mesh.device, dtype, config.head_dim, config.tokens), tensor_group(mesh)
+    # (Operations for inference alone read a projection's weight, of which ranks have parts.)
+    kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)
+    shares = sequence if divided is None else TensorParallel(divided, sequence)
+    model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=shares)
     with stages("VAE: waited for"):
         codec = loading.get(vae, config)
     if loading.work is not None:
@@ -166,7 +172,7 @@ def _load(
     if len(choices) < replica.count:
         notes.append(
             f"processes: {replica.count - len(choices)} of the {replica.count} groups have nothing to draw; "
-            "--sequence_parallel_size and --cfg_parallel let several processes share a sample"
+            "--sequence_parallel_size, --tensor_parallel_size and --cfg_parallel let several processes share a sample"
         )
     return SamplingRun(
         flags=flags,

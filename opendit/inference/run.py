@@ -24,7 +24,7 @@ from opendit.common.stages import Stages
 from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
-from opendit.inference.job import GRID_PICTURES, SHEET_CLIPS, job_of
+from opendit.inference.job import GRID_PICTURES, SHEET_CLIPS, digest_of_weights, job_of
 from opendit.inference.output import OutputFolder, file_name, texts, write_npz
 from opendit.inference.output_pipeline import OutputPipeline, Writers
 from opendit.inference.parts import DamagedPart, Job, PartAssembly, Parts, find
@@ -51,7 +51,8 @@ def run(flags: "SampleConfig", stages: Stages) -> None:
     """
     with Supervisor((ValueError, OSError)) as supervisor:
         with stages("processes, device"):
-            mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size, group_of_one=False)
+            sizes = dict(sequence_parallel=flags.sequence_parallel_size, tensor_parallel=flags.tensor_parallel_size)
+            mesh = init_mesh(**sizes, group_of_one=False)
             if flags.profile and mesh.device.type == "cuda":
                 stages.wait = torch.cuda.synchronize
         with stages("flags and files: checked"):
@@ -74,8 +75,9 @@ def open_parts(sampling: SamplingRun) -> tuple[Parts, bool]:
     """
     mesh, flags, output, job, problem = sampling.mesh, sampling.flags, Path(sampling.flags.output), None, None
     earlier = False
+    weights = digest_of_weights(sampling) if mesh.is_main or mesh.tp_size > 1 else ""
     if mesh.is_main:
-        job = job_of(sampling)
+        job = job_of(sampling, weights)
         try:
             found = None if flags.overwrite else find(output)
             earlier = found is not None
@@ -348,13 +350,14 @@ def announce(sampling: SamplingRun) -> None:
     if not sampling.mesh.is_main:
         return
     flags, device, replica, sequence = sampling.flags, sampling.mesh.device, sampling.replica, sampling.sequence
-    parameters = sum(p.numel() for p in sampling.model.parameters())
+    parameters, ranks = sampling.model.config.parameters(), sampling.mesh.tp_size
+    layers = f", layers divided by {ranks}" if ranks > 1 else ""
     processor = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     sampler = sampling.objective.choose(flags.sampler)
     shares = f", shared out over {replica.count}" if replica.count > 1 else ""
     rows = {
         "weights": str(sampling.source),
-        "model": f"{parameters / 1e6:.1f} M parameters, {flags.mixed_precision}",
+        "model": f"{parameters / 1e6:.1f} M parameters, {flags.mixed_precision}{layers}",
         "sampler": f"{sampler}, {flags.num_sampling_steps} steps, guidance {flags.cfg_scale}"
         f"{', its halves on different processes' if replica.halves else ''}",
         "vae": sampling.codec.name,

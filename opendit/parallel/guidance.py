@@ -1,7 +1,8 @@
-"""Sampling on several ranks: data parallel x the halves of guidance x sequence parallel.
+"""Sampling on several ranks: data parallel x the halves of guidance x sequence parallel x tensor parallel.
 
-Ranks are numbered in this order. Those of a sequence group are next to each other; with ``--cfg_parallel`` two groups,
-one for the conditional half and one for the other, make a replica; replicas draw different samples.
+Ranks are numbered in this order. Those that share a sample's tokens or divide its layers are next to each other; with
+``--cfg_parallel`` two such groups, one for the conditional half and one for the other, make a replica; replicas draw
+different samples.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,8 @@ class Replica:
     """The ranks that draw the same samples: replica ``number`` of ``count``.
 
     All of its ranks get the same latents and decode a share of them each; the one that ``leads`` writes the files.
-    halves: this rank and the one that has the same tokens in the other half of guidance; None if no rank has.
+    halves: this rank and the one that has the same tokens and parts of layers in the other half of guidance; None if no
+    rank has.
     ranks: all of the replica; None for one alone.
     """
 
@@ -35,17 +37,18 @@ class Replica:
 
 def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
     """This rank's replica. Collective over all ranks. Raises ValueError as :func:`check_cfg_parallel`."""
-    ranks, halves = mesh.sp_size, None
-    group = Group.of(mesh.sp_group) if ranks > 1 else None
+    ranks, halves = mesh.sharing, None
+    same = {mesh.sp_size: "sp", mesh.tp_size: "tp"}.get(ranks)  # the group that all of them are in already
+    group = Group.of(mesh.group(same)) if same and ranks > 1 else None
     if cfg_parallel:
-        check_cfg_parallel(mesh.sp_size, mesh.world_size)
+        check_cfg_parallel(mesh.sp_size, mesh.tp_size, mesh.world_size)
         pairs = [[i, i + ranks] for i in range(mesh.world_size) if i // ranks % 2 == 0]
         halves = Group.of(dist.new_subgroups_by_enumeration(pairs)[0])
+        group = halves if ranks == 1 else None
         ranks *= 2
-        group = halves
-        if mesh.sp_size > 1:
-            replicas = [list(range(first, first + ranks)) for first in range(0, mesh.world_size, ranks)]
-            group = Group.of(dist.new_subgroups_by_enumeration(replicas)[0])
+    if ranks > 1 and group is None:
+        replicas = [list(range(first, first + ranks)) for first in range(0, mesh.world_size, ranks)]
+        group = Group.of(dist.new_subgroups_by_enumeration(replicas)[0])
     return Replica(mesh.rank // ranks, mesh.world_size // ranks, mesh.rank % ranks == 0, halves, group)
 
 

@@ -240,11 +240,14 @@ def check_replicate(copies: int, sharing: int, world_size: int) -> None:
         )
 
 
-def check_cfg_parallel(sequence_parallel: int, world_size: int) -> None:
-    """Raises ValueError unless ``world_size`` processes can be cut into pairs of sequence groups."""
-    ranks = 2 * sequence_parallel
+def check_cfg_parallel(sequence_parallel: int, tensor_parallel: int, world_size: int) -> None:
+    """Raises ValueError unless ``world_size`` processes can be cut into pairs of groups that share a sample's tokens
+    and divide layers."""
+    ranks = 2 * sequence_parallel * tensor_parallel
     if world_size % ranks:
-        size = f" with --sequence_parallel_size {sequence_parallel}" if sequence_parallel > 1 else ""
+        sizes = {"--sequence_parallel_size": sequence_parallel, "--tensor_parallel_size": tensor_parallel}
+        given = " and ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+        size = f" with {given}" if given else ""
         raise ValueError(
             f"--cfg_parallel{size} needs a multiple of {ranks} processes and there {'are' if world_size > 1 else 'is'} "
             f"{world_size}: start it with torchrun --standalone --nproc_per_node={ranks}, or leave --cfg_parallel out"

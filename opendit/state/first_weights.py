@@ -29,7 +29,7 @@ class FirstWeights:
         Raises ValueError or OSError if the file is not as it was when it was opened."""
         name = canonical_name(name)
         if name in self._stored:
-            return _read(self._state, self._stored[name], shard).float()
+            return read_shard(self._state, self._stored[name], shard).float()
         return shard.take(self._made[name]) if name in self._made else self._initial(name, shard)
 
     @torch.no_grad()
@@ -47,5 +47,6 @@ class FirstWeights:
             parameter.copy_(self(name, Shard(tuple(parameter.shape), ())))
 
 
-def _read(state: Mapping[str, Tensor], name: str, shard: Shard) -> Tensor:
+def read_shard(state: Mapping[str, Tensor], name: str, shard: Shard) -> Tensor:
+    """A shard of a file's tensor in its stored dtype, of which alone is read; it may be a view of the file."""
     return state.read(name, shard) if isinstance(state, TensorSet) else shard.take(state[name])

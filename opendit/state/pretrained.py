@@ -17,10 +17,12 @@ from opendit.models.weights import Weights
 from opendit.models.zoo import empty_model, model_config
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.initial import InitialValues
+from opendit.parallel.layout import Layout
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.tensor import divide, layout_of, tensor_group
 from opendit.state.diffusers_folder import PIPELINE_INDEX, read_pipeline
 from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
-from opendit.state.first_weights import FirstWeights
+from opendit.state.first_weights import FirstWeights, read_shard
 from opendit.state.header import check_shapes, check_size, compare
 from opendit.state.names import PARTS, SHARDS, WHOLE
 from opendit.state.pickled import read_pickled
@@ -258,15 +260,22 @@ def assumption(weights: Weights, config: DiTConfig) -> list[str]:
 
 
 def load_state(
-    model: DiT, weights: Weights, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    model: DiT,
+    weights: Weights,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    layout: Layout | None = None,
 ) -> None:
     """Strictly loads weights into a model. A parameter on the meta device gets memory on ``device``, in ``dtype``.
+    layout: of a model that has parts of its parameters, which alone are read of the files.
     Raises ValueError naming the first differences."""
-    own = model.state_dict()
-    compare({name: tuple(tensor.shape) for name, tensor in own.items()}, weights.shapes, weights.path)
+    own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()} | (layout.shapes if layout else {})
+    compare(shapes, weights.shapes, weights.path)
     with torch.no_grad():
         for name, tensor in own.items():
-            stored = weights.state[name]
+            shard = shards.get(name)
+            stored = weights.state[name] if shard is None else read_shard(weights.state, name, shard)
             if not tensor.is_meta:
                 tensor.copy_(stored)
                 continue
@@ -288,6 +297,7 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     stage: Callable[[str], AbstractContextManager] = nullcontext,
+    mesh: Mesh = ALONE,
 ) -> tuple[DiT, Weights]:
     """A model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``. It is on ``device`` as
     ``DiT.place`` puts it there, its weights in ``dtype``.
@@ -296,7 +306,8 @@ def load_pretrained(
     of ``path``. What it says of itself (classes, size, objective) holds for the model then. ``num_classes``: of a file
     that does not say (see :func:`infer_config`).
 
-    ``notes`` takes what :func:`read_newest` says. ``stage(name)`` is the context of a part of the work.
+    ``notes`` takes what :func:`read_newest` says. ``stage(name)`` is the context of a part of the work. ``mesh``: where
+    ranks of it divide layers, the model has this rank's part of every one (opendit.parallel.tensor).
 
     Raises:
         FileNotFoundError, ValueError: nothing there, unreadable, or another model.
@@ -309,6 +320,7 @@ def load_pretrained(
         if "lora" not in added.info:
             raise ValueError(f"--lora {lora}: {added.path} holds a whole model, not what --lora trains; use --ckpt")
         model, weights = _with_lora(read_newest(path, which, notes), added, name)
+        _divide(model, mesh)
         return model.place(device, dtype), weights
     with stage("checkpoint: found and verified"):
         weights = read_newest(path, which, notes)
@@ -316,6 +328,7 @@ def load_pretrained(
         raise ValueError(says_itself)
     if "lora" in weights.info:
         model, weights = _with_lora(_base_of(weights), weights, name)
+        _divide(model, mesh)
         return model.place(device, dtype), weights
     config = weights.config
     if config is None:
@@ -327,9 +340,18 @@ def load_pretrained(
         check_name(weights, name)
     with stage("model: built"):
         model = empty_model(config, parameters=False)
+        layout = _divide(model, mesh)
     with stage("model: weights to the device"):
-        load_state(model, weights, device, dtype)
+        load_state(model, weights, device, dtype, layout)
         return model.place(device, dtype), weights
+
+
+def _divide(model: DiT, mesh: Mesh) -> Layout | None:
+    """Leaves this rank its part of every layer, where ranks divide them; where the parts are."""
+    if mesh.tp_size == 1:
+        return None
+    divide(model, tensor_group(mesh))
+    return layout_of(model, mesh)
 
 
 def check_name(weights: Weights, name: str | None) -> None:

@@ -21,6 +21,7 @@ from opendit.cli.sample_flags import SampleConfig
 from opendit.diffusion import DDPMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
 from opendit.inference.engine import SamplingEngine
+from opendit.inference.job import digest_of_weights
 from opendit.models import DiT, DiTConfig, STDiTConfig, TextCondition, TextConfig, build_model
 from opendit.models.vdit import VDiTConfig
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
@@ -165,6 +166,10 @@ def replicas_and_rows(mesh: Mesh) -> tuple:
         x, t, y = torch.arange(3.0 * count).view(count, 3), torch.arange(count) * 10, torch.arange(count) * 100
         result = SharedBatch(model, replicas[2, True].halves)(x, t, y)
         assert torch.equal(result, x + (t + y).unsqueeze(1))
+    divided = make_replicas(init_mesh(tensor_parallel=2), True)
+    assert divided.halves.rank == replicas[2, True].halves.rank and divided.ranks.size == 4
+    both = make_replicas(init_mesh(tensor_parallel=2, sequence_parallel=2), False)
+    assert (both.count, both.leads, both.ranks.size, both.ranks.rank) == (1, mesh.rank == 0, 4, mesh.rank)
     with pytest.raises(ValueError, match="multiple of 8 processes and there are 4"):
         make_replicas(init_mesh(sequence_parallel=4), True)
     said = {key: (r.number, r.count, r.leads, r.halves and r.halves.rank) for key, r in replicas.items()}
@@ -196,14 +201,15 @@ def weights(tmp_path_factory) -> Path:
 
 
 def start(mesh: Mesh, runs: list[str]) -> list[tuple]:
-    """Of every sample.py its exit status, what it printed, what it said on stderr, whether it loaded a VAE, and the
-    largest (rows, tokens) that this rank's blocks met."""
+    """Of every sample.py its exit status, what it printed, what it said on stderr, whether it loaded a VAE, the
+    largest (rows, tokens) that this rank's blocks met, and the digest of the whole model's weights."""
     results, run = [], inference.draw
     several_programs()
     for argv in runs:
-        decodes, met, status = [], [(0, 0)], 0
+        decodes, met, status, digests = [], [(0, 0)], 0, []
 
-        def watched(sampling, *more, decodes=decodes, met=met) -> None:
+        def watched(sampling, *more, decodes=decodes, met=met, digests=digests) -> None:
+            digests.append(digest_of_weights(sampling))
             decodes.append(sampling.codec is not None)
             sampling.model.blocks[0].register_forward_pre_hook(lambda _, args: met.append(args[0].shape[:2]))
             run(sampling, *more)
@@ -214,7 +220,7 @@ def start(mesh: Mesh, runs: list[str]) -> list[tuple]:
                 sample.main(shlex.split(argv))
             except SystemExit as stop:
                 status = stop.code
-        results.append((status, out.getvalue(), err.getvalue(), any(decodes), tuple(max(met))))
+        results.append((status, out.getvalue(), err.getvalue(), any(decodes), tuple(max(met)), digests))
     return results
 
 
@@ -246,6 +252,8 @@ RUNS = [  # (processes, model, flags, replicas, rows and tokens that a rank's bl
     (2, "clip", "--cfg_parallel", 1, (2, 6)),
     (2, "text", "", 2, (4, 18)),
     (2, "text", "--sequence_parallel_size 2", 1, (4, 9)),
+    (2, "image", "--tensor_parallel_size 2", 1, (4, 8)),
+    (2, "text", "--tensor_parallel_size 2", 1, (4, 9)),
     (4, "image", "--sequence_parallel_size 2 --cfg_parallel", 1, (2, 8)),
     (4, "image", "", 4, (4, 15)),
     (4, "image", "--cfg_parallel", 2, (2, 15)),
@@ -253,6 +261,10 @@ RUNS = [  # (processes, model, flags, replicas, rows and tokens that a rank's bl
     (4, "clip", "", 4, (2, 6)),  # 3 samples: one process has nothing to do
     (4, "text", "--sequence_parallel_size 4 --sequence_parallel_type usp", 1, (4, 5)),
     (4, "text", "--sequence_parallel_size 2 --cfg_parallel", 1, (2, 9)),
+    (4, "text", "--tensor_parallel_size 2 --sequence_parallel_size 2", 1, (4, 5)),
+    (4, "image", "--tensor_parallel_size 2 --cfg_parallel", 1, (2, 8)),
+    (4, "clip", "--tensor_parallel_size 2", 2, (4, 3)),
+    (4, "image", "--tensor_parallel_size 4", 1, (4, 4)),
 ]
 
 
@@ -261,14 +273,17 @@ def test_sample_py_writes_the_pictures_of_one_process(world, tmp_path, weights, 
     runs = [run for run in RUNS if run[0] == world]
     commands = [command(weights, name, tmp_path / str(i), flags) for i, (_, name, flags, *_) in enumerate(runs)]
     ranks = run_ranks(world, start, commands)
+    first = {name: ranks[0][i][5] for i, (_, name, *_) in reversed([*enumerate(runs)])}
     for i, (_, name, flags, replicas, most) in enumerate(runs):
-        (status, out, err, _, _), *others = [rank[i] for rank in ranks]
+        (status, out, err, *_), *others = [rank[i] for rank in ranks]
         assert status == 0 and "OpenDiT sampling" in out and "Done" in out and "samples/s" in err, (runs[i], err)
         assert ("nothing to draw" in out) == (replicas == 4 and name == "clip")
         assert all(other[:3] == (0, "", "") for other in others), runs[i]
         assert max(rank[i][4] for rank in ranks) == most, runs[i]
         assert (" ranks, " in out, "halves" in out) == ("sequence" in flags, "cfg" in flags), runs[i]
         assert all(rank[i][3] for rank in ranks), runs[i]
+        assert ("layers divided by" in out) == ("tensor" in flags), runs[i]
+        assert all(rank[i][5] == first[name] for rank in ranks), runs[i]  # so one size goes on from another's parts
         assert names_of(tmp_path / str(i)) == names_of(alone[name]), runs[i]
         ours, reference = np.load(tmp_path / f"{i}.npz"), np.load(f"{alone[name]}.npz")
         assert np.array_equal(ours["arr_1"], reference["arr_1"])
@@ -293,6 +308,14 @@ def test_sample_py_writes_the_pictures_of_one_process(world, tmp_path, weights, 
         (2, "--cfg_parallel --cfg_scale 1", "--cfg_parallel: --cfg_scale 1 is no guidance"),
         (1, "--sequence_parallel_size 2", "--sequence_parallel_size 2 needs 2 processes and there is one"),
         (4, "--sequence_parallel_size 3", "--sequence_parallel_size 3 does not divide the 4 processes"),
+        (
+            6,
+            "--cfg_parallel --tensor_parallel_size 2",
+            "--cfg_parallel with --tensor_parallel_size 2 needs a multiple of 4 processes and there are 6",
+        ),
+        (2, "--tensor_parallel_size 2 --fp8", "--tensor_parallel_size 2 does not work with --fp8"),
+        (2, "--tensor_parallel_size 2 --cache first_block", "--tensor_parallel_size shares out; use taylor:3"),
+        (4, "--tensor_parallel_size 3", "--tensor_parallel_size 3 does not divide the 4 processes"),
         (2, "--sequence_parallel_size 0", "--sequence_parallel_size 0: must be from 1 to"),
         (
             2,
@@ -312,6 +335,7 @@ REFUSED = [
     ("--ckpt {tmp}/nowhere --cfg_parallel --cfg_scale 1", "--cfg_scale 1 is no guidance"),
     ("--ckpt {tmp}/nowhere --sequence_parallel_size 3", "does not divide the 2 processes"),
     ("--ckpt {weights}/five.safetensors --sequence_parallel_size 2 --sequence_parallel_type ulysses", "use ring or"),
+    ("--ckpt {tmp}/hollow.safetensors --tensor_parallel_size 2", "heads, 5, can't be divided by it"),
     ("--ckpt {tmp}/hollow.safetensors --sequence_parallel_size 2 --sequence_parallel_type ulysses", "use ring or"),
     (
         "--ckpt {tmp}/hollow.safetensors --sequence_parallel_size 2 --sequence_parallel_type ring",

@@ -22,6 +22,7 @@ from opendit.models.attention import Attention, CrossAttention, MadeProjection
 from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.layers import Attend, Projection
 from opendit.models.plans.terms import Column, Replicated
+from opendit.parallel.layout import Layout
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible, rule_of
 from opendit.parallel.sequence import SequenceParallel, SharedSequence
@@ -38,6 +39,7 @@ __all__ = [
     "check_tensor_parallel",
     "divide",
     "divided_parameters",
+    "layout_of",
     "tensor_group",
 ]
 
@@ -149,6 +151,13 @@ class _RoutedByParts:
 def tensor_group(mesh: Mesh) -> Group | None:
     """The ranks that divide every layer with this one; None: none do."""
     return Group.of(mesh.group("tp")) if mesh.tp_size > 1 else None
+
+
+def layout_of(model: DiT, mesh: Mesh) -> Layout:
+    """Where the parts of a model are that :func:`divide` has divided."""
+    shapes, divided = {name: tuple(p.shape) for name, p in model.named_parameters()}, divided_parameters(model)
+    shapes |= {name: part.shape for name, part in divided.items()}
+    return Layout(mesh, shapes, {name: [divided[name].cut] if name in divided else [] for name in shapes})
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
