@@ -43,6 +43,7 @@ def start(flags: TrainConfig) -> "Path | None":
         mesh = init_mesh(
             sequence_parallel=flags.sequence_parallel_size,
             tensor_parallel=flags.tensor_parallel_size,
+            expert_parallel=flags.expert_parallel_size,
             replicate=flags.data_parallel_replicate,
         )
         if flags.parallel == "auto":

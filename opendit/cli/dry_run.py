@@ -83,7 +83,8 @@ def _dry_run(flags: TrainConfig) -> None:
         "work": f"{work(flop)} a training sample, {work(flop * samples / world)} a step and GPU",
         "objective": ", ".join(f"{name} {value}" for name, value in plan.objective.to_dict().items()),
         "GPUs": f"{world}, plugin {flags.plugin}, {flags.mixed_precision}"
-        + (f", layers divided by {tensor}" if tensor > 1 else ""),
+        + (f", layers divided by {tensor}" if tensor > 1 else "")
+        + (f", experts on {flags.expert_parallel_size} each" if flags.expert_parallel_size > 1 else ""),
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
         **_steps(batch, None if missing else dataset, samples, flags.global_seed),
     }

@@ -229,6 +229,9 @@ class PluginFlags(Flags):
     )
     plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS))
     tensor_parallel_size: int = flag(1, "processes that divide every layer of the model", at_least=1, at_most=4096)
+    expert_parallel_size: int = flag(
+        1, "of fsdp: processes that have different experts of an EC-DiT's blocks", at_least=1, at_most=4096
+    )
     data_parallel_replicate: int = flag(
         1, "of fsdp: copies of the sharded model, say one for each machine (HSDP)", at_least=1, at_most=2**20
     )

@@ -12,7 +12,13 @@ from opendit.data.names import named_sources
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.models.names import KINDS, canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
-from opendit.parallel.sizes import check_replicate, check_tensor_parallel_size, crossing, environment_node_size
+from opendit.parallel.sizes import (
+    check_expert_parallel_size,
+    check_replicate,
+    check_tensor_parallel_size,
+    crossing,
+    environment_node_size,
+)
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
@@ -80,6 +86,7 @@ class TrainConfig(
             flags.check_parallel(world_size)
         flags._check_tensor_parallel(world_size)
         check_replicate(flags.data_parallel_replicate, flags.sharing, world_size)
+        flags._check_expert_parallel(world_size)
         if flags.parallel != "auto":  # which decides it
             flags, note = flags._settle_batch(world_size // flags.sharing)
             notes += note
@@ -156,7 +163,14 @@ class TrainConfig(
         if self.parallel != "auto" and self.dry_run is None:
             idle["hardware"] = "does nothing without --parallel auto or --dry_run"
         if self.plugin != "fsdp" and self.parallel != "auto":
-            of_fsdp = ("data_parallel_replicate", "reshard", "reduce_dtype", "offload", "gather_fp8")
+            of_fsdp = (
+                "expert_parallel_size",
+                "data_parallel_replicate",
+                "reshard",
+                "reduce_dtype",
+                "offload",
+                "gather_fp8",
+            )
             idle |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
         elif self.plugin == "fsdp" and not self.fp8:
             idle["gather_fp8"] = "does nothing without --fp8"
@@ -235,6 +249,18 @@ class TrainConfig(
             if clash:
                 name = f"--tensor_parallel_size {self.tensor_parallel_size}"
                 raise ValueError(f"{name} does not work with {what}; leave one of them out")
+
+    def _check_expert_parallel(self, world_size: int) -> None:
+        size = self.expert_parallel_size
+        sharing = self.sequence_parallel_size, self.tensor_parallel_size
+        check_expert_parallel_size(size, *sharing, self.data_parallel_replicate, world_size)
+        clashes = {
+            "--compile, which can't follow tokens to other ranks": self.compile,
+            "--lora, which trains no experts": self.lora is not None,
+        }
+        for what, clash in clashes.items():
+            if size > 1 and clash:
+                raise ValueError(f"--expert_parallel_size {size} does not work with {what}; leave one of them out")
 
     def _settle_recompute(self) -> tuple["TrainConfig", list[str]]:
         if self.recompute == "none":

@@ -9,6 +9,7 @@ from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, plan_of
 from opendit.models.attention import local_attention
 from opendit.models.layers import Attend, BlockOps
+from opendit.parallel.expert import divide_among, shard_experts
 from opendit.parallel.gradient_memory import ReduceScatter
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import shard_units
@@ -24,6 +25,7 @@ def apply_parallel(
     attend: Attend = local_attention,
     sequence: SequenceParallel | None = None,
     tensor: Group | None = None,
+    experts: Group | None = None,
     recompute: str = "none",
     grad_checkpoint: bool = False,
     compiled: bool = False,
@@ -45,10 +47,13 @@ def apply_parallel(
         ops, attend: kernels or their references, see ``opendit.kernels.select``.
         sequence: how ranks share every sample, None: they do not.
         tensor: ranks that divide every layer, see ``opendit.parallel.tensor``; None: they do not.
+        experts: ranks that have different experts, see ``opendit.parallel.expert``; None: they do not.
         recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``.
         grad_checkpoint: recompute blocks in the backward pass.
         compiled: torch.compile for blocks and final layer; ``compile_options`` are its.
     """
+    if experts is not None:
+        divide_among(model, experts)
     model.use(ops=ops, attend=attend, sequence=sequence if tensor is None else divide(model, tensor, sequence))
     recompute_in(model, recompute)
     model.grad_checkpoint = grad_checkpoint
@@ -85,7 +90,8 @@ class Sharding:
 def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     """Cuts the parameters of ``model``, in place, by the units of its plan: along dimension 0 among the ranks of the
     group ``fsdp``, each of ``dp_replicate`` having a copy. They become DTensors, and the calls of a unit gather and
-    free its weights. Frozen weights, which no optimizer needs exactly, are stored in ``sharding.dtype``.
+    free its weights; experts that ranks divide are gathered apart (``opendit.parallel.expert``). Frozen weights, which
+    no optimizer needs exactly, are stored in ``sharding.dtype``.
 
     While a unit computes, the next one's weights are on their way. Blocks make their modulation themselves from then
     on, for weights are there only while their unit is called.
@@ -99,6 +105,8 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
         mp_policy=MixedPrecisionPolicy(sharding.dtype, sharding.reduce_dtype, cast_forward_inputs=False),
         reshard_after_forward=not sharding.keep_gathered,
     )
+    if experts := shard_experts(model, mesh, sharding.dtype, sharding.reduce_dtype):
+        settings["ignored_params"] = experts
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(sharding.dtype)

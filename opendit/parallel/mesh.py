@@ -17,6 +17,7 @@ from opendit.parallel.rendezvous import meet, part
 from opendit.parallel.sizes import (
     AXES,
     ParallelDims,
+    check_expert_parallel_size,
     check_replicate,
     check_sequence_parallel,
     check_tensor_parallel_size,
@@ -26,7 +27,7 @@ from opendit.parallel.sizes import (
 
 # Their communication lies in the way of computation, and must not queue behind that of the gradients: they have groups
 # of their own even where those are all ranks, and on a GPU streams of high priority.
-PRIORITY = ("sp", "tp")
+PRIORITY = ("sp", "tp", "ep")
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ def init_mesh(
     *,
     sequence_parallel: int = 1,
     tensor_parallel: int = 1,
+    expert_parallel: int = 1,
     replicate: int = 1,
     dims: ParallelDims | None = None,
     group_of_one: bool = True,
@@ -199,8 +201,9 @@ def init_mesh(
     Args:
         sequence_parallel: ranks that share a sequence. tensor_parallel: ranks that divide every layer. The others are
             data parallel.
+        expert_parallel: ranks, of any of these, that have different experts.
         replicate: copies of the sharded model.
-        dims: sizes of the mesh, instead of these three.
+        dims: sizes of the mesh, instead of these four.
         group_of_one: whether a process that is alone has a process group, too. Engines want one; a run that never
             communicates starts sooner without.
 
@@ -213,7 +216,11 @@ def init_mesh(
     check_sequence_parallel(sequence_parallel, world)
     check_tensor_parallel_size(tensor_parallel, sequence_parallel, world)
     check_replicate(replicate, sequence_parallel * tensor_parallel, world)
-    dims = dims or ParallelDims.fill(world, sp=sequence_parallel, tp=tensor_parallel, dp_replicate=replicate)
+    check_expert_parallel_size(expert_parallel, sequence_parallel, tensor_parallel, replicate, world)
+    sizes = dict(sp=sequence_parallel, tp=tensor_parallel, dp_replicate=replicate)
+    # Ranks that divide every layer divide its experts, too.
+    sizes["ep"] = expert_parallel if tensor_parallel == 1 else 1
+    dims = dims or ParallelDims.fill(world, **sizes)
     dims.check(world)
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():

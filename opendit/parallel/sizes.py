@@ -229,6 +229,30 @@ def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel
     return notes
 
 
+def check_expert_parallel_size(
+    size: int, sequence_parallel: int, tensor_parallel: int, copies: int, world_size: int
+) -> None:
+    """Raises ValueError unless those of ``world_size`` processes that have one of ``copies`` of the model can be cut
+    into groups of ``size`` with different experts. Ranks that divide every layer divide its experts, too."""
+    flag = f"--expert_parallel_size {size}"
+    if size < 1:
+        raise ValueError(f"{flag}: must be above 0")
+    if tensor_parallel > 1 and size not in (1, tensor_parallel):
+        raise ValueError(
+            f"{flag}: the ranks of --tensor_parallel_size {tensor_parallel} divide the experts already; leave it out"
+        )
+    if size > 1 and world_size == 1:
+        raise ValueError(
+            f"{flag} needs {size} processes and there is one: start it with torchrun --standalone "
+            f"--nproc_per_node={size}, or leave the flag out"
+        )
+    if world_size // copies % size:
+        more = f", of which --data_parallel_replicate makes {copies} copies" if copies > 1 else ""
+        raise ValueError(
+            f"{flag} does not divide the {world_size} processes{more}; change it or torchrun's --nproc_per_node"
+        )
+
+
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:
     """Raises ValueError unless the groups of ``sharing`` among ``world_size`` processes that see the same samples can
     be cut into ``copies`` of the model."""

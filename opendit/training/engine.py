@@ -7,6 +7,7 @@ from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, Values, build_engine
+from opendit.parallel.expert import expert_group
 from opendit.parallel.initial import InitialValues
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.state.first_weights import FirstWeights
@@ -27,6 +28,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         attend=spec.kernels.attend,
         sequence=spec.sequence,
         tensor=tensor_group(mesh),
+        experts=expert_group(mesh),
         recompute=flags.recompute,
         grad_checkpoint=flags.grad_checkpoint,
         compiled=spec.why_not_compiled is None,

@@ -19,6 +19,7 @@ from opendit.models.names import patch_size
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.rules import check_divisible
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import check_tensor_parallel
 from opendit.state.pretrained import ALONE, assumption, infer_config, read_newest
@@ -106,6 +107,7 @@ def plan_model(asked: Components, dataset: MediaDataset) -> ModelPlan:
     )
     config.check_speed(asked.speed.fp8, asked.memory.recompute)
     check_tensor_parallel(config, asked.plugin.tensor_parallel_size)
+    check_divisible(config, "ep", asked.plugin.expert_parallel_size)
     rank = asked.start.lora
     if rank is not None and rank >= config.hidden_size:
         raise ValueError(f"--lora {rank}: a rank from 1 to below the width, {config.hidden_size}")
@@ -178,6 +180,7 @@ def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
         world=world,
         sequence_parallel=asked.parallel.sequence_parallel_size,
         tensor_parallel=asked.plugin.tensor_parallel_size,
+        expert_parallel=asked.plugin.expert_parallel_size,
         averages=len(asked.optimizer.ema_decays),
         accumulate=asked.batch.grad_accumulation > 1,
         fused=asked.speed.enable_modulate_kernel and asked.speed.enable_layernorm_kernel,

@@ -16,6 +16,7 @@ import torch
 
 from opendit.models import DiTConfig, plan_of
 from opendit.models.plans.terms import Execution
+from opendit.parallel.expert import expert_parameters
 from opendit.parallel.sizes import divide_grid
 from opendit.parallel.tensor.layers import held_parameters
 
@@ -45,6 +46,7 @@ class Setup:
     world: int = 1
     sequence_parallel: int = 1
     tensor_parallel: int = 1
+    expert_parallel: int = 1
     averages: int = 1
     accumulate: bool = False
     fused: bool = True
@@ -162,7 +164,12 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = model - config.depth * block
-    trained_block = block * trained / (trained + frozen)
+    # Experts that ranks divide are no part of a block's unit, and each rank's own are there until the backward pass.
+    divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
+    experts = expert_parameters(config) if divided else 0
+    block, own = block - experts, experts / setup.expert_parallel
+    kept = size * own * (1 if setup.grad_checkpoint else config.depth)
+    trained_block = (block + own) * trained / (trained + frozen)
     if setup.accumulate and setup.keep_gradients:  # which are reduced where the last backward pass has used them
         before = after = reduced * trained + size * trained_block
     else:
@@ -170,11 +177,11 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         before, after = share * setup.accumulate + transient, share + transient
     whole = size * block - (size - 1) * float8
     if setup.reshard == "never":
-        gathered = size * (trained + frozen) - config.depth * (size * block - whole)
+        gathered = size * (trained + frozen) - config.depth * (size * (block + experts) - whole)
         left = size * outside + whole
     else:
         gathered = left = size * outside + min(GATHERED, config.depth) * whole
-    return Estimate(states, activations, before, after, gathered, left)
+    return Estimate(states, activations, before, after, gathered + kept, left + size * own)
 
 
 RING = 48 << 20  # bytes of the ring buffer through which both moments travel

@@ -27,6 +27,7 @@ from opendit.models.zoo import of_revision
 from opendit.parallel.apply import Sharding
 from opendit.parallel.colossal import check_installed
 from opendit.parallel.engines import PRECISIONS
+from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import PLUGINS
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
@@ -74,6 +75,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     plan = plan_model(asked, dataset)
     flags, notes = flags.with_part(plan.captions), notes + plan.notes
     config, objective, captions, vae = plan.config, plan.objective, plan.captions, plan.vae
+    check_expert_parallel(config, mesh.dims)
     setup, ranks = memory_setup(asked, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if mesh.device.type == "cpu":
         check_host(config, setup, batch.batch_size, ranks)

@@ -61,6 +61,7 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         "attention": attention_note(spec.kernels.attention_note, spec.sequence),
         "sequence": f"over {mesh.sp_size} ranks, {spec.sequence.plan}" if spec.sequence else "whole on every rank",
         **({"layers": f"divided among {mesh.tp_size} ranks, by collectives"} if mesh.tp_size > 1 else {}),
+        **({"experts": f"of a block on {mesh.dims.ep} ranks, by all-to-alls"} if mesh.dims.ep > 1 else {}),
         "kernels": spec.kernels.ops_note,
         "CUDA graph": graph_note,
         "compile": spec.why_not_compiled or "blocks and final layer, when they first meet a shape",

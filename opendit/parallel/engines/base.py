@@ -61,8 +61,8 @@ class Engine(ABC):
     """Drives a module under one plugin. Build with :func:`build_engine`.
 
     skipped, skipped_in_a_row: steps that were not taken, 0-dim int64 tensors on the device.
-    shapes: the canonical shape of every trained parameter. parts: where of every canonical parameter the module's is,
-    of which ranks may divide the layers: that of ``module.get_parameter(name)`` while it is whole here.
+    shapes: the canonical shape of every trained parameter. parts: where of every canonical parameter that of a module
+    is whose layers the ranks of ``tp`` divide: that of ``module.get_parameter(name)`` while it is whole here.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Engine(ABC):
         self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
         canonical = {n: self.divided[n].shape if n in self.divided else s for n, s in self._local_shapes.items()}
         self.shapes = {n: canonical[n] for n, p in module.named_parameters() if p.requires_grad}
-        self.parts = Layout(mesh, canonical, {n: self._division(n) for n in canonical})
+        self.parts = Layout(mesh, canonical, {n: [c for c in self._division(n) if c.group == "tp"] for n in canonical})
         if self.divided and initial is None:
             raise ValueError("a model whose layers ranks divide needs initial values, of which each takes its part")
         self.replicated = ReplicatedGradients(mesh, list(self.shapes), self.divided) if mesh.tp_size > 1 else None

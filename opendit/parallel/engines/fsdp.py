@@ -1,6 +1,7 @@
 """Weights, gradients and state cut parameter by parameter, by torch's FSDP2 (``fully_shard``)."""
 
 import contextlib
+import math
 import warnings
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from opendit.parallel.colossal import load
 from opendit.parallel.engines.base import Engine, StepResult
-from opendit.parallel.layout import Layout, dim_cut
+from opendit.parallel.layout import Layout, dim_cut, flat_cut
 from opendit.parallel.loss_scale import LossScale
 from opendit.parallel.sharded_optimizer import ShardedOptimizer, local_part
 
@@ -51,8 +52,15 @@ class FSDPEngine(Engine):
 
     def _rows(self, names) -> Layout:
         """Where ``fully_shard`` puts what of these parameters."""
-        ranks = self.mesh.dims.size("fsdp")
-        return self._layout(names, lambda shape: dim_cut("fsdp", 0, shape[0], ranks))
+        dims, cuts = self.mesh.dims, {}
+        for name in names:
+            shape, division = self._local_shapes[name], self._division(name)
+            if any(cut.group == "ep" for cut in division):  # opendit.parallel.expert has divided and cut it
+                ranks = dims.size("ep_shard")
+                cuts[name] = [*division, *([flat_cut("ep_shard", math.prod(shape), ranks)] if ranks > 1 else [])]
+            else:
+                cuts[name] = [*division, dim_cut("fsdp", 0, shape[0], dims.size("fsdp"))]
+        return Layout(self.mesh, {name: self.parts.shapes[name] for name in cuts}, cuts)
 
     def _frozen_part(self, name, parameter):
         return local_part(parameter), self._rows([name]).local(name)

@@ -98,9 +98,9 @@ class Exchange:
         self.flight = _start_all_to_all(send, self.group, counts)
         return self.flight._received
 
-    def _land(self) -> None:
-        self.flight.wait()
-        self.flight = None
+    def _land(self) -> Tensor:
+        flight, self.flight = self.flight, None
+        return flight.wait()
 
 
 class _Start(torch.autograd.Function):
@@ -111,20 +111,20 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        ctx.exchange._land()
-        return grad, None
+        return ctx.exchange._land(), None  # (grad tells nothing, see _Finish)
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, received: Tensor, exchange: Exchange):
-        ctx.exchange = exchange
+        ctx.exchange, ctx.shape = exchange, received.shape
         exchange._land()
         return received.view_as(received)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.exchange._depart(grad, ctx.exchange.counts and ctx.exchange.counts.back), None
+        ctx.exchange._depart(grad, ctx.exchange.counts and ctx.exchange.counts.back)
+        return grad.new_empty(1).expand(ctx.shape), None  # what arrives may have another shape
 
 
 # -------------------------------------------------------------------------------------------------------------- ring

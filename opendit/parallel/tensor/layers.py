@@ -23,18 +23,18 @@ from opendit.parallel.tensor.collectives import column_product, join, sum_shares
 
 @dataclass(frozen=True)
 class Divided:
-    """A parameter of which every rank of ``tp`` has a part: its canonical shape, and the cut that makes the parts."""
+    """A parameter of which every rank of a group has a part: its canonical shape, and the cut that makes the parts."""
 
     shape: tuple[int, ...]
     cut: Cut
 
 
-def divided_by(rule: Rule, shape: tuple[int, ...], ranks: int) -> Divided:
+def divided_by(rule: Rule, shape: tuple[int, ...], ranks: int, group: str = "tp") -> Divided:
     """Raises ValueError if the ranks can't share it evenly."""
     dim = divided_dimension(rule, shape)
     slices = [[part[dim] for part in local_slices(shape, rule, rank, ranks)] for rank in range(ranks)]
     ranges = tuple(tuple((part.start, part.stop) for part in own) for own in slices)
-    return Divided(tuple(shape), Cut("tp", dim, ranges))
+    return Divided(tuple(shape), Cut(group, dim, ranges))
 
 
 class Part(Projection):
@@ -121,12 +121,12 @@ def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
     return part.train(layer.training)
 
 
-def divide_experts(mlp: ExpertMlp, group: Group) -> None:
-    """Leaves this rank its experts, in place."""
+def divide_experts(mlp: ExpertMlp, group: Group, name_of_group: str = "tp") -> None:
+    """Leaves this rank its experts, in place; ``name_of_group``: in the mesh."""
     share, mlp.divided = len(mlp.expert_fc1) // group.size, {}
     for name in ("expert_fc1", "expert_fc2"):
         parameter = getattr(mlp, name)
-        mlp.divided[name] = divided_by(Expert(), parameter.shape, group.size)
+        mlp.divided[name] = divided_by(Expert(), parameter.shape, group.size, name_of_group)
         setattr(mlp, name, _own(parameter, Expert(), group))
     mlp.held = slice(group.rank * share, (group.rank + 1) * share)
 

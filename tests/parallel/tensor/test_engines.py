@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opendit.models import DiT, build_model, empty_model
+from opendit.models import DiT, DiTConfig, build_model, empty_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import MOMENTS, build_engine
+from opendit.parallel.expert import expert_group
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
@@ -25,12 +26,11 @@ from tests.ranks import run_ranks
 
 STEPS, BATCH, CLIP, LR, DECAY = 12, 4, 0.2, 2e-3, 0.7
 CONFIG = replace(MODELS["DiT"], qk_norm=True)  # without it the gradient of the keys' bias is rounding noise
-SHAPES = {name: tuple(p.shape) for name, p in build_model(CONFIG).named_parameters()}
 
 
-def model_of() -> DiT:
+def model_of(config: DiTConfig = CONFIG) -> DiT:
     torch.manual_seed(0)
-    return randomised(build_model(CONFIG))
+    return randomised(build_model(config))
 
 
 def loss_of(forward, step: int, samples: slice) -> Tensor:
@@ -41,9 +41,9 @@ def loss_of(forward, step: int, samples: slice) -> Tensor:
     return (forward(x, t, y).float() - target).square().mean()
 
 
-def plain_run() -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+def plain_run(config: DiTConfig = CONFIG) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, norms, averages, and first moments (a mean of clipped gradients: a wrong scale shows there), in fp32."""
-    model, losses, norms = model_of(), [], []
+    model, losses, norms = model_of(config), [], []
     adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(STEPS):
@@ -59,12 +59,14 @@ def plain_run() -> tuple[list[float], list[float], dict[str, Tensor], dict[str, 
     return losses, norms, averages, {name: adam.state[p]["exp_avg"] for name, p in model.named_parameters()}
 
 
-def engine_of(mesh: Mesh, plugin: str, precision: str = "fp32", accumulation: int = 1, values=None, **how):
-    full, model, sequence = {name: p.detach() for name, p in model_of().named_parameters()}, empty_model(CONFIG), None
+def engine_of(
+    mesh: Mesh, plugin: str, precision: str = "fp32", accumulation: int = 1, values=None, config=CONFIG, **how
+):
+    full, model, sequence = {n: p.detach() for n, p in model_of(config).named_parameters()}, empty_model(config), None
     if mesh.sp_size > 1:
-        shape = Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads // mesh.tp_size)
+        shape = Shape(config.tokens, config.hidden_size, config.num_heads // mesh.tp_size)
         sequence = sequence_parallel(mesh, "ulysses", shape)
-    apply_parallel(model, sequence=sequence, tensor=tensor_group(mesh), **how)
+    apply_parallel(model, sequence=sequence, tensor=tensor_group(mesh), experts=expert_group(mesh), **how)
     settings = dict(plugin=plugin, precision=precision, lr=LR, weight_decay=0.01, grad_clip=CLIP)
     settings |= dict(grad_accumulation=accumulation, sharding=Sharding(keep_gathered=False, keep_gradients=False))
 
@@ -142,22 +144,23 @@ def state_of(engine, ema: EMA) -> dict[str, Tensor]:
     return found | {f"ema.{name}": full.clone() for name, full in ema.gather()}
 
 
-def resumed(meshes: Meshes, folder: Path) -> list:
+def resumed(meshes: Meshes, folder: Path, elastic=ELASTIC, config=CONFIG) -> list:
     """What differs from what was saved: nothing is to."""
     different = []
-    for number, (sizes, plugin, sharded, others) in enumerate(ELASTIC):
+    shapes = {name: tuple(p.shape) for name, p in build_model(config).named_parameters()}
+    for number, (sizes, plugin, sharded, others) in enumerate(elastic):
         mesh = meshes.of(sizes)
-        engine = engine_of(mesh, plugin)
+        engine = engine_of(mesh, plugin, config=config)
         ema, where = EMA(engine, DECAY), folder / str(number)
         train(mesh, engine, ema, steps=2)
-        info, saved = {"model": "DiT-Ti/2", "config": CONFIG.to_dict()}, state_of(engine, ema)
-        assert {name: tuple(full.shape) for name, full in ema.gather()} == SHAPES
+        info, saved = {"model": "DiT-Ti/2", "config": config.to_dict()}, state_of(engine, ema)
+        assert {name: tuple(full.shape) for name, full in ema.gather()} == shapes
         with Checkpoints(where / "checkpoints", engine, ema, info, sharded=sharded, say=lambda _: None) as checkpoints:
             checkpoints.save({"step": 2, "epoch": 0, "skipped": 0, "fingerprint": {}})
         assert not checkpoints.failures
         for other_sizes, other in others:
             mesh = meshes.of(other_sizes)
-            engine = engine_of(mesh, other, values=lambda shard: torch.full(shard.shape, -1.0))
+            engine = engine_of(mesh, other, values=lambda shard: torch.full(shard.shape, -1.0), config=config)
             ema = EMA(engine, DECAY)
             load_checkpoint(find_checkpoint(str(where), "", "DiT-Ti/2", mesh), engine, ema)
             found = state_of(engine, ema)

@@ -1,0 +1,128 @@
+"""Expert parallelism: the ranks of the group ``ep`` have different experts of every block (EC-DiT), and tokens go to
+the ranks of the experts that have chosen them (opendit/parallel/sequence/experts.py); see docs/parallelism.md.
+
+The group is folded out of data and sequence parallel ranks, which have tokens of their own: what a rank finds as the
+gradient of its experts is the sum over its group's tokens already. Ranks with the same experts, the groups
+``ep_shard``, divide their weights, which are gathered when a block is called; and copies of the model add up theirs.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opendit.models import DiT, DiTConfig
+from opendit.models.attention import SequenceShards
+from opendit.models.ecdit import ExpertMlp, Routing
+from opendit.models.shapes import model_shapes
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.rules import check_divisible
+from opendit.parallel.sequence.collectives import Group, start_gather
+from opendit.parallel.sequence.experts import RoutingByRanks
+from opendit.parallel.sizes import ParallelDims
+from opendit.parallel.tensor.collectives import start_sum
+from opendit.parallel.tensor.layers import divide_experts
+
+STACKS = ("expert_fc1", "expert_fc2")
+
+
+def expert_group(mesh: Mesh) -> Group | None:
+    """The ranks that have different experts; None: none do, or those that divide every layer do."""
+    return Group.of(mesh.group("ep")) if mesh.dims.ep > 1 and mesh.tp_size == 1 else None
+
+
+def check_expert_parallel(config: DiTConfig, dims: ParallelDims) -> None:
+    """Raises ValueError, with sizes that work, unless the ranks can have different experts of a model."""
+    check_divisible(config, "ep", dims.ep)
+    shards = dims.size("ep_shard")
+    for name, shape in model_shapes(config)[0].items() if dims.ep > 1 else ():
+        if name.endswith(STACKS) and math.prod(shape) // dims.ep % shards:
+            raise ValueError(
+                f"--expert_parallel_size {dims.ep}: {shards} ranks have the same experts, and can't divide {name} of "
+                f"{math.prod(shape) // dims.ep:,} weights evenly; use a larger size"
+            )
+
+
+def expert_parameters(config: DiTConfig) -> int:
+    """Weights of all experts of a block."""
+    shapes = model_shapes(config)[0]
+    return sum(math.prod(shapes.get(f"blocks.0.mlp.{name}", (0,))) for name in STACKS)
+
+
+def divide_among(model: DiT, group: Group) -> None:
+    """Leaves this rank its experts of every block, in place."""
+    for mlp in _expert_mlps(model):
+        divide_experts(mlp, group, "ep")
+        mlp.start = partial(_start, mlp, group)
+
+
+def _start(mlp: ExpertMlp, group: Group, y: Tensor, shards: SequenceShards | None = None) -> Routing:
+    return RoutingByRanks(mlp, y, shards, group)
+
+
+def _expert_mlps(model: DiT) -> list[ExpertMlp]:
+    return [module for module in model.blocks.modules() if isinstance(module, ExpertMlp)]
+
+
+# ------------------------------------------------------------------------------------------------------------- shards
+
+
+def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torch.dtype) -> set[nn.Parameter]:
+    """Cuts the stacks of experts that :func:`divide_among` has left among the ranks that have the same, flat and even,
+    in place; blocks gather them in ``dtype``, and their gradients are averaged in ``reduce_dtype``. Returns the
+    parameters that they are now, which have no values: empty where no experts are divided. Collective over all ranks.
+    """
+    if expert_group(mesh) is None:
+        return set()
+    shards, copies = mesh.group("ep_shard"), mesh.group("dp_replicate")
+    ranks = None if shards is None else Group.of(shards)
+    how = Sharing(ranks, copies, mesh.dims.size("loss"), dtype, reduce_dtype)
+    found = set()
+    for mlp in _expert_mlps(model):
+        shapes = {name: tuple(getattr(mlp, name).shape) for name in STACKS}
+        for name, shape in shapes.items() if ranks else ():
+            shard = getattr(mlp, name).new_empty(math.prod(shape) // ranks.size)
+            setattr(mlp, name, nn.Parameter(shard))
+        mlp.weights = partial(_weights, mlp, tuple(shapes.values()), how)
+        found |= {getattr(mlp, name) for name in STACKS}
+    return found
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks have the same experts. shards: those that divide them; None: this one has them whole. copies: those
+    with another copy of the same shard. averaged: ranks of whose losses the mean is meant."""
+
+    shards: Group | None
+    copies: dist.ProcessGroup | None
+    averaged: int
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+
+def _weights(mlp: ExpertMlp, shapes: tuple[tuple[int, ...], ...], how: Sharing) -> tuple[Tensor, ...]:
+    return tuple(_Gather.apply(getattr(mlp, name), shape, how) for name, shape in zip(STACKS, shapes, strict=True))
+
+
+class _Gather(torch.autograd.Function):
+    """Whole stacks of shards. In the backward pass, the mean over the ranks of the losses: the experts' own rank has
+    the sum over its group already."""
+
+    @staticmethod
+    def forward(ctx, shard: Tensor, shape: tuple[int, ...], how: Sharing) -> Tensor:
+        ctx.how, ctx.shape, ctx.dtype = how, shard.shape, shard.dtype
+        own = shard.to(how.dtype)
+        return own if how.shards is None else start_gather(own, how.shards).wait().view(shape)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        how, grad = ctx.how, grad.to(ctx.how.reduce_dtype)
+        if how.shards is not None:
+            grad = start_sum(grad.flatten(), 0, how.shards).wait()
+        if how.copies is not None:
+            grad = grad.clone()
+            dist.all_reduce(grad, group=how.copies)
+        return grad.to(ctx.dtype).div(how.averaged).view(ctx.shape), None, None
