@@ -325,7 +325,9 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
     candidate, error = mesh.broadcast_object(found)
     if error is not None:
         raise error
-    return candidate.on(flags), mesh.divided(candidate.dims(mesh.world_size))
+    flags = candidate.on(flags)
+    experts = flags.expert_parallel_size if flags.tensor_parallel_size == 1 else 1
+    return flags, mesh.divided(replace(candidate.dims(mesh.world_size), ep=experts))
 
 
 def ranks_here(mesh: Mesh) -> int:
