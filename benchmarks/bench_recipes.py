@@ -147,7 +147,7 @@ def figures(run: Path) -> Figures:
     lines = [line for line in lines if line["step"] > WARMUP]
     config, flags, world = config_from_dict(stored["model_config"]), stored["flags"], stored["world_size"]
     rate = statistics.median(line["samples_per_s"] for line in lines)
-    ranks = world // flags["sequence_parallel_size"]
+    ranks = world // flags["sequence_parallel_size"] // flags.get("tensor_parallel_size", 1)
     seconds = flags["batch_size"] * ranks * flags["grad_accumulation"] / rate
     tokens = rate * config.tokens / world
     how = [flags["plugin"], flags["mixed_precision"], f"batch {flags['batch_size']}"]

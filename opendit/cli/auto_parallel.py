@@ -272,8 +272,10 @@ class _Search:
         return self.taken[plain]
 
 
-def choose(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tuple[list[Priced], DiTConfig]:
-    """(the best products, the fastest first, at most SHOWN; the model's configuration).
+def choose(
+    flags: TrainConfig, dataset: MediaDataset, where: Circumstances, shown: int = SHOWN
+) -> tuple[list[Priced], DiTConfig]:
+    """(the best products, the fastest first, at most ``shown``; the model's configuration).
 
     State goes to host memory, as --offload, only where nothing fits otherwise.
 
@@ -282,7 +284,7 @@ def choose(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> t
     """
     search = _Search(flags, dataset, where)
     for offload in search.options("offload", tuple(OFFLOADED)):
-        chosen = [one for one in search.best(offload) if search.accepts(one.candidate)][:SHOWN]
+        chosen = [one for one in search.best(offload) if search.accepts(one.candidate)][:shown]
         if chosen:
             return chosen, search.config
     if search.least is not None:

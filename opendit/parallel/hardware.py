@@ -70,7 +70,7 @@ class HardwareModel:
 
     def attention_rates(self, head_dim: int, keys: int) -> tuple[float, float]:
         """FLOP/s of attention forward and backward, of heads of this size in which each query attends to ``keys``."""
-        elements = min(head_dim, 128) / (1 if head_dim > 64 else self.small)
+        elements = min(head_dim, 128) / (1 if head_dim > 64 else self.small) * min(1, keys / self.tile)  # whole tiles
         forward = self.attention * keys / (keys + self.attention_half)
         backward = self.attention_backward * keys / (keys + self.attention_half_backward)
         return elements * forward, elements * backward

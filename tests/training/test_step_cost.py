@@ -1,0 +1,133 @@
+"""The predicted time of a step, and what it communicates, against closed forms."""
+
+from dataclasses import replace
+
+import pytest
+
+from opendit.models import model_config
+from opendit.parallel.hardware import H200
+from opendit.parallel.sequence.choose import Shape, make_plan
+from opendit.parallel.sizes import ParallelDims
+from opendit.training.memory import Setup
+from opendit.training.step_cost import Span, Traffic, beside, gather, received_by_attention, span, step_cost
+
+CONFIG = model_config("vDiT-XL/122", input_size=(32, 32), in_channels=4, num_classes=10, frames=8)  # 2,048 tokens
+WEIGHTS, UNIT = CONFIG.parameters(), 2 * 2048 * 1152  # bytes of N x D numbers of one sample in bf16
+
+
+def cost(batch: int = 2, micro_batches: int = 1, node: int = 8, hardware=H200, config=CONFIG, graph=True, **setup):
+    return step_cost(config, Setup(**setup), batch, micro_batches, hardware, node, graph=graph)
+
+
+@pytest.mark.parametrize("node", [1, 2, 4, 8])
+@pytest.mark.parametrize("sizes", [dict(tp=2, sp=2, dp_shard=2), dict(dp_replicate=2, dp_shard=4), dict(tp=8)])
+def test_spans_are_those_of_the_mesh(node, sizes):
+    """How many ranks of a group are on one machine, counted in the mesh's own groups."""
+    dims = ParallelDims(**sizes)
+    strides = {"tp": 1, "sp": dims.tp, "fsdp": dims.tp, "loss": dims.tp, "dp_replicate": dims.tp * dims.size("fsdp")}
+    for name, stride in strides.items():
+        for group in dims.groups(name):
+            machines = [rank // node for rank in group]
+            found = span(len(group), stride, node)
+            assert found.nodes == len(set(machines)) and found.here == machines.count(machines[0]), (name, group)
+
+
+def test_a_gather_takes_what_its_slowest_link_takes():
+    free = replace(H200, latency=0, node_latency=0, gather=((2, 100.0), (4, 200.0)), node_link=30.0)
+    alone, hidden = gather(1200, Span(4, 4), free)
+    assert (alone.bytes, alone.seconds, hidden) == (900, 900 / 200, H200.overlap)
+    # 2 machines of 2: the other machine's 600 bytes over the links of both ranks, 10 s; inside 900 bytes, 9 s.
+    apart, hidden = gather(1200, Span(4, 2), free)
+    assert (apart.bytes, apart.seconds, hidden) == (900, 600 / (2 * 30), H200.node_overlap)
+    assert gather(1200, Span(1, 1), free)[0] == Traffic()
+    slow = replace(free, latency=1, node_latency=0.25)
+    assert gather(1200, Span(6, 1), slow)[0].seconds == pytest.approx(1000 / 30 + 1 + 5 * 0.25)
+    assert beside((alone, 0.5), 1e9).exposed == alone.seconds / 2 and beside((alone, 0.5), 1).exposed == 4
+
+
+def test_work_scales_with_samples_micro_batches_and_ranks():
+    one, two = cost(1), cost(2)
+    assert two.work["attention"] == pytest.approx(2 * one.work["attention"])
+    assert cost(1, 3).work["products"] == pytest.approx(3 * one.work["products"])
+    assert cost(1, 3).work["update"] == one.work["update"]
+    shared = cost(2, world=2, sequence_parallel=2)
+    assert shared.work["attention"] == pytest.approx(one.work["attention"])
+    assert not cost(1).traffic and one.waiting == 0 < cost(1, graph=False).waiting
+    flops = CONFIG.forward_flops()
+    rates = H200.attention_rates(72, 2048)
+    scores = 4 * 2048**2 * 1152 * CONFIG.depth
+    assert one.work["attention"] == pytest.approx(scores / rates[0] + 2.5 * scores / rates[1])
+    free = replace(H200, launch=0)
+    products = cost(1, hardware=free).work["products"]
+    assert products == pytest.approx(3 * (flops - scores) / H200.matmul / H200.sustained)
+
+
+def test_what_is_made_again_costs_more_the_more_it_is():
+    again = [cost(recompute=level).work.get("recomputed", 0) for level in ("none", "norms", "cheap", "half", "mlp")]
+    assert again == sorted(set(again)) and again[0] == 0
+    assert cost(grad_checkpoint=True).work["recomputed"] > again[-1]
+    assert cost(fp8=True).total < cost().total
+
+
+def test_bytes_of_every_plugin():
+    """Of weights and gradients, in bytes that a rank of 4 receives: 3/4 of what is gathered or reduced."""
+    share = 3 / 4 * WEIGHTS
+    zero = cost(micro_batches=3, world=4).traffic
+    assert zero["gradients"].bytes == pytest.approx(3 * 2 * share)  # each micro-batch's, in bf16
+    assert zero["weights"].bytes == pytest.approx(2 * share) and zero["weights"].exposed == zero["weights"].seconds
+    assert cost(micro_batches=3, world=4, plugin="ddp").traffic["gradients"].bytes == pytest.approx(2 * 4 * share)
+    blocks = 3 / 4 * CONFIG.depth * CONFIG.whole_block_parameters()
+    for reshard, passes in (("never", 1), ("after_forward", 2)):
+        for kept, reductions in ((True, 1), (False, 3)):
+            found = cost(micro_batches=3, world=4, plugin="fsdp", reshard=reshard, keep_gradients=kept).traffic
+            assert found["weights"].bytes == pytest.approx(3 * passes * 2 * blocks)
+            assert found["gradients"].bytes == pytest.approx(reductions * 4 * blocks)
+    copies = cost(world=8, plugin="fsdp", replicate=2, reshard="never", keep_gradients=True, node=4).traffic
+    assert copies["gradients of copies"].bytes == pytest.approx(2 * 4 * WEIGHTS / 4 / 2)
+
+
+def test_copies_of_the_model_help_where_machines_are_far_apart():
+    far = replace(H200, node_link=H200.node_link / 10)
+    how = dict(micro_batches=4, world=16, plugin="fsdp", reshard="after_forward", keep_gradients=True, hardware=far)
+    assert cost(replicate=2, **how).exposed < cost(replicate=1, **how).exposed
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "units"),
+    [
+        ("ulysses", 4, 2 * 4 * 3 / 16),  # docs/sequence_parallel.md: 4 (P-1) / P^2 forward, and as much backward
+        ("ring", 4, 3 * 2 * 3 / 4),  # keys and values; both, and their gradients
+        ("fastseq", 2, 1 / 2 * (1 + 1 / 2) + 1 / 2 * (2 + 1 / 2)),  # backward: inputs again, their gradients, heads
+        ("usp", 4, 8 / (2 * 4) + 6 / 4),
+    ],
+)
+def test_bytes_of_shared_sequences(kind, ranks, units):
+    found = step_cost(
+        CONFIG, Setup(world=ranks, sequence_parallel=ranks), 3, 2, H200, 8, sequence_type=kind
+    )  # fmt: skip
+    assert found.traffic["sequence"].bytes == pytest.approx(2 * CONFIG.depth * units * 3 * UNIT)
+    assert received_by_attention(found.sequence, ranks) == pytest.approx(units) and found.sequence.kind == kind
+    again = cost(3, world=ranks, sequence_parallel=ranks, grad_checkpoint=True).traffic["sequence"]
+    assert again.bytes == pytest.approx(4 / 3 * cost(3, world=ranks, sequence_parallel=ranks).traffic["sequence"].bytes)
+    with pytest.raises(ValueError, match="heads"):
+        step_cost(CONFIG, Setup(world=3, sequence_parallel=3), 1, 1, H200, 8, sequence_type="ulysses")
+
+
+def test_sequences_across_machines_go_over_the_links_between_them():
+    near, far = (cost(2, node=node, world=4, sequence_parallel=4).traffic["sequence"] for node in (4, 2))
+    assert far.seconds > 2 * near.seconds
+    frames = model_config("ST-DiT-XL/122", input_size=(32, 32), in_channels=4, num_classes=10, frames=8)
+    found = cost(1, config=frames, world=4, sequence_parallel=4).traffic["sequence"]
+    assert found.bytes == pytest.approx(frames.depth * 4 * 3 / 16 * UNIT)
+
+
+def test_bytes_of_divided_layers():
+    """10 (P - 1) / P x N D numbers a block and sample (docs/parallelism.md)."""
+    for ranks in (2, 4):
+        found = cost(3, world=ranks, tensor_parallel=ranks).traffic["layers"]
+        assert found.bytes == pytest.approx(CONFIG.depth * 10 * (ranks - 1) / ranks * 3 * UNIT)
+    both = cost(3, world=4, tensor_parallel=2, sequence_parallel=2).traffic
+    assert both["layers"].bytes == pytest.approx(CONFIG.depth * 10 / 2 * 3 * UNIT / 2)
+    halves = make_plan("auto", 2, Shape(2048, 576, 8, 3, 2, CONFIG.sequence_types), hardware=replace(H200, direct=True))
+    received = received_by_attention(halves, 2) * 3 * UNIT / 2
+    assert both["sequence"].bytes == pytest.approx(CONFIG.depth * received)
