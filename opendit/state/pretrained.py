@@ -5,10 +5,12 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from opendit.common.background import Background
 from opendit.models.adapt import adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.lora import check_lora, merge_lora
@@ -31,6 +33,7 @@ from opendit.state.tensor_set import TensorSet, files_of, is_set, open_set
 
 METADATA_KEY = "opendit"
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
+T = TypeVar("T")
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 
@@ -78,18 +81,25 @@ def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = 
     Raises:
         FileNotFoundError, ValueError: nothing there, damaged or unreadable, or no intact checkpoint; on every rank.
     """
-    group = ControlGroup(mesh)
+    return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)
+
+
+def use_newest(
+    path: str | Path, which: str, notes: list[str] | None, group: ControlGroup, use: Callable[[Weights], T]
+) -> T:
+    """What ``use`` makes of the weights of :func:`read_newest`, of which it may be called for several, while they are
+    being verified: what it makes of damaged ones, or raises, is dropped."""
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
-        return read_weights(group.together(lambda: find_weights(path, which), OSError), group)
+        return _use_intact(group.together(lambda: find_weights(path, which), OSError), group, use)
     for folder in folders:
-        file = weights_in(folder, which)
-        if problem := _damage(file, group):
+        problem, made = _use(weights_in(folder, which), group, use)
+        if problem:
             damaged.append(problem)
             continue
         if damaged:
             notes.append(f"{'; '.join(damaged)}; taken is {folder}, the newest that is intact")
-        return _read(file, group)
+        return made
     raise ValueError(f"{path} has no intact checkpoint: {'; '.join(damaged)}")
 
 
@@ -126,16 +136,41 @@ def read_weights(path: Path, group: ControlGroup | None = None) -> Weights:
         ValueError: the file is damaged, can't be read, holds another model than it says, no state dict, or weights that
             are not finite; on every rank.
     """
-    group = group or ControlGroup(ALONE)
-    if problem := _damage(path, group):
+    return _use_intact(path, group or ControlGroup(ALONE), lambda weights: weights)
 
-        def fix() -> str:
-            which = path.name.removesuffix(SHARDS).removesuffix(WHOLE)
-            earlier = intact_before(path.parent, lambda folder: _damage(weights_in(folder, which), ControlGroup(ALONE)))
-            return f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
 
-        raise ValueError(f"{problem}; {group.gather(fix() if group.mesh.is_main else None)[0]}")
-    return _read(path, group)
+def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> T:
+    """As :func:`_use`; raises ValueError for damaged weights, which names the newest earlier ones that are intact."""
+    problem, made = _use(path, group, use)
+    if problem is None:
+        return made
+
+    def fix() -> str:
+        which = path.name.removesuffix(SHARDS).removesuffix(WHOLE)
+        earlier = intact_before(path.parent, lambda folder: _damage(weights_in(folder, which), ControlGroup(ALONE)))
+        return f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
+
+    raise ValueError(f"{problem}; {group.gather(fix() if group.mesh.is_main else None)[0]}")
+
+
+def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[str | None, T | None]:
+    """(None, what ``use`` makes of a file's weights), or (what is wrong with them by their manifest, None). Checksums
+    are computed in a thread beside ``use``: SHA-256 of DiT-XL/2 takes as long as bringing it to a GPU."""
+    made, error, mesh = None, None, group.mesh
+    checking = Background(lambda: _damaged_part(path, mesh.rank, mesh.world_size), name="checksums")
+    try:
+        made = use(_read_part(path, mesh.rank, mesh.world_size))
+    except Exception as raised:  # damaged weights may be the reason
+        error = raised
+    if problem := next(filter(None, group.gather(checking.result())), None):
+        return problem, None
+
+    def settle() -> T | None:
+        if error is not None:
+            raise error
+        return made
+
+    return None, group.together(settle, ValueError, OSError)
 
 
 def _damage(path: Path, group: ControlGroup) -> str | None:
@@ -158,11 +193,6 @@ def _damaged_part(path: Path, part: int, parts: int) -> str | None:
     except (ValueError, OSError) as error:
         return str(error)
     return None
-
-
-def _read(path: Path, group: ControlGroup) -> Weights:
-    """Weights that are as they were written."""
-    return group.together(lambda: _read_part(path, group.mesh.rank, group.mesh.world_size), ValueError, OSError)
 
 
 def _read_part(path: Path, part: int, parts: int) -> Weights:
@@ -322,28 +352,31 @@ def load_pretrained(
         model, weights = _with_lora(read_newest(path, which, notes), added, name)
         _divide(model, mesh)
         return model.place(device, dtype), weights
+
+    def made(weights: Weights) -> tuple[DiT, Weights]:
+        if num_classes is not None and "config" in weights.info:
+            raise ValueError(says_itself)
+        if "lora" in weights.info:
+            model, weights = _with_lora(_base_of(weights), weights, name)
+            _divide(model, mesh)
+            return model.place(device, dtype), weights
+        config = weights.config
+        if config is None:
+            if name is None:
+                raise ValueError(f"{weights.path} does not say which model it is: name it with --model, e.g. DiT-XL/2")
+            weights.num_classes = num_classes or weights.num_classes
+            config = infer_config(weights.state, name, weights.path, weights.num_classes)
+        else:
+            check_name(weights, name)
+        with stage("model: built"):
+            model = empty_model(config, parameters=False)
+            layout = _divide(model, mesh)
+        with stage("model: weights to the device"):
+            load_state(model, weights, device, dtype, layout)
+            return model.place(device, dtype), weights
+
     with stage("checkpoint: found and verified"):
-        weights = read_newest(path, which, notes)
-    if num_classes is not None and "config" in weights.info:
-        raise ValueError(says_itself)
-    if "lora" in weights.info:
-        model, weights = _with_lora(_base_of(weights), weights, name)
-        _divide(model, mesh)
-        return model.place(device, dtype), weights
-    config = weights.config
-    if config is None:
-        if name is None:
-            raise ValueError(f"{weights.path} does not say which model it is: name it with --model, e.g. DiT-XL/2")
-        weights.num_classes = num_classes or weights.num_classes
-        config = infer_config(weights.state, name, weights.path, weights.num_classes)
-    else:
-        check_name(weights, name)
-    with stage("model: built"):
-        model = empty_model(config, parameters=False)
-        layout = _divide(model, mesh)
-    with stage("model: weights to the device"):
-        load_state(model, weights, device, dtype, layout)
-        return model.place(device, dtype), weights
+        return use_newest(path, which, notes, ControlGroup(ALONE), made)
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
