@@ -1,6 +1,6 @@
 """From noise to PNGs on disk: the sampling engine with the VAE and the files beside it, one after the other, and alone.
 
-    python benchmarks/bench_sampling_files.py [--pictures 512] [--batch_size 64] [--fp8] [--results FILE]
+    python benchmarks/bench_sampling_files.py [--pictures 512] [--batch_size 64] [--fp8] [--vae_compile] [--results CSV]
 
 Model and VAE (of Stable Diffusion's shape, in fp16 on a GPU) have random weights. The three variants take turns for
 --trials trials in one process after one batch each that is not counted; the median of a variant's trials counts.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.bench_sampling import CLASSES, SEED, Bench
 from benchmarks.results import append
+from opendit.encoders.autoencoder_kl import AutoencoderKL
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import VAECodec
 from opendit.inference.engine import SamplingEngine
@@ -41,12 +42,10 @@ SD_VAE = {
 
 
 def make_codec(args, device: torch.device) -> VAECodec:
-    from diffusers import AutoencoderKL
-
     torch.manual_seed(0)
     widths = [max(1, width // args.vae_narrower) for width in SD_VAE["block_out_channels"]]
-    vae = AutoencoderKL(**{**SD_VAE, "block_out_channels": widths, "norm_num_groups": min(32, widths[0])})
-    return VAECodec(vae, device=device, dtype=torch.float16)
+    vae = AutoencoderKL({**SD_VAE, "block_out_channels": widths, "norm_num_groups": min(32, widths[0])})
+    return VAECodec(vae, device=device, dtype=torch.float16, compiled=args.vae_compile)
 
 
 class Variants:
@@ -98,6 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=220, help="after which no trial is begun")
+    parser.add_argument("--vae_compile", action="store_true", help="as of sample.py")
     parser.add_argument("--vae_narrower", type=int, default=1, help="divides the VAE's widths, for a CPU")
     parser.add_argument("--results", help="a file to append rows to, as results.csv")
     args = parser.parse_args(argv)
@@ -129,6 +129,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name:>8} {rate:9.2f} img/s  {rate / rates['latents']:.3f} x latents", flush=True)
         if name != "latents":
             case = f"{args.model} {args.image_size}px {args.steps} steps {precision} to PNG, {name}"
+            case += ", compiled VAE" if args.vae_compile else ""
             row = {"bench": "sampling_files", "case": case, "metric": "img/s", "value": f"{rate:.2f}"}
             rows.append(row | {"baseline": "latents alone", "baseline_value": f"{rates['latents']:.2f}"})
     if bench.device.type == "cuda":

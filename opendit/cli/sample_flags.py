@@ -39,6 +39,7 @@ class CheckpointFlags(Flags):
     )
     vae: str | None = flag(None, "ema, mse, PATH or none; from the checkpoint when left out")
     vae_tiling: bool = flag(False, "decode large pictures and clips in overlapping tiles: less memory")
+    vae_compile: bool = flag(False, "compile the decoder of pictures and frames with torch.compile")
     text_encoder: str | None = flag(None, "clip, t5 or a folder; from the checkpoint when left out")
 
 

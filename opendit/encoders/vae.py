@@ -121,7 +121,8 @@ class FrozenVAE(Codec):
     device: where it runs; inputs are brought there and results stay there. dtype: of its weights and
     activations on a GPU; a CPU always computes in fp32. chunk: samples at once, by default as many as memory allows.
     tiling: large pictures go in overlapping tiles whose seams are blended (opendit.encoders.tiles): the result is close
-    to that of the whole picture, not the same, and takes a tile's memory. tile: pixels a side.
+    to that of the whole picture, not the same, and takes a tile's memory. tile: pixels a side. compiled: the decoder is
+    compiled, once for every size of frames; a smaller batch than the first one is filled up to it.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class FrozenVAE(Codec):
         dtype: torch.dtype = torch.float32,
         chunk: int | None = None,
         tiling: bool = False,
+        compiled: bool = False,
     ):
         config = vae.config
         self.name, self.chunk, self.tiling, self.tile = name, chunk, tiling, TILE
@@ -143,6 +145,8 @@ class FrozenVAE(Codec):
         # instead of 315 (SD's VAE in fp16 on an H200). Module.to itself, because diffusers' own warns that a cast may
         # harm layers kept in fp32, of which this VAE has none.
         self.vae = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
+        self._compiled = torch.compile(self.vae.decode, dynamic=False) if compiled else None
+        self._rows: dict[tuple[int, ...], int] = {}  # sides of latents -> rows of the batch that is compiled for them
 
     @torch.no_grad()
     def moments(self, pixels: Tensor) -> Tensor:
@@ -174,9 +178,17 @@ class FrozenVAE(Codec):
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
         for part in latents.to(self.dtype).split(at_once):
-            decoded = self.vae.decode(part)
-            decoded = decoded if isinstance(decoded, Tensor) else decoded.sample  # diffusers' own classes
-            yield decoded.float().clamp_(-1, 1)
+            yield self._decoded(part).float().clamp_(-1, 1)
+
+    def _decoded(self, latents: Tensor) -> Tensor:
+        if self._compiled is None:
+            decoded = self.vae.decode(latents)
+            return decoded if isinstance(decoded, Tensor) else decoded.sample  # diffusers' own classes
+        count, sides = len(latents), tuple(latents.shape[1:])
+        self._rows[sides] = rows = max(count, self._rows.get(sides, 0))
+        filled = torch.cat([latents, latents[:1].expand(rows - count, *sides)]) if rows > count else latents
+        decoded = self._compiled(filled)
+        return (decoded if isinstance(decoded, Tensor) else decoded.sample)[:count]
 
     def fingerprint(self) -> str:
         return module_fingerprint(self.vae, f"{self.scaling_factor} {self.shift_factor}")
@@ -260,14 +272,15 @@ def load_codec(
     dtype: torch.dtype = torch.float32,
     chunk: int | None = None,
     tiling: bool = False,
+    compiled: bool = False,
 ) -> ImageCodec:
     """The codec of ``--vae name``: "none" (latents = pixels of ``channels`` channels), "ema" or "mse" (Stable
     Diffusion's fine-tuned VAEs, from the local cache or the hub) or a folder with a VAE in diffusers' format.
 
-    tiling: as of :class:`FrozenVAE`; pixels have no tiles.
+    tiling, compiled: as of :class:`FrozenVAE`; pixels have no tiles and no decoder.
 
     Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such VAE."""
     if name == "none":
         return PixelCodec(channels)
     vae = load_vae(name, IMAGE_CLASSES)
-    return VAECodec(vae, name=name, device=device, dtype=dtype, chunk=chunk, tiling=tiling)
+    return VAECodec(vae, name=name, device=device, dtype=dtype, chunk=chunk, tiling=tiling, compiled=compiled)

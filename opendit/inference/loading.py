@@ -43,18 +43,20 @@ def vae_of(vae: str | None, weights: Weights) -> str:
 
 @dataclass(frozen=True)
 class VaeLoader:
-    """Loads VAEs for decoding beside a model of this precision (fp32, bf16, fp16); ``tiling`` as of ``load_codec``."""
+    """Loads VAEs for decoding beside a model of this precision (fp32, bf16, fp16); ``tiling`` and
+    ``compiled`` as of ``load_codec``."""
 
     device: torch.device
     precision: str
     tiling: bool = False
+    compiled: bool = False
 
     def load(self, name: str, config: DiTConfig | None) -> ImageCodec | VideoCodec:
         """The VAE of :func:`vae_of`. config: of the model; None stands for one of pictures in latents."""
         load = load_video_codec if config is not None and config.is_video else load_codec
         channels = 0 if config is None else config.in_channels  # (of pixels: nothing else asks for them)
-        dtype = encoder_dtype(self.precision)
-        return load(name, channels=channels, device=self.device, dtype=dtype, tiling=self.tiling)
+        settings = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
+        return load(name, channels=channels, device=self.device, **settings)
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> "VaeLoading":
         """Begins to load the VAE of weights that are about to be read, by what their file says of itself: it takes a

@@ -136,7 +136,7 @@ def _load(
             shape = sequence_shape(*shared, stored, samples_at_once(flags), tensor_parallel=mesh.tp_size)
             make_plan(flags.sequence_parallel_type, mesh.sp_size, shape)
     dtype = PRECISIONS[flags.mixed_precision]
-    loader = VaeLoader(mesh.device, flags.mixed_precision, flags.vae_tiling)
+    loader = VaeLoader(mesh.device, flags.mixed_precision, flags.vae_tiling, flags.vae_compile)
     loading = loader.begin(flags.lora or ckpt, flags.weights, flags.vae)
     model, weights = load_pretrained(
         ckpt, flags.model, flags.weights, flags.lora, flags.num_classes, notes, mesh.device, dtype, stages, mesh
@@ -148,8 +148,9 @@ def _load(
     objective = objective_from_dict(weights.info.get("objective"))
     objective.choose(flags.sampler)
     vae = vae_of(flags.vae, weights)
-    if flags.vae_tiling and vae == "none":
-        raise ValueError(f"--vae_tiling: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
+    for name in ("vae_tiling", "vae_compile"):
+        if getattr(flags, name) and vae == "none":
+            raise ValueError(f"--{name}: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
     size = latent_size(config, weights, vae, flags.num_frames, flags.image_size)
     if flags.fp8:
         config.check_speed(True, "none")

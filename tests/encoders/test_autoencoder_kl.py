@@ -124,6 +124,22 @@ def test_other_kinds_of_blocks_are_diffusers_own(tmp_path):
         assert torch.equal(codec.moments(pixels)[:, :4], reference.encode(pixels).latent_dist.mean)
 
 
+def test_a_compiled_decoder_is_given_batches_of_one_size(folder, monkeypatch):
+    """Smaller ones are filled up, so that a last batch, or a last tile, is not compiled again."""
+    seen, options = [], []
+
+    def compiles(function, **given):
+        options.append(given)
+        return lambda z: seen.append(tuple(z.shape)) or function(z)
+
+    monkeypatch.setattr(torch, "compile", compiles)
+    plain, codec = (load_codec(str(folder), channels=3, device="cpu", chunk=4, compiled=on) for on in (False, True))
+    latents = torch.randn(6, 4, 3, 5, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(codec.decode(latents), plain.decode(latents))
+    torch.testing.assert_close(codec.decode(latents[:1, :, :2]), plain.decode(latents[:1, :, :2]))
+    assert seen == [(4, 4, 3, 5), (4, 4, 3, 5), (1, 4, 2, 5)] and options == [{"dynamic": False}]
+
+
 def test_large_pictures_are_encoded_in_tiles(folder, monkeypatch):
     tiled, whole = (load_codec(str(folder), channels=3, device="cpu", tiling=tiling) for tiling in (True, False))
     tiled.tile = 32  # 8 x 8 latents

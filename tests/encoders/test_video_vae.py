@@ -151,6 +151,24 @@ def test_large_frames_go_in_tiles(video, monkeypatch):
     torch.testing.assert_close(asked.decode(whole[:, :4]), small)  # of any size above a tile, if asked to
 
 
+@pytest.mark.parametrize("count", [4, 9])
+def test_long_clips_are_decoded_a_few_frames_at_a_time(video, count, monkeypatch):
+    """So memory does not grow with a clip; and what is decoded does not depend on what follows: it is causal."""
+    codec = load_video_codec(video[0], channels=3, device="cpu")
+    seen, decoder = [], codec.vae.decoder.forward
+    monkeypatch.setattr(codec.vae.decoder, "forward", lambda z, *a, **k: seen.append(z.shape[2]) or decoder(z, *a, **k))
+    latents = torch.randn(1, 4, count, 3, 4, generator=torch.Generator().manual_seed(1))
+    decoded = codec.decode(latents)
+    assert decoded.shape[2] == 4 * (count - 1) + 1 and max(seen) <= 3 and sum(seen) == count
+    first = codec.decode(latents[:, :, : count - 2])
+    torch.testing.assert_close(decoded[:, :, : first.shape[2]], first, rtol=1e-4, atol=1e-5)
+
+
+def test_only_decoders_of_pictures_are_compiled(video):
+    with pytest.raises(ValueError, match="--vae_compile: --vae .* is an Autoencoder.*leave it out"):
+        load_video_codec(video[0], channels=3, device="cpu", compiled=True)
+
+
 def test_tiles_that_do_not_fit_are_told():
     """diffusers' tiles of CogVideoX's encoder give another size unless overlaps are whole latents."""
     codec = VideoVAECodec(small_cogvideox(sample_height=32, sample_width=32), name="cog", tiling=True)

@@ -56,6 +56,18 @@ def test_the_next_batch_may_overwrite_the_latents_at_once(clips):
         assert np.abs(pictures.astype(int) - reference).max() <= 1
 
 
+@pytest.mark.parametrize("tiling", [False, True])
+def test_a_compiled_decoder(tiling):
+    settings = dict(device="cuda", dtype=torch.float16, chunk=4, tiling=tiling)
+    plain, codec = (VAECodec(small_vae(scaling_factor=0.3), compiled=on, **settings) for on in (False, True))
+    plain.tile = codec.tile = 32
+    latents = torch.randn(6, 4, 9, 12, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    expected = plain.decode(latents)
+    assert expected.std() > 0.1
+    for _ in range(2):
+        assert (codec.decode(latents) - expected).abs().max() < 0.02  # of 2; fp16
+
+
 def test_a_digest_is_that_of_the_cpu():
     model = DiT(model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=5))
     for dtype in (torch.float32, torch.bfloat16):
