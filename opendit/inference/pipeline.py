@@ -52,7 +52,8 @@ from opendit.models.dit import DiT
 from opendit.models.names import nearest
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
-from opendit.state.pretrained import assumption, load_pretrained
+from opendit.state.foreign import assumption
+from opendit.state.pretrained import load_pretrained
 
 ENGINES = 2  # settings whose recorded steps are kept
 

@@ -38,8 +38,9 @@ from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
 from opendit.state.checkpoint import newest_run
+from opendit.state.foreign import assumption
 from opendit.state.lock import lock_folder
-from opendit.state.pretrained import assumption, find_weights, load_pretrained, read_config
+from opendit.state.pretrained import find_weights, load_pretrained, read_config
 from opendit.training.from_flags import sequence_shape
 
 if TYPE_CHECKING:

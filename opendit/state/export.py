@@ -24,9 +24,9 @@ from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import PLAIN
 from opendit.models.weights import Weights
 from opendit.state.diffusers_folder import BLOCK, EMBEDDERS, OUTER, PIPELINE_INDEX, QKV, suffixes
+from opendit.state.foreign import assumption
 from opendit.state.pretrained import (
     METADATA_KEY,
-    assumption,
     check_name,
     find_weights,
     load_pretrained,

@@ -22,7 +22,8 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import check_tensor_parallel
-from opendit.state.pretrained import ALONE, assumption, infer_config, read_newest
+from opendit.state.foreign import assumption, infer_config
+from opendit.state.pretrained import ALONE, read_newest
 from opendit.training.memory import BYTES, Setup
 
 

@@ -26,7 +26,7 @@ from opendit.models import (
     patch_size,
 )
 from opendit.models.names import SIZES
-from opendit.state.pretrained import infer_config
+from opendit.state.foreign import infer_config
 from tests.models.test_dit import randomised
 
 

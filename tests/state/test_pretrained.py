@@ -12,7 +12,8 @@ from torch import nn
 import sample
 from opendit.models import DiT, DiTConfig, model_config
 from opendit.models.weights import Weights
-from opendit.state.pretrained import METADATA_KEY, assumption, infer_config, load_pretrained
+from opendit.state.foreign import assumption, infer_config
+from opendit.state.pretrained import METADATA_KEY, load_pretrained
 from tests.first_weights import taken_over
 from tests.models.test_dit import randomised
 
