@@ -44,6 +44,7 @@ def start(flags: TrainConfig) -> "Path | None":
             sequence_parallel=flags.sequence_parallel_size,
             tensor_parallel=flags.tensor_parallel_size,
             expert_parallel=flags.expert_parallel_size,
+            pipeline_parallel=flags.pipeline_parallel_size,
             replicate=flags.data_parallel_replicate,
         )
         if flags.parallel == "auto":

@@ -16,6 +16,7 @@ from opendit.data import DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
 from opendit.models import DiTConfig
 from opendit.parallel.hardware import find_hardware
+from opendit.parallel.pipeline.stages import stages_of
 from opendit.training.from_flags import (
     check_pretrained,
     last_step_of,
@@ -27,6 +28,7 @@ from opendit.training.from_flags import (
 )
 from opendit.training.host_memory import save_buffers
 from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch, parts, settle_sharding
+from opendit.training.memory_stages import stage_setups
 from opendit.training.monitor import print_block
 from opendit.training.step_cost import step_cost, tokens_per_second
 
@@ -85,11 +87,15 @@ def _dry_run(flags: TrainConfig) -> None:
         "GPUs": f"{world}, plugin {flags.plugin}, {flags.mixed_precision}"
         + (f", layers divided by {tensor}" if tensor > 1 else "")
         + (f", experts on {flags.expert_parallel_size} each" if flags.expert_parallel_size > 1 else ""),
+        **_pipeline(config, asked),
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
         **_steps(batch, None if missing else dataset, samples, flags.global_seed),
     }
     setup = memory_setup(asked, config, world)
-    rows |= _time(asked, config, setup, where, origin)
+    if flags.pipeline_parallel_size > 1:
+        rows["time"] = "not predicted: the cost model of a step knows no pipelines"
+    else:
+        rows |= _time(asked, config, setup, where, origin)
     rows |= _memory(config, batch.batch_size, setup)
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:
@@ -154,12 +160,22 @@ def _time(asked: Components, config: DiTConfig, setup: Setup, where: Circumstanc
     return rows
 
 
+def _pipeline(config: DiTConfig, asked: Components) -> dict[str, str]:
+    ranks = asked.plugin.pipeline_parallel_size
+    if ranks == 1:
+        return {}
+    return {"pipeline": stages_of(config, asked.plugin.pipeline_schedule, 0, ranks).describe()}
+
+
 def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
     sharded, rows = setup.plugin == "fsdp" and setup.world > 1, {}
     for reshard in ("after_forward", "never") if sharded and setup.reshard == "auto" else (setup.reshard,):
         needs = estimate(config, replace(setup, reshard=reshard), batch_size)
         how = f", --reshard {reshard}" if sharded else ""
         rows[f"memory{how}"] = f"{needs.total / GIB:,.2f} GiB a GPU estimated: {parts(needs)}"
+    for rank, stage in enumerate(stage_setups(config, setup) if setup.pipeline_parallel > 1 else ()):
+        of_stage = estimate(*stage, batch_size)
+        rows[f"  pipeline rank {rank}"] = f"{of_stage.total / GIB:,.2f} GiB: {parts(of_stage)}"
     if needs.host:
         said = f"{needs.host_total / GIB:,.2f} GiB a GPU ({' and '.join(needs.host)})"
         rows["host memory"] = f"{said}, and {save_buffers(config, setup) / GIB:,.2f} for saves"

@@ -23,7 +23,7 @@ from opendit.data.names import taken
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.kernels.names import RECOMPUTE
 from opendit.models.names import KINDS, POSITIONS
-from opendit.parallel.names import OFFLOAD, PLUGINS, PRECISIONS, REDUCE_DTYPES, RESHARD, plugin_help
+from opendit.parallel.names import OFFLOAD, PIPELINE_SCHEDULES, PLUGINS, PRECISIONS, REDUCE_DTYPES, RESHARD, plugin_help
 from opendit.state.names import CHECKPOINT_FORMATS
 
 
@@ -231,6 +231,14 @@ class PluginFlags(Flags):
     tensor_parallel_size: int = flag(1, "processes that divide every layer of the model", at_least=1, at_most=4096)
     expert_parallel_size: int = flag(
         1, "of fsdp: processes that have different experts of an EC-DiT's blocks", at_least=1, at_most=4096
+    )
+    pipeline_parallel_size: int = flag(
+        1, "processes among which the model's blocks are divided, as stages of a pipeline", at_least=1, at_most=4096
+    )
+    pipeline_schedule: str = flag(
+        "1f1b",
+        "of the pipeline; interleaved: two stages a process, which idles half as long and sends twice as much",
+        choices=PIPELINE_SCHEDULES,
     )
     data_parallel_replicate: int = flag(
         1, "of fsdp: copies of the sharded model, say one for each machine (HSDP)", at_least=1, at_most=2**20

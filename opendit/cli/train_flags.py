@@ -14,6 +14,7 @@ from opendit.models.names import KINDS, canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
 from opendit.parallel.sizes import (
     check_expert_parallel_size,
+    check_pipeline_parallel_size,
     check_replicate,
     check_tensor_parallel_size,
     crossing,
@@ -55,7 +56,7 @@ class TrainConfig(
     @property
     def sharing(self) -> int:
         """The processes that see the same samples."""
-        return self.sequence_parallel_size * self.tensor_parallel_size
+        return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     def node_size(self, world_size: int) -> int:
         """The processes of a machine, of ``world_size`` in all."""
@@ -85,6 +86,7 @@ class TrainConfig(
         if flags.parallel != "auto" or flags.sequence_parallel_size > 1:
             flags.check_parallel(world_size)
         flags._check_tensor_parallel(world_size)
+        flags._check_pipeline_parallel(world_size)
         check_replicate(flags.data_parallel_replicate, flags.sharing, world_size)
         flags._check_expert_parallel(world_size)
         if flags.parallel != "auto":  # which decides it
@@ -174,6 +176,8 @@ class TrainConfig(
             idle |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
         elif self.plugin == "fsdp" and not self.fp8:
             idle["gather_fp8"] = "does nothing without --fp8"
+        if self.pipeline_parallel_size == 1:
+            idle["pipeline_schedule"] = "does nothing without --pipeline_parallel_size above 1"
         if not self.use_video:
             idle |= dict.fromkeys(("num_frames", "frame_interval", "short_clips"), "does nothing without --use_video")
         if not self.save:
@@ -245,10 +249,28 @@ class TrainConfig(
             "--compile, which can't follow the exchange inside of a layer": self.compile,
             "--lora, whose products go beside those of whole layers": self.lora is not None,
         }
+        self._refuse("tensor_parallel_size", clashes)
+
+    def _check_pipeline_parallel(self, world_size: int) -> None:
+        sizes = self.pipeline_parallel_size, self.sequence_parallel_size, self.tensor_parallel_size
+        check_pipeline_parallel_size(*sizes, world_size)
+        if self.pipeline_parallel_size == 1:
+            return
+        refused = "pipeline_parallel_size" in PLUGINS[self.plugin].refuses
+        clashes = {
+            f"--plugin {self.plugin}, whose chunks are of all processes together": refused,
+            "--lora, which adds little that stages could share": self.lora is not None,
+            "--checkpoint_format whole, for no process gathers the stages": self.checkpoint_format == "whole",
+            "--parallel auto, which knows no pipelines": self.parallel == "auto",
+            "--expert_parallel_size, which is not compared with one process there": self.expert_parallel_size > 1,
+        }
+        self._refuse("pipeline_parallel_size", clashes)
+
+    def _refuse(self, flag: str, clashes: dict[str, bool]) -> None:
+        """Raises ValueError that names the first of ``clashes``, flag and reason -> whether it is there."""
         for what, clash in clashes.items():
             if clash:
-                name = f"--tensor_parallel_size {self.tensor_parallel_size}"
-                raise ValueError(f"{name} does not work with {what}; leave one of them out")
+                raise ValueError(f"--{flag} {getattr(self, flag)} does not work with {what}; leave one of them out")
 
     def _check_expert_parallel(self, world_size: int) -> None:
         size = self.expert_parallel_size
@@ -258,9 +280,8 @@ class TrainConfig(
             "--compile, which can't follow tokens to other ranks": self.compile,
             "--lora, which trains no experts": self.lora is not None,
         }
-        for what, clash in clashes.items():
-            if size > 1 and clash:
-                raise ValueError(f"--expert_parallel_size {size} does not work with {what}; leave one of them out")
+        if size > 1:
+            self._refuse("expert_parallel_size", clashes)
 
     def _settle_recompute(self) -> tuple["TrainConfig", list[str]]:
         if self.recompute == "none":

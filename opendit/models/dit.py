@@ -246,12 +246,13 @@ class DiT(nn.Module):
         values of it. (In a single call every block makes its own, and nothing of them outlives it.)"""
         return None if context is None else [block.keys_values(context) for block in self.blocks]
 
-    def modulations(self, c: Tensor) -> Iterator[Modulation]:
+    def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None) -> Iterator[Modulation]:
         """What every block's, then the final layer's ``modulate`` gives for the condition c (B, D), each made when it
         is asked for; ``tuple(model.modulations(c))`` makes them all, to be used for several steps. With
-        ``modulate_in_blocks`` the blocks' are the pairs that they make them of when they are called."""
+        ``modulate_in_blocks`` the blocks' are the pairs that they make them of when they are called. blocks: None for
+        all."""
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
-        for block in self.blocks:
+        for block in self.blocks if blocks is None else blocks:
             yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
         yield self.final_layer.modulate(c)
 
@@ -385,7 +386,7 @@ class DiT(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.x_embedder.proj.weight.device
+        return self.t_embedder.mlp[0].weight.device
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
         """Tokens (B, N, p * p * C) to (B, C, H, W), for any number of dimensions."""

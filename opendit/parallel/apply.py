@@ -12,6 +12,7 @@ from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.expert import divide_among, shard_experts
 from opendit.parallel.gradient_memory import ReduceScatter
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.pipeline.stages import PipelineStages, keep_stages
 from opendit.parallel.rules import shard_units
 from opendit.parallel.sequence import SequenceParallel
 from opendit.parallel.sequence.collectives import Group
@@ -26,6 +27,7 @@ def apply_parallel(
     sequence: SequenceParallel | None = None,
     tensor: Group | None = None,
     experts: Group | None = None,
+    stages: PipelineStages | None = None,
     recompute: str = "none",
     grad_checkpoint: bool = False,
     compiled: bool = False,
@@ -34,9 +36,10 @@ def apply_parallel(
     """``model`` with everything that a run puts into it, in place; returns it. What the engine then does to its
     parameters (shards: for --plugin fsdp :func:`apply_shards`) comes last.
 
-    tensor -> expert -> sequence -> recompute -> compile -> shards:
+    stages -> tensor -> expert -> sequence -> recompute -> compile -> shards:
 
-    1. the layers that ranks divide, experts among them: all that follows is done to a rank's part of them;
+    1. the blocks that are other ranks', which are left out; the layers that ranks divide, experts among them: all that
+       follows is done to a rank's part of the model;
     2. operations, attention and how ranks share sequences (``model.use``), which sets all operations anew, and so would
        undo 3;
     3. the rematerialization policy, which wraps those operations; or whole blocks that are recomputed;
@@ -48,10 +51,13 @@ def apply_parallel(
         sequence: how ranks share every sample, None: they do not.
         tensor: ranks that divide every layer, see ``opendit.parallel.tensor``; None: they do not.
         experts: ranks that have different experts, see ``opendit.parallel.expert``; None: they do not.
+        stages: of a pipeline, those that this rank has, see ``opendit.parallel.pipeline``; None: the whole model.
         recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``.
         grad_checkpoint: recompute blocks in the backward pass.
         compiled: torch.compile for blocks and final layer; ``compile_options`` are its.
     """
+    if stages is not None:
+        keep_stages(model, stages)
     if experts is not None:
         divide_among(model, experts)
     model.use(ops=ops, attend=attend, sequence=sequence if tensor is None else divide(model, tensor, sequence))
@@ -99,7 +105,9 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, which sampling need not wait
 
     names = ("dp_replicate", "fsdp") if mesh.dims.dp_replicate > 1 else ("fsdp",)
-    grid = mesh.device_mesh(*names) if mesh.tp_size == 1 else mesh.device_mesh(*names, "tp")[names]
+    outer, inner = ("pp",) if mesh.pp_size > 1 else (), ("tp",) if mesh.tp_size > 1 else ()
+    grid = mesh.device_mesh(*outer, *names, *inner)
+    grid = grid[names] if outer or inner else grid
     settings = dict(
         mesh=grid,
         mp_policy=MixedPrecisionPolicy(sharding.dtype, sharding.reduce_dtype, cast_forward_inputs=False),

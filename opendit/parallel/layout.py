@@ -8,7 +8,7 @@ and comes and goes between them and canonical tensors by :class:`Layout` alone.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,13 +126,21 @@ class Layout:
         mesh: names the groups. Those of the cuts are made here: build layouts on all ranks alike.
         shapes: the canonical shape of every parameter.
         cuts: the cuts of every parameter, outer to inner; a cut divides what those before it have left on this rank.
+        on_every_stage: those that all ranks of a pipeline have; of the others ``shapes`` has those of this rank's
+            stages.
 
     Raises:
         ValueError: a cut that does not hold every index once, or not on the ranks of its group.
     """
 
-    def __init__(self, mesh: Mesh, shapes: Mapping[str, Sequence[int]], cuts: Mapping[str, Sequence[Cut]]):
-        self.mesh = mesh
+    def __init__(
+        self,
+        mesh: Mesh,
+        shapes: Mapping[str, Sequence[int]],
+        cuts: Mapping[str, Sequence[Cut]],
+        on_every_stage: Collection[str] = (),
+    ):
+        self.mesh, self._on_every_stage = mesh, frozenset(on_every_stage)
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.cuts = {name: tuple(cuts[name]) for name in self.shapes}
         self._local: dict[str, Shard] = {}
@@ -161,8 +169,9 @@ class Layout:
 
     def replicas(self, name: str) -> list[int]:
         """The ranks that hold what this one holds of a parameter, this one among them, in order: those that differ
-        from it in no group of its cuts."""
+        from it in no group of its cuts, nor in their stages if it is not on every one."""
         dims, groups = self.mesh.dims, {cut.group for cut in self.cuts[name]}
+        groups |= set() if name in self._on_every_stage else {"pp"}
         mine = [dims.coordinate(group, self.mesh.rank) for group in groups]
         return [r for r in range(self.mesh.world_size) if [dims.coordinate(group, r) for group in groups] == mine]
 

@@ -18,6 +18,7 @@ from opendit.parallel.sizes import (
     AXES,
     ParallelDims,
     check_expert_parallel_size,
+    check_pipeline_parallel_size,
     check_replicate,
     check_sequence_parallel,
     check_tensor_parallel_size,
@@ -34,9 +35,9 @@ PRIORITY = ("sp", "tp", "ep")
 class Mesh:
     """A process and the named groups it talks to (their names: :class:`opendit.parallel.sizes.ParallelDims`).
 
-    Ranks that differ in ``sp`` or ``tp`` alone share their samples: those of a sequence group (``sp``) have different
-    tokens of them, those of a tensor-parallel group (``tp``) different parts of every layer. Data-parallel ranks see
-    different samples.
+    Ranks that differ in ``pp``, ``sp`` or ``tp`` alone share their samples: those of a pipeline (``pp``) have different
+    blocks of the model, those of a sequence group (``sp``) different tokens, those of a tensor-parallel group (``tp``)
+    different parts of every layer. Data-parallel ranks see different samples.
 
     A group is made when it is first asked for, by all ranks alike: on GPUs a communicator takes start-up time and
     memory, and a run uses few of the names.
@@ -87,9 +88,24 @@ class Mesh:
         return self.dims.tp
 
     @property
+    def pp_size(self) -> int:
+        """Ranks of a pipeline."""
+        return self.dims.pp
+
+    @property
+    def pp_rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.coordinate("pp")
+
+    @property
     def sharing(self) -> int:
         """Ranks that see the same samples, this one among them."""
-        return self.dims.sp * self.dims.tp
+        return self.dims.pp * self.dims.sp * self.dims.tp
+
+    @property
+    def leads_sharing(self) -> bool:
+        """Whether this rank is the first of those that see the same samples."""
+        return not any(self.coordinate(axis) for axis in ("pp", "sp", "tp"))
 
     @property
     def is_main(self) -> bool:
@@ -178,6 +194,20 @@ class Mesh:
         grids = (grid_groups(sizes, [axis]) for axis in (place + 1, place))
         return tuple(_new_group(grid, self.device, priority=True) for grid in grids)
 
+    def links(self, around: bool) -> dict[tuple[int, bool], dist.ProcessGroup]:
+        """The groups in which neighbours of a pipeline send to each other, by the place of the first of the two and by
+        direction: (place, True) from it to the next, (place, False) back. ``around``: between the last and the first
+        rank, too. (Of links that this rank has no part in there is None.) Collective over all ranks."""
+        pipelines, found = self.dims.groups("pp"), {}
+        for place in range(self.pp_size if around else self.pp_size - 1):
+            pairs = [[ranks[place], ranks[(place + 1) % self.pp_size]] for ranks in pipelines]
+            for forward in (True, False):
+                name = f"pp {place} {'forward' if forward else 'back'}"
+                if name not in self.groups:
+                    self.groups[name] = _new_group(pairs, self.device)
+                found[place, forward] = self.groups[name]
+        return found
+
     def broadcast_object(self, value):
         """Rank 0's ``value`` on every rank (any picklable object)."""
         box = [value]
@@ -192,6 +222,7 @@ def init_mesh(
     sequence_parallel: int = 1,
     tensor_parallel: int = 1,
     expert_parallel: int = 1,
+    pipeline_parallel: int = 1,
     replicate: int = 1,
     dims: ParallelDims | None = None,
     group_of_one: bool = True,
@@ -199,11 +230,11 @@ def init_mesh(
     """Starts torch.distributed (nccl on GPUs, gloo on CPUs) and returns this process's mesh.
 
     Args:
-        sequence_parallel: ranks that share a sequence. tensor_parallel: ranks that divide every layer. The others are
-            data parallel.
+        sequence_parallel: ranks that share a sequence. tensor_parallel: ranks that divide every layer.
+            pipeline_parallel: ranks among which the blocks are divided. The others are data parallel.
         expert_parallel: ranks, of any of these, that have different experts.
         replicate: copies of the sharded model.
-        dims: sizes of the mesh, instead of these four.
+        dims: sizes of the mesh, instead of these.
         group_of_one: whether a process that is alone has a process group, too. Engines want one; a run that never
             communicates starts sooner without.
 
@@ -215,9 +246,10 @@ def init_mesh(
     rank, world, local = place.rank, place.world_size, place.local_rank
     check_sequence_parallel(sequence_parallel, world)
     check_tensor_parallel_size(tensor_parallel, sequence_parallel, world)
-    check_replicate(replicate, sequence_parallel * tensor_parallel, world)
+    check_pipeline_parallel_size(pipeline_parallel, sequence_parallel, tensor_parallel, world)
+    check_replicate(replicate, sequence_parallel * tensor_parallel * pipeline_parallel, world)
     check_expert_parallel_size(expert_parallel, sequence_parallel, tensor_parallel, replicate, world)
-    sizes = dict(sp=sequence_parallel, tp=tensor_parallel, dp_replicate=replicate)
+    sizes = dict(pp=pipeline_parallel, sp=sequence_parallel, tp=tensor_parallel, dp_replicate=replicate)
     # Ranks that divide every layer divide its experts, too.
     sizes["ep"] = expert_parallel if tensor_parallel == 1 else 1
     dims = dims or ParallelDims.fill(world, **sizes)

@@ -15,6 +15,7 @@ RESHARD = ("auto", "after_forward", "never")
 REDUCE_DTYPES = ("fp32", "bf16")
 OFFLOAD = ("none", "average", "state")
 AXIAL = "axial"  # the only way of a model that has no attention to all tokens (opendit/parallel/sequence/axial.py)
+PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 OWN_ATTENTION = ("ring", "usp")  # that attend to a part of the keys at a time, by a kernel of their own
 
 
@@ -39,7 +40,7 @@ PLUGINS = {
     "gemini": Plugin(
         "weights too",
         precisions=("bf16", "fp16"),
-        refuses=frozenset({"fp8", "lora", "tensor_parallel_size"}),
+        refuses=frozenset({"fp8", "lora", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
             "follow",

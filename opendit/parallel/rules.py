@@ -101,24 +101,38 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
     return units
 
 
-def stage_blocks(depth: int, stages: int) -> list[range]:
-    """Which blocks each stage has: neighbours, as evenly as it goes, the later stages one more where it does not.
-
-    (The first stage embeds the patches, the last one has the final layer and the loss: whoever measures may cut
-    elsewhere, between any two blocks.)
+def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+    """Which blocks each stage has: neighbours, one at least, so that the stage with the most work has as little as it
+    can. ``first``, ``last``: the work of what else is on these stages, in blocks. Where several stages may have a block
+    more it is the later ones, which hold fewer micro-batches' activations.
     """
-    cuts = [depth * stage // stages for stage in range(stages + 1)]
-    return [range(*pair) for pair in zip(cuts, cuts[1:], strict=False)]
+    counts, work = [1] * stages, [1.0] * stages
+    work[0] += first
+    work[-1] += last
+    for _ in range(depth - stages):
+        least = min(reversed(range(stages)), key=work.__getitem__)
+        counts[least] += 1
+        work[least] += 1
+    edges = [sum(counts[:stage]) for stage in range(stages + 1)]
+    return [range(*pair) for pair in zip(edges, edges[1:], strict=False)]
 
 
-def stage_of(plan: Plan, name: str, depth: int, stages: int) -> range:
-    """The stages that have a parameter or buffer: one, or, of what all need for the condition, every one.
+def balanced_blocks(config: DiTConfig, stages: int) -> list[range]:
+    """:func:`stage_blocks` of a model, by its plan's FLOP terms. (What is on every stage does not count.)"""
+    plan = plan_of(config)
+    block = plan.flops_at(config, "block")
+    return stage_blocks(config.depth, stages, *(plan.flops_at(config, end) / block for end in ("first", "last")))
+
+
+def stage_of(plan: Plan, name: str, blocks: Sequence[range]) -> range:
+    """The stages, which have these ``blocks``, that have a parameter or buffer: one, or, of what all need for the
+    condition, every one.
 
     Raises ValueError for a name that the plan's stage cuts do not have.
     """
-    cuts, (top, *rest) = plan.stages, name.split(".")
+    cuts, (top, *rest), stages = plan.stages, name.split("."), len(blocks)
     if top == cuts.stack:
-        stage = next(i for i, blocks in enumerate(stage_blocks(depth, stages)) if int(rest[0]) in blocks)
+        stage = next(i for i, own in enumerate(blocks) if int(rest[0]) in own)
         return range(stage, stage + 1)
     places = {cuts.first: range(1), cuts.last: range(stages - 1, stages), cuts.every: range(stages)}
     for names, place in places.items():
@@ -146,10 +160,15 @@ def check_divisible(config: DiTConfig, group: str, size: int) -> None:
         raise ValueError(f"{flag} {size}: the model's {obstacle} can't be divided by it; {fix}")
 
 
-def check_stages(config: DiTConfig, stages: int) -> None:
-    """Raises ValueError, which names the flag, unless every stage of a pipeline has a block."""
-    if stages > config.depth:
+def check_stages(config: DiTConfig, ranks: int, chunks: int = 1) -> None:
+    """Raises ValueError, which names the flag, unless every one of ``chunks`` stages of each rank of a pipeline has a
+    block."""
+    most = config.depth // chunks
+    if ranks > most:
         raise ValueError(
-            f"--pipeline_parallel_size {stages}: the model's {config.depth} blocks make at most {config.depth} stages; "
-            f"use {config.depth} or less"
+            f"--pipeline_parallel_size {ranks}: the model's {config.depth} blocks make at most {most} stages; "
+            f"use {most} or less"
+            if chunks == 1
+            else f"--pipeline_parallel_size {ranks}: the model has {config.depth} blocks, and --pipeline_schedule "
+            f"interleaved needs {chunks} for every process at least; use {most} or less, or 1f1b"
         )

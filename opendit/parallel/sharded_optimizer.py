@@ -5,6 +5,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from opendit.kernels.adamw_ema import BLOCK
@@ -132,6 +133,10 @@ class ShardedOptimizer:
     def backward(self, loss: Tensor) -> None:
         """Adds to the gradients, those of fp16 times the loss scale."""
         (loss if self.loss_scale is None else loss * self.loss_scale.scale).backward()
+
+    def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
+        """The same of an output whose gradient, scaled already, is known."""
+        torch.autograd.backward(output, gradient)
 
     def step(self) -> None:
         """Clips, updates masters, moments, averages and working weights, and clears the gradients.

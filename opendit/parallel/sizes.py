@@ -198,20 +198,31 @@ def check_sequence_parallel(size: int, world_size: int) -> None:
 def check_tensor_parallel_size(size: int, sequence_parallel: int, world_size: int) -> None:
     """Raises ValueError unless ``world_size`` processes can be cut into groups of ``size`` that divide every layer, and
     those into groups of ``sequence_parallel`` that share a sample."""
+    _check_shares("--tensor_parallel_size", size, {"--sequence_parallel_size": sequence_parallel}, world_size)
+
+
+def check_pipeline_parallel_size(size: int, sequence_parallel: int, tensor_parallel: int, world_size: int) -> None:
+    """Raises ValueError unless ``world_size`` processes can be cut into pipelines of ``size`` stages, each of which is
+    groups of these sizes."""
+    inner = {"--tensor_parallel_size": tensor_parallel, "--sequence_parallel_size": sequence_parallel}
+    _check_shares("--pipeline_parallel_size", size, inner, world_size)
+
+
+def _check_shares(flag: str, size: int, others: dict[str, int], world_size: int) -> None:
+    """Raises ValueError unless ``world_size`` divides by ``size`` times those of the ``others``, by flag."""
     if size < 1:
-        raise ValueError(f"--tensor_parallel_size {size}: must be above 0")
-    ranks, more = size * sequence_parallel, ""
-    if sequence_parallel > 1:
-        more = f" with --sequence_parallel_size {sequence_parallel}"
+        raise ValueError(f"{flag} {size}: must be above 0")
+    ranks = size * math.prod(others.values())
+    more = " and ".join(f"{other} {number}" for other, number in others.items() if number > 1)
+    more = more and f" with {more}"
     if size > 1 and world_size == 1:
         raise ValueError(
-            f"--tensor_parallel_size {size}{more} needs {ranks} processes and there is one: start it with torchrun "
+            f"{flag} {size}{more} needs {ranks} processes and there is one: start it with torchrun "
             f"--standalone --nproc_per_node={ranks}, or leave the flag out"
         )
     if world_size % ranks:
         raise ValueError(
-            f"--tensor_parallel_size {size}{more} does not divide the {world_size} processes; change it or torchrun's "
-            "--nproc_per_node"
+            f"{flag} {size}{more} does not divide the {world_size} processes; change it or torchrun's --nproc_per_node"
         )
 
 

@@ -6,6 +6,7 @@ every average and each of the moments are a set of tensors with an index of its 
 the weights to sample from can be read and verified without the rest.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from opendit.common.tensor_files import DTYPES, write_file, write_tensors
@@ -24,11 +25,16 @@ def written_part(layout: Layout, name: str) -> Shard:
     return layout.local(name).flat_part(holders.index(layout.mesh.rank), len(holders))
 
 
+def _joined(parts: Iterable[dict]) -> dict:
+    """All of their entries; equal keys have equal values."""
+    return {key: value for part in parts for key, value in part.items()}
+
+
 class ShardFiles:
     """What a rank copies and writes of a checkpoint of shards.
 
     Args:
-        channel: asks the other ranks, once, what they write.
+        channel: asks the other ranks, once, what they have and write.
 
     Attributes:
         version: of state.json. averages: the index of every average, the one to sample from first.
@@ -45,13 +51,19 @@ class ShardFiles:
         self.averages = [name + SHARDS for name in weights[1:]]
         self._weights, self._sets = weights, [*weights, *MOMENTS]
         self._parts = {name: written_part(engine.layout, name) for name in engine.shapes}
-        buffers = dict(engine.module.named_buffers())
-        self._buffers = [name for i, name in enumerate(buffers) if i % self.mesh.world_size == self.mesh.rank]
+        shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
+        buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
+        # Ranks of a pipeline know of their own stages only.
+        everywhere = channel.gather((shapes, buffers))
+        self._trained, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
+        self._buffers = []
+        for number, name in enumerate(all_buffers):
+            holders = [rank for rank, (_, held) in enumerate(everywhere) if name in held]
+            self._buffers += [name] if holders[number % len(holders)] == self.mesh.rank else []
         mine = {name: part for name, part in self._parts.items() if part.numel}
-        mine |= {name: Shard(tuple(buffers[name].shape), ()) for name in self._buffers}
+        mine |= {name: Shard(buffers[name][1], ()) for name in self._buffers}
         self._held = channel.gather(mine)
-        self._shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
-        self._shapes |= {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in buffers.items()}
+        self._shapes = self._trained | all_buffers
         self._mine = {name: (self._shapes[name][1], part) for name, part in mine.items()}
         self._index(MODEL_SET, 0, {}).check_cover()
         total = sum(part.numel for part in self._parts.values()) * len(self._sets)
@@ -98,7 +110,7 @@ class ShardFiles:
         """The index of a set, the same on every rank."""
         tensors = {}
         for name, (dtype, shape) in self._shapes.items():
-            if name in self.engine.shapes or which in self._weights:
+            if name in self._trained or which in self._weights:
                 holders = [(rank, held[name]) for rank, held in enumerate(self._held) if name in held]
                 shards = {shard_file(which, rank, self.mesh.world_size): shard for rank, shard in holders}
                 tensors[name] = ShardedTensor(dtype, shape, shards)

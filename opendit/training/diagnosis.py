@@ -79,8 +79,9 @@ class Diagnosis:
             return finite
         names = self._channel.gather(self._look_backward())
         bad = set().union(*(each for each in names if each))
-        # The backward pass comes to the last parameters first.
-        first = next((name for name in reversed(list(self.engine.shapes)) if name in bad), None)
+        # The backward pass comes to the last parameters first, and to those of later stages before this rank's.
+        order = [*self.engine.shapes, *sorted(bad - self.engine.shapes.keys())]
+        first = next((name for name in reversed(order) if name in bad), None)
         if first is not None:
             return f"{finite}, but not the gradient of {first}, the first that the backward pass comes to"
         if any(each is None for each in names):

@@ -1,14 +1,20 @@
 """The sample grids that a run draws from its EMA weights."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import numpy as np
 import torch
+from torch import Tensor
 
+from opendit.diffusion.sampling import sample_in_batches
 from opendit.encoders.conditioner import preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
 from opendit.inference.engine import SamplingEngine
 from opendit.models import Condition, DiT, empty_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine
+from opendit.parallel.pipeline.forward import PipelineForward
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.state.ema import EMA
 from opendit.training import monitor as monitoring
@@ -23,6 +29,7 @@ class SampleGrids:
 
     def __init__(self, spec: RunSpecification, engine: Engine, ema: EMA, monitor: Monitor):
         self._spec, self._engine, self._ema, self._monitor = spec, engine, ema, monitor
+        self._pipeline = None if spec.stages is None else PipelineForward(engine.mesh, spec.stages.chunks)
 
     def draw(self, step: int) -> None:
         """By rank 0 and those that share its samples; the others help to gather the weights.
@@ -46,26 +53,16 @@ class SampleGrids:
         if engine.whole:
             return engine.module
         with mesh.device:
-            model = empty_model(spec.model_config, parameters=mesh.tp_size == 1)
-        kernels, tensor = spec.kernels, tensor_group(mesh)
-        apply_parallel(model, ops=kernels.ops, attend=kernels.attend, sequence=spec.sequence, tensor=tensor)
+            model = empty_model(spec.model_config, parameters=mesh.tp_size * mesh.pp_size == 1)
+        kernels, how = spec.kernels, dict(sequence=spec.sequence, tensor=tensor_group(mesh), stages=spec.stages)
+        apply_parallel(model, ops=kernels.ops, attend=kernels.attend, **how)
         allocate(model, mesh.device)
         return model.place(mesh.device, engine.dtype)
 
     def _draw(self, model: DiT, step: int) -> None:
         spec, monitor = self._spec, self._monitor
         y, captions = self._what()
-        engine = SamplingEngine(  # (for this grid alone: its recordings would take memory from training)
-            model,
-            spec.objective,
-            steps=spec.flags.sample_steps,
-            sampler=spec.objective.preview_sampler,
-            cfg_scale=spec.flags.sample_cfg_scale,
-            record=spec.sequence is None and tensor_group(spec.mesh) is None,  # ranks that train share memory, too
-            say=monitor.say,
-        )
-        index, null = torch.arange(len(captions)), spec.conditioner.null()
-        batches = engine.batches(y, null, index, PREVIEWS_AT_ONCE, spec.flags.global_seed)
+        batches = self._batches(model, y, spec.conditioner.null(), torch.arange(len(captions)))
         pictures = np.concatenate([to_uint8(spec.codec.decode(latents)) for _, latents in batches])
         if not spec.mesh.is_main:
             return
@@ -77,6 +74,22 @@ class SampleGrids:
                 save_grid(path, pictures, captions, columns=grid_columns(captions))
             monitor.say(f"step {step}: drew {path}")
             monitor.picture(path, step)
+
+    def _batches(self, model: DiT, y: Condition, null: Condition, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(index, latents) of some samples at a time."""
+        spec, seed = self._spec, self._spec.flags.global_seed
+        how = dict(
+            steps=spec.flags.sample_steps,
+            sampler=spec.objective.preview_sampler,
+            cfg_scale=spec.flags.sample_cfg_scale,
+        )
+        if self._pipeline is not None:  # what is made beforehand for all steps is made of all blocks
+            how |= dict(objective=spec.objective, seed=seed, forward=partial(self._pipeline, model))
+            return sample_in_batches(model, y, null, index, PREVIEWS_AT_ONCE, **how)
+        # (An engine for this grid alone: its recordings would take memory from training.)
+        record = spec.sequence is None and tensor_group(spec.mesh) is None  # ranks that train share memory, too
+        engine = SamplingEngine(model, spec.objective, record=record, say=self._monitor.say, **how)
+        return engine.batches(y, null, index, PREVIEWS_AT_ONCE, seed)
 
     def _what(self) -> tuple[Condition, list[str]]:
         """The conditions of a sample grid, and what to write above the pictures."""

@@ -19,8 +19,8 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
     mesh = spec.mesh
     cut = flags.plugin == "fsdp" and mesh.dims.size("loss") > 1
-    with mesh.device:  # a model that is cut is nowhere whole, nor one whose layers are divided
-        model = empty_model(spec.model_config, parameters=not cut and mesh.tp_size == 1)
+    with mesh.device:  # a model that is cut is nowhere whole, nor one whose layers or blocks are divided
+        model = empty_model(spec.model_config, parameters=not cut and mesh.tp_size * mesh.pp_size == 1)
     initial = _first_values(spec, model)
     apply_parallel(
         model,
@@ -29,6 +29,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         sequence=spec.sequence,
         tensor=tensor_group(mesh),
         experts=expert_group(mesh),
+        stages=spec.stages,
         recompute=flags.recompute,
         grad_checkpoint=flags.grad_checkpoint,
         compiled=spec.why_not_compiled is None,

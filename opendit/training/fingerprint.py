@@ -73,6 +73,7 @@ MEANS = {
     **dict.fromkeys(("plugin", "mixed_precision", "compile", "deterministic"), ROUNDING),
     **dict.fromkeys(("tensor_parallel_size", "expert_parallel_size"), ROUNDING),
     **dict.fromkeys(("data_parallel_replicate", "reduce_dtype"), ROUNDING),
+    **dict.fromkeys(("pipeline_parallel_size", "pipeline_schedule"), ROUNDING),
     **dict.fromkeys(("fp8", "attention", "kernels", "recomputed", "sequence", "split", "world_size"), ROUNDING),
     **dict.fromkeys(("torch", "colossalai", "triton", "cuda", "cudnn", "processor"), ROUNDING),
     "source": CODE,

@@ -19,6 +19,7 @@ from opendit.models.names import patch_size
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.pipeline.stages import check_pipeline, idle_stages
 from opendit.parallel.rules import check_divisible
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import check_tensor_parallel
@@ -109,6 +110,9 @@ def plan_model(asked: Components, dataset: MediaDataset) -> ModelPlan:
     config.check_speed(asked.speed.fp8, asked.memory.recompute)
     check_tensor_parallel(config, asked.plugin.tensor_parallel_size)
     check_divisible(config, "ep", asked.plugin.expert_parallel_size)
+    pipeline, micro_batches = asked.plugin.pipeline_parallel_size, asked.batch.grad_accumulation
+    check_pipeline(config, asked.plugin.pipeline_schedule, pipeline, micro_batches)
+    notes += idle_stages(asked.plugin.pipeline_schedule, pipeline, micro_batches)
     rank = asked.start.lora
     if rank is not None and rank >= config.hidden_size:
         raise ValueError(f"--lora {rank}: a rank from 1 to below the width, {config.hidden_size}")
@@ -182,6 +186,9 @@ def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
         sequence_parallel=asked.parallel.sequence_parallel_size,
         tensor_parallel=asked.plugin.tensor_parallel_size,
         expert_parallel=asked.plugin.expert_parallel_size,
+        pipeline_parallel=asked.plugin.pipeline_parallel_size,
+        schedule=asked.plugin.pipeline_schedule,
+        micro_batches=asked.batch.grad_accumulation,
         averages=len(asked.optimizer.ema_decays),
         accumulate=asked.batch.grad_accumulation > 1,
         fused=asked.speed.enable_modulate_kernel and asked.speed.enable_layernorm_kernel,

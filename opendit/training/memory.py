@@ -19,6 +19,7 @@ from opendit.models.plans.terms import Execution
 from opendit.parallel.expert import expert_parameters
 from opendit.parallel.sizes import divide_grid
 from opendit.parallel.tensor.layers import held_parameters
+from opendit.training.memory_stages import stage_setups
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 GIB = 2**30
@@ -37,6 +38,9 @@ class Setup:
     Of fsdp: replicate: copies of the sharded model. reduce_dtype: in which gradients are summed over ranks. reshard: as
     --reshard; keep_gradients: whole gradients add up over the micro-batches, and are reduced once. What is left open
     ("auto", None) counts as what needs less memory; :func:`settle_sharding` decides it. offload: as --offload.
+    pipeline_parallel, schedule, micro_batches: ranks of a pipeline, --pipeline_schedule, micro-batches of a step.
+    Of one of its stages: absent: parameters outside of the blocks that it does not have; held_micro_batches: how many
+    micro-batches' activations it holds at once.
     (Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
     head.)
     """
@@ -61,6 +65,11 @@ class Setup:
     keep_gradients: bool | None = None
     offload: str = "none"
     gather_fp8: bool = True
+    pipeline_parallel: int = 1
+    schedule: str = "1f1b"
+    micro_batches: int = 1
+    absent: int = 0
+    held_micro_batches: float = 1
 
     @property
     def autocast(self) -> bool:
@@ -76,7 +85,7 @@ class Setup:
     @property
     def alike(self) -> int:
         """Ranks that have the same part of every layer, and so share its state."""
-        return self.world // self.tensor_parallel
+        return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
     def execution(self) -> Execution:
@@ -110,11 +119,15 @@ class Estimate:
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """The peak of one rank for micro-batches of ``batch`` samples on a GPU.
+    """The peak of one rank for micro-batches of ``batch`` samples on a GPU; in a pipeline that of the rank with the
+    highest.
 
     LoRA's trained weights are counted beside the model's; embedders that it trains whole are not. Activations
     are those of training all weights: where no embedder is trained, LoRA keeps up to a fifth less.
     """
+    if setup.pipeline_parallel > 1:
+        stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
+        return max(stages, key=lambda needs: needs.total)
     if setup.plugin == "fsdp":
         return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
     size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
@@ -137,9 +150,10 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
     """Parameters of the model, and of one block, of which a rank has its part, or all of them."""
-    if setup.tensor_parallel == 1:
-        return config.parameters(), config.whole_block_parameters()
-    return held_parameters(config, setup.tensor_parallel)
+    model, block = config.parameters(), config.whole_block_parameters()
+    if setup.tensor_parallel > 1:
+        model, block = held_parameters(config, setup.tensor_parallel)
+    return model - setup.absent, block
 
 
 # Of fsdp, blocks (with their modulations) that are gathered at once where each is freed after its use: the one that
@@ -212,6 +226,8 @@ def settle_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float
 
 def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
     """The most samples a micro-batch may have where ``capacity`` bytes can be used; 0: the states alone don't fit."""
+    if setup.pipeline_parallel > 1:
+        return min(largest_batch(*stage, capacity) for stage in stage_setups(config, setup))
     if estimate(config, setup, 0).total > capacity:
         return 0
     fixed, one = (estimate(config, setup, batch) for batch in (0, 1))
@@ -248,8 +264,8 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
     block += 0 if setup.gathers_float8 else kept.weights
     if setup.grad_checkpoint:  # every block's input and modulation, and all of one block
         given = unit + size * batch * config.modulation_width
-        return config.depth * given + (block - given) + backward * unit
-    return config.depth * block + backward * unit
+        return setup.held_micro_batches * config.depth * given + (block - given) + backward * unit
+    return setup.held_micro_batches * config.depth * block + backward * unit
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
@@ -279,7 +295,7 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
         return f"--batch_size {smaller} with {batch // smaller} x the --grad_accumulation"
 
     def shared(world: int) -> str | None:
-        alike = world // setup.tensor_parallel
+        alike = world // (setup.tensor_parallel * setup.pipeline_parallel)
         sizes = [size for size in range(setup.sequence_parallel + 1, alike + 1) if alike % size == 0]
         if not config.sequence_types or setup.trained is not None:
             return None

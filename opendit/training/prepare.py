@@ -30,6 +30,7 @@ from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import PLUGINS
+from opendit.parallel.pipeline.stages import mesh_stages
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.state.checkpoint import Checkpoint, find_checkpoint
 from opendit.state.lock import lock_folder
@@ -82,6 +83,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     else:
         check_offload(config, setup, batch.batch_size, ranks, asked.save.save)
     sequence = _sequence(asked, config, mesh, notes)
+    stages = mesh_stages(mesh, config, asked.plugin.pipeline_schedule)
     resume = _checkpoint(asked.save, asked.model.model, mesh, notes)
     stored = stored_fingerprint(resume.state) if resume else {}
     if resume:
@@ -129,6 +131,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         objective=objective,
         kernels=kernels,
         sequence=sequence,
+        stages=stages,
         why_not_compiled=_why_not_compiled(asked.train_speed.compile, asked.plugin.plugin),
         memory=memory,
         sharding=sharding,

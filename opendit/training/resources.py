@@ -82,11 +82,11 @@ def open_checkpoints(
 
 def sharded_checkpoints(spec: RunSpecification, engine: Engine, monitor: Monitor) -> bool:
     """Whether every rank writes its own shards: as --checkpoint_format says; auto leaves it to the plugin, and to
-    whether the buffers of whole tensors fit the hosts. The same on every rank."""
+    whether the buffers of whole tensors fit the hosts. The same on every rank. (Stages of a pipeline always do.)"""
     asked = spec.flags.checkpoint_format
     if asked != "auto":
         return asked == "sharded"
-    if PLUGINS[spec.flags.plugin].sharded_checkpoints:
+    if PLUGINS[spec.flags.plugin].sharded_checkpoints or spec.stages is not None:
         return True
     sizes = {name: math.prod(shape) for name, shape in engine.shapes.items()}
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -113,5 +113,5 @@ def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:
 
 
 def say_skipped(mesh: Mesh, file: str) -> None:
-    if mesh.rank % mesh.sharing == 0:  # the others that share its samples skip the same
+    if mesh.leads_sharing:  # the others that share its samples skip the same
         Progress.write(f"rank {mesh.rank}: skipped {file}")

@@ -18,6 +18,7 @@ from opendit.models.lora import Lora
 from opendit.models.weights import Weights
 from opendit.parallel.apply import Sharding
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.pipeline.stages import PipelineStages
 from opendit.parallel.sequence import SequenceParallel
 from opendit.state.checkpoint import Checkpoint
 from opendit.training.inputs import Latents
@@ -39,6 +40,7 @@ class RunSpecification:
     objective: Objective
     kernels: KernelChoice
     sequence: SequenceParallel | None
+    stages: PipelineStages | None  # of a pipeline
     why_not_compiled: str | None  # None: blocks and final layer are
     memory: Setup
     sharding: Sharding | None  # of --plugin fsdp

@@ -44,6 +44,8 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
     flags, mesh, config = spec.flags, spec.mesh, spec.model_config
     cuda = mesh.device.type == "cuda"
     weights = sum(math.prod(shape) for shape in engine.shapes.values())  # that are trained
+    if spec.stages is not None:  # of which this rank has some, and all are trained
+        weights = config.parameters()
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
     rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}
     rows |= {
@@ -62,6 +64,7 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         "sequence": f"over {mesh.sp_size} ranks, {spec.sequence.plan}" if spec.sequence else "whole on every rank",
         **({"layers": f"divided among {mesh.tp_size} ranks, by collectives"} if mesh.tp_size > 1 else {}),
         **({"experts": f"of a block on {mesh.dims.ep} ranks, by all-to-alls"} if mesh.dims.ep > 1 else {}),
+        **({"pipeline": spec.stages.describe()} if spec.stages else {}),
         "kernels": spec.kernels.ops_note,
         "CUDA graph": graph_note,
         "compile": spec.why_not_compiled or "blocks and final layer, when they first meet a shape",

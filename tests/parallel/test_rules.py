@@ -14,6 +14,7 @@ from opendit.models.plans.terms import Column, Expert, Heads, Replicated, Row, R
 from opendit.models.zoo import CLASSES
 from opendit.parallel.rules import (
     FLAGS,
+    balanced_blocks,
     check_divisible,
     check_stages,
     divided_dimension,
@@ -199,6 +200,11 @@ def test_messages_name_the_flag_and_what_works():
     check_stages(config, 32)
     with pytest.raises(ValueError, match="^--pipeline_parallel_size 33: the model's 32 blocks make .* use 32 or less$"):
         check_stages(config, 33)
+    check_stages(config, 16, chunks=2)
+    with pytest.raises(
+        ValueError, match="^--pipeline_parallel_size 17: the model has 32 blocks, .* use 16 or less, or"
+    ):
+        check_stages(config, 17, chunks=2)
 
 
 # ------------------------------------------------------------------------------------------- shard units and stages
@@ -223,15 +229,39 @@ def test_stages_have_neighbours_evenly(depth, stages):
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 
 
+def test_stages_have_as_little_work_as_the_slowest_can_have():
+    """Against every other way to cut a few blocks."""
+    for depth, stages, first, last in ((7, 3, 0.1, 0.4), (8, 2, 0.0, 2.2), (9, 4, 1.7, 0.0), (5, 5, 3.0, 0.1)):
+
+        def slowest(counts, first=first, last=last) -> float:
+            return max(n + first * (i == 0) + last * (i == len(counts) - 1) for i, n in enumerate(counts))
+
+        others = itertools.product(range(1, depth + 1), repeat=stages)
+        best = min(slowest(counts) for counts in others if sum(counts) == depth)
+        blocks = stage_blocks(depth, stages, first, last)
+        assert list(itertools.chain(*blocks)) == list(range(depth))
+        assert slowest([len(own) for own in blocks]) == best, (depth, stages)
+
+
+def test_the_final_layer_and_the_patches_weigh_as_much_as_their_products():
+    small = replace(NAMED_MODELS["DiT-XL/2"], patch_size=8, input_size=(32, 32))  # 16 tokens of 8 x 8 x 4 values
+    block = plan_of(small).flops_at(small, "block")
+    d, values = small.hidden_size, 8 * 8 * 4
+    first, last = 2 * 16 * d * values, 2 * 16 * d * 2 * values + 2 * d * 2 * d
+    assert (plan_of(small).flops_at(small, "first"), plan_of(small).flops_at(small, "last")) == (first, last)
+    assert balanced_blocks(small, 2) == stage_blocks(28, 2, first / block, last / block)
+
+
 def test_every_parameter_and_buffer_has_its_stages(models):
     for name, model in models.items():
         config, plan = model.config, plan_of(model.config)
-        stages = {n: stage_of(plan, n, config.depth, 2) for n in model.state_dict()}
+        blocks = balanced_blocks(config, 2)
+        stages = {n: stage_of(plan, n, blocks) for n in model.state_dict()}
         expected = {"x_embedder": {0}, "pos_embed": {0}, "temporal_embed": {0}, "final_layer": {1}}
         expected |= {"learned_positions": {0, 1} if config.positions_in_blocks or config.kind == "moviegen" else {0}}
         for parameter, found in stages.items():
             top, *rest = parameter.split(".")
-            block = {int(int(rest[0]) >= config.depth // 2)} if top == "blocks" else {0, 1}
+            block = {int(int(rest[0]) in blocks[1])} if top == "blocks" else {0, 1}
             assert set(found) == expected.get(top, block), (name, parameter)
         with pytest.raises(ValueError, match="head.weight: the plan does not say which stages"):
-            stage_of(plan, "head.weight", config.depth, 2)
+            stage_of(plan, "head.weight", blocks)

@@ -64,7 +64,8 @@ def test_every_flag_is_listed_once():
     known = {"image_size", "num_frames", "frame_interval", "short_clips", "label_drop", "lr", "lr_schedule",
              "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "grad_clip", "objective", "global_seed",
              *OBJECTIVE_FLAGS, "ema_warmup", "plugin", "mixed_precision", "compile", "deterministic",
-             "data_parallel_replicate", "reduce_dtype", "tensor_parallel_size", "expert_parallel_size"}  # fmt: skip
+             "data_parallel_replicate", "reduce_dtype", "tensor_parallel_size", "expert_parallel_size",
+             "pipeline_parallel_size", "pipeline_schedule"}  # fmt: skip
     lists = [FREE & FLAGS, OF_THE_MODEL, set(MADE_INTO), known]
     assert set().union(*lists) == FLAGS
     assert sum(map(len, lists)) == len(set().union(*lists))
@@ -155,7 +156,8 @@ def test_a_warm_up_that_is_over_is_no_line(tmp_path):
      ("cudnn", "1", ROUNDING), ("processor", "NVIDIA H200", ROUNDING), ("source", "0" * 64, CODE),
      ("kernels", ["swiglu"], ROUNDING), ("fp8", True, ROUNDING), ("recomputed", "blocks", ROUNDING),
      ("sequence", "ring over 4 ranks", ROUNDING), ("split", "1 x 4 x 1", ROUNDING),
-     ("tensor_parallel_size", 2, ROUNDING), ("expert_parallel_size", 4, ROUNDING)],
+     ("tensor_parallel_size", 2, ROUNDING), ("expert_parallel_size", 4, ROUNDING),
+     ("pipeline_parallel_size", 2, ROUNDING)],
 )  # fmt: skip
 def test_other_code_or_hardware_is_one_line(name, then, means, tmp_path):
     now = of(tmp_path)

@@ -263,11 +263,11 @@ COMMON_FLOPS = (  # of all architectures
     FlopTerm("modulation", _modulation),
     FlopTerm("cross-attention", _cross_attention),
     attention_term("attention to captions", _caption_keys),
-    FlopTerm("patches", _patches, per_block=False),
-    FlopTerm("time", _time, per_block=False),
-    FlopTerm("shared modulation", _shared_modulation, per_block=False),
-    FlopTerm("caption", _caption, per_block=False),
-    FlopTerm("final layer", _final_layer, per_block=False),
+    FlopTerm("patches", _patches, place="first"),
+    FlopTerm("time", _time, place="every"),
+    FlopTerm("shared modulation", _shared_modulation, place="every"),
+    FlopTerm("caption", _caption, place="every"),
+    FlopTerm("final layer", _final_layer, place="last"),
 )
 
 

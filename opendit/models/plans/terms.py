@@ -4,7 +4,7 @@ and checks are made of it by opendit.parallel.rules, the estimate of the memory 
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from opendit.models.configuration import DiTConfig
@@ -145,7 +145,8 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class FlopTerm:
-    """FLOPs of a part's matrix products in one sample's forward pass (2 a multiply-add); ``per_block``: in each.
+    """FLOPs of a part's matrix products in one sample's forward pass (2 a multiply-add). ``place``: in each block, or
+    once on the first, the last or every stage of a pipeline.
 
     keys: of an attention kernel, how many tokens each query attends to, on which its rate depends; None: the part is
     made of linear layers.
@@ -153,8 +154,13 @@ class FlopTerm:
 
     part: str
     flops: Callable[["DiTConfig"], int]
-    per_block: bool = True
+    place: Literal["block", "first", "last", "every"] = "block"
     keys: Callable[["DiTConfig"], int] | None = None
+
+    @property
+    def per_block(self) -> bool:
+        """Whether every block has the part."""
+        return self.place == "block"
 
 
 # ------------------------------------------------------------------------------------------------------------- plans
@@ -192,4 +198,9 @@ class Plan:
 
     def forward_flops(self, config: "DiTConfig") -> int:
         """FLOPs of one sample's forward pass: the sum of the FLOP terms."""
-        return sum(term.flops(config) * (config.depth if term.per_block else 1) for term in self.flops)
+        outside = sum(self.flops_at(config, place) for place in ("first", "last", "every"))
+        return config.depth * self.flops_at(config, "block") + outside
+
+    def flops_at(self, config: "DiTConfig", place: str) -> int:
+        """The sum of the FLOP terms of a place: of one block, or of what is on the first, the last or every stage."""
+        return sum(term.flops(config) for term in self.flops if term.place == place)

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from colossalai.zero import LowLevelZeroOptimizer
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
 from opendit.parallel.adamw import OnePassAdamW
@@ -60,6 +61,12 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         scaler = self._scaler()
         scaled = loss if scaler is None else loss * scaler.scale.view(())
         scaled.backward(inputs=inputs, retain_graph=retain_graph)
+        self._reduce_bucket()
+        self._collect(keep=0)
+
+    def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
+        """The same of an output whose gradient, scaled already, is known."""
+        torch.autograd.backward(output, gradient)
         self._reduce_bucket()
         self._collect(keep=0)
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from opendit.parallel.apply import Sharding
 from opendit.parallel.layout import Cut, Layout, Shard, flat_cut
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.pipeline.stages import on_every_stage
 from opendit.parallel.tensor import divided_parameters
 from opendit.parallel.tensor.gradients import ReplicatedGradients
 
@@ -62,7 +64,8 @@ class Engine(ABC):
 
     skipped, skipped_in_a_row: steps that were not taken, 0-dim int64 tensors on the device.
     shapes: the canonical shape of every trained parameter. parts: where of every canonical parameter that of a module
-    is whose layers the ranks of ``tp`` divide: that of ``module.get_parameter(name)`` while it is whole here.
+    is whose layers the ranks of ``tp`` divide: that of ``module.get_parameter(name)`` while it is whole here. shared:
+    the parameters that all ranks of a pipeline have.
     """
 
     def __init__(
@@ -73,10 +76,15 @@ class Engine(ABC):
         self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
         canonical = {n: self.divided[n].shape if n in self.divided else s for n, s in self._local_shapes.items()}
         self.shapes = {n: canonical[n] for n, p in module.named_parameters() if p.requires_grad}
-        self.parts = Layout(mesh, canonical, {n: [c for c in self._division(n) if c.group == "tp"] for n in canonical})
+        self.shared, of_tensor = on_every_stage(module, canonical), {}
+        for name in canonical:
+            of_tensor[name] = [cut for cut in self._division(name) if cut.group == "tp"]
+        self.parts = Layout(mesh, canonical, of_tensor, self.shared)
         if self.divided and initial is None:
             raise ValueError("a model whose layers ranks divide needs initial values, of which each takes its part")
-        self.replicated = ReplicatedGradients(mesh, list(self.shapes), self.divided) if mesh.tp_size > 1 else None
+        self.replicated = None
+        if mesh.tp_size > 1 or mesh.pp_size > 1:
+            self.replicated = ReplicatedGradients(mesh, list(self.shapes), self.divided, self.shared)
         # Plugins cast weights and buffers to half before they make their fp32 copies; the masters must be
         # the fp32 initialisation itself, and position tables stay fp32.
         trained = _values_of(module) if initial is None else initial
@@ -118,8 +126,13 @@ class Engine(ABC):
         """Wraps forward and backward of one micro-batch; ``last``: the step follows."""
         return contextlib.nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
-        self.optimizer.backward(loss)
+    def backward(self, loss: Tensor | GradientEdge, gradient: Tensor | None = None) -> None:
+        """Adds the gradients of a loss; or of a pipeline's stage whose output ``loss`` stands for and is not the loss:
+        ``gradient`` is that of the output, scaled as the loss was."""
+        if gradient is None:
+            self.optimizer.backward(loss)
+        else:
+            self.optimizer.backward_from(loss, gradient)
 
     def step(self) -> StepResult:
         """Clips, updates the masters and the working weights, and clears the gradients."""
@@ -254,7 +267,7 @@ class Engine(ABC):
     def _layout(self, shapes: Iterable[str], cut: Callable[[tuple[int, ...]], Cut]) -> Layout:
         """Of these parameters, whose parts (of a shape) are divided by ``cut``."""
         cuts = {n: [*self._division(n), cut(self._local_shapes[n])] for n in shapes}
-        return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts)
+        return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts, self.shared)
 
     def _division(self, name: str) -> list[Cut]:
         """How ranks divide the layer of a parameter."""

@@ -4,6 +4,7 @@ import contextlib
 import math
 
 import torch
+import torch.distributed as dist
 
 from opendit.parallel.engines.base import MOMENTS, StepResult
 from opendit.parallel.engines.booster import BoosterEngine
@@ -37,10 +38,26 @@ class DDPEngine(BoosterEngine):
             return self.model(*args, **kwargs)
 
     def micro_batch(self, last):
-        return contextlib.nullcontext() if last else self.model.module.no_sync()
+        # DDP settles in a forward pass which backward pass reduces: in a pipeline other passes lie in between.
+        in_the_pass = last and self.mesh.pp_size == 1
+        return contextlib.nullcontext() if in_the_pass else self.model.module.no_sync()
 
-    def backward(self, loss):
-        self._torch_scaler.scale(loss).backward()
+    def _average(self, gradients: list[torch.Tensor]) -> None:
+        """Over the ranks that see different samples or tokens, in place."""
+        group = self.mesh.group("loss")
+        if group is not None:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(flat, group=group)
+            flat /= self.mesh.dims.size("loss")
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [p.view(g.shape) for p, g in zip(parts, gradients, strict=True)])
+
+    def backward(self, loss, gradient=None):
+        if gradient is None:
+            self._torch_scaler.scale(loss).backward()
+        else:
+            self._torch_scaler.scale(gradient.new_zeros(()))  # which makes its numbers: no loss is scaled on this rank
+            torch.autograd.backward(loss, gradient)
 
     def gradient_shards(self):
         return {name: param.grad for name, param in self._params.items()}
@@ -48,6 +65,8 @@ class DDPEngine(BoosterEngine):
     def _step(self) -> StepResult:
         scale = self._torch_scaler.get_scale()
         params = list(self._params.values())
+        if self.mesh.pp_size > 1:
+            self._average([p.grad for p in params if p.grad is not None])
         if self.replicated is not None:
             self.replicated.sum([p.grad for p in params], mark_not_finite=self._torch_scaler.is_enabled())
         self._torch_scaler.unscale_(self.adam)

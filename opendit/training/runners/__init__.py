@@ -8,8 +8,9 @@ from opendit.parallel.engines import Engine
 from opendit.training.runners.base import MicroBatch, Runner
 from opendit.training.runners.cuda_graph import GRAPH_WARMUP, CUDAGraphRunner
 from opendit.training.runners.eager import EagerRunner
+from opendit.training.runners.pipeline import PipelineRunner
 
-__all__ = ["GRAPH_WARMUP", "CUDAGraphRunner", "EagerRunner", "MicroBatch", "Runner", "build_runner"]
+__all__ = ["GRAPH_WARMUP", "CUDAGraphRunner", "EagerRunner", "MicroBatch", "PipelineRunner", "Runner", "build_runner"]
 
 
 def build_runner(
@@ -21,7 +22,7 @@ def build_runner(
     after_forward: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = print,
 ) -> Runner:
-    """The runner for an engine.
+    """The runner for an engine: a pipeline's for a model of which it has some stages.
 
     Args:
         micro_batches: of a step; the loss is their mean.
@@ -29,6 +30,8 @@ def build_runner(
         after_forward: called when a micro-batch's forward pass is enqueued, unless that is replayed from a graph.
         say: is told if a recording fails.
     """
+    if engine.mesh.pp_size > 1:
+        return PipelineRunner(engine, objective, micro_batches)
     eager = EagerRunner(engine, objective, micro_batches, after_forward)
     why_not = "--enable_cuda_graph is off"
     if graph:

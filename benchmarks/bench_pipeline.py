@@ -1,0 +1,189 @@
+"""A training step's forward and backward passes on the stages of a pipeline: how long ranks wait for each other.
+
+    torchrun --standalone --nproc_per_node=2 benchmarks/bench_pipeline.py [--results FILE]
+    torchrun --standalone --nproc_per_node=2 benchmarks/bench_pipeline.py --hidden 48 --heads 4 --depth 4 \\
+        --latents 2 8 8                                                                                         (CPUs)
+
+*Alone* is the work of the slowest rank: the same passes of the same stages on numbers that mean nothing, without a
+message. The figure is its time over the step's: 1 is a pipeline whose ranks never wait. Of P ranks, M micro-batches and
+V stages a rank a schedule allows no more than M / (M + (P - 1) / V). The optimizer's step, which the stages do beside
+each other, is left out; the sum of the condition's gradients is in the step. Schedules are measured in interleaved
+timing trials, each between two of its ranks alone, and the median of its ratio to these is taken.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+
+import torch
+from torch import Tensor
+
+from benchmarks.bench_sequence import timed
+from benchmarks.results import append
+from opendit.cli.shared_flags import SpeedFlags
+from opendit.diffusion.objectives import FlowObjective
+from opendit.kernels.select import select_kernels
+from opendit.models import empty_model
+from opendit.models.vdit import VDiTConfig
+from opendit.parallel.apply import apply_parallel
+from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.parallel.names import PIPELINE_SCHEDULES
+from opendit.parallel.pipeline.schedule import Message, chunks_of
+from opendit.parallel.pipeline.stages import mesh_stages, on_every_stage
+from opendit.parallel.sizes import environment_world_size
+from opendit.parallel.tensor import allocate
+from opendit.parallel.tensor.gradients import ReplicatedGradients
+from opendit.training.runners import MicroBatch
+from opendit.training.runners.pipeline import PipelineRunner
+
+
+class NoLinks:
+    """In the place of ``Links``: every message is there at once, and means nothing."""
+
+    def __init__(self, mesh: Mesh, tokens: Tensor):
+        self.rank, self.ranks, self._tokens = mesh.pp_rank, mesh.pp_size, tokens
+
+    def known(self, message: Message, key: tuple) -> bool:
+        return True
+
+    def post(self, message: Message, key: tuple):
+        return self._tokens.detach(), self
+
+    def wait(self) -> None:
+        pass
+
+    def send(self, message: Message, tensor: Tensor, chunk: int, key: tuple) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+@dataclass
+class Done:
+    loss: Tensor | None = None
+
+
+class PassesAlone:
+    """What a runner needs of an engine, whose step is the sum of the condition's gradients alone."""
+
+    def __init__(self, module, mesh: Mesh):
+        self.module, self.mesh = module, mesh
+        names = [name for name, _ in module.named_parameters()]
+        self._replicated = ReplicatedGradients(mesh, names, (), on_every_stage(module, names))
+        self.together = True
+
+    def micro_batch(self, last: bool):
+        return contextlib.nullcontext()
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss, gradient=None) -> None:
+        torch.autograd.backward(loss, gradient)
+
+    def step(self) -> Done:
+        if self.together:
+            self._replicated.sum([parameter.grad for parameter in self.module.parameters()])
+        self.module.zero_grad(set_to_none=True)
+        return Done()
+
+
+class Step:
+    """The passes of a step by one schedule, with messages or without."""
+
+    def __init__(self, mesh: Mesh, schedule: str, args: argparse.Namespace, dtype: torch.dtype):
+        size, shape = tuple(args.latents), (args.hidden, args.depth, args.heads)
+        config = VDiTConfig(size, (1, 2, 2), 4, *shape, num_classes=1000, learn_sigma=False)
+        kernels = select_kernels(SpeedFlags(True, True, True), mesh.device, dtype, config.head_dim, config.tokens)
+        with mesh.device:
+            model = empty_model(config, parameters=False)
+        stages = mesh_stages(mesh, config, schedule)
+        apply_parallel(model, ops=kernels.ops, attend=kernels.attend, stages=stages)
+        allocate(model, mesh.device)
+        model.place(mesh.device, dtype)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        self.described, self.tokens = stages.describe(), config.tokens
+        self._engine = PassesAlone(model, mesh)
+        self._together = PipelineRunner(self._engine, FlowObjective(), args.micro_batches)
+        made = torch.randn(args.samples, config.tokens, args.hidden, device=mesh.device, dtype=dtype)
+        links = NoLinks(mesh, made)
+        self._alone = PipelineRunner(self._engine, FlowObjective(), args.micro_batches, links=links)
+        x, noise = torch.randn(2, args.samples, 4, *size, device=mesh.device)
+        t, y = torch.rand(args.samples, device=mesh.device), torch.zeros(args.samples, dtype=int, device=mesh.device)
+        self._given = [MicroBatch(x, t, noise, y)] * args.micro_batches
+
+    def together(self) -> None:
+        self._engine.together = True
+        self._together.train_step(self._given)
+
+    def alone(self) -> None:
+        self._engine.together = False
+        self._alone.passes_of(self._given)
+        self._engine.step()
+
+
+def measure(mesh: Mesh, step: Step, rounds: int) -> dict[str, float]:
+    """Seconds of a rank's work alone, of the slowest one, and of the step."""
+    for work in (step.together, step.alone) * 2:  # kernels are compiled, links made, memory found
+        timed(mesh, work, 1)
+    alone, ratios = [timed(mesh, step.alone, 1)], []
+    for _ in range(rounds):
+        took = timed(mesh, step.together, 1)
+        alone.append(timed(mesh, step.alone, 1))
+        ratios.append(2 * took / sum(alone[-2:]))
+    seconds = statistics.median(alone)
+    return {"alone": seconds, "step": statistics.median(ratios) * seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--latents", type=int, nargs=3, default=[16, 32, 64], help="frames, height, width: 8,192 tokens"
+    )
+    parser.add_argument("--samples", type=int, default=1, help="of a micro-batch")
+    parser.add_argument("--hidden", type=int, default=3072)
+    parser.add_argument("--heads", type=int, default=24)
+    parser.add_argument("--depth", type=int, default=16, help="blocks; 32: vDiT-7B's")
+    parser.add_argument("--micro_batches", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--schedules", nargs="+", choices=PIPELINE_SCHEDULES, default=list(PIPELINE_SCHEDULES))
+    parser.add_argument("--results", help="append to this CSV")
+    args = parser.parse_args()
+    mesh = init_mesh(pipeline_parallel=environment_world_size())
+    dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    for schedule in args.schedules:
+        step = Step(mesh, schedule, args, dtype)
+        seconds = measure(mesh, step, args.rounds)
+        if mesh.is_main:
+            rows = report(mesh, schedule, args, step, seconds)
+            if args.results:
+                append(rows, args.results, gpus=mesh.world_size)
+        del step
+        if mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
+    close_mesh()
+
+
+def report(mesh: Mesh, schedule: str, args: argparse.Namespace, step: Step, seconds: dict[str, float]) -> list[dict]:
+    count, waits = args.micro_batches, (mesh.pp_size - 1) / chunks_of(schedule)
+    alone, together = seconds["alone"], seconds["step"]
+    case = f"{args.hidden}/{args.heads} x {args.depth} N {step.tokens} B {args.samples} M {count} P {mesh.pp_size}"
+    print(f"{case}: {step.described}", flush=True)
+    print(f"  slowest rank alone {alone * 1e3:9.1f} ms   step {together * 1e3:9.1f} ms   {alone / together:.3f}, of at "
+          f"most {count / (count + waits):.3f}", flush=True)  # fmt: skip
+    return [
+        dict(bench="pipeline", case=f"{case} {schedule}", metric="ms", value=f"{together * 1e3:.3f}",
+             baseline="slowest rank alone", baseline_value=f"{alone * 1e3:.3f}", ratio=f"{alone / together:.4f}")
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

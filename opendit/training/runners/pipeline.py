@@ -1,0 +1,139 @@
+"""The micro-batches of a step on the stages of a pipeline.
+
+torch.distributed.pipelining is not used: at torch 2.11 its ``schedule.step(target=)`` splits one tensor, while the loss
+needs all of what the objective has prepared, and its stages call autograd themselves, while the engines' own backward
+passes scale the loss and reduce gradients in buckets (zero2), or leave that to the last one (fsdp).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from opendit.diffusion import Objective
+from opendit.diffusion.prepared import Prepared
+from opendit.parallel.engines import Engine, StepResult
+from opendit.parallel.pipeline.executor import execute
+from opendit.parallel.pipeline.links import Links
+from opendit.parallel.pipeline.schedule import Action, make_schedule, one_by_one
+from opendit.training.runners.base import MicroBatch, Runner
+
+
+class PipelineRunner(Runner):
+    """Runs all micro-batches of a step by the schedule of the engine's model, which has ``stages``.
+
+    Every rank of a pipeline is given the same micro-batches: a rank needs the times and conditions of all of them, the
+    first one x_t, and the last one what the loss needs. Nothing of them is sent. Losses are known to all ranks.
+
+    links: the messages to other stages; None: made here, collective over all ranks of the mesh.
+    """
+
+    def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
+        super().__init__(engine, micro_batches, "off: passes wait for other stages' messages (a pipeline)")
+        self.objective, self.stages = objective, engine.module.stages
+        self._links = links or Links(engine.mesh, around=self.stages.chunks > 1)
+        self._actions = make_schedule(self.stages.schedule, self.stages.rank, self.stages.ranks, micro_batches)
+
+    def train_step(
+        self, micro_batches: Iterable[MicroBatch], before_update: Callable[[], None] = lambda: None
+    ) -> StepResult:
+        loss = self.passes_of(micro_batches)
+        before_update()
+        return replace(self.engine.step(), loss=self.engine.mesh.sum(loss, "pp"))
+
+    def passes_of(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        """This rank's passes of a step; returns the step's loss on the rank of the last stage, on others 0. Raises as
+        :meth:`train_step`."""
+        passes = Passes(self, micro_batches, self.micro_batches)
+        self._execute(self._actions, passes)
+        passes.check_number()
+        return passes.loss
+
+    def _execute(self, actions: list[Action], passes: "Passes") -> None:
+        execute(actions, self._links, self.stages.chunks, passes.compute, passes.key_of)
+
+    def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
+        raise NotImplementedError("a pipeline runs all micro-batches of a step together: call train_step")
+
+    def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
+        passes = Passes(self, [micro_batch], 1, last=last)
+        self._execute(one_by_one(self.stages.chunks, self.stages.ranks, 1), passes)
+        return self.engine.mesh.sum(passes.loss, "pp")
+
+    def losses(self, micro_batch: MicroBatch) -> Tensor:
+        passes = Passes(self, [micro_batch], 1)
+        forwards = one_by_one(self.stages.chunks, self.stages.ranks, 1, backward=False)
+        with torch.no_grad():
+            self._execute(forwards, passes)
+        losses = passes.losses.get(0, torch.zeros(len(micro_batch.x0), device=self.engine.mesh.device))
+        return self.engine.mesh.sum(losses.float(), "pp")
+
+
+class Passes:
+    """The passes of this rank's chunks over the micro-batches of a step.
+
+    number: of the micro-batches. last: whether the optimizer's step follows the last of them. loss: the step's share of
+    what the last stage has seen so far, on other ranks 0. losses: of the micro-batches, on the last stage.
+    """
+
+    def __init__(self, runner: PipelineRunner, micro_batches: Iterable[MicroBatch], number: int, last: bool = True):
+        self._engine, self._objective, self._stages = runner.engine, runner.objective, runner.stages
+        self._share, self._number, self._last = runner.micro_batches, number, last
+        self._coming: Iterator[MicroBatch] = iter(micro_batches)
+        self._given: list[tuple[MicroBatch, Prepared]] = []
+        # By chunk and micro-batch: the tokens that came in, and where what went out is in autograd's graph.
+        self._roots: dict[tuple[int, int], tuple] = {}
+        self._left = number * runner.stages.chunks  # backward passes
+        self.loss, self.losses = torch.zeros((), device=runner.engine.mesh.device), {}
+
+    def _micro_batch(self, number: int) -> tuple[MicroBatch, Prepared]:
+        """Each is asked for when it is first needed. Raises ValueError if there is none."""
+        while len(self._given) <= number:
+            micro_batch = next(self._coming, None)
+            if micro_batch is None:
+                self.check_number()
+            self._given.append((micro_batch, self._objective.prepare(*micro_batch[:3])))
+        return self._given[number]
+
+    def check_number(self) -> None:
+        """Raises ValueError unless there were as many micro-batches as there should be."""
+        number = len(self._given) + sum(1 for _ in self._coming)
+        if number != self._number:
+            raise ValueError(f"a step has {self._number} micro-batches, got {number}")
+
+    def key_of(self, number: int) -> tuple[int, ...]:
+        return tuple(self._micro_batch(number)[0].x0.shape)
+
+    def compute(self, action: Action, value: Tensor | None) -> Tensor | None:
+        """One pass, as of :func:`opendit.parallel.pipeline.executor.execute`."""
+        return self._forward(action, value) if action.forward else self._backward(action, value)
+
+    def _forward(self, action: Action, tokens: Tensor | None) -> Tensor:
+        micro_batch, prepared = self._micro_batch(action.micro_batch)
+        if tokens is not None and torch.is_grad_enabled():
+            tokens.requires_grad_()
+        x, shape = prepared.x_t if tokens is None else tokens, tuple(micro_batch.x0.shape)
+        with self._engine.micro_batch(last=False):
+            output = self._engine.forward(
+                x, prepared.timestep, y=micro_batch.condition, chunk=action.chunk, shape=shape
+            )
+        result, root = output, output
+        if self._stages.last and action.chunk == self._stages.chunks - 1:
+            losses = self._objective.loss(output, prepared)
+            self.losses[action.micro_batch] = losses.detach()
+            result = root = losses.mean() / self._share
+            self.loss += root.detach()
+        elif torch.is_grad_enabled():
+            root = get_gradient_edge(output)  # the output itself is let go when it is sent
+        if torch.is_grad_enabled():
+            self._roots[action.chunk, action.micro_batch] = tokens, root
+        return result
+
+    def _backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
+        tokens, root = self._roots.pop((action.chunk, action.micro_batch))
+        self._left -= 1  # the gradients of all chunks are complete with the last pass of all
+        with self._engine.micro_batch(last=self._last and not self._left):
+            self._engine.backward(root, gradient)
+        return None if tokens is None else tokens.grad
