@@ -14,7 +14,8 @@ import torch
 from opendit.cli.train_flags import Components, TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.kernels.names import RECOMPUTE
-from opendit.models import DiTConfig
+from opendit.models import DiTConfig, plan_of
+from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.hardware import HardwareModel, find_hardware
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sizes import ParallelDims, environment_node_size
@@ -40,6 +41,7 @@ class Candidate:
     offload: str
     sequence_parallel_size: int
     tensor_parallel_size: int
+    expert_parallel_size: int
     recompute: str
     grad_checkpoint: bool
     batch_size: int = 1
@@ -49,7 +51,7 @@ class Candidate:
     def product(self) -> tuple:
         """What candidates differ in that are shown apart: all but rematerialization and micro-batch."""
         sizes = (self.data_parallel_replicate, self.sequence_parallel_size, self.tensor_parallel_size)
-        return self.plugin, self.reshard, self.offload, *sizes
+        return self.plugin, self.reshard, self.offload, *sizes, self.expert_parallel_size
 
     @property
     def dimensions(self) -> int:
@@ -59,6 +61,8 @@ class Candidate:
     def dims(self, world: int) -> ParallelDims:
         """The mesh of so many ranks."""
         sizes = {"sp": self.sequence_parallel_size, "tp": self.tensor_parallel_size}
+        if self.tensor_parallel_size == 1:  # otherwise the ranks that divide layers divide experts
+            sizes["ep"] = self.expert_parallel_size
         return ParallelDims.fill(world, dp_replicate=self.data_parallel_replicate, **sizes)
 
     def on(self, flags: TrainConfig) -> TrainConfig:
@@ -149,10 +153,21 @@ class _Search:
                 if offload != "none" and plugin != "fsdp":
                     continue
                 for replicate, reshard in self.shards(plugin, sharing, sequence):
-                    for recompute, checkpoint in self.levels():
-                        yield Candidate(
-                            plugin, replicate, reshard, offload, sequence, tensor, recompute, checkpoint
+                    form = Candidate(plugin, replicate, reshard, offload, sequence, tensor, 1, "none", False)
+                    for experts, (recompute, checkpoint) in itertools.product(self.experts(form), self.levels()):
+                        yield replace(
+                            form, expert_parallel_size=experts, recompute=recompute, grad_checkpoint=checkpoint
                         )  # fmt: skip
+
+    def experts(self, form: Candidate) -> Sequence[int]:
+        """Sizes of groups with different experts, on one machine."""
+        numbers = plan_of(self.config).divisible(self.config).get("ep")
+        here = [1]
+        if numbers and form.plugin == "fsdp" and form.tensor_parallel_size == 1:
+            node, copy = min(self.where.world, self.where.node), self.where.world // form.data_parallel_replicate
+            whole = [copy, node, *numbers.values()]
+            here += [size for size in range(2, node + 1) if all(number % size == 0 for number in whole)]
+        return self.options("expert_parallel_size", here)
 
     def levels(self) -> Iterator[tuple[str, bool]]:
         """(--recompute, --grad_checkpoint), from nothing that is made again to whole blocks."""
@@ -200,6 +215,7 @@ class _Search:
             settled, _ = candidate.on(self.flags).settled(self.where.world, self.where.has_gpu)
             asked = Components(settled)
             plan_model(asked, self.dataset)
+            check_expert_parallel(self.config, candidate.dims(self.where.world))
             tensor = candidate.tensor_parallel_size
             how = (asked.parallel, settled.attention, settled.mixed_precision, self.config, candidate.batch_size)
             sequence_shape(*how, tensor_parallel=tensor)
@@ -215,6 +231,7 @@ class _Search:
             plugin=candidate.plugin,
             sequence_parallel=candidate.sequence_parallel_size,
             tensor_parallel=candidate.tensor_parallel_size,
+            expert_parallel=candidate.expert_parallel_size,
             accumulate=candidate.grad_accumulation > 1,
             recompute=candidate.recompute,
             grad_checkpoint=candidate.grad_checkpoint,
@@ -327,9 +344,7 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
     candidate, error = mesh.broadcast_object(found)
     if error is not None:
         raise error
-    flags = candidate.on(flags)
-    experts = flags.expert_parallel_size if flags.tensor_parallel_size == 1 else 1
-    return flags, mesh.divided(replace(candidate.dims(mesh.world_size), ep=experts))
+    return candidate.on(flags), mesh.divided(candidate.dims(mesh.world_size))
 
 
 def ranks_here(mesh: Mesh) -> int:

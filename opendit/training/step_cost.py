@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from opendit.models import DiTConfig, plan_of
+from opendit.parallel.expert import expert_parameters
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.names import AXIAL
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
@@ -208,7 +209,10 @@ class _Step:
             yield "weights", weights
             return
         shards = span(setup.alike // setup.replicate, stride, self.node)
-        bytes_of_block = self.size * self.block_parameters
+        divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
+        experts = expert_parameters(self.config) if divided else 0  # which are gathered apart
+        block_parameters = self.block_parameters - experts
+        bytes_of_block = self.size * block_parameters
         if setup.gathers_float8:
             bytes_of_block -= self.plan.kept(self.config, setup.execution).weights * (self.size - 1)
         block = gather(bytes_of_block, shards, self.hardware)
@@ -218,9 +222,15 @@ class _Step:
             gathered += beside(block, seconds / depth) * (depth - 1) + block[0]
         yield "weights", gathered * micro_batches
         reduced = beside(
-            gather(BYTES[setup.reduce_dtype] * share * self.block_parameters, shards, self.hardware), backward / depth
+            gather(BYTES[setup.reduce_dtype] * share * block_parameters, shards, self.hardware), backward / depth
         )
         yield "gradients", reduced * depth * (1 if setup.keep_gradients else micro_batches)
+        if divided:
+            same = span(shards.ranks // setup.expert_parallel, setup.expert_parallel, self.node)
+            sizes = self.size, BYTES[setup.reduce_dtype]  # gathered, nothing beside it, and reduced, in every pass
+            stacks = experts / setup.expert_parallel
+            own = sum((gather(size * stacks, same, self.hardware)[0] for size in sizes), Traffic())
+            yield "experts", own * (depth * micro_batches)
         if setup.replicate > 1:
             copies = span(setup.replicate, stride * shards.ranks, self.node)
             summed = gather(BYTES[setup.reduce_dtype] * trained / shards.ranks, copies, self.hardware)
@@ -252,6 +262,20 @@ class _Step:
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
         times = config.depth * (4 / 3 if setup.grad_checkpoint else 1)  # forward once more
         return Traffic(received, seconds, seconds) * times, plan
+
+    def tokens_to_experts(self) -> Traffic:
+        """Of a micro-batch's tokens to the ranks of the experts that have chosen them and back, in both passes. What
+        goes to them travels beside the shared MLP."""
+        ranks, config, hardware = self.setup.expert_parallel, self.config, self.hardware
+        if ranks == 1 or self.setup.tensor_parallel > 1:
+            return Traffic()
+        received = config.expert_capacity * self.unit / self.setup.sequence_parallel * (ranks - 1) / ranks
+        inside = span(ranks, 1, self.node).nodes == 1
+        seconds = received / (hardware.link if inside else hardware.node_link) + hardware.latency
+        one = Traffic(received, seconds, seconds)
+        hidden = hardware.overlap if inside else hardware.node_overlap
+        there, back = beside((one, hidden), math.inf), one
+        return (there + back) * ((2 + self.setup.grad_checkpoint) * config.depth)
 
     def tensor(self) -> Traffic:
         """Of layers that ranks divide: gathers and sums of a micro-batch's tokens (docs/parallelism.md counts them)."""
@@ -307,7 +331,8 @@ def step_cost(
     step = _Step(config, setup, batch, hardware, node)
     once = step.work()
     sequence, plan = step.sequence(sequence_type, config.sequence_types if sequence_types is None else sequence_types)
-    traffic = {"sequence": sequence * micro_batches, "layers": step.tensor() * micro_batches}
+    traffic = {"sequence": sequence, "layers": step.tensor(), "tokens to experts": step.tokens_to_experts()}
+    traffic = {kind: found * micro_batches for kind, found in traffic.items()}
     for kind, found in step.sharding(sum(once.values()), micro_batches):
         traffic[kind] = found
     device = sum(once.values()) + sum(kind.exposed for kind in traffic.values()) / micro_batches

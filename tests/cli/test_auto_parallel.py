@@ -12,6 +12,7 @@ from opendit.cli import auto_parallel
 from opendit.cli.auto_parallel import Circumstances, choose, choose_on_ranks, data_of
 from opendit.cli.command_line import parse
 from opendit.cli.train_flags import Components, TrainConfig
+from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.hardware import GIB, H200
 from opendit.parallel.sizes import ParallelDims
 from opendit.training.from_flags import memory_setup, plan_model, sequence_shape
@@ -58,7 +59,9 @@ def check_as_typed(words: str, world: int, capacity: float, one) -> None:
     how = (asked.parallel, settled.attention, settled.mixed_precision, config, settled.batch_size)
     sequence_shape(*how, tensor_parallel=settled.tensor_parallel_size)
     sizes = dict(sp=settled.sequence_parallel_size, tp=settled.tensor_parallel_size)
+    sizes["ep"] = settled.expert_parallel_size
     dims = ParallelDims.fill(world, **sizes, dp_replicate=settled.data_parallel_replicate)
+    check_expert_parallel(config, dims)
     assert settled.batch_size * settled.grad_accumulation * dims.size("dp") == one.samples
     setup = settle_sharding(config, memory_setup(asked, config, world), settled.batch_size, capacity)
     assert setup == one.setup
@@ -121,6 +124,14 @@ def test_what_others_recommend():
     few = chosen(f"{CLIPS} --global_batch_size 2", 8)[0].candidate  # fewer samples than ranks
     assert few.sequence_parallel_size * few.tensor_parallel_size >= 4
     assert chosen("--recipe mock_pretrain_28b_256p_joint --global_batch_size 64", 64)[0].candidate.dimensions == 0
+
+
+def test_experts_are_divided_where_that_is_asked_for_or_pays():
+    found = chosen("--recipe mock_ec_dit_1b --batch_size 64 --plugin fsdp", 8)
+    assert {one.candidate.expert_parallel_size for one in found} > {1}
+    asked = chosen("--recipe mock_ec_dit_1b --batch_size 64 --plugin fsdp --expert_parallel_size 4", 8)
+    assert {one.candidate.expert_parallel_size for one in asked} == {4} and asked[0].candidate.dims(8).ep == 4
+    assert chosen(f"{CLIPS} --plugin fsdp", 8)[0].candidate.expert_parallel_size == 1
 
 
 def test_given_flags_are_kept_and_a_recipe_s_are_not():

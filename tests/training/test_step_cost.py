@@ -131,3 +131,16 @@ def test_bytes_of_divided_layers():
     halves = make_plan("auto", 2, Shape(2048, 576, 8, 3, 2, CONFIG.sequence_types), hardware=replace(H200, direct=True))
     received = received_by_attention(halves, 2) * 3 * UNIT / 2
     assert both["sequence"].bytes == pytest.approx(CONFIG.depth * received)
+
+
+def test_bytes_of_experts():
+    """Tokens go to the experts that chose them and back, in both passes; experts that ranks divide are not gathered."""
+    config = model_config("EC-DiT-1B/2", input_size=(32, 32), in_channels=4, num_classes=10)  # 256 tokens, C = 2
+    how = dict(config=config, batch=3, world=8, plugin="fsdp", reshard="after_forward", keep_gradients=True)
+    one, four, eight = (cost(expert_parallel=ranks, **how).traffic for ranks in (1, 4, 8))
+    tokens = 4 * 2 * 3 * 2 * 256 * 1152 * 3 / 4
+    assert four["tokens to experts"].bytes == pytest.approx(config.depth * tokens) and "experts" not in one | eight
+    stacks = 64 * 2 * 1152 * 144  # of a block
+    assert one["weights"].bytes - four["weights"].bytes == pytest.approx(config.depth * 2 * 2 * stacks * 7 / 8)
+    assert four["experts"].bytes == pytest.approx(config.depth * (2 + 4) * stacks / 4 / 2)
+    assert "tokens to experts" not in cost(config=config, world=2, tensor_parallel=2).traffic
