@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 
 from opendit.kernels.operations import FLOAT8, chosen
-from opendit.models import DiT, DiTConfig
+from opendit.models import DiT, DiTConfig, STDiTConfig
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.sequence import products
+from opendit.parallel.sequence import products, sequence_parallel
+from opendit.parallel.sequence.choose import Shape
 from tests.kernels import conftest  # noqa: F401  (ranks round as hardware does, too)
 from tests.kernels.test_kernels_in_models import with_vectors
 from tests.parallel.test_sequence import fresh, run, strategy
 from tests.ranks import run_ranks
 
 CONFIG = DiTConfig((6, 10), 2, 2, 64, 1, 4, num_classes=5)  # 15 tokens; of 4 heads a rank of 4 has one: 48 rows of qkv
+CLIPS = STDiTConfig((2, 2, 6), (1, 2, 2), 3, 64, 1, 4, num_classes=5)  # 2 frames of 3 places
 TYPES = {
     2: ["fastseq", "fastseq, kept", "ulysses", "ring", "direct ulysses", "direct fastseq", "direct fastseq, kept"],
     4: ["fastseq", "usp", "direct ulysses", "direct fastseq, early"],
@@ -36,8 +38,8 @@ def distances(found: Result, exact: Result) -> dict[str, float]:
     return errors | {"all": (total / size).sqrt().item()}
 
 
-def model_in_float8() -> DiT:
-    return with_vectors(fresh(CONFIG)).use(ops=chosen({FLOAT8}))
+def model_in_float8(config: DiTConfig = CONFIG) -> DiT:
+    return with_vectors(fresh(config)).use(ops=chosen({FLOAT8}))
 
 
 def of_every_type(mesh: Mesh) -> list[dict[str, float]]:
@@ -54,12 +56,29 @@ def of_every_type(mesh: Mesh) -> list[dict[str, float]]:
             dist.all_reduce(grad)
             grad /= ranks
         found.append(distances((output, grads), exact))
-    return found
+    return found + of_a_grid(mesh) if ranks == 2 else found
+
+
+def of_a_grid(mesh: Mesh) -> list[dict[str, float]]:
+    """The same of an ST-DiT's: one process, and its tokens by frames and by places."""
+    index, size = torch.arange(2), CLIPS.input_size
+    exact = run(with_vectors(fresh(CLIPS)), index, size)
+    model, shape = model_in_float8(CLIPS), Shape(CLIPS.tokens, 64, 4, types=CLIPS.sequence_types, axial=True)
+    alone = distances(run(model, index, size), exact)
+    output, grads = run(model.use(ops=model.ops, sequence=sequence_parallel(mesh, "auto", shape)), index, size)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= mesh.world_size
+    return [alone, distances((output, grads), exact)]
 
 
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_gradients_are_as_near_as_those_of_one_process(ranks):
     for alone, *shared in run_ranks(ranks, of_every_type):
+        if ranks == 2:
+            *shared, one, several = shared
+            assert several["output"] < 1.1 * one["output"] and several["all"] < 1.1 * one["all"]
+            assert all(error < 1.25 * one[name] + 0.01 for name, error in several.items())
         assert 0.01 < alone["blocks.0.attn.qkv.weight"] < 0.1
         for kind, errors in zip(TYPES[ranks], shared, strict=True):
             assert errors["output"] < 1.1 * alone["output"] and errors["all"] < 1.1 * alone["all"], (kind, errors)

@@ -15,12 +15,15 @@ from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll
 from opendit.parallel.sequence.choose import Shape
+from opendit.parallel.sequence.direct_axial import DirectExchange
+from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
 from opendit.parallel.sizes import ParallelDims
 from opendit.parallel.tensor import tensor_group
 from tests.models.test_zoo import inputs, model_of
 from tests.numbers import off_by
 from tests.parallel.tensor.models import CLIP, MODELS, T5
 from tests.parallel.tensor.test_layers import compare
+from tests.parallel.test_sequence import shared_memory
 from tests.ranks import run_ranks
 
 TOLERANCE = 1e-10
@@ -40,6 +43,8 @@ CASES = {
         (EVEN, "auto", 3, 1, False, FRAMES),
         (FULL, "fastseq", 2, 2, False, FRAMES),
         (PICTURE, "auto", 2, 2, True, PLACES),
+        (EVEN, "direct auto", 3, 2, True, FRAMES),
+        (FULL, "direct fastseq", 2, 2, False, FRAMES),
     ],
     3: [
         (ROPE, "auto", 2, 2, True, FRAMES),
@@ -52,6 +57,8 @@ CASES = {
         (FULL, "ulysses", 3, 1, True, FRAMES),
         (ROUND, "ring", 1, 2, False, FRAMES),
         (PICTURE, "auto", 2, 1, False, PLACES),
+        (ROPE, "direct auto", 2, 2, False, FRAMES),
+        (FULL, "direct fastseq", 1, 1, True, FRAMES),
     ],
 }
 
@@ -59,7 +66,12 @@ CASES = {
 def strategy(mesh: Mesh, config: STDiTConfig, kind: str = "auto", parts: int = 2) -> SequenceParallel:
     heads = config.num_heads // mesh.tp_size
     shape = Shape(config.tokens, config.hidden_size, heads, types=config.sequence_types, axial=True)
-    return replace(sequence_parallel(mesh, kind, shape), axial=AllToAll(parts))
+    made = sequence_parallel(mesh, kind.removeprefix("direct "), shape)
+    if not kind.startswith("direct"):
+        return replace(made, axial=AllToAll(parts))
+    memory = shared_memory(made.group, early=parts > 2)
+    full = made.strategy and DirectFastSeq(memory)  # of one memory, whose buffers they use in turn
+    return replace(made, strategy=full, axial=DirectExchange(memory, parts))
 
 
 def gradients(model: DiT, batch: int, shared: bool) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,6 +132,7 @@ def every_case(mesh: Mesh) -> dict:
         found["padding"] = of_padding(shared)
         both = init_mesh(dims=ParallelDims(sp=2, tp=2))
         found["tp 2, places"] = compare(both, LATTE, 2, strategy(both, LATTE))
+        found["tp 2, direct"] = compare(both, EVEN, 2, strategy(both, EVEN, "direct auto"))
         found["tp 2, full"] = compare(both, FULL, 3, strategy(both, FULL, "fastseq"))
         found["curves"] = curves(mesh)
     if ranks == 2:

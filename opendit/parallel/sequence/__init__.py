@@ -15,6 +15,7 @@ from opendit.parallel.sequence.axial import AllToAll, SharedGrid, shared_grid
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.sequence.direct import DirectUlysses
+from opendit.parallel.sequence.direct_axial import DirectExchange
 from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
 from opendit.parallel.sequence.experts import RoutingByRanks
 from opendit.parallel.sequence.fastseq import FastSeq
@@ -38,7 +39,7 @@ class SequenceParallel:
     group: Group
     plan: StrategyChoice
     strategy: Strategy | None
-    axial: AllToAll | None = None
+    axial: AllToAll | DirectExchange | None = None
 
     shares_samples: ClassVar[bool] = True
 
@@ -146,6 +147,10 @@ def sequence_parallel(
         strategy = DirectUlysses(memory, plan.groups)
     else:
         strategy = UlyssesRing(group, Group(None, 0, 1))
-    way = "symmetric memory" if isinstance(strategy, DirectUlysses | DirectFastSeq) else "collectives"
+    axial = None
+    if shape.axial:
+        axial = AllToAll() if memory is None else DirectExchange(memory)
+    one_sided = isinstance(strategy or axial, DirectUlysses | DirectFastSeq | DirectExchange)
+    way = "symmetric memory" if one_sided else "collectives"
     plan = replace(plan, reason=f"{plan.reason}; by {way} ({why})")
-    return SequenceParallel(group, plan, strategy, AllToAll() if shape.axial else None)
+    return SequenceParallel(group, plan, strategy, axial)

@@ -170,7 +170,7 @@ class SharedGrid:
     """
 
     grid: GridShare
-    exchange: AllToAll
+    exchange: "AllToAll"  # or what takes its place
     full: SequenceShards | None = None
     _rotations: dict = field(default_factory=dict, compare=False, repr=False)
 

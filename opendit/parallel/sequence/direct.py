@@ -117,14 +117,15 @@ class Layer:
             self.memory.exchange(heads, rows, first, push=True)
 
     def push_gradients(self, grads: tuple[Tensor, ...], group: int) -> None:
-        """Of q, k, v, to where the projection's backward pass takes them."""
-        rows, (first, _) = self.rows(Buffer.OUTPUT, 3, grads[0].dtype), self.heads_of(group)
+        """Of q, k, v, to where the projection's backward pass takes them; or of anything else, one tensor or three."""
+        rows, (first, _) = self.rows(Buffer.OUTPUT, len(grads), grads[0].dtype), self.heads_of(group)
         self.push(grads, rows, first, beside=group > 0)
 
-    def gradients(self, dtype: torch.dtype) -> Tensor:
-        """(B, n, 3 D) of q, k, v, complete, with zeros for padding; good until the next exchange."""
+    def gradients(self, dtype: torch.dtype, parts: int = 3) -> Tensor:
+        """(B, n, 3 D) of q, k, v, complete, with zeros for padding; good until the next exchange. parts: 1 of one
+        tensor."""
         self._all_there()
-        own = self.rows(Buffer.OUTPUT, 3, dtype).of[self.memory.group.rank].flatten(2)
+        own = self.rows(Buffer.OUTPUT, parts, dtype).of[self.memory.group.rank].flatten(2)
         own[:, self.real(self.memory.group.rank) :].zero_()
         return own
 
@@ -155,7 +156,7 @@ class Layer:
         self.held.clear()
 
 
-def _unread(like: Tensor) -> Tensor:
+def unread(like: Tensor) -> Tensor:
     """A gradient that tells the next node nothing: the memory of the others holds what it needs."""
     return like.new_empty(1).expand(like.shape)
 
@@ -207,7 +208,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         ctx.layer.push_gradients(grads, ctx.group)
-        return None, None, *map(_unread, grads)
+        return None, None, *map(unread, grads)
 
 
 class Depart(torch.autograd.Function):
@@ -218,7 +219,7 @@ class Depart(torch.autograd.Function):
     def forward(ctx, output: Tensor, layer: Layer, group: int):
         ctx.layer, ctx.group = layer, group
         layer.push_output(output, group)
-        return _unread(output)
+        return unread(output)
 
     @staticmethod
     def backward(ctx, unread: Tensor):
@@ -242,4 +243,4 @@ class Collect(torch.autograd.Function):
         (shard,) = ctx.saved_tensors
         if shard is not None:
             layer.gather_again(shard)
-        return None, None, *(_unread(layer.doutput[group]) for group in range(layer.groups))
+        return None, None, *(unread(layer.doutput[group]) for group in range(layer.groups))

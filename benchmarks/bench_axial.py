@@ -1,0 +1,207 @@
+"""One ST-DiT block, forward and backward, with a clip's tokens shared by all ranks: what communication costs.
+
+    torchrun --standalone --nproc_per_node=4 benchmarks/bench_axial.py [--full_attention] [--results FILE]
+    torchrun --standalone --nproc_per_node=2 benchmarks/bench_axial.py --frames 4 --places 12 --hidden 48 --heads 4
+
+*Compute only* is the same block whose exchanges bring numbers that mean nothing, without a pass over memory. The figure
+is its time over the time: 1 is communication that costs nothing (on CPUs, as in the second line, it means nothing).
+*Blocking* is one all-to-all there and one back;
+*collectives x G* cuts them into G parts, *direct x G* goes through symmetric memory; *default* is what a run takes.
+*Ring*, the baseline, lets tokens lie by places and keys and values go round in every attention that needs those of
+other ranks: within frames, and to all tokens with ``--full_attention`` (which in all other variants is shared as
+``--sequence_parallel_type auto`` chooses). On GPUs each is a CUDA graph; every interleaved timing trial stands between
+two of compute only, and the median of its ratio to these is taken. First, on a small grid, output and gradients of each
+are compared with one rank's.
+"""
+
+import argparse
+import functools
+import random
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file by torchrun
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.bench_sequence import LEAST_STEPS, ComputeOnly, captured, timed
+from benchmarks.results import append
+from opendit.cli.shared_flags import SpeedFlags
+from opendit.kernels.select import select_kernels
+from opendit.models import STDiTConfig
+from opendit.models.attention import TokenGrid
+from opendit.models.stdit import STDiTBlock
+from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel
+from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll, GridShare, SharedGrid
+from opendit.parallel.sequence.choose import Shape, StrategyChoice
+from opendit.parallel.sequence.collectives import Group, Ring
+from opendit.parallel.sequence.direct_axial import DirectExchange
+from opendit.parallel.sequence.peer_memory import connect
+from opendit.parallel.sequence.ring import ring_attention
+from opendit.parallel.sequence.ulysses import UlyssesRing
+from opendit.parallel.sizes import environment_world_size
+
+WHOLE, COMPUTE_ONLY, BLOCKING, RING, DEFAULT = "whole", "compute only", "blocking", "ring", "default"
+PARTS = (1, 2, 4)
+
+
+class Nothing:
+    """A rank's tokens taken for as many of the other layout."""
+
+    def attend(self, grid: GridShare, x: Tensor, attend) -> Tensor:
+        return attend(x, slice(0, grid.share(grid.away)))
+
+
+class InPlace:
+    """Of tokens that lie by places all frames, for attention within frames that finds the other places by itself."""
+
+    def attend(self, grid: GridShare, x: Tensor, attend) -> Tensor:
+        return attend(x, slice(0, grid.sizes[FRAMES]))
+
+
+class Layer:
+    """An ST-DiT block on this rank's tokens of one clip, with random weights that all ranks share."""
+
+    def __init__(self, mesh: Mesh, sizes: tuple[int, int], hidden: int, heads: int, full: bool, dtype: torch.dtype):
+        self.mesh, self.sizes, self.group = mesh, sizes, Group.of(mesh.sp_group)
+        given = (sizes[0], 1, sizes[1]), (1, 1, 1), 4, hidden, 1, heads
+        self.config = STDiTConfig(*given, num_classes=1, full_attention=full)
+        torch.manual_seed(0)
+        self.block = STDiTBlock(self.config).to(mesh.device, dtype)
+        kernels = select_kernels(SpeedFlags(True, True, True), mesh.device, dtype, hidden // heads, self.config.tokens)
+        self.block.ops, self.attend = kernels.ops, kernels.attend
+        for parameter in self.block.parameters():
+            nn.init.normal_(parameter, std=hidden**-0.5)
+        self.whole = torch.randn(1, self.config.tokens, hidden, device=mesh.device).to(dtype)
+        self.c, self.weights = torch.randn(1, hidden, device=mesh.device).to(dtype), torch.randn_like(self.whole)
+        types = self.config.sequence_types
+        shape = Shape(self.config.tokens, hidden, heads, 1, dtype.itemsize, types=types, axial=True)
+        self.default = sequence_parallel(mesh, "auto", shape)
+
+    def shards(self, name: str) -> SharedGrid:
+        if name == DEFAULT:
+            return self.default(self.config.tokens, self.config.grid)
+        full, exchange = (
+            self.default.strategy,
+            {COMPUTE_ONLY: Nothing(), BLOCKING: AllToAll(1), RING: InPlace()}.get(name),
+        )
+        kind, _, parts = name.partition(" x ")
+        if parts:
+            exchange = AllToAll(int(parts)) if kind == "collectives" else DirectExchange(self.memory, int(parts))
+        if full is not None and name in (COMPUTE_ONLY, RING):
+            full = ComputeOnly() if name == COMPUTE_ONLY else UlyssesRing(Group(None, 0, 1), self.group)
+        shared = SequenceParallel(self.group, StrategyChoice(name, ""), full)
+        whole = None if full is None else SharedSequence(shared, self.config.tokens)
+        return SharedGrid(GridShare(self.group, self.sizes, PLACES if name == RING else FRAMES), exchange, whole)
+
+    @property
+    def memory(self):
+        """The ranks' symmetric memory; None where there is none."""
+        return connect(self.group, self.mesh.device)[0]
+
+    def step(self, name: str, shards: SharedGrid | None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """(output, gradient of x, gradients of the weights), of this rank's tokens or, without shards, of all."""
+        for attention in self.block.attentions:
+            attention.attend = self.attend
+        if name == RING:
+            rows = self.sizes[1] // self.group.size
+            how = dict(ring=Ring(self.group), lengths=[rows] * self.group.size)
+            self.block.spatial_attn.attend = functools.partial(ring_attention, **how)
+        x, weights = (t if shards is None else shards.take(t) for t in (self.whole, self.weights))
+        x = x.detach().requires_grad_()
+        grid = TokenGrid(self.config.grid, shards=shards)
+        output = self.block(x, self.block.modulate(self.c), None, grid)
+        dx, *grads = torch.autograd.grad(output, [x, *self.block.parameters()], weights)
+        return output.detach(), dx, grads
+
+    def error(self, name: str) -> float:
+        """The largest relative error of output, gradient of x and gradients of weights against one rank's."""
+        shards = self.shards(name)
+        (output, dx, grads), (want, want_dx, want_grads) = self.step(name, shards), self.step(WHOLE, None)
+        for grad in grads:
+            dist.all_reduce(grad, group=self.mesh.sp_group)
+        pairs = [(output, shards.take(want)), (dx, shards.take(want_dx)), *zip(grads, want_grads, strict=True)]
+        worst = torch.stack([(a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-6) for a, b in pairs]).max()
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh.sp_group)
+        return worst.item()
+
+
+def names(layer: Layer) -> list[str]:
+    found = [BLOCKING, *(f"collectives x {parts}" for parts in PARTS[1:])]
+    if layer.memory is not None:
+        found += [f"direct x {parts}" for parts in PARTS]
+    return [*found, RING, DEFAULT]
+
+
+def measure(layer: Layer, variants: list[str], rounds: int, budget: float) -> dict[str, float]:
+    """Seconds a step of every variant."""
+    mesh, works = layer.mesh, {}
+    for name in (COMPUTE_ONLY, *variants):
+        works[name] = captured(mesh, functools.partial(layer.step, name, layer.shards(name)))
+    works[WHOLE] = captured(mesh, functools.partial(layer.step, WHOLE, None))
+    once = max(timed(mesh, works[COMPUTE_ONLY], 1) for _ in range(2))
+    repeats = max(LEAST_STEPS, min(50, int(budget / once)))
+
+    def trial(name: str) -> float:
+        return timed(mesh, works[name], repeats if name != WHOLE else max(1, repeats // mesh.sp_size))
+
+    others, shuffled = [name for name in works if name != COMPUTE_ONLY], random.Random(0)  # of all ranks alike
+    ratios, alone = {name: [] for name in others}, [trial(COMPUTE_ONLY)]
+    for _ in range(rounds):
+        for name in shuffled.sample(others, len(others)):
+            took = trial(name)
+            alone.append(trial(COMPUTE_ONLY))
+            ratios[name].append(2 * took / sum(alone[-2:]))
+    seconds = statistics.median(alone)
+    return {COMPUTE_ONLY: seconds} | {name: statistics.median(found) * seconds for name, found in ratios.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--frames", type=int, default=32)
+    parser.add_argument("--places", type=int, default=2304, help="of a frame; 32 x 2304 are 73,728 tokens")
+    parser.add_argument("--hidden", type=int, default=1152)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--full_attention", action="store_true", help="a third attention, to all tokens")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--budget", type=float, default=0.1, help="seconds a trial takes, about")
+    parser.add_argument("--results", help="append to this CSV")
+    args = parser.parse_args()
+    ranks = environment_world_size()
+    if ranks == 1 or args.frames % ranks or args.places % ranks:
+        parser.error(f"{ranks} ranks must be several and divide {args.frames} frames and {args.places} places")
+    mesh = init_mesh(sequence_parallel=ranks)
+    how = args.hidden, args.heads, args.full_attention, torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    small = Layer(mesh, (2 * ranks, 8 * ranks), *how)
+    variants = names(small)
+    errors = {name: small.error(name) for name in variants}
+    layer = Layer(mesh, (args.frames, args.places), *how)
+    seconds = measure(layer, variants, args.rounds, args.budget)
+    if mesh.is_main:
+        rows = report(layer, seconds, errors)
+        if args.results:
+            append(rows, args.results, gpus=ranks)
+    close_mesh()
+
+
+def report(layer: Layer, seconds: dict[str, float], errors: dict[str, float]) -> list[dict]:
+    config, (frames, places) = layer.config, layer.sizes
+    full = ", full attention" if config.full_attention else ""
+    case = f"ST-DiT layer {config.hidden_size}/{config.num_heads} {frames} x {places}{full} P {layer.mesh.sp_size}"
+    alone, share, rows = seconds[COMPUTE_ONLY], seconds[WHOLE] / layer.mesh.sp_size * 1e3, []
+    print(f"{case}: compute only {alone * 1e3:.3f} ms (whole / {layer.mesh.sp_size} {share:.3f}); {layer.default.plan}")
+    for name, error in errors.items():
+        took, ratio = seconds[name], alone / seconds[name]
+        ring = seconds[RING] / took
+        print(f"  {name:17s} {took * 1e3:9.3f} ms {ratio:7.3f}  ring / this {ring:6.2f}  error {error:.1e}", flush=True)
+        fields = dict(baseline=COMPUTE_ONLY, baseline_value=f"{alone * 1e3:.3f}", ratio=f"{ratio:.4f}")
+        rows.append(dict(bench="axial", case=f"{case} {name}", metric="ms", value=f"{took * 1e3:.3f}", **fields))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
