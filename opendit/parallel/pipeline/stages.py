@@ -167,7 +167,7 @@ class StageForward:
 def grid_of_tokens(model: DiT, size: tuple[int, ...]) -> TokenGrid:
     """Where the tokens of latents of this size are, for a stage that gets them as tokens."""
     sizes = model.config.grid_of(size)
-    shards = None if model.sequence is None else model.sequence(math.prod(sizes))
+    shards = None if model.sequence is None else model.sequence(math.prod(sizes), sizes)
     positions = model.positions(sizes) if model.config.positions_in_blocks else None
     if positions is not None and shards is not None:
         positions = shards.take(positions)
