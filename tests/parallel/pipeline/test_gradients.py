@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opendit.diffusion.prepared import Prepared
 from opendit.models import DiT, TextCondition, build_model
@@ -19,6 +19,8 @@ from opendit.parallel.sizes import ParallelDims
 from opendit.parallel.tensor import tensor_group
 from opendit.parallel.tensor.gradients import ReplicatedGradients
 from opendit.parallel.tensor.layers import divided_parameters
+from opendit.training.memory import Setup
+from opendit.training.memory_stages import stage_setups
 from opendit.training.runners import MicroBatch
 from opendit.training.runners.pipeline import PipelineRunner
 from tests.models.test_dit import randomised
@@ -113,6 +115,12 @@ def compare(mesh: Mesh, config, schedule="1f1b", kind=None, checkpointed=False, 
     runner = PipelineRunner(BareEngine(model, mesh), WeightedSum(), MICRO_BATCHES)
     found = {"samples": max(off(runner.losses(m), of, 1e-6) for m, of in zip(given, losses, strict=True))}
     result = runner.train_step(iter(given))
+    if schedule == "interleaved":  # one micro-batch at a time, outside of a step, adds up to the same
+        step = [p.grad for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        apart = sum(runner.forward_backward(m, last=False) for m in given)
+        found["loss apart"] = off(apart, result.loss, 1e-6)
+        found["apart"] = max(off(p.grad, grad) for p, grad in zip(model.parameters(), step, strict=True))
     found["loss"] = off(result.loss, torch.stack(losses).mean(), 1e-6)  # which is kept in fp32
     names = [name for name, _ in model.named_parameters()]
     assert all(name in wanted for name in names)
@@ -178,7 +186,7 @@ def test_losses_and_every_gradient_are_those_of_one_process(ranks, function):
             assert bad and all(name.startswith(("t_embedder", "y_embedder")) for name in bad)
         else:
             assert not bad, (case, bad)
-            assert len(set().union(*errors) - {"loss", "samples"}) == results[0][case][1], case
+            assert len(set().union(*errors) - {"loss", "samples", "loss apart", "apart"}) == results[0][case][1], case
 
 
 def test_what_other_ranks_have_is_not_there():
@@ -195,4 +203,13 @@ def test_what_other_ranks_have_is_not_there():
         assert isinstance(part.final_layer if number == 0 else part.x_embedder, Absent)
         absent = [isinstance(block, Absent) for block in part.blocks]
         assert [not gone for gone in absent] == [any(i in part.stages.own(c) for c in (0, 1)) for i in range(DEPTH)]
-        assert all(isinstance(module, nn.Module) for module in part.modules())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_estimate_of_the_memory_counts_a_stages_parameters(name):
+    setup = Setup(pipeline_parallel=3, world=3, micro_batches=8)
+    for rank, (fewer, stage) in enumerate(stage_setups(CONFIGS[name], setup)):
+        part = keep_stages(model_of(CONFIGS[name]), stages_of(CONFIGS[name], "1f1b", rank, 3))
+        held = sum(p.numel() for p in part.parameters())
+        assert fewer.parameters() - stage.absent == held and stage.world == 1
+        assert stage.held_micro_batches == 3 - rank
