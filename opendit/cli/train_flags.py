@@ -262,7 +262,6 @@ class TrainConfig(
             "--lora, which adds little that stages could share": self.lora is not None,
             "--checkpoint_format whole, for no process gathers the stages": self.checkpoint_format == "whole",
             "--parallel auto, which knows no pipelines": self.parallel == "auto",
-            "--expert_parallel_size, which is not compared with one process there": self.expert_parallel_size > 1,
         }
         self._refuse("pipeline_parallel_size", clashes)
 
@@ -275,7 +274,8 @@ class TrainConfig(
     def _check_expert_parallel(self, world_size: int) -> None:
         size = self.expert_parallel_size
         sharing = self.sequence_parallel_size, self.tensor_parallel_size
-        check_expert_parallel_size(size, *sharing, self.data_parallel_replicate, world_size)
+        copies, stages = self.data_parallel_replicate, self.pipeline_parallel_size
+        check_expert_parallel_size(size, *sharing, copies, world_size, stages)
         clashes = {
             "--compile, which can't follow tokens to other ranks": self.compile,
             "--lora, which trains no experts": self.lora is not None,

@@ -248,7 +248,8 @@ def init_mesh(
     check_tensor_parallel_size(tensor_parallel, sequence_parallel, world)
     check_pipeline_parallel_size(pipeline_parallel, sequence_parallel, tensor_parallel, world)
     check_replicate(replicate, sequence_parallel * tensor_parallel * pipeline_parallel, world)
-    check_expert_parallel_size(expert_parallel, sequence_parallel, tensor_parallel, replicate, world)
+    inner = sequence_parallel, tensor_parallel
+    check_expert_parallel_size(expert_parallel, *inner, replicate, world, pipeline_parallel)
     sizes = dict(pp=pipeline_parallel, sp=sequence_parallel, tp=tensor_parallel, dp_replicate=replicate)
     # Ranks that divide every layer divide its experts, too.
     sizes["ep"] = expert_parallel if tensor_parallel == 1 else 1

@@ -241,10 +241,11 @@ def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel
 
 
 def check_expert_parallel_size(
-    size: int, sequence_parallel: int, tensor_parallel: int, copies: int, world_size: int
+    size: int, sequence_parallel: int, tensor_parallel: int, copies: int, world_size: int, stages: int = 1
 ) -> None:
-    """Raises ValueError unless those of ``world_size`` processes that have one of ``copies`` of the model can be cut
-    into groups of ``size`` with different experts. Ranks that divide every layer divide its experts, too."""
+    """Raises ValueError unless those of ``world_size`` processes that have one of ``copies`` of the model, or of one of
+    its ``stages``, can be cut into groups of ``size`` with different experts. Ranks that divide every layer divide its
+    experts, too."""
     flag = f"--expert_parallel_size {size}"
     if size < 1:
         raise ValueError(f"{flag}: must be above 0")
@@ -257,8 +258,9 @@ def check_expert_parallel_size(
             f"{flag} needs {size} processes and there is one: start it with torchrun --standalone "
             f"--nproc_per_node={size}, or leave the flag out"
         )
-    if world_size // copies % size:
+    if world_size // (copies * stages) % size:
         more = f", of which --data_parallel_replicate makes {copies} copies" if copies > 1 else ""
+        more += f", in {stages} stages of --pipeline_parallel_size" if stages > 1 else ""
         raise ValueError(
             f"{flag} does not divide the {world_size} processes{more}; change it or torchrun's --nproc_per_node"
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 from opendit.models import build_model, empty_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import Engine, build_engine
+from opendit.parallel.expert import expert_group
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.stages import mesh_stages
 from opendit.parallel.sequence import sequence_parallel
@@ -30,12 +31,13 @@ from tests.ranks import run_ranks
 STEPS, MICRO_BATCHES, CLIP, LR, DECAY = 12, 4, 0.2, 2e-3, 0.7
 SAMPLES = 4 * MICRO_BATCHES  # of a step
 CONFIG = replace(MODELS["DiT"], depth=5, qk_norm=True)  # without qk_norm the keys' bias has rounding noise as gradient
+EXPERTS = replace(MODELS["EC-DiT"], depth=3, qk_norm=True)
 SHAPES = {name: tuple(p.shape) for name, p in build_model(CONFIG).named_parameters()}
 
 
-def values_of_the_model() -> dict[str, Tensor]:
+def values_of_the_model(config) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return {name: p.detach() for name, p in randomised(build_model(CONFIG)).named_parameters()}
+    return {name: p.detach() for name, p in randomised(build_model(config)).named_parameters()}
 
 
 def samples(step: int, some: slice) -> MicroBatch:
@@ -45,10 +47,10 @@ def samples(step: int, some: slice) -> MicroBatch:
     return MicroBatch(x[some], t[some], noise[some], y[some])
 
 
-def plain_run() -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+def plain_run(config=CONFIG) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, norms, averages, and first moments (a mean of clipped gradients: a wrong scale shows there), in fp32."""
-    model, objective, losses, norms = build_model(CONFIG), SquaredError(), [], []
-    model.load_state_dict(values_of_the_model(), strict=False)
+    model, objective, losses, norms = build_model(config), SquaredError(), [], []
+    model.load_state_dict(values_of_the_model(config), strict=False)
     adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(STEPS):
@@ -67,14 +69,14 @@ def plain_run() -> tuple[list[float], list[float], dict[str, Tensor], dict[str, 
 
 
 def engine_of(
-    mesh: Mesh, plugin: str, precision: str = "fp32", schedule="1f1b", values=None, sharding=None, **how
+    mesh: Mesh, plugin: str, precision="fp32", schedule="1f1b", values=None, sharding=None, config=CONFIG, **how
 ) -> Engine:
-    full, model, sequence = values_of_the_model(), empty_model(CONFIG), None
+    full, model, sequence = values_of_the_model(config), empty_model(config), None
     if mesh.sp_size > 1:
-        shape = Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads // mesh.tp_size)
+        shape = Shape(config.tokens, config.hidden_size, config.num_heads // mesh.tp_size)
         sequence = sequence_parallel(mesh, "ulysses", shape)
-    stages = mesh_stages(mesh, CONFIG, schedule)
-    apply_parallel(model, sequence=sequence, tensor=tensor_group(mesh), stages=stages, **how)
+    how |= dict(tensor=tensor_group(mesh), experts=expert_group(mesh), stages=mesh_stages(mesh, config, schedule))
+    apply_parallel(model, sequence=sequence, **how)
     settings = dict(plugin=plugin, precision=precision, lr=LR, weight_decay=0.01, grad_clip=CLIP)
     settings |= dict(grad_accumulation=MICRO_BATCHES, sharding=sharding or Sharding())
 
@@ -184,20 +186,26 @@ def after_one_bad_gradient(meshes: Meshes, plugin: str, bad_rank: int) -> tuple[
 def everything(mesh: Mesh, folder: Path) -> tuple:
     meshes = Meshes()
     runs = [engine_run(meshes.of(sizes), *rest, **how) for sizes, *rest, how in CASES + HALF]
+    experts = engine_run(meshes.of(dict(pp=2, ep=2)), "fsdp", "fp32", config=EXPERTS)
     bad = {(p, rank): after_one_bad_gradient(meshes, p, rank) for p in ("ddp", "zero2", "fsdp") for rank in (0, 3)}
-    return runs, resumed(meshes, folder), bad
+    return runs, resumed(meshes, folder), bad, experts
 
 
 def test_plugins_give_the_curve_of_one_process_and_go_on_from_each_other(tmp_path):
     losses, norms, averages, moments = plain_run()
     results = run_ranks(4, everything, tmp_path)
     for place, case in enumerate(CASES + HALF):
-        of_ranks = [runs[place] for runs, _, _ in results]
+        of_ranks = [runs[place] for runs, *_ in results]
         assert set().union(*(ours for *_, ours, _ in of_ranks)) == SHAPES.keys(), case
         for *_, weights in of_ranks:  # what all stages have stays the same on all of them, bit for bit
             assert (len(weights) == 5) == (dict(*case[:1]).get("pp", 1) > 1), case
             assert all(torch.equal(weight, of_ranks[0][-1][name]) for name, weight in weights.items()), case
-    for runs, different, bad in results:
+    with_experts = plain_run(EXPERTS)
+    for runs, different, bad, experts in results:
+        assert off_by(experts[0], with_experts[0]) < 1e-5 and off_by(experts[1], with_experts[1]) < 1e-5
+        for name, ours in experts[3].items():
+            wanted = with_experts[3][name]
+            assert (ours - wanted).norm() / wanted.norm() < 1e-4, name
         for case, (curve, of_gradients, means, ours, _) in zip(CASES, runs, strict=False):
             assert off_by(curve, losses) < 1e-5 and off_by(of_gradients, norms) < 1e-5, case
             for name in ours:
