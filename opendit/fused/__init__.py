@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from opendit.kernels import gate_residual as gated
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.attention import BACKENDS, torch_preferences
+from opendit.kernels.capability import compute_capability
 from opendit.kernels.common import kernels_available
 from opendit.models.attention import RIGHT_WHEN_COMPILED
 
@@ -49,5 +50,5 @@ def attention() -> AbstractContextManager:
     if torch.compiler.is_compiling():
         order = RIGHT_WHEN_COMPILED
     elif torch.cuda.is_available():
-        order = [BACKENDS[name] for name, _ in torch_preferences(torch.cuda.get_device_capability(), torch.bfloat16)]
+        order = [BACKENDS[name] for name, _ in torch_preferences(compute_capability(), torch.bfloat16)]
     return sdpa_kernel(order, set_priority=True)

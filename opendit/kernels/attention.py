@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.backends import cuda as cuda_backends
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from opendit.kernels.capability import FEATURES, compute_capability
 from opendit.kernels.names import ATTENTION, PACKAGE
 from opendit.models.attention import local_attention
 
@@ -170,7 +171,7 @@ def resolve_attention(
             raise ValueError(f"attention {requested!r} was asked for and does not run here{wrong}: {shape}")
         return requested, "asked for" + (_how(device, dtype, head_dim) if requested == PACKAGE else "")
     note = ""
-    for backend, why in preferences(capability(device), dtype, head_dim, length):
+    for backend, why in preferences(compute_capability(device), dtype, head_dim, length):
         if backend == "math" and tiled:
             continue
         if usable(backend, device, dtype, head_dim, length):
@@ -187,10 +188,8 @@ def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     return f", {flash_attn()[1]}" + (f" with heads filled up to {size}" if size != head_dim else "")
 
 
-def preferences(
-    compute_capability: tuple[int, int], dtype: torch.dtype, head_dim: int, length: int
-) -> list[tuple[str, str]]:
-    """Backends with a reason each, the fastest first.
+def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length: int) -> list[tuple[str, str]]:
+    """Backends with a reason each, the fastest first; ``card``: a compute capability.
 
     Measured on an H200, bf16, TFLOP/s forward/backward (benchmarks/bench_attention.py; results.csv has all):
 
@@ -206,27 +205,22 @@ def preferences(
 
     Cards after Hopper get its order, but for FlashAttention 4, which was not measured there.
     """
-    order = torch_preferences(compute_capability, dtype)
+    order = torch_preferences(card, dtype)
     shortest, gain = FLASH_ATTENTION_4.get(head_dim, (math.inf, ""))
-    if dtype in HALF and compute_capability == (9, 0) and length >= shortest:
+    if dtype in HALF and card == (9, 0) and length >= shortest:
         if (flash_attn() or ("", ""))[1] == CUTE:
             order.insert(0, (PACKAGE, f"fastest measured, on Hopper: at 8,192 tokens {gain} x cuDNN"))
     return order
 
 
-def torch_preferences(compute_capability: tuple[int, int], dtype: torch.dtype) -> list[tuple[str, str]]:
+def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[str, str]]:
     """As :func:`preferences`, of torch's own kernels alone."""
     order = [("efficient", "the tiled kernel that takes this dtype and head size"), ("math", "no tiled kernel fits")]
     if dtype in HALF:
         order.insert(0, ("flash", "the fastest tiled kernel that runs here"))
-        if compute_capability >= (9, 0):
+        if card >= FEATURES["cudnn"].oldest:
             order.insert(0, ("cudnn", "fastest measured, on Hopper: at 256 tokens 1.4 x flash, backward 1.8 x"))
     return order
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU, (9, 0) for Hopper."""
-    return torch.cuda.get_device_capability(device)
 
 
 def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> bool:
@@ -235,8 +229,8 @@ def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
     if backend == "math":
         return True
     if backend == PACKAGE:
-        package, card = flash_attn()[1], capability(device)
-        oldest = (8, 0) if package == PACKAGE else (9, 0)
+        package, card = flash_attn()[1], compute_capability(device)
+        oldest = FEATURES["flash_attn" if package == PACKAGE else "flash_attn_3"].oldest
         largest = 128 if package == CUTE and card[0] in (10, 11) else 256
         documented = dtype in HALF and card >= oldest and head_dim % 8 == 0 and head_dim <= largest
         return documented and right_head_size(device, dtype, head_dim) is not None

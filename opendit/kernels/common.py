@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from opendit.kernels.capability import compute_capability, missing, pretending
+
 try:
     import triton
     import triton.language as tl
@@ -53,16 +55,15 @@ def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[b
         return False, "triton is not installed"
     if dtype not in DTYPES:
         return False, f"kernels take bf16, fp16 and fp32, not {str(dtype).removeprefix('torch.')}"
-    if interpreting():
+    if interpreting() and not pretending():
         return True, "Triton's interpreter (TRITON_INTERPRET=1), slow"
     if device.type != "cuda":
         return False, f"kernels need a CUDA GPU, not {device.type}"
     if not torch.cuda.is_available():
         return False, "torch sees no CUDA GPU"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return False, f"kernels need compute capability 8.0 (Ampere) or newer, this GPU has {major}.{minor}"
-    return True, f"Triton {triton.__version__}, compute capability {major}.{minor}"
+    if why := missing("kernels", device):
+        return False, why
+    return True, f"Triton {triton.__version__}, compute capability {'.'.join(map(str, compute_capability(device)))}"
 
 
 def next_power_of_2(n: int) -> int:

@@ -22,6 +22,7 @@ from opendit.kernels import fp8
 from opendit.kernels import gate_residual_layernorm_modulate as joined
 from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
+from opendit.kernels.capability import missing, pretending
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8 import E4M3, E5M2, Float8
 from opendit.kernels.fp8_weight import weight_in_float8
@@ -35,14 +36,12 @@ EPS = 1e-6
 def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     """Whether blocks can run in float8 on ``device`` with activations of ``dtype``, and why (not)."""
     usable, why = kernels_available(device, dtype)
-    if not usable or interpreting():
+    if not usable or (interpreting() and not pretending()):
         return usable, why
     if dtype == torch.float32:
         return False, "FP8 stands beside bf16 or fp16, not --mixed_precision fp32"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (9, 0):
-        return False, f"FP8 needs compute capability 9.0 (Hopper) or newer, this GPU has {major}.{minor}"
-    return True, why
+    too_old = missing("float8", device)
+    return (True, why) if too_old is None else (False, too_old)
 
 
 # -------------------------------------------------------------------------------------------- what operations hand over

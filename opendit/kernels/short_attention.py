@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opendit.kernels.capability import missing
 from opendit.kernels.common import kernels_available, next_power_of_2, tl, triton
 from opendit.models.layers import Attend
 
@@ -61,7 +62,7 @@ def takes(q: Tensor) -> bool:
 
 def short_is_faster(device: torch.device) -> bool:
     """Whether it was measured to be, on such a card: Hopper."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and missing("short_attention", device) is None
 
 
 @triton.jit

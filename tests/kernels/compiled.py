@@ -1,8 +1,10 @@
-"""Compiles the kernels for a GPU that need not be there, as ``python -m tests.kernels.compiled``; prints one JSON list.
+"""Compiles the kernels for a GPU that need not be there, as ``python -m tests.kernels.compiled [80]``; prints one JSON
+list.
 
 The interpreter runs a kernel's Python, so it can't tell that Triton's compiler would refuse it, or that it keeps too
-much in registers and spills. Here every launch is only compiled, to machine code of compute capability 9.0; what would
-have been computed is not there. A process of its own, because Triton is told of a GPU for good.
+much in registers and spills. Here every launch is only compiled, to machine code of compute capability 9.0, or of 8.0
+those in bf16 that cards before Hopper get; what would have been computed is not there. A process of its own, because
+Triton is told of a GPU for good.
 """
 
 import json
@@ -43,11 +45,14 @@ from tests.kernels.cases import OPERATORS, arguments_of, make_inputs, output_gra
 BFLOAT16 = torch.bfloat16
 
 
-class Hopper:
+class Driver:
     """What Triton asks of a driver before it compiles."""
 
+    def __init__(self, capability: int):
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -185,19 +190,26 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"shards in float8, {dtype}", lambda t=dtype: shards_in_float8(t)
 
 
-def main() -> None:
-    driver.set_active(Hopper())
+# What cards before it do not get (opendit/kernels/capability.py), and other forms of what they get.
+OF_HOPPER = "float8", "short_attention", "packed"
+
+
+def main(capability: int) -> None:
+    driver.set_active(Driver(capability))
     launch, found, seen = JITFunction.run, [], set()
 
     def compile_only(self, *args, grid, warmup, **options):
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         if kernel.hash not in seen:
             seen.add(kernel.hash)
-            found.append({"kernel": self.__name__, "call": current, **usage(kernel.asm["cubin"])})
+            shared = kernel.metadata.shared
+            found.append({"kernel": self.__name__, "call": current, "shared": shared, **usage(kernel.asm["cubin"])})
         return kernel
 
     JITFunction.run = compile_only
     for current, call in calls():
+        if capability < 90 and (any(what in current for what in OF_HOPPER) or "float" in current.replace("bfloat", "")):
+            continue
         try:
             call()
         except Exception as error:
@@ -207,4 +219,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    main()
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 90)

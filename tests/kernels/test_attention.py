@@ -21,7 +21,7 @@ def card(monkeypatch):
     """Pretends that there is a GPU of this capability on which these backends run."""
 
     def pretend(capability: tuple[int, int], *backends: str) -> None:
-        monkeypatch.setattr(attention, "capability", lambda device: capability)
+        monkeypatch.setattr(attention, "compute_capability", lambda device: capability)
         monkeypatch.setattr(attention, "usable", lambda backend, *shape: backend in (*backends, "math"))
 
     return pretend
@@ -113,7 +113,7 @@ class WrongGradient(torch.autograd.Function):
 @pytest.mark.parametrize("with_lse", (False, True))
 def test_the_flash_attn_package(package, monkeypatch, name, with_lse):
     calls = package(name, with_lse)
-    monkeypatch.setattr(attention, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention, "right_head_size", lambda device, dtype, head_dim: head_dim)  # there is no GPU
     asked = resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256, tiled=True)
     assert asked == ("flash_attn", f"asked for, {name}")
@@ -128,13 +128,13 @@ def test_the_flash_attn_package(package, monkeypatch, name, with_lse):
     for dtype, head_dim in ((FLOAT32, 72), (BFLOAT16, 70), (BFLOAT16, 512)):
         with pytest.raises(ValueError, match="does not run here"):
             resolve_attention("flash_attn", "cuda", dtype, head_dim, 256)
-    monkeypatch.setattr(attention, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(attention, "compute_capability", lambda device: (8, 0))
     if name == "flash_attn":
         assert resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256) == asked
     else:  # made for Hopper
         with pytest.raises(ValueError, match="does not run here"):
             resolve_attention("flash_attn", "cuda", BFLOAT16, 72, 256)
-    monkeypatch.setattr(attention, "capability", lambda device: (10, 0))
+    monkeypatch.setattr(attention, "compute_capability", lambda device: (10, 0))
     assert attention.usable("flash_attn", "cuda", BFLOAT16, 136, 256) == (name != "flash_attn.cute")
 
 
@@ -143,7 +143,7 @@ def test_a_package_is_tried_and_heads_are_filled_up_where_it_is_wrong(package, m
     package("flash_attn.cute", with_lse=True, wrong=wrong)
     found = attention.right_head_size("cpu", BFLOAT16, 24)
     assert found == size
-    monkeypatch.setattr(attention, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "compute_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention, "right_head_size", lambda device, dtype, head_dim: found)
     if size is None:
         with pytest.raises(ValueError, match="or flash_attn.cute is wrong here: bf"):

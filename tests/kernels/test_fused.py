@@ -6,6 +6,7 @@ import torch
 from benchmarks.fused_dit import changes, fused_dit
 from benchmarks.plain_dit import PlainDiT
 from opendit import fused
+from opendit.kernels.capability import pretended
 from opendit.kernels.gate_residual import gate_residual_reference
 from opendit.kernels.layernorm_modulate import layernorm_modulate_reference
 from tests.models.test_dit import randomised
@@ -43,9 +44,8 @@ def test_the_changed_model_is_the_model(stream, bound):
 @pytest.mark.parametrize(("card", "first"), (((9, 0), "CUDNN_ATTENTION"), ((8, 0), "FLASH_ATTENTION")))
 def test_the_attention_of_a_card_is_its_fastest_kernel_of_torch_s(monkeypatch, card, first):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: card)
     before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
-    with fused.attention():
+    with pretended(card), fused.attention():
         now = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
     assert now[0].name == first and now[-1].name == "MATH"
     assert torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True) == before
