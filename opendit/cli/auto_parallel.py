@@ -126,7 +126,9 @@ class _Search:
         self.asked = Components(settled)
         self.config: DiTConfig = plan_model(self.asked, dataset).config
         self.setup = memory_setup(self.asked, self.config, where.world)
-        self.types = self.asked.parallel.sequence_types(self.config.sequence_types, settled.attention)
+        self.types = self.asked.parallel.sequence_types(
+            self.config.sequence_types, settled.attention, settled.lora is not None
+        )
         self.refusal: ValueError | None = None
         self.taken: dict[Candidate, bool] = {}
         self.least: tuple[float, Candidate] | None = None
@@ -218,7 +220,7 @@ class _Search:
             check_expert_parallel(self.config, candidate.dims(self.where.world))
             tensor = candidate.tensor_parallel_size
             how = (asked.parallel, settled.attention, settled.mixed_precision, self.config, candidate.batch_size)
-            sequence_shape(*how, tensor_parallel=tensor)
+            sequence_shape(*how, tensor_parallel=tensor, lora=settled.lora is not None)
         except ValueError as error:
             self.refusal = self.refusal or error
             return False

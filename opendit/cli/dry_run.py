@@ -148,7 +148,9 @@ def _time(asked: Components, config: DiTConfig, setup: Setup, where: Circumstanc
         where.hardware,
         where.node,
         sequence_type=parallel.sequence_parallel_type,
-        sequence_types=sequence_shape(*how, tensor_parallel=setup.tensor_parallel).types,
+        sequence_types=sequence_shape(
+            *how, tensor_parallel=setup.tensor_parallel, lora=asked.start.lora is not None
+        ).types,
         graph=asked.train_speed.enable_cuda_graph,
     )
     rate = tokens_per_second(config, setup, batch.batch_size, batch.grad_accumulation, cost.total)

@@ -52,6 +52,7 @@ class ParallelFlags(Flags):
                 "its own; leave one of them out"
             )
 
-    def sequence_types(self, types: tuple[str, ...], attention: str) -> tuple[str, ...]:
-        """Of the strategies that a model allows those that these flags and --attention do."""
-        return types if attention == "auto" else tuple(t for t in types if t not in OWN_ATTENTION)
+    def sequence_types(self, types: tuple[str, ...], attention: str, lora: bool = False) -> tuple[str, ...]:
+        """Of the strategies that a model allows those that these flags, --attention and --lora do."""
+        refused = (*(OWN_ATTENTION if attention != "auto" else ()), *(("fastseq",) if lora else ()))
+        return tuple(kind for kind in types if kind not in refused)

@@ -232,7 +232,7 @@ class TrainConfig(
             f"--plugin {self.plugin}": "lora" in PLUGINS[self.plugin].refuses,
             "--fp8": self.fp8,
             "--recompute": self.recompute != "none",
-            "--sequence_parallel_size": self.sequence_parallel_size > 1,
+            "--sequence_parallel_type fastseq, which reads whole projections": self.sequence_parallel_type == "fastseq",
         }
         for name, clash in clashes.items():
             if clash:

@@ -1,7 +1,7 @@
 """Attention: to all tokens of a sample, to groups of them, to a caption. How to attend is injected."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -49,7 +49,7 @@ class SequenceShards(Protocol):
 
     takes_projection: bool  # whether to call project_and_attend, with which inputs can travel beside their products
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: "GridAttention") -> Tensor:
         """The attention output (B, n, D) of this rank's tokens over those of all ranks; q (B, H, n, d) and k, v (B,
         kv_heads, n, d) are of this rank's, before they are normalised and rotated, which ``attend`` does.
 
@@ -109,10 +109,7 @@ class Attention(nn.Module):
         With ``grid.shards`` x holds this rank's tokens only, and these know how to attend to those of the other ranks.
         """
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.attention(q, k, v, grid)
-
-        shards = None if grid is None else grid.shards
+        attend, shards = GridAttention(self, grid), None if grid is None else grid.shards
         if shards is not None and shards.takes_projection:
             # Heads that share keys are projected by torch, in one process as well.
             float8 = self.kv_heads == self.num_heads and ops.in_float8("linear_heads")
@@ -143,23 +140,40 @@ class Attention(nn.Module):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None) -> Tensor:
         """(B, H, N, d) of q, k, v (B, H, N, d) of all tokens."""
-        return self.attend(*self.prepare(q, k, v, grid))
+        q, k, v = self.prepare(q, k, v, grid)
+        return self.attend(q, *for_every_head(q, k, v))
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normalised and rotated; keys and values for every head."""
+        """Queries and keys normalised and rotated."""
         rotary = grid and grid.rotary
         q, k = q.transpose(1, 2), k.transpose(1, 2)  # as they lie in memory: attention's result will lie so too
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if k.shape[1] < q.shape[1]:
-            k, v = for_every_head(q, k, v)
-        return q, k, v
+        return q.transpose(1, 2), k.transpose(1, 2), v
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(self.output(x))
+
+
+@dataclass(frozen=True)
+class GridAttention:
+    """A layer's attention between the tokens of a grid, for whoever shares them out: called with q, k, v (B, H, N, d)
+    of all tokens, (B, H, N, d); or, by who attends to some of the keys at a time, asked to prepare q, k, v of some."""
+
+    layer: Attention
+    grid: TokenGrid | None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.layer.attention(q, k, v, self.grid)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys normalised and rotated of the tokens from ``first`` on; heads may share keys and values."""
+        grid = self.grid
+        if grid is not None and grid.rotary is not None:
+            grid = replace(grid, rotary=grid.rotary[first : first + q.shape[2]])
+        return self.layer.prepare(q, k, v, grid)
 
 
 @dataclass(frozen=True)
@@ -178,7 +192,7 @@ class MadeProjection:
 
 
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k, v of every head of queries (dimension 1): copies where heads share them, because not every kernel of torch
+    """k, v for every head of queries (dimension 1): copies where heads share them, because not every kernel of torch
     shares them by itself, and because ranks can't share out fewer heads than they are."""
     copies = q.shape[1] // k.shape[1]
     return (k, v) if copies == 1 else tuple(part.repeat_interleave(copies, dim=1) for part in (k, v))

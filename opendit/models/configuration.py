@@ -27,7 +27,6 @@ class DiTConfig:
     """
 
     kind: ClassVar[str] = "dit"
-    sequence_parallel: ClassVar[bool] = True  # whether ranks can share the tokens of a sample
     axial_attention: ClassVar[bool] = False  # whether blocks attend along the axes of the tokens' grid
     float8: ClassVar[bool] = True  # whether a block's linear layers are all BlockOps'
     recompute: ClassVar[bool] = True  # whether there is anything for --recompute
@@ -154,24 +153,14 @@ class DiTConfig:
     @property
     def sequence_types(self) -> tuple[str, ...]:
         """The strategies by which ranks can share this model's samples."""
-        if not self.sequence_parallel:
-            return ()
-        by_heads = ("fastseq", "ulysses")
-        return by_heads if self.qk_norm or self.positions == "rope" else (*by_heads, "ring", "usp")
+        return ("fastseq", "ulysses", "ring", "usp")
 
     def check_sequence_parallel(self, kind: str) -> None:
-        """Raises ValueError if ranks can't share this model's samples by a strategy ``kind``, or by any for "auto"; the
-        message says why."""
-        if not self.sequence_types:
-            raise ValueError(f"--sequence_parallel_size: {self.kind} models can't share a sample between ranks yet")
+        """Raises ValueError if ranks can't share this model's samples by a strategy ``kind``; the message says why."""
         if kind not in ("auto", *self.sequence_types):
-            if "ulysses" not in self.sequence_types:
-                raise ValueError(
-                    f"--sequence_parallel_type {kind}: {self.kind} models have no attention to all tokens without "
-                    "--full_attention; leave the flag out"
-                )
             raise ValueError(
-                f"--sequence_parallel_type {kind} attends without --qk_norm and --positions rope; use ulysses"
+                f"--sequence_parallel_type {kind}: {self.kind} models have no attention to all tokens without "
+                "--full_attention; leave the flag out"
             )
 
     def check_speed(self, fp8: bool, recompute: str) -> None:

@@ -127,11 +127,12 @@ def sequence_shape(
     samples: int,
     size: tuple[int, ...] | None = None,
     tensor_parallel: int = 1,
+    lora: bool = False,
 ) -> Shape:
     """What --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or of ``size``, by
-    layers that so many ranks divide.
+    layers that so many ranks divide. lora: they have additions.
 
-    Raises ValueError if the model can't share samples, or not that way.
+    Raises ValueError if the model can't share samples that way.
     """
     if parallel.sequence_parallel_size > 1:
         config.check_sequence_parallel(parallel.sequence_parallel_type)
@@ -141,7 +142,8 @@ def sequence_shape(
         heads=config.num_heads // tensor_parallel,
         samples=samples,
         bytes=BYTES[precision],
-        types=parallel.sequence_types(config.sequence_types, attention),
+        types=parallel.sequence_types(config.sequence_types, attention, lora),
+        plain=not lora,
         axial=config.axial_attention,
     )
 

@@ -297,8 +297,6 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     def shared(world: int) -> str | None:
         alike = world // (setup.tensor_parallel * setup.pipeline_parallel)
         sizes = [size for size in range(setup.sequence_parallel + 1, alike + 1) if alike % size == 0]
-        if not config.sequence_types or setup.trained is not None:
-            return None
         for flag, changes in (("", {}), (" --grad_checkpoint", dict(grad_checkpoint=True, recompute="none"))):
             for size in sizes:
                 if fits(world=world, sequence_parallel=size, **changes):

@@ -167,7 +167,7 @@ def _sequence(asked: Components, config: DiTConfig, mesh: Mesh, notes: list[str]
     parallel, keep_gathered = asked.parallel, asked.memory.keep_gathered
     precision, samples = asked.train_speed.mixed_precision, asked.batch.batch_size
     how = (parallel, asked.speed.attention, precision)
-    shape = sequence_shape(*how, config, samples, tensor_parallel=mesh.tp_size)
+    shape = sequence_shape(*how, config, samples, tensor_parallel=mesh.tp_size, lora=asked.start.lora is not None)
     sequence = sequence_parallel(mesh, parallel.sequence_parallel_type, shape, keep_gathered=keep_gathered)
     if keep_gathered and sequence.plan.kind != "fastseq":
         notes.append(f"--keep_gathered does nothing: {sequence.plan.kind}, which auto took, gathers nothing")

@@ -2,9 +2,15 @@
 
 from dataclasses import replace
 
+import torch
+
 from opendit.models import ECDiTConfig, MovieGenConfig
+from opendit.models.lora import Lora, add_lora
+from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.sequence import sequence_parallel
+from opendit.parallel.sequence.choose import Shape
 from tests.numbers import largest
-from tests.parallel.test_sequence import IMAGE, TEXT, TOLERANCE, VIDEO, many_cases
+from tests.parallel.test_sequence import IMAGE, TEXT, TOLERANCE, VIDEO, errors, fresh, many_cases
 from tests.ranks import run_ranks
 
 NORMED = {"qk_norm": True, "positions": "rope"}
@@ -24,6 +30,10 @@ CASES = [
     (2, "fastseq", replace(MOVIE, kv_heads=3, adaln_lora=5), (2, 4, 6), 2, True),
     (2, "ring", replace(MOVIE, kv_heads=2, bias=True), (2, 4, 4), 1, False),
     (2, "fastseq", replace(MOVIE, num_heads=6, kv_heads=2, **NORMED), None, 1, False),
+    # every rank prepares its own queries and keys; padding; a rank without tokens
+    (2, "ring", replace(IMAGE, **NORMED), None, 2, True),
+    (2, "ring", replace(VIDEO, num_heads=6, **NORMED), (2, 4, 6), 1, False),
+    (2, "ring", replace(MOVIE, num_heads=6, kv_heads=2, **NORMED), (2, 4, 2), 1, False),
     # experts that choose among the tokens of both ranks: 15; 5, of which a rank has 2; all of 2
     (2, "ulysses", EXPERTS, None, 2, False),
     (2, "ring", replace(EXPERTS, experts=5, expert_capacity=1.3), (2, 10), 2, True),
@@ -31,7 +41,40 @@ CASES = [
 ]
 
 
+FOUR = [
+    (4, "usp", replace(IMAGE, **NORMED), None, 1, False),
+    (4, "usp", replace(MOVIE, num_heads=6, kv_heads=2, **NORMED), None, 2, True),
+    (4, "ring", replace(MOVIE, num_heads=6, kv_heads=3, **NORMED), (2, 4, 6), 1, False),
+]
+
+
+def with_lora(mesh: Mesh) -> list:
+    """Errors of a model whose blocks have additions, which are all that is trained."""
+    results = []
+    for kind in ("ulysses", "ring"):
+        model = fresh(replace(IMAGE, qk_norm=True))
+        add_lora(model, Lora(3, 6.0, "base"), (), seed=0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        shape = Shape(IMAGE.tokens, IMAGE.hidden_size, IMAGE.num_heads, plain=False)
+        sequence = sequence_parallel(init_mesh(sequence_parallel=2), kind, shape)
+        assert not sequence.strategy.takes_projection and "--lora" in sequence.plan.reason
+        results.append(errors(init_mesh(sequence_parallel=2), model, sequence, IMAGE.input_size, 2))
+    return results
+
+
+def on_two_ranks(mesh: Mesh) -> list:
+    return [*many_cases(mesh, CASES), *with_lora(mesh)]
+
+
+def test_four_ranks_as_a_grid():
+    for results in run_ranks(4, many_cases, FOUR):
+        for case, (output, gradient, which) in zip(FOUR, results, strict=True):
+            assert largest((output, gradient)) < TOLERANCE, (case, which)
+
+
 def test_ranks_that_share_samples():
-    for results in run_ranks(2, many_cases, CASES):
-        for case, (output, gradient, which) in zip(CASES, results, strict=True):
+    for results in run_ranks(2, on_two_ranks):
+        for case, (output, gradient, which) in zip([*CASES, "LoRA", "LoRA, ring"], results, strict=True):
             assert largest((output, gradient)) < TOLERANCE, (case, which)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import train
 from opendit.cli.command_line import parse
+from opendit.cli.shared_flags import ParallelFlags
 from opendit.cli.train_flags import TrainConfig
 from opendit.models import DiT, model_config
 from opendit.parallel.hardware import HardwareModel
@@ -88,13 +89,15 @@ def test_types_that_the_heads_forbid(kind, ranks, heads, message):
 
 
 def test_auto_takes_only_what_the_model_can_attend_by():
-    """Of a tiny model on 2 ranks the cheapest is ring, which attends without --qk_norm and rope."""
-    for options, expected in (({}, "ring"), ({"qk_norm": True}, "ulysses"), ({"positions": "rope"}, "ulysses")):
-        config = model_config("vDiT-Ti/122", input_size=(32, 32), in_channels=4, frames=4, num_classes=3, **options)
-        shape = Shape(config.tokens, config.hidden_size, config.num_heads, types=config.sequence_types)
+    """Of a tiny model on 2 ranks the cheapest is ring, which has a kernel of its own."""
+    config = model_config("vDiT-Ti/122", input_size=(32, 32), in_channels=4, frames=4, num_classes=3, qk_norm=True)
+    for attention, expected in (("auto", "ring"), ("flash", "ulysses")):
+        types = ParallelFlags().sequence_types(config.sequence_types, attention)
+        shape = Shape(config.tokens, config.hidden_size, config.num_heads, types=types)
         plan = make_plan("auto", 2, shape)
         config.check_sequence_parallel(plan.kind)
-        assert plan.kind == expected and ("ring" in plan.reason) == (not options)
+        assert plan.kind == expected and ("ring" in plan.reason) == (attention == "auto")
+    assert "fastseq" not in ParallelFlags().sequence_types(config.sequence_types, "auto", lora=True)
     with pytest.raises(ValueError, match="by fastseq, ulysses only, and its 4 heads can't .* use a size that divides"):
         make_plan("auto", 3, shape)
     with pytest.raises(ValueError, match="ulysses: 4 heads can't .* use a size that divides them"):

@@ -66,7 +66,7 @@ def setups(config: DiTConfig) -> list[Setup]:
     found.append(Setup("zero2", "fp16", world=3, grad_checkpoint=True, trained=1000))
     if config.float8 and config.bias:
         found += [Setup(fp8=True), Setup(fp8=True, grad_checkpoint=True)]
-    if config.sequence_types and config.kind != "ecdit":  # which could not, at that commit
+    if config.kind not in ("ecdit", "stdit"):  # which could not share samples, at that commit
         found.append(Setup(world=4, sequence_parallel=4))
     return found
 

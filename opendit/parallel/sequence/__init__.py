@@ -5,7 +5,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from opendit.models.attention import for_every_head
 from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.layers import Attend, Projection
 from opendit.parallel.hardware import H200
@@ -79,7 +78,7 @@ class SharedSequence:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
         """The attention output (B, rows, D) of q (B, H, rows, d) and k, v (B, kv_heads, rows, d) of this rank's tokens,
         over all tokens."""
-        return self.sequence.strategy.attention(q, *for_every_head(q, k, v), attend, self.length)
+        return self.sequence.strategy.attention(q, k, v, attend, self.length)
 
     def project_and_attend(
         self, x: Tensor, qkv: Projection, heads: int, attend: Attend, float8: bool = False
@@ -128,12 +127,15 @@ def sequence_parallel(
         direct: through each other's memory where that is possible; otherwise by collectives.
 
     Raises:
-        ValueError: the number of heads forbids this kind, or these groups.
+        ValueError: the number of heads forbids this kind, or these groups; or layers are not plain, and this kind reads
+            their weights.
     """
     if mesh.sp_size == 1:
         return None
     group = Group.of(mesh.sp_group)
-    memory, why = connect(group, mesh.device) if direct else (None, "not asked for")
+    memory, why = connect(group, mesh.device) if direct and shape.plain else (None, "not asked for")
+    if not shape.plain:
+        why = "what --lora adds goes beside the products"
     plan = make_plan(kind, mesh.sp_size, shape, groups, replace(H200, direct=memory is not None))
     if plan.kind == AXIAL:
         strategy = None

@@ -25,6 +25,7 @@ class Shape:
     bytes: int = 2  # of an element of the activations
     types: tuple[str, ...] = SEQUENCE_TYPES[1:]  # that auto chooses among: those by which the model can attend
     axial: bool = False  # whether layers attend along the axes of the tokens' grid, too
+    plain: bool = True  # whether a layer's product is all that its weight and bias say: what --lora adds is not in them
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ are here; in the backward pass their gradients travel with them.
 import torch
 from torch import Tensor
 
+from opendit.models.attention import for_every_head
 from opendit.parallel.sequence.collectives import Ring
 from opendit.parallel.sequence.partial_attention import attend_part, attend_part_backward, merge
 
@@ -14,7 +15,8 @@ from opendit.parallel.sequence.partial_attention import attend_part, attend_part
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[int]) -> Tensor:
     """softmax(q k^T / sqrt(d)) v over the keys of all ranks, for this rank's queries.
 
-    q, k, v: (B, H, n, d) of this rank's tokens without padding; ``lengths`` are the n of all ranks, none more than the
+    q (B, H, n, d) and k, v (B, kv_heads, n, d) are of this rank's tokens without padding; neighbouring heads share keys
+    and values where there are fewer of these, which travel so. ``lengths`` are the n of all ranks, none more than the
     first one's; some may be 0. Returns (B, H, n, d).
     """
     return _RingAttention.apply(q, k, v, ring, lengths)
@@ -33,6 +35,11 @@ def _unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return packed[:, :, :length].transpose(2, 3).unbind(0)
 
 
+def _of_shared(grad: Tensor, heads: int) -> Tensor:
+    """The gradient of keys or values for every head (B, H, n, d), of those that they are copies of."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[int]):
@@ -41,7 +48,7 @@ class _RingAttention(torch.autograd.Function):
         for source, block in ring.arriving(kv):
             if not lengths[source] or not q.shape[2]:
                 continue
-            part, part_lse = attend_part(q, *_unpack(block, lengths[source]))
+            part, part_lse = attend_part(q, *for_every_head(q, *_unpack(block, lengths[source])))
             out, lse = (part.to(wide), part_lse) if lse is None else merge(out, lse, part, part_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
@@ -61,9 +68,9 @@ class _RingAttention(torch.autograd.Function):
             if not lengths[source] or not q.shape[2]:
                 return source, torch.zeros_like(block)
             k, v = _unpack(block, lengths[source])
-            part, dk, dv = attend_part_backward(dout, q, k, v, out, lse)
+            part, dk, dv = attend_part_backward(dout, q, *for_every_head(q, k, v), out, lse)
             torch.add(dq, part, out=dq)  # not dq.add_: on Gemini's tensors that leaves dq as it is
-            return source, _pack(dk, dv, lengths[0])
+            return source, _pack(_of_shared(dk, k.shape[1]), _of_shared(dv, k.shape[1]), lengths[0])
 
         _, own = next_part()
 

@@ -8,12 +8,12 @@ each with some of the heads for their tokens together, and ring attention goes o
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from opendit.models.attention import GridAttention, for_every_head
 from opendit.models.layers import Attend
 from opendit.parallel.sequence.collectives import Exchange, Group, Ring
 from opendit.parallel.sequence.layout import pack, side_by_side, tokens_by_rank, unpack
@@ -29,17 +29,25 @@ class UlyssesRing:
 
     takes_projection: ClassVar[bool] = False
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend, length: int) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention, length: int) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
         rows, block = q.shape[2], q.shape[2] * self.heads.size
         lengths = [min(max(length - i * block, 0), block) for i in range(self.ring.size)]
-        mine = lengths[self.ring.rank]
+        mine, first = lengths[self.ring.rank], self.ring.rank * block
         if self.ring.size > 1:
-            attend = partial(ring_attention, ring=Ring(self.ring), lengths=lengths)
+            attend = self._around(attend, first, lengths)
         if self.heads.size == 1:
             output = attend(*(part[:, :, :mine] for part in (q, k, v))).transpose(1, 2).flatten(2)
             return F.pad(output, (0, 0, 0, rows - mine)) if mine < rows else output
         ranks = self.heads.size
-        arrived = Exchange(self.heads).start(pack(q, k, v, ranks)).finish()
+        arrived = Exchange(self.heads).start(pack(q, *for_every_head(q, k, v), ranks)).finish()
         output = attend(*unpack(arrived, mine))
         return side_by_side(Exchange(self.heads).start(tokens_by_rank(output, rows, ranks)).finish())
+
+    def _around(self, attend: GridAttention, first: int, lengths: list[int]) -> Attend:
+        """Attention to the keys of all ranks of the ring, for tokens from ``first`` on: every rank prepares its own."""
+
+        def attend_around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return ring_attention(*attend.prepare(q, k, v, first), ring=Ring(self.ring), lengths=lengths)
+
+        return attend_around
