@@ -13,6 +13,7 @@ from opendit.parallel.guidance import SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
+from opendit.parallel.tensor import divide, tensor_group
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 
@@ -30,12 +31,15 @@ def draw(mesh: Mesh, kind: str) -> list[tuple[str, torch.Tensor]]:
     if kind == "cfg_parallel":
         halves = make_replicas(mesh, True).halves
         around = lambda forward: SharedBatch(forward, halves)  # noqa: E731
+    elif kind == "tensor":
+        group = tensor_group(init_mesh(tensor_parallel=2))
+        sequence = divide(model, group)
     else:
         mesh = init_mesh(sequence_parallel=2)
         shape = Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, 2 * SAMPLES)
         sequence = sequence_parallel(mesh, kind, shape)
     speed = SpeedFlags(True, True, True)
-    kernels = select_kernels(speed, mesh.device, torch.bfloat16, head, CONFIG.tokens, inference=True)
+    kernels = select_kernels(speed, mesh.device, torch.bfloat16, head, CONFIG.tokens, inference=kind != "tensor")
     model.place(mesh.device, torch.bfloat16).eval().use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
     found = []
     for record in (True, False):
@@ -47,7 +51,7 @@ def draw(mesh: Mesh, kind: str) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["cfg_parallel", "ulysses", "fastseq", "ring"])
+@pytest.mark.parametrize("kind", ["cfg_parallel", "ulysses", "fastseq", "ring", "tensor"])
 def test_recorded_steps_give_the_same_bits(kind):
     for (note, first), (_, second), (other, want), (_, other_want) in run_ranks(2, draw, kind):
         assert note == "recorded as a CUDA graph" and other.startswith("kernel by kernel")

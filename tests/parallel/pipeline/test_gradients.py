@@ -109,7 +109,8 @@ def compare(mesh: Mesh, config, schedule="1f1b", kind=None, checkpointed=False, 
     model, sequence = model_of(config), None
     if kind is not None:
         heads = config.num_heads // mesh.tp_size
-        sequence = sequence_parallel(mesh, kind, Shape(config.tokens, config.hidden_size, heads))
+        how = dict(types=config.sequence_types, axial=config.axial_attention)
+        sequence = sequence_parallel(mesh, kind, Shape(config.tokens, config.hidden_size, heads, **how))
     stages = mesh_stages(mesh, config, schedule)
     apply_parallel(model, stages=stages, tensor=tensor_group(mesh), sequence=sequence, grad_checkpoint=checkpointed)
     runner = PipelineRunner(BareEngine(model, mesh), WeightedSum(), MICRO_BATCHES)
@@ -173,6 +174,7 @@ def on_four(mesh: Mesh) -> dict:
     sequence = init_mesh(dims=ParallelDims(pp=2, sp=2))
     for kind, name in (("ulysses", "vDiT"), ("fastseq", "DiT of text")):
         found["pp 2 x sp 2", name] = compare(sequence, CONFIGS[name], "interleaved", kind)
+    found["pp 2 x sp 2", "Latte"] = compare(sequence, replace(MODELS["Latte"], depth=DEPTH), kind="auto")
     return found
 
 
