@@ -10,7 +10,6 @@ from opendit.models import DiT, plan_of
 from opendit.models.attention import local_attention
 from opendit.models.layers import Attend, BlockOps
 from opendit.parallel.expert import divide_among, shard_experts
-from opendit.parallel.gradient_memory import ReduceScatter
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.stages import PipelineStages, keep_stages
 from opendit.parallel.rules import shard_units
@@ -125,9 +124,6 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     model.modulate_in_blocks = True
     # What is outside of all units is used at the beginning and at the end of both passes: it stays gathered.
     fully_shard(model, **settings | {"reshard_after_forward": False})
-    reduce_scatter = ReduceScatter()
-    for module in (*called, model):
-        module.set_custom_reduce_scatter(reduce_scatter)
     for place, module in enumerate(called):
         module.set_modules_to_forward_prefetch(called[place + 1 : place + 1 + PREFETCHED])
         module.set_modules_to_backward_prefetch(called[max(0, place - PREFETCHED) : place][::-1])

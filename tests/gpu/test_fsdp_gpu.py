@@ -155,23 +155,3 @@ def test_gathering_float8_changes_no_bit():
                 for mine, wanted in zip(other[:2], theirs[:2], strict=True):
                     assert all(map(torch.equal, mine, wanted)), name
             assert ours[2] < theirs[2]  # bytes in place of bf16, and nothing that was cast is kept
-
-
-def streams_of_gradients(mesh: Mesh) -> list[set[int]]:
-    """The streams that the gradients' memory belongs to, after one micro-batch's reduction and after two."""
-    engine = engine_of(mesh, "fsdp", "bf16", "none", replace(FREED, keep_gradients=False))
-    runner, found = build_runner(engine, SquaredError(), graph=False, micro_batches=2), []
-    for last in (False, True):
-        runner.forward_backward(micro_batch(mesh, 0), last=last)
-        torch.cuda.synchronize()
-        segments = torch.cuda.memory_snapshot()
-        places = {gradient.data_ptr() for gradient in engine.gradients}
-        holding = [[s for s in segments if 0 <= place - s["address"] < s["total_size"]] for place in places]
-        found.append({segment["stream"] for (segment,) in holding})
-    return found
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_gradients_take_the_memory_that_activations_leave():
-    own = torch.cuda.default_stream().cuda_stream
-    assert run_ranks(2, streams_of_gradients) == [[{own}, {own}]] * 2
