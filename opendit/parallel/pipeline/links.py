@@ -31,6 +31,23 @@ class Links:
         self._groups = mesh.links(around)
         self._shapes: dict[tuple, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._sends: dict[tuple[int, int, bool], deque] = {}
+        self._connect()
+
+    def _connect(self) -> None:
+        """A number through every channel, one after the other. NCCL connects two ranks at their first message, for
+        which both hosts wait: in the middle of a schedule one of them might never come, because its own device waits
+        for a message and so can't load a kernel."""
+        number = torch.zeros(1, device=self.device)
+        for first, forward in sorted(self._groups):
+            ends = self._members[first], self._members[(first + 1) % self.ranks]
+            source, target = ends if forward else reversed(ends)
+            group, rank = self._groups[first, forward], self._members[self.rank]
+            if rank == source:
+                dist.send(number, dst=target, group=group)
+            elif rank == target:
+                dist.recv(number, src=source, group=group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int, int]:
         """The group of a message, and the ranks that send and receive it."""
