@@ -139,10 +139,11 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
     def linear_gelu(x: Tensor, layer: Projection) -> Tensor:
         x = _as_a_linear_sees(x)
-        product = layer if activation is None else layer.product
+        after = None if layer.bias is None else activation  # without a bias, kernels leave GELU to torch
+        product = layer if after is None else layer.product
 
         def gelu(u: Tensor) -> Tensor:
-            return F.gelu(u, approximate="tanh") if activation is None else activation(u, layer.bias)
+            return F.gelu(u, approximate="tanh") if after is None else after(u, layer.bias)
 
         with _not_keeping(x):
             u = product(x)

@@ -110,11 +110,6 @@ class DiTConfig:
         return bool(self.text and self.text.cross_attention)
 
     @property
-    def can_recompute(self) -> bool:
-        """Whether --recompute knows how to make a block's activations again."""
-        return self.recompute and self.bias
-
-    @property
     def out_channels(self) -> int:
         return self.in_channels * (2 if self.learn_sigma else 1)
 
@@ -168,9 +163,8 @@ class DiTConfig:
         if fp8 and not (self.float8 and self.bias):
             why = "--no_bias" if self.float8 else f"{self.kind} models"
             raise ValueError(f"--fp8 does not work with {why}; leave it out")
-        if recompute != "none" and not self.can_recompute:
-            why = "--no_bias" if self.recompute else f"{self.kind} models"
-            raise ValueError(f"--recompute {recompute} does not work with {why}; use --grad_checkpoint")
+        if recompute != "none" and not self.recompute:
+            raise ValueError(f"--recompute {recompute} does not work with {self.kind} models; use --grad_checkpoint")
 
     def forward_flops(self) -> int:
         """FLOPs of one sample's forward pass in its matrix products (2 a multiply-add); training is 3x. The sum of the

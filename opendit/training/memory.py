@@ -278,7 +278,7 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
 
     if fits():
         return None
-    if config.can_recompute and setup.plugin != "gemini" and not (setup.grad_checkpoint or setup.fp8):
+    if config.recompute and setup.plugin != "gemini" and not (setup.grad_checkpoint or setup.fp8):
         for level in ("norms", "cheap", "half", "mlp"):
             if fits(recompute=level):
                 return f"--recompute {level}"

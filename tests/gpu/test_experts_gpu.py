@@ -85,4 +85,4 @@ def test_every_gradient_is_that_of_experts_that_are_all_here():
     for rank in run_ranks(2, every_size):
         for case, (in_fp32, one, ours) in rank.items():
             assert in_fp32 < 1e-3, (case, in_fp32)
-            assert ours < 1.5 * one + 1e-3, (case, ours, one)
+            assert ours < 1.5 * one + 0.01, (case, ours, one)

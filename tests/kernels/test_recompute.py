@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.models.test_dit import randomised
 LEVELS = ("none", "norms", "cheap", "half", "mlp")
 LABELS = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3)
 CAPTIONS = DiTConfig((4, 4), 2, 2, 72, 1, 3, text=TextConfig("t5", 8, 5, cross_attention=True))
+NO_BIAS = replace(LABELS, bias=False)
 SPEEDS = {"torch": SpeedFlags(), "kernels": SpeedFlags(True, True, True), "modulate": SpeedFlags(True, False, False)}
 
 
@@ -62,6 +64,8 @@ def gradients(model: DiT, passes: int = 1, retain: int = 1, autocast: bool = Fal
         (LABELS, "torch", {"autocast": True}),
         (CAPTIONS, "torch", {"passes": 2}),
         (LABELS, "kernels", {}),
+        (NO_BIAS, "kernels", {"autocast": True}),
+        (NO_BIAS, "torch", {}),
         (LABELS, "modulate", {"autocast": True}),
         (CAPTIONS, "kernels", {"retain": 2, "autocast": True}),
     ),

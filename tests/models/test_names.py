@@ -211,7 +211,7 @@ def test_what_can_not_be_combined():
     for name, options in (("EC-DiT-Ti/2", {}), ("MovieGen-Ti/2", {}), ("DiT-S/2", {"bias": False})):
         with pytest.raises(ValueError, match="--fp8 does not work with"):
             build(name, num_classes=3, **options).check_speed(True, "none")
-    for name, options in (("MovieGen-Ti/2", {}), ("DiT-S/2", {"bias": False})):
-        with pytest.raises(ValueError, match="--recompute cheap does not work with .* use --grad_checkpoint"):
-            build(name, num_classes=3, **options).check_speed(False, "cheap")
+    with pytest.raises(ValueError, match="--recompute cheap does not work with moviegen models; use --grad_checkpoint"):
+        build("MovieGen-Ti/2", num_classes=3).check_speed(False, "cheap")
+    build("DiT-S/2", num_classes=3, bias=False).check_speed(False, "cheap")
     build("ST-DiT-Ti/222", num_classes=3, qk_norm=True).check_speed(True, "none")

@@ -59,7 +59,7 @@ def setups(config: DiTConfig) -> list[Setup]:
     for plugin, precision in (("zero2", "bf16"), ("ddp", "bf16"), ("ddp", "fp32")):
         for fused in (True, False):
             found.append(Setup(plugin, precision, fused=fused))
-            if config.can_recompute:
+            if config.recompute and config.bias:  # without biases nothing could be, at that commit
                 levels = (level for level in RECOMPUTE if level != "none")
                 found += [Setup(plugin, precision, fused=fused, recompute=level) for level in levels]
     found.append(Setup("gemini", "fp16", world=4, averages=2, accumulate=True))

@@ -124,7 +124,7 @@ class _Pending:
         if self._copied is not None:
             self._copied.synchronize()
         counts = self._counts.tolist()
-        picked = torch.argsort(self._here.flatten(), descending=True, stable=True)[: sum(counts[self._rank])]
+        picked = torch.argsort(self._here.flatten().byte(), descending=True, stable=True)[: sum(counts[self._rank])]
         rows, expert = self._rows[picked], picked // self._here.shape[1]
         weights = self._own.flatten().gather(0, rows * self._own.shape[-1] + expert)
         return Chosen(rows, weights, tuple(counts[self._rank])), counts
