@@ -101,6 +101,18 @@ def gradients(mesh: Mesh) -> dict[str, Tensor]:
     return {name: engine.layout.gather(name, part).clone() for name, part in engine.gradient_shards().items()}
 
 
+def after_one_bad_gradient(mesh: Mesh) -> tuple[bool, bool]:
+    """A step in fp16 in which one rank's experts have a gradient that is not finite: whether it was taken, and whether
+    anything has changed."""
+    engine = engine_of(mesh, "fsdp", "fp16", config=CONFIG)
+    before = {name: master.clone() for name, master in engine.masters().items()}
+    engine.backward(loss_of(engine.forward, 0, slice(mesh.dp_rank, mesh.dp_rank + 1)))
+    if mesh.rank == 3:
+        engine.gradient_shards()["blocks.1.mlp.expert_fc2"].view(-1)[0] = torch.inf
+    taken = bool(engine.step().finite)
+    return taken, not all(torch.equal(engine.master(name), master) for name, master in before.items())
+
+
 def everything(mesh: Mesh, folder: Path) -> dict:
     meshes = Meshes()
     found = {"exact": {}}
@@ -109,6 +121,7 @@ def everything(mesh: Mesh, folder: Path) -> dict:
             found["exact"][(*sizes.items(), config is TEXT)] = exact(meshes.of(sizes), config, config is TEXT)
     found["gradients"] = [gradients(meshes.of(sizes)) for sizes, *_ in RUNS]
     found["runs"] = [engine_run(meshes.of(sizes), "fsdp", "fp32", n, config=CONFIG, **how) for sizes, n, how in RUNS]
+    found["bad"] = after_one_bad_gradient(meshes.of(dict(ep=2)))
     found["different"] = resumed(meshes, folder, ELASTIC, CONFIG)
     return found
 
@@ -131,7 +144,7 @@ def test_ranks_give_what_one_process_gives(tmp_path):
             for name, moment in moments.items():
                 assert (ours[name] - moment).norm() / moment.norm() < 1e-4, (case, name)
                 assert (means[name] - averages[name]).norm() / averages[name].norm() < 1e-4, (case, name)
-        assert rank["different"] == []
+        assert rank["different"] == [] and rank["bad"] == (False, False)
 
 
 @pytest.mark.parametrize(
