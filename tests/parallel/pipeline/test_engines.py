@@ -125,6 +125,7 @@ CASES = [
 ]
 HALF = [(dict(), "zero2", "bf16", {})]
 HALF += [(dict(pp=2), plugin, "bf16", {}) for plugin in ("zero2", "fsdp", "ddp")]
+HALF += [(dict(pp=2), plugin, "fp16", {}) for plugin in ("zero2", "fsdp", "ddp")]  # every stage scales alike
 HALF += [(dict(pp=2, tp=2), "zero2", "bf16", {}), (dict(pp=4), "zero2", "bf16", {})]
 # What is saved, and who goes on from it.
 ELASTIC = [

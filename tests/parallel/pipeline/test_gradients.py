@@ -26,6 +26,7 @@ from opendit.training.runners.pipeline import PipelineRunner
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
 from tests.parallel.tensor.models import MODELS
+from tests.parallel.test_axial import strategy
 from tests.ranks import run_ranks
 
 TOLERANCE, SAMPLES, MICRO_BATCHES, DEPTH = 1e-10, 3, 4, 5
@@ -107,7 +108,9 @@ def compare(mesh: Mesh, config, schedule="1f1b", kind=None, checkpointed=False, 
     given = micro_batches(config, frames)
     losses, wanted = of_one_process(config, given)
     model, sequence = model_of(config), None
-    if kind is not None:
+    if kind == "axial":
+        sequence = strategy(mesh, config)
+    elif kind is not None:
         heads = config.num_heads // mesh.tp_size
         how = dict(types=config.sequence_types, axial=config.axial_attention)
         sequence = sequence_parallel(mesh, kind, Shape(config.tokens, config.hidden_size, heads, **how))
@@ -172,7 +175,7 @@ def on_four(mesh: Mesh) -> dict:
     for name in ("vDiT", "MovieGen, bias", "EC-DiT of text"):
         found["pp 2 x tp 2", name] = compare(tensor, CONFIGS[name])
     sequence = init_mesh(dims=ParallelDims(pp=2, sp=2))
-    for kind, name in (("ulysses", "vDiT"), ("fastseq", "DiT of text")):
+    for kind, name in (("ulysses", "MovieGen, bias"), ("fastseq", "DiT of text"), ("axial", "ST-DiT")):
         found["pp 2 x sp 2", name] = compare(sequence, CONFIGS[name], "interleaved", kind)
     found["pp 2 x sp 2", "Latte"] = compare(sequence, replace(MODELS["Latte"], depth=DEPTH), kind="auto")
     return found
