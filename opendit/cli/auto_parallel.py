@@ -42,6 +42,7 @@ class Candidate:
     sequence_parallel_size: int
     tensor_parallel_size: int
     expert_parallel_size: int
+    pipeline_parallel_size: int
     recompute: str
     grad_checkpoint: bool
     batch_size: int = 1
@@ -51,7 +52,12 @@ class Candidate:
     def product(self) -> tuple:
         """What candidates differ in that are shown apart: all but rematerialization and micro-batch."""
         sizes = (self.data_parallel_replicate, self.sequence_parallel_size, self.tensor_parallel_size)
-        return self.plugin, self.reshard, self.offload, *sizes, self.expert_parallel_size
+        return self.plugin, self.reshard, self.offload, *sizes, self.expert_parallel_size, self.pipeline_parallel_size
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that see the same samples."""
+        return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def dimensions(self) -> int:
@@ -63,6 +69,7 @@ class Candidate:
         sizes = {"sp": self.sequence_parallel_size, "tp": self.tensor_parallel_size}
         if self.tensor_parallel_size == 1:  # otherwise the ranks that divide layers divide experts
             sizes["ep"] = self.expert_parallel_size
+        sizes["pp"] = self.pipeline_parallel_size
         return ParallelDims.fill(world, dp_replicate=self.data_parallel_replicate, **sizes)
 
     def on(self, flags: TrainConfig) -> TrainConfig:
@@ -101,6 +108,7 @@ class Priced:
             "memory: recomputing": work.get("recomputed", 0),
             "the optimizer's step": work.get("update", 0),
             "the host": self.cost.waiting,
+            "the pipeline's bubble": work.get("bubble", 0),
         }
         name, seconds = max(found.items(), key=lambda item: item[1])
         return f"{name} takes {seconds / total:.0%}" if seconds > 0.005 * total else "products and attention alone"
@@ -139,23 +147,25 @@ class _Search:
         """Values of a flag: its own where it was given, else ``others``."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
-    def forms(self, offload: str) -> Iterator[Candidate]:
-        """All but micro-batches."""
+    def forms(self, offload: str, pipelines: bool = False) -> Iterator[Candidate]:
+        """All but micro-batches; ``pipelines``: of stages on different machines."""
         world, node = self.where.world, self.where.node
         here = [size for size in range(1, min(world, node) + 1) if min(world, node) % size == 0 and world % size == 0]
         groups = itertools.product(
             self.options("tensor_parallel_size", here), self.options("sequence_parallel_size", here)
         )
         given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given
-        for tensor, sequence in groups:
-            sharing = tensor * sequence
-            if world % sharing or (not given and min(world, node) % sharing):  # not across machines
+        machines = [n for n in range(2, world // node + 1) if world % (node * n) == 0]
+        stages = self.options("pipeline_parallel_size", machines if pipelines else [1])
+        for (tensor, sequence), pipeline in itertools.product(groups, stages):
+            sharing = tensor * sequence * pipeline
+            if world % sharing or (not given and min(world, node) % (tensor * sequence)):  # not across machines
                 continue
             for plugin in self.options("plugin", PLUGINS):
                 if offload != "none" and plugin != "fsdp":
                     continue
                 for replicate, reshard in self.shards(plugin, sharing, sequence):
-                    form = Candidate(plugin, replicate, reshard, offload, sequence, tensor, 1, "none", False)
+                    form = Candidate(plugin, replicate, reshard, offload, sequence, tensor, 1, pipeline, "none", False)
                     for experts, (recompute, checkpoint) in itertools.product(self.experts(form), self.levels()):
                         yield replace(
                             form, expert_parallel_size=experts, recompute=recompute, grad_checkpoint=checkpoint
@@ -166,7 +176,8 @@ class _Search:
         numbers = plan_of(self.config).divisible(self.config).get("ep")
         here = [1]
         if numbers and form.plugin == "fsdp" and form.tensor_parallel_size == 1:
-            node, copy = min(self.where.world, self.where.node), self.where.world // form.data_parallel_replicate
+            copies = form.data_parallel_replicate * form.pipeline_parallel_size
+            node, copy = min(self.where.world, self.where.node), self.where.world // copies
             whole = [copy, node, *numbers.values()]
             here += [size for size in range(2, node + 1) if all(number % size == 0 for number in whole)]
         return self.options("expert_parallel_size", here)
@@ -191,7 +202,7 @@ class _Search:
 
     def batches(self, form: Candidate) -> Iterator[Candidate]:
         """Micro-batches and how many of them, the largest first."""
-        flags, ranks = self.flags, self.where.world // (form.sequence_parallel_size * form.tensor_parallel_size)
+        flags, ranks = self.flags, self.where.world // form.sharing
         samples = self.samples()
         if samples < ranks or (samples % ranks and "global_batch_size" in flags.given):
             return
@@ -234,6 +245,8 @@ class _Search:
             sequence_parallel=candidate.sequence_parallel_size,
             tensor_parallel=candidate.tensor_parallel_size,
             expert_parallel=candidate.expert_parallel_size,
+            pipeline_parallel=candidate.pipeline_parallel_size,
+            micro_batches=candidate.grad_accumulation,
             accumulate=candidate.grad_accumulation > 1,
             recompute=candidate.recompute,
             grad_checkpoint=candidate.grad_checkpoint,
@@ -249,7 +262,7 @@ class _Search:
             if self.least is None or memory < self.least[0]:
                 self.least = memory, candidate
             return None
-        flags, ranks = self.flags, where.world // setup.sequence_parallel // setup.tensor_parallel
+        flags, ranks = self.flags, where.world // candidate.sharing
         try:
             cost = step_cost(
                 self.config,
@@ -267,15 +280,16 @@ class _Search:
             return None
         return Priced(candidate, setup, memory, cost, batch * candidate.grad_accumulation * ranks)
 
-    def best(self, offload: str) -> list[Priced]:
+    def best(self, offload: str, pipelines: bool = False) -> list[Priced]:
         """The best of each product, the fastest first."""
         found: dict[tuple, Priced] = {}
         enough: dict[tuple, int] = {}  # the largest micro-batch that a product has room for with less recomputing
-        for form in self.forms(offload):
+        for form in self.forms(offload, pipelines):
             if not self.takes(form):
                 continue
             product = form.product
-            larger = (one for one in self.batches(form) if one.batch_size > enough.get(product, 0))
+            least = 0 if form.pipeline_parallel_size > 1 else enough.get(product, 0)  # bubbles like small ones
+            larger = (one for one in self.batches(form) if one.batch_size > least)
             fitting = filter(None, map(self.price, larger))
             for one in itertools.islice(fitting, BATCHES):
                 enough[product] = max(enough.get(product, 0), one.candidate.batch_size)
@@ -296,14 +310,15 @@ def choose(
 ) -> tuple[list[Priced], DiTConfig]:
     """(the best products, the fastest first, at most ``shown``; the model's configuration).
 
-    State goes to host memory, as --offload, only where nothing fits otherwise.
+    Pipelines, and then state in host memory (--offload), are looked at only where nothing fits otherwise.
 
     Raises:
         ValueError: no product fits, or the flags can't be had on so many ranks; the message says what to change.
     """
     search = _Search(flags, dataset, where)
-    for offload in search.options("offload", tuple(OFFLOADED)):
-        chosen = [one for one in search.best(offload) if search.accepts(one.candidate)][:shown]
+    pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
+    for offload, cut in itertools.product(search.options("offload", tuple(OFFLOADED)), pipelines):
+        chosen = [one for one in search.best(offload, cut) if search.accepts(one.candidate)][:shown]
         if chosen:
             return chosen, search.config
     if search.least is not None:

@@ -92,10 +92,7 @@ def _dry_run(flags: TrainConfig) -> None:
         **_steps(batch, None if missing else dataset, samples, flags.global_seed),
     }
     setup = memory_setup(asked, config, world)
-    if flags.pipeline_parallel_size > 1:
-        rows["time"] = "not predicted: the cost model of a step knows no pipelines"
-    else:
-        rows |= _time(asked, config, setup, where, origin)
+    rows |= _time(asked, config, setup, where, origin)
     rows |= _memory(config, batch.batch_size, setup)
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:

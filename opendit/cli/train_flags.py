@@ -261,7 +261,6 @@ class TrainConfig(
             f"--plugin {self.plugin}, whose chunks are of all processes together": refused,
             "--lora, which adds little that stages could share": self.lora is not None,
             "--checkpoint_format whole, for no process gathers the stages": self.checkpoint_format == "whole",
-            "--parallel auto, which knows no pipelines": self.parallel == "auto",
         }
         self._refuse("pipeline_parallel_size", clashes)
 

@@ -6,6 +6,7 @@ gradient of its experts is the sum over its group's tokens already. Ranks with t
 ``ep_shard``, divide their weights, which are gathered when a block is called; and copies of the model add up theirs.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -38,18 +39,23 @@ def check_expert_parallel(config: DiTConfig, dims: ParallelDims) -> None:
     """Raises ValueError, with sizes that work, unless the ranks can have different experts of a model."""
     check_divisible(config, "ep", dims.ep)
     shards = dims.size("ep_shard")
-    for name, shape in model_shapes(config)[0].items() if dims.ep > 1 else ():
-        if name.endswith(STACKS) and math.prod(shape) // dims.ep % shards:
+    for name, weights in _stacks(config).items() if dims.ep > 1 else ():
+        if weights // dims.ep % shards:
             raise ValueError(
                 f"--expert_parallel_size {dims.ep}: {shards} ranks have the same experts, and can't divide {name} of "
-                f"{math.prod(shape) // dims.ep:,} weights evenly; use a larger size"
+                f"{weights // dims.ep:,} weights evenly; use a larger size"
             )
 
 
 def expert_parameters(config: DiTConfig) -> int:
     """Weights of all experts of a block."""
-    shapes = model_shapes(config)[0]
-    return sum(math.prod(shapes.get(f"blocks.0.mlp.{name}", (0,))) for name in STACKS)
+    return sum(_stacks(config).get(f"blocks.0.mlp.{name}", 0) for name in STACKS)
+
+
+@functools.cache
+def _stacks(config: DiTConfig) -> dict[str, int]:
+    """The stacks of experts of a model, and their weights."""
+    return {name: math.prod(shape) for name, shape in model_shapes(config)[0].items() if name.endswith(STACKS)}
 
 
 def divide_among(model: DiT, group: Group) -> None:

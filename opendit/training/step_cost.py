@@ -14,8 +14,10 @@ from opendit.models import DiTConfig, plan_of
 from opendit.parallel.expert import expert_parameters
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.names import AXIAL
+from opendit.parallel.pipeline.schedule import chunks_of
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
 from opendit.training.memory import BYTES, Setup, held_counts
+from opendit.training.memory_stages import stage_setups
 
 # Passes over memory by elementwise kernels, forward and backward, for each unit that a block keeps: what is kept was
 # written and is read once more, and so are gradients. Fitted to the training steps of benchmarks/results.csv.
@@ -328,6 +330,13 @@ def step_cost(
     Raises:
         ValueError: ranks can't share the model's sequences by ``sequence_type``.
     """
+    if setup.pipeline_parallel > 1:
+        how = dict(sequence_type=sequence_type, sequence_types=sequence_types, graph=graph)
+        setup = replace(setup, micro_batches=micro_batches)
+        stages = (
+            step_cost(*stage, batch, micro_batches, hardware, node, **how) for stage in stage_setups(config, setup)
+        )
+        return _pipelined(max(stages, key=lambda stage: stage.total), config, setup, batch, hardware, node)
     step = _Step(config, setup, batch, hardware, node)
     once = step.work()
     sequence, plan = step.sequence(sequence_type, config.sequence_types if sequence_types is None else sequence_types)
@@ -342,9 +351,27 @@ def step_cost(
     return StepCost(work, {name: kind for name, kind in traffic.items() if kind.bytes}, waiting, plan)
 
 
+def _pipelined(
+    slowest: StepCost, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int
+) -> StepCost:
+    """Of the rank whose stages take longest, ``slowest`` without the others: with the time in which it waits for the
+    first micro-batch and for the last ones (Narayanan et al. 2021), and with the tokens that go from stage to stage."""
+    ranks, chunks = setup.pipeline_parallel, chunks_of(setup.schedule)
+    computing = slowest.total - slowest.work["update"]
+    bubble = (ranks - 1) / chunks * computing / setup.micro_batches
+    sent = batch * config.tokens * config.hidden_size * BYTES[setup.precision]
+    sent /= setup.sequence_parallel * setup.tensor_parallel
+    inside = setup.world // ranks < node and span(ranks, setup.world // ranks, node).nodes == 1
+    seconds = sent / (hardware.copies if inside else hardware.node_link) + hardware.latency
+    hidden = hardware.overlap if inside else hardware.node_overlap
+    messages = 2 * chunks * setup.micro_batches  # tokens, and their gradients
+    stages = beside((Traffic(sent, seconds, seconds), hidden), math.inf) * messages
+    return replace(slowest, work={**slowest.work, "bubble": bubble}, traffic={**slowest.traffic, "stages": stages})
+
+
 def tokens_per_second(config: DiTConfig, setup: Setup, batch: int, micro_batches: int, seconds: float) -> float:
     """Of one rank."""
-    sharing = setup.sequence_parallel * setup.tensor_parallel
+    sharing = setup.sequence_parallel * setup.tensor_parallel * setup.pipeline_parallel
     if not math.isfinite(seconds) or seconds <= 0:
         return 0.0
     return batch * micro_batches * config.tokens / sharing / seconds

@@ -59,7 +59,7 @@ def check_as_typed(words: str, world: int, capacity: float, one) -> None:
     how = (asked.parallel, settled.attention, settled.mixed_precision, config, settled.batch_size)
     sequence_shape(*how, tensor_parallel=settled.tensor_parallel_size)
     sizes = dict(sp=settled.sequence_parallel_size, tp=settled.tensor_parallel_size)
-    sizes["ep"] = settled.expert_parallel_size
+    sizes |= {"ep": settled.expert_parallel_size, "pp": settled.pipeline_parallel_size}
     dims = ParallelDims.fill(world, **sizes, dp_replicate=settled.data_parallel_replicate)
     check_expert_parallel(config, dims)
     assert settled.batch_size * settled.grad_accumulation * dims.size("dp") == one.samples
@@ -132,6 +132,16 @@ def test_experts_are_divided_where_that_is_asked_for_or_pays():
     asked = chosen("--recipe mock_ec_dit_1b --batch_size 64 --plugin fsdp --expert_parallel_size 4", 8)
     assert {one.candidate.expert_parallel_size for one in asked} == {4} and asked[0].candidate.dims(8).ep == 4
     assert chosen(f"{CLIPS} --plugin fsdp", 8)[0].candidate.expert_parallel_size == 1
+
+
+def test_pipelines_come_last():
+    """Where they are asked for, or where nothing else fits; with what they wait in the time."""
+    asked = chosen(f"{CLIPS} --global_batch_size 32 --pipeline_parallel_size 2", 16)[0]
+    assert asked.candidate.pipeline_parallel_size == 2 and asked.cost.work["bubble"] > 0
+    assert asked.cost.traffic["stages"].bytes > 0 and asked.samples == 32
+    without = chosen(f"{CLIPS} --global_batch_size 32", 16)[0]
+    assert without.candidate.pipeline_parallel_size == 1 and without.price < asked.price
+    assert asked.cost.work["products"] < 1.1 * without.cost.work["products"]  # all ranks do the same work in all
 
 
 def test_given_flags_are_kept_and_a_recipe_s_are_not():

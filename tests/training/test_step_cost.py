@@ -144,3 +144,15 @@ def test_bytes_of_experts():
     assert one["weights"].bytes - four["weights"].bytes == pytest.approx(config.depth * 2 * 2 * stacks * 7 / 8)
     assert four["experts"].bytes == pytest.approx(config.depth * (2 + 4) * stacks / 4 / 2)
     assert "tokens to experts" not in cost(config=config, world=2, tensor_parallel=2).traffic
+
+
+def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
+    """(P - 1) / M of the slowest stage's work with 1F1B (Narayanan et al. 2021), half of it with 2 stages a rank."""
+    how = dict(batch=2, world=2, pipeline_parallel=2)
+    plain, interleaved = (cost(micro_batches=8, schedule=name, **how) for name in ("1f1b", "interleaved"))
+    computing = plain.total - plain.work["bubble"] - plain.work["update"] - plain.traffic["stages"].exposed
+    assert plain.work["bubble"] == pytest.approx(computing / 8)
+    assert interleaved.work["bubble"] == pytest.approx(computing / 16, rel=0.05)
+    assert cost(micro_batches=32, **how).work["bubble"] < 1.05 * plain.work["bubble"]
+    assert plain.traffic["stages"].bytes == pytest.approx(2 * 8 * 2 * UNIT)
+    assert plain.work["attention"] == pytest.approx(cost(2, 8).work["attention"] / 2)

@@ -51,7 +51,6 @@ def test_train_py_gives_the_single_process_curve_and_goes_on_without(tmp_path):
         ("4 --pipeline_parallel_size 2 --plugin gemini", "does not work with --plugin gemini"),
         ("4 --pipeline_parallel_size 2 --lora 2 --pretrained x", "does not work with --lora"),
         ("4 --pipeline_parallel_size 2 --checkpoint_format whole", "does not work with --checkpoint_format whole"),
-        ("4 --pipeline_parallel_size 2 --parallel auto", "does not work with --parallel auto"),
         ("8 --pipeline_parallel_size 8", "the model's 4 blocks make at most 4 stages; use 4 or less"),
         ("4 --pipeline_parallel_size 4 --pipeline_schedule interleaved", "use 2 or less, or 1f1b"),
         ("4 --pipeline_parallel_size 2 --pipeline_schedule interleaved --grad_accumulation 3", "use 4, or 1f1b"),
