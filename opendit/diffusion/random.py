@@ -114,6 +114,6 @@ def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> 
     return normal(seed, 0, index, Stream.SAMPLE_INIT, shape)
 
 
-def keyed_noise(seed: int, index: Tensor, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
+def keyed_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
     """A ``noise_fn`` with the same properties: step k's noise of a sample depends on ``seed``, k and its index only."""
     return lambda k: normal(seed, k, index, Stream.SAMPLE_STEP, shape)

@@ -134,7 +134,7 @@ class SamplingEngine:
             raise ValueError(f"{len(y)} conditions for {len(index)} samples")
         if self.settings.cfg_scale != 1.0 and (len(null) not in (1, len(y)) or null.shape[1:] != y.shape[1:]):
             raise ValueError(f"null_y {tuple(null.shape)} does not expand to y {tuple(y.shape)}")
-        loop = self._loop(len(index))
+        loop = self.loop_of(len(index))
         loop.begin(y, null, index.to(self.settings.model.device), seed)
         steps = range(self.settings.steps)
         for i in steps if progress is None else progress(steps):
@@ -159,7 +159,7 @@ class SamplingEngine:
             rows = slice(first, first + batch_size)
             yield index[rows], self.sample(y[rows], null if len(null) == 1 else null[rows], index[rows], seed)
 
-    def _loop(self, samples: int) -> SamplingLoop:
+    def loop_of(self, samples: int) -> SamplingLoop:
         """The loop of a batch size; the one that was not used for longest makes room for a new one."""
         if samples not in self._loops:
             while len(self._loops) >= self._most_loops:
@@ -167,6 +167,10 @@ class SamplingEngine:
             self._loops[samples] = SamplingLoop(self.settings, self._times, samples)
         self._loops.move_to_end(samples)
         return self._loops[samples]
+
+    def forget_recordings(self) -> None:
+        for loop in self._loops.values():
+            loop.recordings.clear()
 
     def _advance(self, loop: SamplingLoop, i: int) -> None:
         if self.records:
@@ -180,8 +184,7 @@ class SamplingEngine:
         """Goes on without recordings: the memory that they share is good for no other one."""
         self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
         self._recorder = None
-        for loop in self._loops.values():
-            loop.recordings.clear()
+        self.forget_recordings()
         self._say(f"CUDA graph: {self.note}")
 
 

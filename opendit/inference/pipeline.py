@@ -22,15 +22,7 @@ from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
-from opendit.inference.approximations import Approximations
-from opendit.inference.arguments import (
-    MOST_GUIDANCE,
-    MOST_SAMPLES,
-    MOST_SEED,
-    MOST_STEPS,
-    arguments_named,
-    check_number,
-)
+from opendit.inference.arguments import MOST_SAMPLES, arguments_named, check_number
 from opendit.inference.clip import VideoClip
 from opendit.inference.engine import SamplingEngine
 from opendit.inference.loading import (
@@ -45,6 +37,7 @@ from opendit.inference.loading import (
     null_of,
     vae_of,
 )
+from opendit.inference.settings import DrawSettings, EnginePlan
 from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.models.conditioning import Condition
 from opendit.models.configuration import DiTConfig
@@ -69,6 +62,7 @@ def load(
     lora: str | os.PathLike[str] | None = None,
     vae: str | None = None,
     vae_tiling: bool = False,
+    vae_compile: bool = False,
     text_encoder: str | None = None,
     fp8: bool = False,
     kernels: bool = True,
@@ -86,6 +80,7 @@ def load(
         lora: a run of ``train.py --lora``, merged into the weights of ``path``.
         vae: "ema", "mse", "none" or a folder; None for what the checkpoint names.
         vae_tiling: the VAE decodes tile by tile, for large pictures and long clips.
+        vae_compile: the decoder of pictures and frames is compiled.
         text_encoder: "clip", "t5" or a folder; None for what the checkpoint names.
         fp8: the blocks' linear layers in FP8 (Hopper and newer).
         kernels: the fused kernels and the fastest attention, on GPUs that have them.
@@ -109,7 +104,7 @@ def load(
     added = None if lora is None else Path(lora).expanduser()
     with arguments_named():
         source, dtype = Path(path).expanduser(), PRECISIONS[precision]
-        loading = VaeLoader(device, precision, vae_tiling).begin(added or source, weights, vae)
+        loading = VaeLoader(device, precision, vae_tiling, vae_compile).begin(added or source, weights, vae)
         network, found = load_pretrained(source, model, weights, added, num_classes, notes, device, dtype)
         config = network.config
         notes += assumption(found, config)
@@ -137,15 +132,11 @@ def load(
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """What to draw, see :meth:`Pipeline.order`. y, null: the samples' conditions, and guidance's other one, one row.
-    interval: of noise levels with guidance, None for all. size: of the latents, without channels."""
+    """What to draw, see :meth:`Pipeline.order`. y, null: the samples' conditions, and guidance's other one, one row."""
 
     y: Condition
     null: Condition
-    guidance: float
-    interval: tuple[float, float] | None
-    sampler: str
-    size: tuple[int, ...]
+    plan: EnginePlan
 
 
 @dataclass(eq=False, repr=False)
@@ -172,7 +163,7 @@ class Pipeline:
     weights: Weights
     precision: str
     notes: list[str]
-    _engines: OrderedDict[tuple, SamplingEngine] = field(default_factory=OrderedDict)
+    _engines: OrderedDict[EnginePlan, SamplingEngine] = field(default_factory=OrderedDict)
 
     @property
     def config(self) -> DiTConfig:
@@ -248,35 +239,22 @@ class Pipeline:
             ValueError: an unknown class (the message has the most similar name), or an argument that does not fit.
         """
         check_number("batch_size", batch_size, 1, 65_536, int)
-        check_number("steps", steps, 1, MOST_STEPS, int)
-        check_number("guidance_every", guidance_every, 1, MOST_STEPS, int)
-        if guidance == 1 and guidance_every > 1:
-            raise ValueError("guidance_every does nothing with guidance 1, which is none; leave one of them out")
-        with arguments_named():
-            Approximations.of(guidance_every, cache, steps)
+        settings = DrawSettings(
+            steps=steps,
+            guidance=guidance,
+            seed=seed,
+            sampler=sampler,
+            interval=interval,
+            negative=negative,
+            guided_channels=guided_channels,
+            guidance_every=guidance_every,
+            cache=cache,
+            size=size,
+            frames=frames,
+        )
         with self._arithmetic():
-            order = self.order(
-                what,
-                steps=steps,
-                guidance=guidance,
-                seed=seed,
-                sampler=sampler,
-                interval=interval,
-                negative=negative,
-                guided_channels=guided_channels,
-                size=size,
-                frames=frames,
-            )
-            engine = self._engine(
-                steps=steps,
-                sampler=order.sampler,
-                cfg_scale=order.guidance,
-                cfg_channels=guided_channels,
-                cfg_interval=order.interval,
-                guidance_every=1 if order.guidance == 1 else guidance_every,
-                cache=cache,
-                size=order.size,
-            )
+            order = self.order(what, settings)
+            engine = self._engine(order.plan)
             y, index, drawn = order.y, torch.arange(len(order.y)), []
             total, said = steps * math.ceil(len(y) / batch_size), engine.approximations.note.partition(": ")[0] or None
             with tqdm(total=total, unit=" steps", desc=said, disable=not progress) as bar:
@@ -291,58 +269,43 @@ class Pipeline:
                     drawn += self.shown(engine.sample(y[rows], order.null, index[rows], seed, callback=after_step))
         return drawn
 
-    def order(
-        self,
-        what: int | str | Sequence[int | str],
-        *,
-        steps: int = 50,
-        guidance: float = 4.0,
-        seed: int = 0,
-        sampler: str | None = None,
-        interval: tuple[float, float] | None = None,
-        negative: str | None = None,
-        guided_channels: int | None = None,
-        size: int | tuple[int, int] | None = None,
-        frames: int | None = None,
-    ) -> "Order":
+    def order(self, what: int | str | Sequence[int | str], settings: DrawSettings) -> "Order":
         """What a call with these arguments draws, checked and encoded; raises as the call does."""
-        check_number("steps", steps, 1, MOST_STEPS, int)
-        check_number("seed", seed, 0, MOST_SEED, int)
-        check_number("guidance", guidance, 0, MOST_GUIDANCE)
-        for name, value in (("interval", interval), ("negative", negative)):
-            if guidance == 1 and value is not None:
-                raise ValueError(f"{name} does nothing with guidance 1, which is none; leave one of them out")
-        if guided_channels is not None:
-            check_number("guided_channels", guided_channels, 1, self.config.in_channels, int)
+        settings.check(self.config.in_channels)
+        guidance, interval, negative = settings.guidance, settings.interval, settings.negative
         if isinstance(what, bool):
             raise ValueError(f"what to draw is a list of classes or captions, or a count, not {what}")
         if isinstance(what, numbers.Integral):
             what = int(what)  # numpy's, too
         with arguments_named():
-            latents = self._latent_size(size, frames)
+            latents = self._latent_size(settings.size, settings.frames)
             check_negative(negative, self.config, self.weights)
-            sampler = self.objective.choose(sampler)
+            sampler = self.objective.choose(settings.sampler)
             if not isinstance(what, int):
                 check_guidance(self.config, self.weights, guidance)
-        if interval is not None:
-            low, high = interval
-            if not 0 <= low < high:
-                raise ValueError(f"interval {low:g} {high:g}: two noise levels with 0 <= LOW < HIGH")
-            interval = float(low), float(high)
         y = self._conditions(what)
         if isinstance(what, int) and negative is None:
             guidance, interval = 1.0, None  # away from what is drawn itself
-        return Order(y, null_of(self.conditioner, negative), float(guidance), interval, sampler, latents)
+        plan = EnginePlan(
+            steps=settings.steps,
+            sampler=sampler,
+            cfg_scale=float(guidance),
+            cfg_channels=settings.guided_channels,
+            cfg_interval=None if interval is None else (float(interval[0]), float(interval[1])),
+            guidance_every=1 if guidance == 1 else settings.guidance_every,
+            cache=settings.cache,
+            size=latents,
+        )
+        return Order(y, null_of(self.conditioner, negative), plan)
 
-    def _engine(self, **settings: Any) -> SamplingEngine:
-        """The engine of these settings; those used last are kept, with what they have recorded."""
-        key = tuple(settings.values())
-        if key not in self._engines:
+    def _engine(self, plan: EnginePlan) -> SamplingEngine:
+        """The engine of a plan; those used last are kept, with what they have recorded."""
+        if plan not in self._engines:
             while len(self._engines) >= ENGINES:
                 self._engines.popitem(last=False)
-            self._engines[key] = SamplingEngine(self.model, self.objective, **settings, say=warnings.warn)
-        self._engines.move_to_end(key)
-        return self._engines[key]
+            self._engines[plan] = plan.engine(self.model, self.objective, say=warnings.warn)
+        self._engines.move_to_end(plan)
+        return self._engines[plan]
 
     def shown(self, latents: Tensor) -> list[Any]:
         """Pictures or clips of latents (B, C, ...)."""

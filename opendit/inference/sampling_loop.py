@@ -120,8 +120,9 @@ class SamplingLoop:
         parts = self.network, settings.objective, settings.sampler, guided, self.state, self.step
         return fused_steps(*parts, settings.cfg_scale, settings.cfg_channels)
 
-    def begin(self, y: Condition, null: Condition, index: Tensor, seed: int) -> None:
-        """Takes the conditions and the noise of a batch; ``index`` (B,) int64 on the model's device."""
+    def begin(self, y: Condition, null: Condition, index: Tensor, seed: int | Tensor) -> None:
+        """Takes the conditions and the noise of a batch; ``index`` (B,) int64 on the model's device, ``seed`` one for
+        all or (B,) int64 there."""
         self.network.condition(y, null if self.network.guided else None)
         if self._fused is not None:
             if self._fused.capacity != self.network.capacity:

@@ -7,6 +7,7 @@ with SamplingServer(opendit.load("outputs/000-DiT-XL-2")) as server:
 
 import atexit
 import contextlib
+import itertools
 import threading
 import warnings
 from collections import OrderedDict
@@ -19,11 +20,13 @@ from torch import Tensor
 
 from opendit.diffusion.guidance import is_within
 from opendit.inference.arguments import MOST_STEPS, check_number
+from opendit.inference.batch_loop import BatchLoop
 from opendit.inference.delivery import Delivery, first_line
 from opendit.inference.engine import TABLE_BYTES, why_not_recorded
 from opendit.inference.pipeline import Order, Pipeline
 from opendit.inference.request import QueueFullError, SampleRequest, ServerClosedError
 from opendit.inference.sampling_loop import NotRecordedError
+from opendit.inference.settings import DrawSettings, EnginePlan
 from opendit.inference.slot_inputs import StepTable
 from opendit.inference.slot_loop import SampleKind, SlotLoop, SlotSample, batch_sizes
 from opendit.kernels.recording import GraphRecorder
@@ -38,7 +41,8 @@ class SamplingServer:
 
     Samples with other numbers of steps, seeds, conditions, guidance scales, intervals and negative captions share a
     batch: whenever a row is free, the next sample takes it at its step 0. What can't be in one batch (another sampler,
-    guidance or none, another number of guided channels, another size) is drawn in a batch of its own kind.
+    guidance or none, another number of guided channels, another size) is drawn in a batch of its own kind. So are
+    samples with ``cache`` or ``guidance_every``, which begin and end together (:class:`BatchLoop`).
 
     Who is next:
 
@@ -84,10 +88,11 @@ class SamplingServer:
         self._sizes, self._memory, self._say, self._recorder = batch_sizes(batch_size), table_bytes, say, recorder
         why = why_not_recorded(pipe.model, record, recorder is not None)
         self.note = f"kernel by kernel: {why}" if why else "recorded as a CUDA graph"
-        self._loops: OrderedDict[SampleKind, SlotLoop] = OrderedDict()
+        self._loops: OrderedDict[SampleKind, SlotLoop | BatchLoop] = OrderedDict()
         self._joint: dict[str, dict[str, Tensor]] = {}  # of samplers: what all their trajectories look up in
         self._tables: OrderedDict[tuple, StepTable] = OrderedDict()
         self._preparing = threading.Lock()  # of what submit does with the encoders and on the device
+        self._alone = itertools.count()  # of requests whose samples share a batch with no others
         self._wake = threading.Condition()  # over what follows
         self._requests: list[SampleRequest] = []  # that have not ended, in the order of their arrival
         self._closed = ""  # why nothing is taken any more
@@ -123,20 +128,13 @@ class SamplingServer:
         self,
         what: int | str | Sequence[int | str],
         *,
-        seed: int = 0,
-        steps: int = 50,
-        guidance: float = 4.0,
-        sampler: str | None = None,
-        interval: tuple[float, float] | None = None,
-        negative: str | None = None,
-        guided_channels: int | None = None,
-        size: int | tuple[int, int] | None = None,
-        frames: int | None = None,
         callback: Callable[[float], None] | None = None,
         record_all: bool = False,
+        **settings: Any,
     ) -> SampleRequest:
-        """Asks for one sample for each of ``what``; returns at once. Arguments are those of a call of ``Pipeline``, and
+        """Asks for one sample for each of ``what``; returns at once.
 
+        settings: seed, steps, guidance and whatever else a call of ``Pipeline`` takes (:class:`DrawSettings`).
         callback: ``callback(progress)`` with a number from 0 to 1 after every step of its samples, in the thread that
             draws: it should return soon. What it raises ends the request, and ``result`` raises it.
         record_all: records the steps of every batch size for samples of this kind now, which takes seconds; otherwise
@@ -150,22 +148,11 @@ class SamplingServer:
         with self._wake:
             self._check_room(1)  # before anything is encoded
         with self._preparing, self._on_device(), torch.inference_mode():
-            order = self.pipe.order(
-                what,
-                seed=seed,
-                steps=steps,
-                guidance=guidance,
-                sampler=sampler,
-                interval=interval,
-                negative=negative,
-                guided_channels=guided_channels,
-                size=size,
-                frames=frames,
-            )
-            guided = order.guidance != 1.0
-            kind = SampleKind(order.sampler, guided, guided_channels if guided else None, order.size)
-            samples = self._samples(order, self._table(kind, steps), seed)
-        request = SampleRequest(kind, samples, steps, callback)
+            asked = DrawSettings(**settings)
+            order = self.pipe.order(what, asked)
+            kind = self._kind(order.plan, asked)
+            samples = self._samples(order, self._table(kind, asked.steps), asked.seed)
+        request = SampleRequest(kind, samples, asked.steps, callback)
         request.records_all = record_all
         with self._wake:
             self._check_room(len(samples))
@@ -185,10 +172,18 @@ class SamplingServer:
             torch.set_float32_matmul_precision(self._precision)
             self._precision = ""
 
+    def _kind(self, plan: EnginePlan, asked: DrawSettings) -> SampleKind:
+        guided, together = plan.cfg_scale != 1.0, None
+        if plan.approximates:
+            # A first-block cache decides by the whole batch, so that others' samples may not be in it.
+            alone = next(self._alone) if plan.by_batch else None
+            together = plan, asked.negative, alone
+        return SampleKind(plan.sampler, guided, plan.cfg_channels if guided else None, plan.size, together)
+
     def _samples(self, order: Order, table: StepTable, seed: int) -> list[SlotSample]:
-        scales = np.full(table.steps, order.guidance, dtype=np.float32)
-        if order.interval is not None:
-            scales[[not is_within(order.interval, level) for level in table.levels]] = 1.0
+        scales, interval = np.full(table.steps, order.plan.cfg_scale, dtype=np.float32), order.plan.cfg_interval
+        if interval is not None:
+            scales[[not is_within(interval, level) for level in table.levels]] = 1.0
         return [
             SlotSample(None, number, table, order.y[number : number + 1], order.null, scales, seed)
             for number in range(len(order.y))
@@ -289,7 +284,7 @@ class SamplingServer:
                 chosen.append((kind, samples))
         return chosen
 
-    def _make_room(self, waiting: list[SampleRequest]) -> SlotLoop | None:
+    def _make_room(self, waiting: list[SampleRequest]) -> SlotLoop | BatchLoop | None:
         """If a kind waits for which there is no room: the loop that gets no new samples, once it has none it goes."""
         kinds = dict.fromkeys(request.kind for request in waiting)
         if len(self._loops) < LOOPS or all(kind in self._loops for kind in kinds):
@@ -305,13 +300,18 @@ class SamplingServer:
             mine = [sample for sample in samples if sample.owner is request]
             try:
                 if kind not in self._loops:
-                    pipe = self.pipe
-                    self._loops[kind] = SlotLoop(pipe.model, pipe.objective, kind, mine[0], self._sizes, self._memory)
+                    self._loops[kind] = self._make_loop(kind, mine[0])
                 self._loops[kind].admit(mine)
             except Exception as error:
                 _fail({request}, error)
 
-    def _step(self, loop: SlotLoop) -> None:
+    def _make_loop(self, kind: SampleKind, sample: SlotSample) -> SlotLoop | BatchLoop:
+        given = self.pipe.model, self.pipe.objective, kind
+        if kind.together is None:
+            return SlotLoop(*given, sample, self._sizes, self._memory)
+        return BatchLoop(*given, kind.together[0], self.batch_size, self._memory)
+
+    def _step(self, loop: SlotLoop | BatchLoop) -> None:
         """One step of a loop's samples; those that have ended go to be decoded."""
         live = loop.live
         try:
@@ -328,7 +328,7 @@ class SamplingServer:
     def _forget(self, kind: SampleKind) -> None:
         self._computed += self._loops.pop(kind).computed
 
-    def _advance(self, loop: SlotLoop) -> list[SlotSample]:
+    def _advance(self, loop: SlotLoop | BatchLoop) -> list[SlotSample]:
         if self.pipe.device.type == "cuda":  # the host does not run ahead of what it says is done
             while len(self._ahead) >= AHEAD:
                 self._ahead.pop(0).synchronize()
@@ -341,7 +341,7 @@ class SamplingServer:
             self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
             self._recorder = None
             for other in self._loops.values():
-                other.recordings.clear()
+                other.forget_recordings()
             self._say(f"CUDA graph: {self.note}")
             ended = loop.advance()
         if self.pipe.device.type == "cuda":
@@ -350,7 +350,7 @@ class SamplingServer:
             self._ahead.append(event)
         return ended
 
-    def _drop(self, loop: SlotLoop, samples: list[SlotSample]) -> None:
+    def _drop(self, loop: SlotLoop | BatchLoop, samples: list[SlotSample]) -> None:
         for sample in samples:
             sample.owner.in_rows -= 1
         loop.drop(samples)

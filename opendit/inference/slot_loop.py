@@ -23,12 +23,16 @@ PATIENCE = 2  # ticks for which a smaller batch must have been enough
 
 @dataclass(frozen=True)
 class SampleKind:
-    """What samples must have in common to be drawn in one batch."""
+    """What samples must have in common to be drawn in one batch.
+
+    channels: that are guided. size: of the latents. together: where they must take their steps together, all else that
+    decides what a step is."""
 
     sampler: str
     guided: bool
-    channels: int | None  # that are guided
+    channels: int | None
     size: tuple[int, ...]
+    together: tuple | None = None
 
 
 @dataclass(eq=False)
@@ -129,7 +133,7 @@ class SlotLoop:
             return
         free = [row for row, taken in enumerate(self.rows) if taken is None][: len(samples)]
         rows = self._put(np.array(free))
-        y, null = (_joined([getattr(sample, name) for sample in samples]) for name in ("y", "null"))
+        y, null = (joined([getattr(sample, name) for sample in samples]) for name in ("y", "null"))
         self.network.admit(rows, y, null)
         seeds, numbers = (
             self._put(np.array([getattr(sample, name) for sample in samples])) for name in ("seed", "number")
@@ -188,6 +192,9 @@ class SlotLoop:
             self._record(size, recorder, recording)
         for part, before in zip(static, kept, strict=True):
             part.copy_(before)
+
+    def forget_recordings(self) -> None:
+        self.recordings.clear()
 
     def _record(self, size: int, recorder: GraphRecorder, recording) -> None:
         if size in self.recordings:
@@ -279,6 +286,6 @@ class SlotLoop:
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor
 
 
-def _joined(conditions: list[Condition]) -> Condition:
+def joined(conditions: list[Condition]) -> Condition:
     first = conditions[0]
     return first if len(conditions) == 1 else getattr(first, "cat", torch.cat)(conditions)

@@ -168,7 +168,7 @@ def compare(config, which: str, sampler: str, reference: type, how: dict, asked:
     recorder = TapeRecorder()
     engine = SamplingEngine(model, objective, **settings, recorder=recorder)
     plain = SamplingEngine(model, objective, **settings, record=False)
-    loop.chosen = [i for i, step in enumerate(engine._loop(2).plan) if step.mode.blocks == "all"]
+    loop.chosen = [i for i, step in enumerate(engine.loop_of(2).plan) if step.mode.blocks == "all"]
     for seed in (0, 1):
         y, null = conditions(config, 2)
         index = torch.arange(2) * 7 + seed
@@ -324,7 +324,7 @@ def test_only_what_is_evaluated_is_looked_up(cache, shared):
     around = (lambda model: model) if shared else None
     engine = SamplingEngine(model, objective, steps=steps, record=False, cache=cache, around=around)
     engine.sample(*given)  # so that everything has its place
-    loop = engine._loop(2)
+    loop = engine.loop_of(2)
     network, counts = loop.network, []
     for tensors in ([network._table], network._static["contexts"]):
         with LookedUp(tensors) as looked_up:

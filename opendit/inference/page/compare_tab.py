@@ -64,7 +64,7 @@ def compare_tab(page: Page, blocks: gr.Blocks) -> None:
                 (await asyncio.to_thread(page.store.add, samples, one.labels, one.settings))[1]
                 for samples, one in zip(drawn, asked, strict=True)
             ]
-            text = f"A: {choices[0].name}; B: {choices[1].name}; seed {asked[0].request.seed}"
+            text = f"A: {choices[0].name}; B: {choices[1].name}; seed {asked[0].request.settings.seed}"
             notes = [note for pending in shown for note in pending.notes]
             yield views.message(text, dict.fromkeys(notes)), views.pairs(*stored, list(map(difference, *drawn)))
 

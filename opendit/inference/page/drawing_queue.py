@@ -16,6 +16,7 @@ import torch
 from opendit.inference.page.catalog import WeightsChoice
 from opendit.inference.request import SampleRequest
 from opendit.inference.server import SamplingServer
+from opendit.inference.settings import DrawSettings
 
 MOST_WAITING, MOST_DRAWN = 16, 8  # requests
 
@@ -26,20 +27,11 @@ class TooManyRequests(Exception):
 
 @dataclass(frozen=True)
 class DrawingRequest:
-    """What is to be drawn: the arguments of ``SamplingServer.submit``."""
+    """What is to be drawn, and how."""
 
     weights: WeightsChoice
     what: int | tuple[int | str, ...]
-    steps: int
-    guidance: float
-    seed: int
-    sampler: str | None = None
-    interval: tuple[float, float] | None = None
-    negative: str | None = None
-
-    def arguments(self) -> dict[str, Any]:
-        names = ("steps", "guidance", "seed", "sampler", "interval", "negative")
-        return {name: getattr(self, name) for name in names}
+    settings: DrawSettings
 
 
 class PendingDrawing:
@@ -207,7 +199,7 @@ class DrawingQueue:
 
     def _asked(self, pending: PendingDrawing) -> dict[str, Any]:
         what = pending.request.what
-        return {"what": what if isinstance(what, int) else list(what), **pending.request.arguments()}
+        return {"what": what if isinstance(what, int) else list(what), **vars(pending.request.settings)}
 
     def _free(self) -> None:
         """The model before goes before the next one comes: both may not fit."""

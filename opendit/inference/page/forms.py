@@ -9,9 +9,11 @@ from opendit.encoders.pictures import one_line
 from opendit.inference.arguments import MOST_GUIDANCE, MOST_SEED, MOST_STEPS
 from opendit.inference.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.inference.page.drawing_queue import DrawingRequest
+from opendit.inference.settings import DrawSettings
 
 MOST_TEXT = 20_000  # characters of all captions together
 MOST_CAPTION = 2_000
+CACHES = ("taylor:2", "taylor:3", "taylor:4", "first_block:0.06", "first_block:0.1")  # with a row in docs/sampling.md
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class SettingsForm:
     steps: Any
     guidance: Any
     interval: Any
+    cache: Any = "exact"
+    guidance_every: Any = 1
 
     def choice(self, catalog: Catalog) -> WeightsChoice:
         """Raises ValueError for what can't be chosen."""
@@ -61,10 +65,14 @@ def read_forms(what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: M
         raise ValueError(f"this model's samplers are {', '.join(card.samplers)}: choose one of them")
     interval = _interval(how.interval)
     negative = _caption(what.negative or "") or None
+    every = _number("guide every so many steps", how.guidance_every, 1, MOST_STEPS, whole=True)
+    if how.cache not in ("exact", *CACHES):
+        raise ValueError(f"blocks left out: choose exact or one of {', '.join(CACHES)}")
+    cache = None if how.cache == "exact" else how.cache
     if not card.guided:
         guidance = 1.0
     if guidance == 1:
-        interval = negative = None  # there is no guidance for them to change
+        interval, negative, every = None, None, 1  # there is no guidance for them to change
     if card.captions:
         items: list[Any] = _captions(what.captions)
         labels = items
@@ -73,7 +81,17 @@ def read_forms(what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: M
         labels = [card.classes[number] for number in items]
     labels = [labels[i % len(labels)] for i in range(count)] if items else ["no condition"] * count
     wanted = tuple(items[i % len(items)] for i in range(count)) if items else count
-    request = DrawingRequest(choice, wanted, steps, guidance, seed, how.sampler, interval, negative)
+    drawn = DrawSettings(
+        steps=steps,
+        guidance=guidance,
+        seed=seed,
+        sampler=how.sampler,
+        interval=interval,
+        negative=negative,
+        guidance_every=every,
+        cache=cache,
+    )
+    request = DrawingRequest(choice, wanted, drawn)
     settings = {
         "weights": choice.name,
         "model": card.model,
@@ -83,6 +101,8 @@ def read_forms(what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: M
         "guidance": guidance,
         "interval": interval and [None if math.isinf(level) else level for level in interval],
         "negative": negative,
+        "guidance_every": every,
+        "cache": cache,
         "seed": seed,
         "count": count,
     }

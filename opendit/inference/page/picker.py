@@ -8,7 +8,7 @@ import gradio as gr
 from opendit.inference.arguments import MOST_STEPS
 from opendit.inference.page import views
 from opendit.inference.page.catalog import NEWEST, ModelCard
-from opendit.inference.page.forms import MOST_CAPTION, MOST_TEXT
+from opendit.inference.page.forms import CACHES, MOST_CAPTION, MOST_TEXT
 from opendit.inference.page.page import Page, said
 
 # Of every event: none is offered to other programs. Of every piece of HTML: no script, and no style but the page's.
@@ -47,13 +47,20 @@ class WeightsPicker:
             self.interval = gr.Textbox(
                 "", label="Noise levels with guidance", placeholder="all; or from and to: 0.3 5", max_length=100
             )
+            with gr.Row():
+                self.cache = gr.Dropdown(
+                    ["exact", *CACHES], value="exact", label="Blocks left out", interactive=True, min_width=130
+                )
+                self.every = gr.Number(
+                    1, label="Guide every ... steps", precision=0, minimum=1, maximum=MOST_STEPS, min_width=110
+                )
 
     @property
     def fields(self) -> list[Any]:
         """In the order of :class:`SettingsForm`."""
         return [
             *(self.source, self.checkpoint, self.average),
-            *(self.sampler, self.step_count, self.scale, self.interval),
+            *(self.sampler, self.step_count, self.scale, self.interval, self.cache, self.every),
         ]
 
     @property

@@ -44,7 +44,7 @@ def sample_tab(page: Page, blocks: gr.Blocks) -> None:
                 yield shown, gr.skip()
                 continue
             batch, stored = await asyncio.to_thread(page.store.add, shown[0].samples, asked.labels, asked.settings)
-            text = f"{len(stored)} of seed {asked.request.seed} from {choice.name}"
+            text = f"{len(stored)} of seed {asked.request.settings.seed} from {choice.name}"
             yield views.message(text, shown[0].notes), views.gallery(batch, stored)
 
     def stop(request: gr.Request) -> None:

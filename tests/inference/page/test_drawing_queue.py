@@ -14,13 +14,14 @@ import opendit
 from opendit.inference.page.catalog import WeightsChoice
 from opendit.inference.page.drawing_queue import DrawingQueue, DrawingRequest, TooManyRequests
 from opendit.inference.server import SamplingServer
+from opendit.inference.settings import DrawSettings
 from tests.inference.small import write
 
 A, B = (WeightsChoice(name, Path(name), "ema") for name in "AB")
 
 
 def request(weights=A, what=(1, 2), steps=5, **more) -> DrawingRequest:
-    return DrawingRequest(weights, what, steps, 1.0, 0, **more)
+    return DrawingRequest(weights, what, DrawSettings(steps=steps, guidance=1.0, **more))
 
 
 class Server:
@@ -172,7 +173,7 @@ def test_what_can_not_be_loaded(error, capsys):
 def test_the_samples_are_the_pipelines(tmp_path):
     path = write(tmp_path / "weights.safetensors")
     choice = WeightsChoice("x", path, "ema")
-    asked = DrawingRequest(choice, (3, 1, 0), 4, 2.0, 7, "ddim", (0.5, 50.0))
+    asked = DrawingRequest(choice, (3, 1, 0), DrawSettings(4, 2.0, 7, "ddim", (0.5, 50.0)))
 
     def start(choice):
         return SamplingServer(opendit.load(choice.path, device="cpu"), batch_size=2)

@@ -14,7 +14,8 @@ CHOICE = WeightsChoice("a run", None, "ema")
 
 def asked(card=CLASSES, **fields):
     values = {"source": "a", "checkpoint": "b", "average": "c", "sampler": card.samplers[0], "steps": 5, "guidance": 3,
-              "interval": "", "classes": [2, 0], "captions": "a\n\n b ", "negative": "", "count": 5,
+              "interval": "", "cache": "exact", "guidance_every": 1,
+              "classes": [2, 0], "captions": "a\n\n b ", "negative": "", "count": 5,
               "seed": 9}  # fmt: skip
     values |= fields
     how, what = (cls(**{name: values[name] for name in cls.__dataclass_fields__}) for cls in (SettingsForm, WhatForm))
@@ -26,21 +27,35 @@ def test_classes_and_captions_are_repeated_up_to_the_count():
     assert got.request.what == (2, 0, 2, 0, 2) and got.labels == ["two", "zero", "two", "zero", "two"]
     assert asked(count=1).request.what == (2,) and asked(classes=[], count=3).request.what == 3
     got = asked(WORDS, negative="x\ny", count=3)
-    assert got.request.what == ("a", "b", "a") and got.request.negative == "x y"
+    assert got.request.what == ("a", "b", "a") and got.request.settings.negative == "x y"
     assert asked(WORDS, captions=" \n\0\n", count=2).request.what == 2  # no caption at all
 
 
 def test_settings_stand_in_the_files():
     got = asked(interval="0.5, inf", seed=3.0, sampler="ddim")
-    assert got.request.interval == (0.5, math.inf) and got.request.seed == 3 and type(got.request.seed) is int
+    assert (
+        got.request.settings.interval == (0.5, math.inf)
+        and got.request.settings.seed == 3
+        and type(got.request.settings.seed) is int
+    )
     assert got.settings["interval"] == [0.5, None] and got.settings["weights"] == "a run"
     assert {"model", "objective", "sampler", "steps", "guidance", "negative", "seed", "count"} < set(got.settings)
 
 
+def test_what_is_left_out_of_steps():
+    got = asked(cache="taylor:3", steps=6)
+    assert got.request.settings.cache == got.settings["cache"] == "taylor:3" and got.settings["guidance_every"] == 1
+    assert asked(guidance_every=2).request.settings.guidance_every == 2 and asked().request.settings.cache is None
+    assert asked(guidance_every=2, guidance=1).request.settings.guidance_every == 1
+    for wrong in ({"cache": "taylor:1"}, {"cache": None}, {"cache": ["exact"]}, {"guidance_every": 0}):
+        with pytest.raises(ValueError, match="blocks left out|guide every"):
+            asked(**wrong)
+
+
 def test_without_guidance_nothing_is_guided():
-    assert asked(guidance=1, interval="1 2").request.interval is None
+    assert asked(guidance=1, interval="1 2").request.settings.interval is None
     unguided = ModelCard("m", False, False, ("a",), ("ddpm",), False, "8", "ddpm")
-    assert asked(unguided, classes=[0], guidance=4).request.guidance == 1
+    assert asked(unguided, classes=[0], guidance=4).request.settings.guidance == 1
 
 
 @pytest.mark.parametrize(
@@ -52,7 +67,7 @@ def test_without_guidance_nothing_is_guided():
 def test_captions_are_text(text):
     got = asked(WORDS, captions=text, negative=text, count=1)
     what = got.request.what if isinstance(got.request.what, tuple) else ()
-    for caption in (*what, *filter(None, [got.request.negative])):
+    for caption in (*what, *filter(None, [got.request.settings.negative])):
         assert caption.encode().decode() == caption and caption.isprintable()
     assert what or not text.strip("\0")
 
