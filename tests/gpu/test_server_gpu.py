@@ -144,3 +144,24 @@ def test_a_step_that_cannot_be_recorded_runs_kernel_by_kernel(pipes, monkeypatch
         for _ in range(2):
             assert near(server.submit(["a", "b"], steps=6).result(60), want)
     assert len(said) == 1 and "recording failed" in said[0] and not server.records
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_batches_that_leave_something_out_are_the_pipelines(tmp_path, monkeypatch, kernels):
+    """Recorded with the server's recorder, beside other batches."""
+    pipe = opendit.load(write(tmp_path / "classes.safetensors"), device="cuda", kernels=kernels)
+    asked = [
+        {"steps": 12, "cache": "taylor:3", "seed": 2**40},
+        {"steps": 9, "guidance_every": 3, "sampler": "ddim"},
+        {"steps": 10, "cache": "first_block:0.3"},
+    ]
+    with SamplingServer(pipe, batch_size=8, decode=lambda x: list(x.clone())) as server:
+        beside = [server.submit([0, 4, 1], steps=5 + number) for number in range(4)]
+        requests = [server.submit([3, 1, 4], **settings) for settings in asked]
+        got = [torch.stack(request.result(120)) for request in requests]
+        assert server.records and all(request.result(120) for request in beside)
+    seen = []
+    monkeypatch.setattr(type(pipe), "shown", lambda self, latents: seen.append(latents.clone()) or [0] * len(latents))
+    for settings in asked:
+        pipe([3, 1, 4], progress=False, **settings)
+    assert all(map(torch.equal, got, seen)) and got[0].std() > 0.1
