@@ -150,5 +150,8 @@ def test_large_pictures_are_encoded_in_tiles(folder, monkeypatch):
     assert moments.shape == expected.shape == (2, 8, 13, 16) and set(seen) == {(32, 32)}
     corner = whole.moments(pixels[..., :32, :32])
     torch.testing.assert_close(moments[..., :5, :6], corner[..., :5, :6])  # where no other tile lies
+    corner = whole.moments(pixels[..., -32:, -32:])
+    torch.testing.assert_close(moments[..., -5:, -2:], corner[..., -5:, -2:])
+    corner = whole.moments(pixels[..., :32, :32])
     assert 1e-4 < (moments - expected).abs().mean() < 0.2 * expected.abs().mean()
     assert torch.equal(tiled.moments(pixels[..., :32, :32]), corner)
