@@ -229,3 +229,21 @@ def test_dry_run_plans_what_is_not_here(capsys, monkeypatch):
     said = capsys.readouterr().out
     assert "512 ranks, 8 a node" in said and "1. " in said and "received a step" in said and "ms a step" in said
     assert not math.isnan(float(said.split("1. ")[1].split(" ms")[0].replace(",", "")))
+
+
+def test_groups_that_cross_machines_are_noted(monkeypatch):
+    """Machines are as large as torchrun says, or --gpus_per_node; of --dry_run 8."""
+
+    def notes(words: str, world: int) -> list[str]:
+        _, said = parse(TrainConfig, f"{CLIPS} {words}".split()).settled(world, has_gpu=True)
+        return [note for note in said if "lie across machines" in note]
+
+    assert notes("--sequence_parallel_size 4 --dry_run 16", 16) == []
+    (note,) = notes("--sequence_parallel_size 16 --dry_run 16", 16)
+    assert note.startswith("--sequence_parallel_size 16: groups of 16 ranks lie across machines of 8")
+    both = notes("--sequence_parallel_size 4 --tensor_parallel_size 4 --dry_run 16", 16)
+    assert len(both) == 1 and "--sequence_parallel_size 4 with --tensor_parallel_size 4: groups of 16" in both[0]
+    assert len(notes("--tensor_parallel_size 4 --dry_run 16 --gpus_per_node 2", 16)) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # a run of two machines, as torchrun starts it
+    assert notes("--tensor_parallel_size 2", 4) == [] and len(notes("--tensor_parallel_size 4", 4)) == 1
+    assert notes("--tensor_parallel_size 4 --gpus_per_node 4", 4) == []
