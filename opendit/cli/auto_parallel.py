@@ -154,12 +154,12 @@ class _Search:
         groups = itertools.product(
             self.options("tensor_parallel_size", here), self.options("sequence_parallel_size", here)
         )
-        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given
+        given = {"tensor_parallel_size", "sequence_parallel_size"} & self.flags.given  # may cross machines
         machines = [n for n in range(2, world // node + 1) if world % (node * n) == 0]
         stages = self.options("pipeline_parallel_size", machines if pipelines else [1])
         for (tensor, sequence), pipeline in itertools.product(groups, stages):
             sharing = tensor * sequence * pipeline
-            if world % sharing or (not given and min(world, node) % (tensor * sequence)):  # not across machines
+            if world % sharing or (not given and min(world, node) % (tensor * sequence)):
                 continue
             for plugin in self.options("plugin", PLUGINS):
                 if offload != "none" and plugin != "fsdp":
@@ -345,14 +345,14 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
     """
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
-    usable = USABLE * card_memory(mesh.device) if has_gpu else USABLE_OF_A_HOST * host_memory() / ranks_here(mesh)
+    here = environment_node_size() or mesh.world_size
+    usable = USABLE * card_memory(mesh.device) if has_gpu else USABLE_OF_A_HOST * host_memory() / here
     usable = mesh.least(usable)
-    found: tuple = (None, None)
+    found = None, None
     if mesh.is_main:
         try:
             hardware, origin = find_hardware(flags.hardware, card)
-            node = flags.node_size(mesh.world_size)
-            where = Circumstances(mesh.world_size, node, usable, hardware, has_gpu)
+            where = Circumstances(mesh.world_size, flags.node_size(mesh.world_size), usable, hardware, has_gpu)
             chosen, config = choose(flags, data_of(flags), where)
             print("\n".join(report(chosen, config, where, origin)), flush=True)
             found = chosen[0].candidate, None
@@ -362,11 +362,6 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
     if error is not None:
         raise error
     return candidate.on(flags), mesh.divided(candidate.dims(mesh.world_size))
-
-
-def ranks_here(mesh: Mesh) -> int:
-    """Ranks on this machine."""
-    return environment_node_size() or mesh.world_size
 
 
 def data_of(flags: TrainConfig) -> MediaDataset:
