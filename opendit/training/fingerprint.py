@@ -37,7 +37,7 @@ CODE = "the same curve only if nothing that computes it was changed"
 FREE = frozenset(
     "num_workers data_timeout max_bad max_bad_steps enable_cuda_graph keep_gathered recipe dry_run outputs load "
     "log_every ckpt_every save ckpt_keep checkpoint_format profile sample_every sample_steps sample_cfg_scale "
-    "reshard offload gather_fp8".split()
+    "reshard offload gather_fp8 parallel hardware gpus_per_node".split()
 )
 OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions full_attention "

@@ -45,7 +45,7 @@ class DirectExchange:
         layer = Layer(self.memory, parts, places, grid.sizes[FRAMES], x.flatten(2).shape)
         departed, out = [], layer
         for part, lines in enumerate(_Enter.apply(x.flatten(2), layer)):
-            lines = _Arrive.apply(lines, layer, part)  # (B, places of the part, T, D)
+            lines = _ArriveInPlaces.apply(lines, layer, part)  # (B, places of the part, T, D)
             which = slice(part * own // parts, (part + 1) * own // parts)
             output = attend(lines.transpose(1, 2).flatten(1, 2), which).unflatten(1, (grid.sizes[FRAMES], -1))
             if part == 0:
@@ -71,7 +71,7 @@ class _Enter(torch.autograd.Function):
         return ctx.layer.gradients(ctx.dtype, 1), None
 
 
-class _Arrive(torch.autograd.Function):
+class _ArriveInPlaces(torch.autograd.Function):
     @staticmethod
     def forward(ctx, lines: Tensor, layer: Layer, part: int):
         ctx.layer, ctx.part = layer, part
