@@ -41,7 +41,7 @@ JOINT = (
 )
 LARGE = (
     "--image_size 768 --num_frames 32 --lr 6e-5 --warmup_steps 100 --max_steps 50000 --global_batch_size 256 "
-    "--batch_size 1 --grad_checkpoint"
+    "--batch_size 1 --parallel auto"
 )
 EDM = "--objective edm --edm_sigma_data 1"  # Stable Diffusion's scaled latents have a deviation of about 1
 FLOW = "--objective flow --flow_times logit_normal"

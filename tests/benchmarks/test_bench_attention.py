@@ -28,7 +28,7 @@ def test_errors_are_those_of_output_and_gradients():
     assert all(0 < error < 2e-2 for error in fine)
     # without q k^T the scores are wrong: output and dv are off, and there are no gradients of q and k
     flat = errors(Kernel("flat", lambda: lambda q, k, v: plain(0 * q, 0 * k, v)), case, torch.bfloat16, "cpu", exact)
-    assert flat[0] > 0.1 and flat[1] == flat[2] == 1 and flat[3] > 0.1
+    assert flat[0] > 0.1 and flat[1:3] == pytest.approx((1, 1)) and flat[3] > 0.1
 
 
 def test_same_bits_are_seen():
