@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -37,7 +38,8 @@ def ask(path="/", method="GET", headers=(), body=b"", *, password=None, hosts=LO
     given = {"host": "127.0.0.1:7860", **dict(headers)}
     scope = {"type": kind, "method": method, "path": path}
     scope["headers"] = [(name.encode(), value.encode()) for name, value in given.items() if value is not None]
-    asyncio.run(Guard(page, password, hosts)(scope, receive, send))
+    with ThreadPoolExecutor(1) as thread:  # in this one a browser's event loop may run: other tests share it
+        thread.submit(asyncio.run, Guard(page, password, hosts)(scope, receive, send)).result()
     start = next((message for message in sent if message["type"] == "http.response.start"), None)
     return (start["status"], dict(start["headers"]), seen) if start else (None, {}, seen)
 
