@@ -41,11 +41,11 @@ SD_VAE = {
 }
 
 
-def make_codec(args, device: torch.device) -> VAECodec:
+def make_codec(args, device: torch.device, compiled: bool = False) -> VAECodec:
     torch.manual_seed(0)
     widths = [max(1, width // args.vae_narrower) for width in SD_VAE["block_out_channels"]]
     vae = AutoencoderKL({**SD_VAE, "block_out_channels": widths, "norm_num_groups": min(32, widths[0])})
-    return VAECodec(vae, device=device, dtype=torch.float16, compiled=args.vae_compile)
+    return VAECodec(vae, device=device, dtype=torch.float16, compiled=compiled)
 
 
 class Variants:
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     precision = "fp8" if args.fp8 else str(bench.dtype).removeprefix("torch.")
     print(f"{args.model}, {precision}, steps {engine.note}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        variants = Variants(bench, make_codec(args, bench.device), engine, Path(folder))
+        variants = Variants(bench, make_codec(args, bench.device, args.vae_compile), engine, Path(folder))
         work = {"latents": variants.latents, "in turn": variants.in_turn, "beside": variants.beside}
         times: dict[str, list[float]] = {name: [] for name in work}
         for draw in work.values():

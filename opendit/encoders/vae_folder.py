@@ -43,16 +43,17 @@ Geometry = Callable[[dict], tuple[int, ...]]  # what a class of diffusers says o
 IMAGE_CLASSES: dict[str, Geometry] = {"AutoencoderKL": picture_geometry}
 
 
-def load_vae(name: str, classes: dict[str, Geometry]) -> torch.nn.Module:
+def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
     """The autoencoder of ``--vae name`` with its weights; it must be of one of diffusers' ``classes``.
 
-    That of Stable Diffusion is ours; others, and variants of it, are diffusers' own, which takes seconds to import.
+    That of Stable Diffusion is ours, unless ``own`` is false; others, and variants of it, are diffusers' own, which
+    takes seconds to import.
     Raises FileNotFoundError or ValueError, naming the flag and what to do."""
     folder = vae_folder(name)
     class_name, config = read_vae_config(str(folder), classes)
     try:
         refuse_adapters(folder)
-        if class_name == AutoencoderKL.__name__ and describes(config):
+        if own and class_name == AutoencoderKL.__name__ and describes(config):
             return _own(folder, config)
         return _of_diffusers(folder, class_name)
     except FileNotFoundError as error:

@@ -18,8 +18,7 @@ from opendit.common.replace import replacing
 from opendit.common.tensor_files import write_file
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.folder import encoder_name
-from opendit.encoders.vae import load_codec
-from opendit.encoders.vae_folder import HUB
+from opendit.encoders.vae_folder import HUB, IMAGE_CLASSES, load_vae
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import PLAIN
 from opendit.models.weights import Weights
@@ -144,9 +143,9 @@ def export_diffusers(
     ).eval()
     transformer.load_state_dict(to_diffusers_state(network.state_dict(), config))
     deviation = stock_deviation(network.eval(), transformer)
-    codec = load_codec(vae, channels=config.in_channels, device="cpu")
+    decoder = load_vae(vae, IMAGE_CLASSES, own=False)  # a pipeline saves what is of diffusers alone
     names = weights.info.get("class_names") or [str(label) for label in range(config.num_classes)]
-    pipeline = DiTPipeline(transformer, codec.vae, DDIMScheduler(**SCHEDULER), id2label=dict(enumerate(names)))
+    pipeline = DiTPipeline(transformer, decoder, DDIMScheduler(**SCHEDULER), id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
     try:
         pipeline.save_pretrained(output, max_shard_size=most_bytes)

@@ -70,7 +70,7 @@ def test_rates_by_size():
     assert [H200.gather_rate(ranks) / GIB for ranks in (2, 3, 4, 6, 8, 64)] == [240, 240, 305, 305, 327, 327]
     forward, backward = H200.attention_rates(128, 10**9)
     assert forward == pytest.approx(128 * 5.1e12, rel=1e-5) and backward == pytest.approx(128 * 4.35e12, rel=1e-5)
-    assert H200.attention_rates(128, 115)[0] == pytest.approx(forward / 2, rel=1e-5)
+    assert H200.attention_rates(128, 115)[0] == pytest.approx(forward / 2 * 115 / 128, rel=1e-5)  # whole tiles of 128
     assert H200.attention_rates(256, 10**9)[0] == pytest.approx(forward, rel=1e-5)  # no more than of 128
     assert H200.attention_rates(72, 10**9)[0] == pytest.approx(forward * 72 / 128, rel=1e-5)
 

@@ -139,6 +139,7 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
         lora=Lora(case.lora, 4.0, "base") if case.lora else None,
         kernels=SimpleNamespace(ops=None, attend=local_attention),
         sequence=None,
+        stages=None,
         why_not_compiled="off",
         sharding=Sharding(keep_gathered=False),
         notes=[],
