@@ -16,8 +16,6 @@ are compared with one rank's.
 
 import argparse
 import functools
-import random
-import statistics
 import sys
 from pathlib import Path
 
@@ -27,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.bench_sequence import LEAST_STEPS, ComputeOnly, captured, timed
+from benchmarks.bench_sequence import LEAST_STEPS, ComputeOnly, captured, interleaved, timed
 from benchmarks.results import append
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels.select import select_kernels
@@ -149,15 +147,7 @@ def measure(layer: Layer, variants: list[str], rounds: int, budget: float) -> di
     def trial(name: str) -> float:
         return timed(mesh, works[name], repeats if name != WHOLE else max(1, repeats // mesh.sp_size))
 
-    others, shuffled = [name for name in works if name != COMPUTE_ONLY], random.Random(0)  # of all ranks alike
-    ratios, alone = {name: [] for name in others}, [trial(COMPUTE_ONLY)]
-    for _ in range(rounds):
-        for name in shuffled.sample(others, len(others)):
-            took = trial(name)
-            alone.append(trial(COMPUTE_ONLY))
-            ratios[name].append(2 * took / sum(alone[-2:]))
-    seconds = statistics.median(alone)
-    return {COMPUTE_ONLY: seconds} | {name: statistics.median(found) * seconds for name, found in ratios.items()}
+    return interleaved(trial, COMPUTE_ONLY, [name for name in works if name != COMPUTE_ONLY], rounds)
 
 
 def main() -> None:

@@ -222,6 +222,19 @@ def timed(mesh: Mesh, work: Callable[[], object], repeats: int) -> float:
     return took.item()
 
 
+def interleaved(trial: Callable[[str], float], alone: str, others: list[str], rounds: int) -> dict[str, float]:
+    """Seconds of ``alone`` and of the others: each trial of one of them stands between two of ``alone``, and the median
+    of its ratio to these is taken. All ranks take the same order."""
+    shuffled, ratios, base = random.Random(0), {name: [] for name in others}, [trial(alone)]
+    for _ in range(rounds):
+        for name in shuffled.sample(others, len(others)):
+            took = trial(name)
+            base.append(trial(alone))
+            ratios[name].append(2 * took / sum(base[-2:]))
+    seconds = statistics.median(base)
+    return {alone: seconds} | {name: statistics.median(found) * seconds for name, found in ratios.items()}
+
+
 def trace(work: Callable[[], object], path: str) -> None:
     """Two steps as a Chrome trace of this rank's kernels and copies."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:

@@ -13,8 +13,6 @@ taken.
 import argparse
 import contextlib
 import functools
-import random
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 import torch
 from torch import Tensor
 
-from benchmarks.bench_sequence import LEAST_STEPS, captured, timed
+from benchmarks.bench_sequence import LEAST_STEPS, captured, interleaved, timed
 from benchmarks.results import append
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.kernels.select import select_kernels
@@ -107,15 +105,7 @@ def measure(mesh: Mesh, shape: tuple, dtype: torch.dtype, rounds: int, budget: f
         with exchanging(name != COMPUTE_ONLY):  # (a graph does what was recorded)
             return timed(mesh, works[name], repeats)
 
-    others, shuffled = [name for name in works if name != COMPUTE_ONLY], random.Random(0)  # of all ranks alike
-    ratios, alone = {name: [] for name in others}, [trial(COMPUTE_ONLY)]
-    for _ in range(rounds):
-        for name in shuffled.sample(others, len(others)):
-            took = trial(name)
-            alone.append(trial(COMPUTE_ONLY))
-            ratios[name].append(2 * took / sum(alone[-2:]))
-    seconds = statistics.median(alone)
-    return {COMPUTE_ONLY: seconds} | {name: statistics.median(found) * seconds for name, found in ratios.items()}
+    return interleaved(trial, COMPUTE_ONLY, [name for name in works if name != COMPUTE_ONLY], rounds)
 
 
 def main() -> None:

@@ -183,7 +183,7 @@ class _Search:
         return self.options("expert_parallel_size", here)
 
     def levels(self) -> Iterator[tuple[str, bool]]:
-        """(--recompute, --grad_checkpoint), from nothing that is made again to whole blocks."""
+        """(--recompute, --grad_checkpoint), from nothing that is recomputed to whole blocks."""
         for checkpoint in self.options("grad_checkpoint", (False, True)):
             for recompute in self.options("recompute", ("none",) if checkpoint else RECOMPUTE):
                 yield recompute, checkpoint
