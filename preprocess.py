@@ -1,16 +1,19 @@
 #!/usr/bin/env python
-"""Prepares media for training: tables of captioned clips and pictures, and cached latents.
+"""Prepares media for training: tables of captioned clips and pictures, shards, and cached latents.
 
     python preprocess.py demo                                       # videos/demo.csv: moving digits as MP4 files
     python preprocess.py ucf101 UCF-101 --output ucf101.csv         # captions from the names of the classes
     python preprocess.py folder CLIPS --output clips.csv            # from clip.txt, clip.json or folder names
     python preprocess.py check clips.csv --output checked.csv --num_frames 16 --frame_interval 3 --image_size 256
 
+    python preprocess.py shards --data_path FOLDER --output SHARDS  # tars of 1 GB each; index SHARDS: of those you have
+
     python preprocess.py latents --data_path FOLDER --vae ema --image_size 256 --output LATENTS
     torchrun --nproc_per_node 8 preprocess.py latents ...           # one process a GPU
 
-Then train with ``--data_path checked.csv`` or ``--data_path LATENTS``; with latents no picture is decoded and no VAE
-runs during training. What ``demo`` or ``latents`` were stopped in goes on when the same command is run again.
+Then train with ``--data_path checked.csv``, ``SHARDS`` or ``LATENTS``; with latents no picture is decoded and no VAE
+runs during training. What ``demo``, ``shards``, ``index`` or ``latents`` were stopped in goes on when the same command
+is run again.
 """
 
 import sys
@@ -37,6 +40,10 @@ def run(command: str, options: dict) -> None:
         from opendit.data import check_csv
 
         check_csv.run(**options)
+    elif command in ("shards", "index"):
+        from opendit.data.shards import program
+
+        (program.make_shards if command == "shards" else program.make_indexes)(**options)
     else:
         from opendit.data import latents_program
 

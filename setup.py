@@ -5,8 +5,20 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
+REMOTE = ["fsspec", "aiohttp"]  # tars behind http:// and https://
 PAGE = ["gradio>=6"]  # which takes no pillow 13 yet
-TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "peft>=0.17", "playwright", *PAGE]
+TEST = [
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "ruff",
+    "peft>=0.17",
+    "playwright",
+    "webdataset",
+    *REMOTE,
+    *PAGE,
+]
 SCRIPTS = ("train.py", "sample.py", "preprocess.py")
 
 
@@ -49,10 +61,12 @@ setup(
         "safetensors>=0.4",
         "tensorboard",
         "scikit-learn",
+        "matplotlib",  # pictures of curves
         "scipy",  # SVHN's .mat files
         "tqdm",
         "numpy",
         "pillow",
+        "pyyaml",  # several sources in one run
         # colossalai 0.5.0 itself is installed with --no-deps by install.sh: its pins (torch<=2.5.1, ...)
         # are not real for training. These are what its training path imports:
         "packaging",
@@ -65,6 +79,9 @@ setup(
         "lora": ["peft>=0.17"],
         "flash": ["flash-attn"],
         "page": PAGE,
+        "wandb": ["wandb"],
+        "mlflow": ["mlflow>=3"],
+        "remote": REMOTE,
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -76,12 +76,14 @@ def train(run: "Run") -> None:
         due = run.agenda.due(run.skipped.skipping, run.skipped.failing)
         if due.refuse:
             run.checkpoints.refuse(done, "the gradients of this step were not finite")
+        with run.monitor.paused(due.validate):
+            validation = run.validation.after(done) if due.validate else {}
         if due.log:
-            run.log.write(done, epoch, lr, result)
+            run.log.write(done, epoch, lr, result, validation)
         with run.monitor.paused(due.save or due.draw):
             if due.save:
                 state = {"step": done, "epoch": epoch, "skipped": run.log.skipped, "fingerprint": run.fingerprint}
-                run.checkpoints.save(state)
+                run.checkpoints.save(state | run.log.val_loss)
             if due.draw:
                 run.grids.draw(done)
         if stopping:

@@ -20,5 +20,8 @@ outputs=${OUTPUTS:-./outputs}
 "${run[@]}" --recipe digits --outputs "$outputs"
 newest=$(ls -d "$outputs"/[0-9]*-DiT-Ti-2 | sort -V | tail -n 1)
 alone python sample.py --ckpt "$newest" --output "$newest/digits" --mixed_precision fp32 \
-  --num_sampling_steps 100 --cfg_scale 1 --class_labels 0 1 2 3 4 5 6 7 8 9 --num_samples 100 --batch_size 100
+  --num_sampling_steps 100 --cfg_scale 1.3 --class_labels 0 1 2 3 4 5 6 7 8 9 --num_samples 500 --batch_size 100 \
+  --npz "$newest/digits.npz"
 echo "The digits: $newest/digits/grid.png  (demo took $((SECONDS - started)) s)"
+# Its last line: are they digits, as varied as real ones, and no copies? (docs/evaluation.md)
+alone python -m opendit evaluate --samples "$newest/digits.npz" --features digits --output "$newest/evaluation" | tail -n 1

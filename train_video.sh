@@ -25,3 +25,6 @@ alone python sample.py --ckpt "$newest" --use_video --output "$newest/clips" --m
   --num_sampling_steps 50 --cfg_scale 3 --prompt "a seven moving left" "a three moving up" "a zero moving right" \
   "a four moving down"
 echo "The clips: $newest/clips  (demo took $((SECONDS - started)) s)"
+# Its last line: do 100 clips show what their captions ask for, and are they no copies? (docs/evaluation.md)
+alone python -m opendit evaluate --ckpt "$newest" --features digits --num_samples 100 --num_sampling_steps 50 \
+  --cfg_scale 3 --mixed_precision fp32 --output "$newest/evaluation" | tail -n 1

@@ -6,7 +6,7 @@ takes checkpoints of the embedded demos, digits and moving digits (docs/images.m
 the same samples, of the same seeds. A row has: blocks evaluated by the exact sampler for each that this one evaluates,
 milliseconds a sample (the median of whole batches after the first), the relative error of the latents, the share of
 samples in which a classifier of real ones sees what was asked for (of clips: and that move as asked), and the Fréchet
-distance to real training samples: of digits' pixels, and of clips' centred digit with the path of its centre. Beside
+distance to real training samples, of the features of ``opendit evaluate --features digits``. Beside
 approximations: the same sampler with fewer steps. --plot needs matplotlib.
 """
 
@@ -23,15 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 
 import numpy as np
 import torch
-from sklearn.svm import SVC
 from torch import Tensor
 
 import opendit
-from benchmarks.clips_check import centres, digit_features, follows, real_clips
-from benchmarks.digits_check import real_digits
 from benchmarks.results import append
 from opendit.data.moving_digits import DIRECTIONS, caption
+from opendit.evaluation.digits import AskedDigits, named_right, picture_features, real_pictures
 from opendit.evaluation.frechet import Moments, frechet_distance
+from opendit.evaluation.media import Media
+from opendit.evaluation.moving_digits import ClipShape, clip_features, moved_right, real_clips
 from opendit.inference.engine import SamplingEngine
 
 EXACT = "exact"
@@ -40,7 +40,7 @@ SETTINGS = (
     "first_block:0.03 first_block:0.06 first_block:0.1 guidance_every:2 guidance_every:3 guidance_every:5 "
     "cfg_interval:0.3:5 fp8"
 )
-SEED, REAL_CLIPS = 0, 2000
+SEED = 0
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,13 @@ class Digits:
         self.codec = pipe.codec
         self.labels = np.arange(samples) % 10
         self.y, self.null = torch.from_numpy(self.labels), torch.tensor([10])
-        pixels, labels = real_digits("train")
-        self.classifier = SVC(gamma=0.001 * 64).fit(pixels, labels)
-        self.real = Moments.of(torch.from_numpy(pixels)).gaussian()
+        real = real_pictures("train").media
+        self.real = Moments.of(picture_features(whole(real))["pool"]).gaussian()
 
-    def judge(self, latents: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def judge(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """(N,) whether each sample is what was asked for; (N, D) features."""
-        pixels = self.codec.decode(latents).mean(dim=1).flatten(1).float().cpu().numpy()
-        return self.classifier.predict(pixels) == self.labels, pixels
+        found = picture_features(pixels_of(self.codec.decode(latents)))
+        return named_right(found["digit"], AskedDigits(torch.from_numpy(self.labels))), found["pool"]
 
 
 class Clips:
@@ -87,18 +86,26 @@ class Clips:
         self.wanted = [(i % 10, list(DIRECTIONS)[i // 10 % 4]) for i in range(samples)]
         self.y = pipe.conditioner.encode([caption(digit, direction) for digit, direction in self.wanted])
         self.null = pipe.conditioner.null()
-        clips, digits = real_clips("train", REAL_CLIPS, frames, pipe.weights.info["frame_interval"], size, seed=1)
-        self.classifier = SVC(C=10).fit(digit_features(clips), digits)
-        self.real = Moments.of(torch.from_numpy(self._features(clips))).gaussian()
+        self.shape = ClipShape(frames, pipe.weights.info["frame_interval"], size)
+        real = whole(real_clips("train", self.shape).media)
+        self.real = Moments.of(clip_features(self.shape, real)["pool"]).gaussian()
 
-    def judge(self, latents: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        clips = ((self.codec.decode(latents).mean(dim=1) + 1) / 2).clamp(0, 1).float().cpu().numpy()
-        named = self.classifier.predict(digit_features(clips)) == [digit for digit, _ in self.wanted]
-        return named & follows(clips, [direction for _, direction in self.wanted]), self._features(clips)
+    def judge(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        found = clip_features(self.shape, pixels_of(self.codec.decode(latents)))
+        digits, directions = zip(*self.wanted, strict=True)
+        ways = torch.tensor([DIRECTIONS[direction] for direction in directions], dtype=torch.float64)
+        asked = AskedDigits(torch.tensor(digits), ways)
+        return named_right(found["digit"], asked) & moved_right(found["moved"], asked), found["pool"]
 
-    @staticmethod
-    def _features(clips: np.ndarray) -> np.ndarray:
-        return np.concatenate([digit_features(clips), centres(clips).reshape(len(clips), -1) / clips.shape[-1]], axis=1)
+
+def pixels_of(decoded: Tensor) -> Tensor:
+    """What a codec decodes, in -1..1 -> uint8 on the CPU."""
+    return ((decoded.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()
+
+
+def whole(media: Media) -> Tensor:
+    """uint8 (N, 3, H, W), of clips (N, 3, T, H, W)."""
+    return torch.from_numpy(media.whole(range(media.count))).movedim(-1, 1)
 
 
 class Bench:
@@ -163,9 +170,9 @@ class Bench:
                 self.exact, whole = latents, engine.evaluated
             error = ((latents - self.exact).norm() / self.exact.norm()).item()
             right, features = self.task.judge(latents.to(self.pipe.device))
-            distance = frechet_distance(Moments.of(torch.from_numpy(features)).gaussian(), self.task.real)
+            distance = frechet_distance(Moments.of(features).gaussian(), self.task.real)
             fewer = whole / engine.evaluated
-            rows.append(Row(setting, fewer, milliseconds, error, float(right.mean()), distance))
+            rows.append(Row(setting, fewer, milliseconds, error, float(right.double().mean()), distance))
             say(rows[-1], rows[0])
         return rows
 

@@ -11,7 +11,6 @@ length are those that auto finds best, its choice among them.
 import argparse
 import csv
 import json
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -21,14 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 
 import torch
 
-from benchmarks.bench_recipes import EVERY, ROOT, STEPS, figures, reason
+from benchmarks.bench_recipes import figures, train
 from benchmarks.results import RESULTS, append
 from opendit.cli.auto_parallel import Circumstances, Priced, choose, data_of
 from opendit.cli.command_line import parse
 from opendit.cli.train_flags import Components, TrainConfig
 from opendit.models.names import KINDS, SIZES
 from opendit.parallel.hardware import GIB, H200, HardwareModel, find_hardware
-from opendit.state.run_folders import run_folders
 from opendit.training.from_flags import memory_setup, plan_model
 from opendit.training.memory import USABLE, estimate, settle_sharding
 from opendit.training.step_cost import step_cost
@@ -171,6 +169,7 @@ PAIRS = {  # model of 8 layers and length -> (flags, samples of a step on 4 GPUs
     "7B, 74k tokens": ("--recipe mock_pretrain_7b_768p --model vDiT-7Bx8/122", 2),
     "28B, 8k tokens": ("--recipe mock_pretrain_28b_256p_joint --model vDiT-28Bx8/122", 8),
 }
+RUN = (__file__, "run")  # train.py, with the stacks among its models
 TARGET = 1.05  # of the best product's time
 
 
@@ -206,25 +205,6 @@ def products(pair: str, gpus: int, hardware: HardwareModel, count: int = PRODUCT
     flags = parse(TrainConfig, [*words.split(), "--parallel", "auto", "--dry_run", str(gpus)])
     where = Circumstances(gpus, flags.node_size(gpus), USABLE * hardware.capacity, hardware)
     return words, choose(flags, data_of(flags), where, shown=count)[0]
-
-
-def train(words: str, gpus: int, outputs: Path, limit: float) -> Path:
-    """Runs train.py on a stack; returns its run folder. Raises RuntimeError with the reason if it fails."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", __file__]
-    outputs.mkdir(parents=True, exist_ok=True)
-    more = f"--max_steps {STEPS} --log_every {EVERY} --outputs {outputs}"
-    with (outputs / "output.txt").open("w") as file:
-        process = subprocess.Popen([*start, "run", *words.split(), *more.split()], cwd=ROOT, stdout=file, stderr=file)
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"not done in {limit:.0f} s") from None
-        finally:
-            process.terminate()  # torchrun ends its processes too
-            process.wait()
-    if process.returncode:
-        raise RuntimeError(reason((outputs / "output.txt").read_text()))
-    return run_folders(outputs)[-1]
 
 
 def typed(words: str, one: Priced) -> str:
@@ -272,7 +252,7 @@ def measure(args: argparse.Namespace, hardware: HardwareModel) -> None:
                 return
             try:
                 folder = outputs / f"{pair}-{args.gpus}-{number}".replace(" ", "_").replace(",", "")
-                found = figures(train(typed(words, one), args.gpus, folder, args.limit))
+                found = figures(train(typed(words, one).split(), args.gpus, folder, args.limit, RUN))
                 trials.keep(
                     key, ms=found.ms, gib=found.peak, predicted=1e3 * one.cost.total, estimated=one.memory / GIB
                 )

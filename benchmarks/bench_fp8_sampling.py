@@ -101,16 +101,20 @@ def cast(rows: int, width: int) -> dict[str, Work]:
 def norm(samples: int, tokens: int, width: int) -> dict[str, Work]:
     x, branch, bias = random(samples, tokens, width), random(samples, tokens, width), random(width)
     gate, shift, scale = random(samples, 6 * width).chunk(6, dim=1)[:3]
-    fused = gate_residual_layernorm_modulate_float8
+    fused, number = gate_residual_layernorm_modulate_float8, random(samples * tokens, 1).float()
     return {
         "bf16": lambda i: gate_residual_layernorm_modulate(x, gate, branch, shift, scale, bias),
         "float8, a scale a tensor": lambda i: fused(x, gate, branch, shift, scale, bias),
         "float8, a scale a row": lambda i: fused(x, gate, branch, shift, scale, bias, by_row=True),
+        "float8, a scale a row, the branch's too": lambda i: fused(
+            x, gate, branch, shift, scale, bias, by_row=True, branch_scale=number
+        ),
     }
 
 
 def norm_launches(samples: int, tokens: int, width: int) -> dict[str, Work]:
-    """The joined residual and norm by how its rows are cut, in bf16 and in float8 with a scale a row."""
+    """The joined residual and norm by how its rows are cut, in bf16 and in float8 with a scale a row, as its branch."""
+    number = random(samples * tokens, 1).float()
     x, branch, bias = random(samples, tokens, width), random(samples, tokens, width), random(width)
     gate, shift, scale = random(samples, 6 * width).chunk(6, dim=1)[:3]
     plain, float8, found = gate_residual_layernorm_modulate, gate_residual_layernorm_modulate_float8, {}
@@ -126,7 +130,7 @@ def norm_launches(samples: int, tokens: int, width: int) -> dict[str, Work]:
 
         how = f"{tiles} rows a program, {warps} warps, {stages} stages, modulation {'held' if hold else 'read again'}"
         found[f"bf16, {how}"] = lambda i, work=work: work(i, plain)
-        found[f"float8, {how}"] = lambda i, work=work: work(i, float8, by_row=True)
+        found[f"float8, {how}"] = lambda i, work=work: work(i, float8, by_row=True, branch_scale=number)
     return found
 
 

@@ -110,10 +110,11 @@ def planned(argv: list[str], gpus: int, capacity: float, asked_batch: int | None
     return batch, estimate(config, setup, max(batch, 1)).total / GIB
 
 
-def train(argv: list[str], gpus: int, outputs: Path, limit: float) -> Path:
-    """Runs train.py; returns its run folder. Raises RuntimeError with the reason if it fails or takes too long."""
+def train(argv: list[str], gpus: int, outputs: Path, limit: float, program: tuple[str, ...] = ("train.py",)) -> Path:
+    """Runs train.py, or a ``program`` that takes its flags; returns its run folder. Raises RuntimeError with the reason
+    if it fails or takes too long."""
     steps = f"--max_steps {STEPS} --log_every {EVERY} --outputs".split()
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "train.py"]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", *program]
     outputs.mkdir(parents=True, exist_ok=True)
     output = outputs / "output.txt"
     with output.open("w") as file:

@@ -4,8 +4,8 @@
     CUDA_VISIBLE_DEVICES=1 python -m benchmarks.digits_table --only ST-DiT  some of them, on one GPU
     python -m benchmarks.digits_table --table                               the table of what has been scored so far
 
-A case is a process of train.py with the demo's recipe (docs/recipes.md), then 500 pictures scored as by digits_check,
-or 100 clips as by clips_check. A case whose run is there goes on from its checkpoint, or is only scored again.
+A case is a process of train.py with the demo's recipe (docs/recipes.md), then 500 pictures or 100 clips scored by
+``opendit evaluate --features digits``. A case whose run is there goes on from its checkpoint, or is only scored again.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from benchmarks import clips_check, digits_check
+import opendit
 from benchmarks.results import RESULTS, append
 from opendit.data import digits_split
 from opendit.data.csv_table import TableRow, write_csv
@@ -139,12 +139,23 @@ def train(case: Case, outputs: Path, more: list[str], environment: dict[str, str
 
 def score(case: Case, run: Path, count: int) -> dict[str, float]:
     """What of BOUNDS applies; ``count``: clips, or five times as many pictures."""
-    how = (0, case.objective.steps, case.objective.sampler, case.architecture.cfg_scale)
+    rows = opendit.evaluate(
+        opendit.EvaluateConfig(
+            ckpt=str(run),
+            features="digits",
+            metrics=["accuracy", "direction"] if case.moving else ["accuracy"],
+            num_samples=count if case.moving else 5 * count,
+            num_sampling_steps=case.objective.steps,
+            sampler=case.objective.sampler,
+            cfg_scale=case.architecture.cfg_scale,
+            mixed_precision="fp32",
+            output=str(run / "evaluation"),
+        )
+    )
+    found = {row.metric: row.value for row in rows}
     if case.moving:
-        found = clips_check.score(str(run), count, *how)
-        return {name: found[f"{name}, guidance {case.architecture.cfg_scale:g}"] for name in ("digit", "direction")}
-    samples, labels = digits_check.draw(str(run), count // 2, *how)
-    return {"class accuracy": digits_check.score(samples, labels)["accuracy"]}
+        return {"digit": found["accuracy"], "direction": found["direction"]}
+    return {"class accuracy": found["accuracy"]}
 
 
 def table(outputs: Path) -> str:

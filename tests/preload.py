@@ -1,12 +1,25 @@
 """What ranks would else import one by one; they are forked from a process that has imported this (tests/ranks.py)."""
 
+import atexit
+import gc
+
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch._dynamo  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 import torchvision  # noqa: F401
+from diffusers import AutoencoderKL  # noqa: F401
 
+import benchmarks.plain_dit  # noqa: F401  (timm)
 import opendit.inference.run
 import opendit.training.build  # noqa: F401
+import preprocess  # noqa: F401
+import sample  # noqa: F401
+import train  # noqa: F401
 from opendit.parallel.colossal import load
+from tests.kernels import conftest  # noqa: F401  (Triton's interpreter, mended also in ranks)
 
 load()
+gc.freeze()  # or every rank's collections would walk through all of it
+atexit.register(gc.unfreeze)  # or Triton's bindings report leaks at the end

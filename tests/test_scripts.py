@@ -57,13 +57,14 @@ def test_arguments_go_to_the_program_on_all_gpus(script, gpus, tmp_path):
 def test_without_arguments_the_demo_runs(script, recipe, tmp_path):
     model = parse(TrainConfig, ["--recipe", recipe]).model
     (tmp_path / "outputs" / f"007-{model.replace('/', '-')}").mkdir(parents=True)
-    setup, *made, train, sample = calls(tmp_path, script)
+    setup, *made, train, sample, evaluate = calls(tmp_path, script)
     assert setup == ["install.sh"] and [call[:2] for call in made] == [["python", "preprocess.py"]] * len(made)
     assert [call[2] for call in made] == (["demo", "check"] if "video" in script else [])
     assert train[0] == "torchrun" and train[train.index("--recipe") + 1] == recipe
     assert sample[:2] == ["python", "sample.py"] and sample[sample.index("--ckpt") + 1].startswith("./outputs/007-")
-    # Two processes train on the 4 cores; the one that samples has all of them.
-    assert (tmp_path / "threads").read_text().split()[-2:] == ["2", "4"]
+    assert evaluate[:4] == ["python", "-m", "opendit", "evaluate"] and "digits" in evaluate
+    # Two processes train on the 4 cores; the one that samples has all of them, and so has the one that evaluates.
+    assert (tmp_path / "threads").read_text().split()[-3:] == ["2", "4", "4"]
 
 
 def test_the_tests_set_up_what_they_need(tmp_path):

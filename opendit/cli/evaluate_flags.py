@@ -1,6 +1,7 @@
 """Every flag of ``opendit evaluate`` by component, and the checks across them."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,9 +16,10 @@ from opendit.cli.sample_flags import (
     SampleSpeedFlags,
 )
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
-from opendit.cli.values import BATCH, FRAMES, GUIDANCE, SIDE
-from opendit.evaluation.names import LABELS, METRICS, PRECISIONS, RESIZES
+from opendit.cli.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SIDE
+from opendit.evaluation.names import DIGITS, LABELS, METRICS, PRECISIONS, RESIZES
 
+GUIDING = {"cfg_interval", "cfg_channels", "guidance_every", "negative_prompt"}
 NEEDS_REFERENCE = tuple(name for name, needs in METRICS.items() if needs.reference)
 
 
@@ -31,7 +33,9 @@ class WhatFlags(Flags):
         None, "a folder, .npz, .npy or CSV of pictures or clips; without it they are drawn from --ckpt"
     )
     reference: str | None = flag(
-        None, "what they are compared with: such samples, ADM's statistics (.npz), or a file of --save_features"
+        None,
+        "what they are compared with: such samples, ADM's statistics (.npz), a file of --save_features,\n"
+        "digits (held-out ones; the default of --features digits)",
     )
     metrics: list[str] = flag(
         [], f"of {', '.join(METRICS)}; all that can be computed when left out", choices=tuple(METRICS)
@@ -49,7 +53,8 @@ class FeatureFlags(Flags):
 
     features: str | None = flag(
         None,
-        "network of pictures: FID's Inception (.pth or TorchScript), any TorchScript, a folder with CLIP or DINOv2",
+        "network of pictures: FID's Inception (.pth or TorchScript), any TorchScript, a folder with CLIP or DINOv2;\n"
+        "digits: of the built-in digits and moving digits, trained in seconds",
     )
     video_features: str | None = flag(None, "network of clips: I3D or any TorchScript, a folder with VideoMAE")
     clip_model: str | None = flag(None, "folder with CLIP, for clip_score")
@@ -70,7 +75,8 @@ class EvaluatedDrawFlags(DrawFlags):
     image_size: int | None = flag(
         None, "files are cropped and resized to so many pixels (default: as they are, or the checkpoint's)", **SIDE
     )
-    cfg_scale: float = flag(1.5, "classifier-free guidance; 1: off", **GUIDANCE)
+    num_sampling_steps: int = flag(250, "denoising steps; several: a sweep", several=True, **SAMPLING_STEPS)
+    cfg_scale: float = flag(1.5, "classifier-free guidance; 1: off; several: a sweep", several=True, **GUIDANCE)
     label_sampling: str = flag("balanced", "classes: each as often, or drawn at random by --seed", choices=LABELS)
 
 
@@ -106,14 +112,19 @@ class EvaluateConfig(
         """As :meth:`TrainConfig.settled`."""
         check_values(self)
         notes = []
-        if self.reference is None:
+        reference = self.reference
+        if reference is None and self.features == DIGITS:
+            reference = DIGITS
+        if reference == DIGITS and self.features != DIGITS:
+            raise ValueError("--reference digits is for --features digits; give both, or another reference")
+        if reference is None:
             needing = [name for name in self.metrics if name in NEEDS_REFERENCE]
             if needing:
                 raise ValueError(f"--metrics {needing[0]} compares samples with others: give --reference PATH")
-        else:
-            check_exists(self.reference, "--reference", "a folder, .npz, .npy or CSV of samples, or statistics")
+        elif reference != DIGITS:
+            check_exists(reference, "--reference", "a folder, .npz, .npy or CSV of samples, or statistics")
         for name in ("features", "video_features", "clip_model"):
-            if (path := getattr(self, name)) is not None:
+            if (path := getattr(self, name)) is not None and (name, path) != ("features", DIGITS):
                 check_exists(path, f"--{name}", "a network's file or folder")
         if "clip_score" in self.metrics and self.clip_model is None:
             raise ValueError("--metrics clip_score needs --clip_model FOLDER, a folder of transformers with CLIP")
@@ -125,18 +136,38 @@ class EvaluateConfig(
             check_no_folder(saved, "--save_features")
             saved += "" if saved.endswith(".npz") else ".npz"
             check_output_file(saved, "--save_features")
+        if self.samples is None and len(points := self.points()) > 1:
+            if saved is not None:
+                raise ValueError("--save_features keeps the features of one evaluation; leave it out of a sweep")
+            notes += [point.settled(world_size, has_gpu)[1] for point in points][0]
+            return replace(self, reference=reference), notes
         if self.samples is None:
             sampling, more = self.sampling().settled(world_size, has_gpu)
             notes += more
             if self.class_labels and "label_sampling" in self.given:
                 raise ValueError("--label_sampling does nothing with --class_labels; leave one of them out")
-            return replace(self, save_features=saved, mixed_precision=sampling.mixed_precision), notes
+            return replace(
+                self, reference=reference, save_features=saved, mixed_precision=sampling.mixed_precision
+            ), notes
         check_exists(self.samples, "--samples", "a folder, .npz, .npy or CSV of samples")
         used = {"num_samples", "image_size"}
         drawing = {item.name for item in dataclasses.fields(SampleConfig)} | {"label_sampling"}
         used |= {item.name for part in (WhatFlags, ResultFlags) for item in dataclasses.fields(part)} - {"outputs"}
         refuse_idle(self.given, dict.fromkeys(sorted(drawing - used), "does nothing with --samples"))
-        return replace(self, save_features=saved), notes
+        return replace(self, reference=reference, save_features=saved), notes
+
+    def points(self) -> list["EvaluateConfig"]:
+        """An evaluation for each pair of --num_sampling_steps and --cfg_scale; itself, where there is one of each."""
+        steps, scales = (
+            list(dict.fromkeys(value if isinstance(value, list) else [value]))
+            for value in (self.num_sampling_steps, self.cfg_scale)
+        )
+        found = []
+        for count, scale in itertools.product(steps, scales):
+            # What changes guidance is for those of a sweep that have some.
+            given = self.given - GUIDING if scale == 1 and len(scales) > 1 else self.given
+            found.append(replace(self, num_sampling_steps=count, cfg_scale=scale, given=given))
+        return found
 
     def sampling(self) -> SampleConfig:
         """What of these flags sample.py would be given."""

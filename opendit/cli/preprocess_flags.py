@@ -6,7 +6,8 @@ from opendit.cli.checks import check_exists, check_file, check_output_file, chec
 from opendit.cli.command_line import CommandLine, refuse_idle
 from opendit.cli.console import name_of
 from opendit.cli.values import BATCH, FRAMES, SIDE, WORKERS, Value, one_of, whole
-from opendit.data.names import named_sources
+from opendit.common.sizes import read_size
+from opendit.data.names import is_address, named_sources
 
 TEXT, FRAMES_OF_A_CLIP = Value(), Value(int, **FRAMES)
 CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips")
@@ -67,6 +68,14 @@ def build_parser(description: str) -> CommandLine:
     )
     latents.option("--text_encoder", TEXT, "also encode the captions: clip, t5 or a folder (default: keep words)")
     latents.option("--max_text_tokens", whole(1, 16_384), "captions are cut to this (default: the encoder's)")
+    shards = commands.add_parser("shards", help="pack pictures and clips into tars with an index")
+    shards.option("--data_path", TEXT, "a folder of pictures, or a CSV of captioned media", required=True)
+    shards.option("--output", TEXT, "folder for the tars", required=True)
+    shards.option("--shard_size", TEXT, "largest size of a tar: 200MB, 1GB, ...", "1GB")
+    shards.option("--num_workers", whole(1, WORKERS["at_most"]), "processes, of which each writes a tar", 4)
+    index = commands.add_parser("index", help="make the index of every tar in a folder")
+    index.option("root", TEXT, "the folder, of tars as WebDataset has them", metavar="DIR")
+    index.option("--num_workers", whole(1, WORKERS["at_most"]), "processes, of which each reads a tar", 4)
     return parser
 
 
@@ -81,9 +90,15 @@ def check(command: str, options: dict, given: set[str]) -> None:
         check_exists(options["root"], "ROOT", "the folder to list")
     elif command == "check":
         check_file(options["csv"], "CSV", "a CSV of path,text")
+    elif command == "shards":
+        check_exists(options["data_path"], "--data_path", "a folder of pictures or a CSV that does")
+        options["shard_size"] = read_size(options["shard_size"], "--shard_size")
+        check_writable(options["output"], "--output")
+    elif command == "index":
+        check_exists(options["root"], "DIR", "a folder of tars")
     else:
         _check_latents(options, given)
-    if command not in ("demo", "latents"):
+    if command in ("ucf101", "folder", "check"):
         check_output_file(options["output"], "--output", makes_folder=True)
 
 
@@ -100,6 +115,6 @@ def _check_latents(options: dict, given: set[str]) -> None:
     check_vae(vae)
     if encoder == "bytes":
         raise ValueError("--text_encoder bytes is trained with the model, so it can't be cached: leave it out")
-    if data not in named_sources():
+    if data not in named_sources() and not is_address(data):
         check_exists(data, "--data_path", "digits, or a folder or CSV that does")
     check_writable(options["output"], "--output")

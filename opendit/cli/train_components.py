@@ -24,7 +24,8 @@ from opendit.diffusion.names import DESCRIPTIONS
 from opendit.kernels.names import RECOMPUTE
 from opendit.models.names import KINDS, POSITIONS
 from opendit.parallel.names import OFFLOAD, PIPELINE_SCHEDULES, PLUGINS, PRECISIONS, REDUCE_DTYPES, RESHARD, plugin_help
-from opendit.state.names import CHECKPOINT_FORMATS
+from opendit.state.names import BEST, CHECKPOINT_FORMATS
+from opendit.training.run_loggers import LOGGERS
 
 
 def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
@@ -272,6 +273,29 @@ class GridFlags(Flags):
 
 
 @dataclass(frozen=True)
+class ValidationFlags(Flags):
+    """The loss on samples that are not trained on."""
+
+    group: ClassVar[str] = "Validation"
+
+    validate_every: int | None = flag(
+        None, "steps between losses of the EMA weights on held-out samples (default: as --ckpt_every)", **FROM_0
+    )
+    validate_path: str | None = flag(None, "those samples, as --data_path takes them (digits: its test split)")
+    validate_share: float = flag(0.0, "hold this share of --data_path out of training, and validate on it", **SHARE)
+    validate_samples: int | None = flag(
+        None,
+        "losses that are averaged (default: at most 1,000, and few enough to cost little)",
+        at_least=10,
+        at_most=10_000_000,
+    )
+
+    @property
+    def validates(self) -> bool:
+        return self.validate_path is not None or self.validate_share > 0
+
+
+@dataclass(frozen=True)
 class SaveFlags(Flags):
     """What a run saves and goes on from."""
 
@@ -282,6 +306,9 @@ class SaveFlags(Flags):
     save: bool = flag(True, "write checkpoints; --no_save: none, to time steps")
     ckpt_every: int = flag(1000, "steps between checkpoints; 0: only the one at the end", **FROM_0)
     ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", **FROM_0)
+    ckpt_best: str | None = flag(
+        None, "also keep the checkpoint with the least of this, as checkpoints/best", choices=BEST
+    )
     checkpoint_format: str = flag(
         "auto",
         "whole: whole tensors; sharded: each rank writes its shards, for models larger than a host",
@@ -307,5 +334,16 @@ class RunFlags(Flags):
     )
     global_seed: int = flag(42, "seed of everything random", **SEED)
     log_every: int = flag(10, "steps between log lines", **COUNT)
+    log_to: str | list[str] | None = flag(
+        None,
+        "beside TensorBoard; what is sent to a server, if anything, their environment variables say",
+        several=True,
+        choices=tuple(LOGGERS),
+    )
     deterministic: bool = flag(False, "the same bits in every run on the same GPUs; slower")
     profile: bool = flag(False, "record a few early steps: a trace and a table of where the time goes")
+
+    @property
+    def loggers(self) -> list[str]:
+        """The names of ``log_to``."""
+        return [self.log_to] if isinstance(self.log_to, str) else list(dict.fromkeys(self.log_to or ()))

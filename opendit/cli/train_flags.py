@@ -8,7 +8,7 @@ from opendit.cli.checks import check_exists, check_vae, check_weights, check_wor
 from opendit.cli.command_line import check_values, settle_idle
 from opendit.cli.recipes import find_recipe
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
-from opendit.data.names import named_sources
+from opendit.data.names import inline_sources, is_address, named_sources
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.models.names import KINDS, canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
@@ -20,6 +20,7 @@ from opendit.parallel.sizes import (
     crossing,
     environment_node_size,
 )
+from opendit.training.run_loggers import check_loggers
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
@@ -43,6 +44,7 @@ class TrainConfig(
     component.RunFlags,
     component.SaveFlags,
     component.GridFlags,
+    component.ValidationFlags,
 ):
     """Trains a Diffusion Transformer. Run it with torchrun for several processes."""
 
@@ -81,6 +83,7 @@ class TrainConfig(
         flags, note = flags._settle_recompute()
         notes += note
         flags._check_optimizer()
+        flags._check_validation()
         if flags.lora is not None:
             flags._check_lora()
         if flags.parallel != "auto" or flags.sequence_parallel_size > 1:
@@ -142,6 +145,22 @@ class TrainConfig(
         if len(set(self.ema_decays)) < len(self.ema_decays):
             raise ValueError(f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice")
 
+    def _check_validation(self) -> None:
+        asked = [name for name in ("validate_every", "validate_samples") if getattr(self, name)]
+        if self.ckpt_best is not None:
+            asked.append("ckpt_best")
+        if asked and not self.validates:
+            raise ValueError(
+                f"--{asked[0]} {getattr(self, asked[0])}: say on which samples: --validate_path DATA, or "
+                "--validate_share 0.01 of the training data"
+            )
+        if self.validate_path is not None and self.validate_share > 0:
+            raise ValueError("--validate_share: --validate_path names the samples already; leave one of them out")
+        if self.validate_share > 0 and self.data_path == "mock":
+            raise ValueError("--validate_share: --data_path mock has random samples; use --validate_path mock")
+        if self.ckpt_best is not None and not self.save:
+            raise ValueError(f"--ckpt_best {self.ckpt_best}: --no_save keeps no checkpoint; leave one of them out")
+
     def _check_files(self) -> None:
         """What depends on this machine, its processors and its disks."""
         check_workers(self.num_workers, "num_workers" in self.given)
@@ -149,10 +168,15 @@ class TrainConfig(
             check_exists(self.load, "--load", "latest, a run folder or a checkpoint folder")
         check_vae(self.vae)
         if self.dry_run is None:
+            check_loggers(self.loggers)
             if self.pretrained is not None:
                 check_weights(self.pretrained, "--pretrained")
-            if self.data_path not in named_sources():
-                check_exists(self.data_path, "--data_path", "digits, or a folder or CSV that does")
+            for path, _ in inline_sources(self.data_path) or [(self.data_path, "")]:
+                if path not in named_sources() and not is_address(path):
+                    check_exists(path, "--data_path", "digits, or a folder or CSV that does")
+            path = self.validate_path
+            if path is not None and path not in named_sources() and not is_address(path):
+                check_exists(self.validate_path, "--validate_path", "digits, or a folder or CSV that does")
             check_writable(self.outputs, "--outputs")
 
     def _idle(self) -> dict[str, str]:
@@ -320,3 +344,4 @@ class Components:
         self.run = flags.part(component.RunFlags)
         self.save = flags.part(component.SaveFlags)
         self.grids = flags.part(component.GridFlags)
+        self.validation = flags.part(component.ValidationFlags)

@@ -11,7 +11,9 @@ __getattr__, __all__ = import_when_used(
         "opendit.data.captioned": "CaptionedDataset",
         "opendit.data.digits": "digits_split",
         "opendit.data.latents": "LatentDataset",
-        "opendit.data.loader": "Batch BatchIterator BatchSchedule BucketSchedule build_loader build_schedule",
+        "opendit.data.loader": "Batch BatchIterator build_loader",
+        "opendit.data.order.build": "build_schedule",
+        "opendit.data.order.schedule": "BatchSchedule BucketSchedule",
         "opendit.data.resolve": "build_dataset",
     },
 )

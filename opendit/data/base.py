@@ -8,12 +8,14 @@ gives the same numbers in any process, on any number of GPUs and after any resum
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from opendit.common.errors import DataError
 from opendit.data.files import printable
+from opendit.data.order.blend import SourceRows
 from opendit.data.verification import Verification
 from opendit.diffusion.random import Stream, integers, uniform
 
@@ -111,9 +113,26 @@ class MediaDataset(Dataset):
         """The caption's embedding; None where none is cached."""
         return None
 
+    def source_rows(self) -> SourceRows | None:
+        """Whose the rows are, of a data set of several sources; None of any other."""
+        return None
+
+    def shape_keys(self) -> np.ndarray | None:
+        """(rows,) integers: rows of one key have samples of one shape, and only those may share a micro-batch. None:
+        all have ``sample_shape``. It may be mapped from a file."""
+        if type(self).shape_key is MediaDataset.shape_key:
+            return None
+        return np.array([self.shape_key(row) for row in range(len(self))])  # of a data set that knows one at a time
+
     def shape_key(self, row: int) -> int:
-        """Rows of one key have samples of one shape, and only those may share a micro-batch."""
-        return 0
+        """The key of one row; 0 where all rows are alike."""
+        keys = self.shape_keys()
+        return 0 if keys is None else int(keys[row])
+
+    def file_numbers(self) -> np.ndarray | None:
+        """(rows,) the number of the file that each row shows, from 0 on, where several rows may show the same one (a
+        picture with several captions); None: each row shows its own."""
+        return None
 
     def next_row(self, row: int) -> int:
         """The row that replaces ``row`` if that is unreadable: of the same shape, and over all calls in a circle."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import MediaDataset, flip_note, name_few
-from opendit.data.clips import SHORT_CLIPS, read_clip
+from opendit.data.clips import check_window, read_clip
 from opendit.data.contents import hash_files
 from opendit.data.csv_table import read_csv
 from opendit.data.files import printable, problem
@@ -50,11 +50,7 @@ class CaptionedDataset(MediaDataset):
         max_bad: float = 0.05,
         training: bool = True,
     ):
-        for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
-            if value < 1:
-                raise ValueError(f"--{flag} {value} must be positive")
-        if short_clips not in SHORT_CLIPS:
-            raise ValueError(f"--short_clips {short_clips} must be one of {', '.join(SHORT_CLIPS)}")
+        check_window(num_frames, frame_interval, short_clips)
         rows = [(row, row.is_picture) for row in read_csv(csv_path)]
         used = [(row, is_picture) for row, is_picture in rows if use_video or is_picture]
         if not used:
@@ -105,9 +101,13 @@ class CaptionedDataset(MediaDataset):
     def caption(self, row: int) -> str:
         return self.texts[row]
 
-    def shape_key(self, row: int) -> int:
+    def shape_keys(self) -> np.ndarray:
         """0: a picture. 1: a clip."""
-        return int(self.keys[row])
+        return self.keys
+
+    def file_numbers(self) -> np.ndarray:
+        numbers: dict[str, int] = {}
+        return np.array([numbers.setdefault(path, len(numbers)) for path in self.paths])
 
     def next_row(self, row: int) -> int:
         later = np.flatnonzero(self.keys[row + 1 :] == self.keys[row])

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from opendit.data.base import BadSample, to_pixels
-from opendit.data.files import TIME_LIMIT, first_bytes, kind_of
+from opendit.data.files import TIME_LIMIT, first_bytes, kind_of, printable
 from opendit.data.folders import CLIPS
 from opendit.data.mp4_header import MAX_FRAMES, too_many_frames
 
@@ -97,6 +97,15 @@ def resize_and_crop(frames: Tensor, size: int, as_bytes: bool = False) -> Tensor
     return pixels if as_bytes else to_pixels(pixels)
 
 
+def check_window(num_frames: int, frame_interval: int, short_clips: str) -> None:
+    """Raises ValueError, naming the flag, unless such windows of clips can be read."""
+    for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
+        if value < 1:
+            raise ValueError(f"--{flag} {value} must be positive")
+    if short_clips not in SHORT_CLIPS:
+        raise ValueError(f"--short_clips {short_clips} must be one of {', '.join(SHORT_CLIPS)}")
+
+
 def read_clip(
     path: str,
     num_frames: int,
@@ -107,21 +116,22 @@ def read_clip(
     short_clips: str = "skip",
     time_limit: float = TIME_LIMIT,
     as_bytes: bool = False,
+    name: str | None = None,
 ) -> Clip:
     """A window of a clip as (3, num_frames, size, size) float32 in [-1, 1], or uint8, turned as the camera was held,
     and the interval between its frames.
 
     Frames are taken by number, whatever their times. start: see ``clip_window``. short_clips: what becomes of a clip
-    too short for the window: "skip", or "interval": the largest interval that fits.
+    too short for the window: "skip", or "interval": the largest interval that fits. name: what the file is known by,
+    where ``path`` is that of a copy for this once.
 
     Raises BadSample, naming the file and the reason, if the file can't be read within ``time_limit`` seconds or is
     too short. A file that once took too long fails at once from then on, as long as the process lives.
     """
-    if short_clips not in SHORT_CLIPS:
-        raise ValueError(f"--short_clips {short_clips} must be one of {', '.join(SHORT_CLIPS)}")
-
-    if (limit := _hung.get(path)) is not None:
-        raise BadSample(path, _too_long(*limit))  # in the words of the first time: it is told once
+    check_window(num_frames, frame_interval, short_clips)
+    name = path if name is None else name
+    if (limit := _hung.get(name)) is not None:
+        raise BadSample(name, _too_long(*limit))  # in the words of the first time: it is told once
     interval = frame_interval
 
     def choose(length: int) -> list[int]:
@@ -136,8 +146,10 @@ def read_clip(
     try:
         frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size))
     except TimeoutError:
-        _hung.add(path, time_limit)
-        raise BadSample(path, _too_long(time_limit)) from None
+        _hung.add(name, time_limit)
+        raise BadSample(name, _too_long(time_limit)) from None
+    except BadSample as bad:
+        raise bad if name == path else BadSample(name, str(bad).removeprefix(f"{printable(path)}: ")) from None
     return Clip(resize_and_crop(torch.from_numpy(frames), size, as_bytes), interval)
 
 

@@ -194,8 +194,8 @@ class LatentDataset(MediaDataset):
         tokens = tensors["tokens"][int(ends[place - 1]) if place else 0 : int(ends[place])]
         return padded(tokens, tensors["pooled"][place], self.max_tokens)
 
-    def shape_key(self, row: int) -> int:
-        return int(self.keys[row])
+    def shape_keys(self) -> np.ndarray:
+        return self.keys
 
     def label(self, row: int) -> int:
         return int(self.labels[row])

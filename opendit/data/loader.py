@@ -1,116 +1,18 @@
-"""Which samples a step trains on, and how they are read.
-
-The order of the samples is a pure function of (seed, step), so a run starts anywhere and sees what it would
-have seen, and any number of GPUs and micro-batches cuts the same global batch into parts.
-"""
+"""How the samples of a step are read: any number of ranks, micro-batches and worker processes cuts the same global
+batch into parts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from opendit.data.base import BadFileCounter, Embedding, MediaDataset, SampleKey, to_pixels
+from opendit.data.order.schedule import BatchSchedule
 from opendit.data.read_ahead import AHEAD, ReadAhead
 from opendit.data.verification import Verification
-
-
-class BatchSchedule:
-    """The rows of every global batch: a fresh seeded permutation each epoch, its remainder left out.
-
-    global_batch: samples of one optimizer step = batch_size x data-parallel ranks x grad_accumulation.
-    Raises ValueError if the data set is smaller than that.
-    """
-
-    def __init__(self, dataset_size: int, global_batch: int, seed: int):
-        if global_batch < 1:
-            raise ValueError(f"a global batch needs at least one sample, not {global_batch}")
-        if dataset_size < global_batch:
-            raise ValueError(
-                f"the data set of {dataset_size:,} samples is smaller than one global batch of {global_batch:,} "
-                "= batch_size x ranks x grad_accumulation; lower --batch_size, --grad_accumulation or "
-                "--global_batch_size"
-            )
-        self.dataset_size, self.global_batch, self.seed = dataset_size, global_batch, seed
-        self.steps_per_epoch = dataset_size // global_batch
-        self._order: tuple[int, np.ndarray] | None = None  # the current epoch and its rows in order
-
-    @property
-    def micro_batches(self) -> int | None:
-        """How many parts a global batch must be cut into; None: any number."""
-        return None
-
-    def epoch(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
-    def rows(self, step: int) -> list[int]:
-        """Data set rows of the global batch of ``step``, in order of position."""
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._epoch_rows(epoch))
-        return self._order[1][batch * self.global_batch : (batch + 1) * self.global_batch].tolist()
-
-    def _epoch_rows(self, epoch: int) -> np.ndarray:
-        return np.argsort(self._words(epoch, self.dataset_size), kind="stable")
-
-    def _words(self, epoch: int, count: int) -> np.ndarray:
-        # Sorting raw Philox words: their values are frozen by numpy's policy, unlike Generator.permutation's and
-        # torch.randperm's, so a run resumes exactly on other versions too.
-        key = np.array([self.seed % 2**64, epoch], dtype=np.uint64)
-        return np.random.Philox(key=key).random_raw(count)
-
-
-class BucketSchedule(BatchSchedule):
-    """A schedule for rows of several shapes: the rows of a micro-batch, over all ranks, are of one shape.
-
-    keys: the shape key of every row. micro_batches: parts of a global batch; position p belongs to part
-    p // (global_batch / micro_batches). An epoch deals every shape's rows, freshly shuffled, out to parts, leaves each
-    shape's remainder out, and shuffles the parts. Raises ValueError if there are too few rows.
-
-    So a step's samples depend on (seed, global batch, micro_batches) alone: any number of ranks that keeps these two
-    sees the same ones, while another --grad_accumulation of the same global batch makes other parts, and another run.
-    """
-
-    def __init__(self, keys: Sequence[int] | np.ndarray, global_batch: int, micro_batches: int, seed: int):
-        super().__init__(len(keys), global_batch, seed)
-        if micro_batches < 1 or global_batch % micro_batches:
-            raise ValueError(f"a global batch of {global_batch} can't be cut into {micro_batches} equal micro-batches")
-        self._micro_batches, self._part = micro_batches, global_batch // micro_batches
-        keys = np.asarray(keys)
-        self._buckets = [np.flatnonzero(keys == key) for key in np.unique(keys)]
-        self._parts = sum(len(bucket) // self._part for bucket in self._buckets)
-        self.steps_per_epoch = self._parts // micro_batches
-        if self.steps_per_epoch == 0:
-            sizes = ", ".join(f"{len(bucket):,}" for bucket in self._buckets)
-            raise ValueError(
-                f"a micro-batch of {self._part:,} samples = batch_size x ranks holds one shape; the data set's shapes "
-                f"have {sizes} samples, which fill {self._parts} of the {micro_batches} micro-batches of a step; lower "
-                "--batch_size or --grad_accumulation"
-            )
-
-    @property
-    def micro_batches(self) -> int:
-        return self._micro_batches
-
-    def _epoch_rows(self, epoch: int) -> np.ndarray:
-        words = self._words(epoch, self.dataset_size + self._parts)
-        parts = []
-        for bucket in self._buckets:
-            order = bucket[np.argsort(words[bucket], kind="stable")]
-            parts.append(order[: len(order) // self._part * self._part].reshape(-1, self._part))
-        order = np.argsort(words[self.dataset_size :], kind="stable")
-        return np.concatenate(parts)[order].reshape(-1)
-
-
-def build_schedule(dataset: MediaDataset, global_batch: int, micro_batches: int, seed: int) -> BatchSchedule:
-    """The data set's schedule: in buckets if its samples have several shapes."""
-    keys = np.array([dataset.shape_key(row) for row in range(len(dataset))])
-    if len(keys) == 0 or (keys == keys[0]).all():
-        return BatchSchedule(len(dataset), global_batch, seed)
-    return BucketSchedule(keys, global_batch, micro_batches, seed)
 
 
 @dataclass
@@ -323,14 +225,18 @@ def build_loader(
     if schedule.dataset_size != len(dataset):
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
     requests = _Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
-    pin_memory = pin_memory and torch.cuda.is_available()
-    batches = ReadAhead(
-        _BatchReader(dataset),
-        requests,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        patience=patience,
-        log=log,
-        on_hang=on_hang,
-    )
+    how = dict(num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available())
+    batches = ReadAhead(_BatchReader(dataset), requests, **how, patience=patience, log=log, on_hang=on_hang)
     return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, dataset.verification(dp_rank, dp_size))
+
+
+def read_batches(
+    dataset: MediaDataset, batches: Sequence[Sequence[SampleKey]], *, max_bad: float = 0.05, on_skip=None, **how
+) -> BatchIterator:
+    """The batches of these samples in order, pixels of 8 bits as bytes; those of one batch are of one step and shape.
+
+    how: of ``ReadAhead``: num_workers, patience, log, on_hang. max_bad, on_skip: as of :func:`build_loader`.
+    """
+    requests = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
+    read = ReadAhead(_BatchReader(dataset), requests, pin_memory=False, **how)
+    return BatchIterator(read, BadFileCounter(max_bad, on_skip), as_bytes=True)

@@ -142,7 +142,8 @@ def _take_index(output: Path, world_size: int, rank: int) -> dict[str, str]:
 
 def _plan(dataset: MediaDataset, shard_size: int) -> list[list[int]]:
     """The rows of every shard: in order, but those of one shape first and then those of the next."""
-    keys = np.array([dataset.shape_key(row) for row in range(len(dataset))], dtype=np.int64)
+    keys = dataset.shape_keys()
+    keys = np.zeros(len(dataset), dtype=np.int64) if keys is None else keys
     plan = []
     for key in np.unique(keys):
         rows = np.flatnonzero(keys == key)

@@ -79,10 +79,10 @@ class _File(io.BufferedReader):
     """A file that gives up when its time is over, and never gives more memory than the file has bytes: decoders ask for
     as many as a header says."""
 
-    def __init__(self, path: str, time_limit: float):
-        super().__init__(io.FileIO(path))
+    def __init__(self, path: str, time_limit: float, content: bytes | None = None):
+        super().__init__(io.FileIO(path) if content is None else io.BytesIO(content))
         self.time_limit, self.deadline = time_limit, time.monotonic() + time_limit
-        self.bytes = os.fstat(self.fileno()).st_size
+        self.bytes = os.fstat(self.fileno()).st_size if content is None else len(content)
 
     def read(self, size: int | None = -1) -> bytes:
         if time.monotonic() > self.deadline:
@@ -101,22 +101,21 @@ class _File(io.BufferedReader):
         return super().readline(MAX_WHOLE_FILE if size is None or size < 0 else size)
 
 
-def read_picture(path: str, time_limit: float = TIME_LIMIT) -> Image.Image:
+def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> Image.Image:
     """A picture file as 8-bit RGB, upright, its transparent pixels blended onto white.
 
     16-bit greys are divided by 257. Greys of 32-bit integers are taken for 16-bit ones where they fit, those of
     floating-point numbers for numbers from 0 to 1, 255 or 65,535, whichever is the first that holds them all; where
     none does, the picture's own range, from its least value or 0 to its largest, becomes 0 to 255. Of an animation the
-    first frame is read.
+    first frame is read. content: the file's bytes, where it lies in another one that ``path`` only names.
 
     Raises BadSample, naming the file and the reason, if it is no ordinary file or no picture, has more than
     ``MAX_PIXELS`` pixels, doesn't fit into memory or takes more than ``time_limit`` seconds.
     """
-    why = problem(path)
-    if why is not None:
+    if content is None and (why := problem(path)) is not None:
         raise BadSample(path, why)
     try:
-        with _File(path, time_limit) as file, _open(file) as image:
+        with _File(path, time_limit, content) as file, _open(file) as image:
             image.load()
             # 32-bit integers of a TIFF are unsigned unless it says otherwise; Pillow's are signed.
             tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})

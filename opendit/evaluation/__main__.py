@@ -2,24 +2,62 @@
 
 opendit evaluate --ckpt outputs/000-DiT-XL-2 --reference VIRTUAL_imagenet256_labeled.npz --cfg_scale 1.5
 opendit evaluate --samples samples.npz --reference pictures --metrics fid kid
+opendit evaluate --ckpt RUN --reference REFERENCE --cfg_scale 1 1.25 1.5 2 --num_sampling_steps 20 50 250
+opendit evaluate plot evaluation outputs/000-DiT-XL-2 outputs/001-DiT-XL-2 --output runs.png
 torchrun --standalone --nproc_per_node=8 -m opendit evaluate --ckpt RUN --reference REFERENCE
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from opendit.cli.command_line import read_flags
-from opendit.cli.console import prepare_console
+from opendit.cli.checks import check_exists, check_no_folder, check_output_file
+from opendit.cli.command_line import CommandLine, read_flags
+from opendit.cli.console import name_of, prepare_console
 from opendit.cli.evaluate_flags import EvaluateConfig
+from opendit.cli.values import Value
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
     prepare_console()
-    flags = read_flags(EvaluateConfig, sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["plot"]:
+        return _plot(words[1:])
+    flags = read_flags(EvaluateConfig, words)
     from opendit.evaluation.program import run  # torch and the rest, which a wrong flag need not wait for
 
     run(flags)
+    return 0
+
+
+def _plot(words: Sequence[str]) -> int:
+    parser = CommandLine(
+        prog=name_of("python -m opendit.evaluation") + " plot",
+        description="Draws runs over each other: figures over training, steps and guidance, precision against recall,\n"
+        "the losses of their logs; and writes a PNG.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    about = "runs, folders of evaluations (--output of opendit evaluate), or results.jsonl files"
+    parser.option("runs", Value(), about, metavar="RUN", nargs="+")
+    parser.option("--output", Value(), "the PNG to write", "evaluation.png")
+    parser.option("--metrics", Value(), "of results.jsonl; all of them when left out", nargs="+")
+    options, _ = parser.read(words)
+    output = Path(options["output"])
+    output = output if output.suffix == ".png" else output.with_name(output.name + ".png")
+    try:
+        for path in options["runs"]:
+            check_exists(path, "RUN", "a run, the folder of an evaluation, or a results.jsonl")
+        check_no_folder(str(output), "--output")
+        check_output_file(str(output), "--output")
+        from opendit.evaluation.plot import plot
+
+        for note in plot(options["runs"], output, options["metrics"] or ()):
+            print(f"note: {note}")
+        print(f"{output}: {len(options['runs'])} runs")
+    except (ValueError, OSError) as error:
+        parser.fail(error, hint=False)
     return 0
 
 

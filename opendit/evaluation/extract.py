@@ -39,7 +39,7 @@ class Extractor:
 
     Args:
         pictures: of pictures, or of the frames of clips: "pool", and of pictures "spatial" and "logits".
-        clips: of clips: "clip".
+        clips: of clips: "clip"; of moving digits also "digit", "nearest" and "moved".
         captions: CLIP, for its score: "caption".
         motion: whether "motion" is measured: the mean difference between frames.
         batch_size: pictures or frames at a time.
@@ -88,7 +88,9 @@ class Extractor:
             if network is not None:
                 found[name] = self._sliced(network, frames)["pool"].unflatten(0, pixels.shape[:2])
         if self.clips is not None:
-            found["clip"] = self._sliced(self.clips, pixels)["pool"]
+            of_clips = self._sliced(self.clips, pixels)
+            found["clip"] = of_clips["pool"]
+            found |= {name: of_clips[name] for name in ("digit", "nearest", "moved") if name in of_clips}
         if self.motion:
             found["motion"] = motion_score(pixels)[:, None]
         return found

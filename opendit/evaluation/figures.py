@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opendit.evaluation.digits import COPY_QUANTILE, AskedDigits, named_right, share_of_copies
 from opendit.evaluation.extract import Layout
 from opendit.evaluation.frechet import GROUPS, NORMAL_95, Moments, frechet_distance, jackknife_error
 from opendit.evaluation.manifold import NEIGHBOURS, precision_recall
+from opendit.evaluation.moving_digits import moved_right
 from opendit.evaluation.names import METRICS
 from opendit.evaluation.reference import Reference
 from opendit.evaluation.scores import SPLIT, SUBSET, SUBSETS, inception_score, kernel_distance
@@ -20,13 +22,17 @@ _WITHOUT = {
     "clip": "there are no features of clips: these are pictures, or there is no --video_features",
     "motion": "these are no clips",
     "caption": "there are no captions, or no --clip_model",
+    "digit": "it needs --features digits, and samples whose digits are known: by their labels or captions",
+    "moved": "it needs --features digits, and clips whose directions are known by their captions",
+    "nearest": "it needs --features digits",
 }
 
 
 @dataclass(frozen=True)
 class Figure:
     """A value, its interval and how that was found. network: that it rests on, "pictures", "clips" or "captions".
-    compared: whether with the reference. truncated: captions that CLIP could not read to their end."""
+    compared: whether with the reference. truncated: captions that CLIP could not read to their end.
+    of_real: the same figure of real samples, where they are known."""
 
     metric: str
     value: float
@@ -35,7 +41,20 @@ class Figure:
     interval_by: str | None = None
     compared: bool = True
     truncated: int | None = None
+    of_real: float | None = None
     note: str | None = None
+
+
+@dataclass(frozen=True)
+class RealSamples:
+    """Features of real samples, beside which the digits' figures are read. train: as many as there are samples, where
+    there are so many. held_out: those that nothing was trained on, and asked: what they show. reference: whether the
+    held-out ones are the reference, too."""
+
+    train: dict[str, Tensor]
+    held_out: dict[str, Tensor]
+    asked: AskedDigits
+    reference: bool
 
 
 @dataclass(frozen=True)
@@ -43,7 +62,8 @@ class MetricInputs:
     """What figures are computed of.
 
     features: of the samples, name -> (N, ...). clips: whether they are clips. inception: whether "pool" is of the
-    Inception that FID is defined by. scores: CLIP's of every sample, (N,). device: of the computation.
+    Inception that FID is defined by. scores: CLIP's of every sample, (N,). device: of the computation. asked, real: of
+    the built-in digits.
     """
 
     features: dict[str, Tensor]
@@ -54,6 +74,8 @@ class MetricInputs:
     intervals: bool = True
     scores: Tensor | None = None
     truncated: int | None = None
+    asked: AskedDigits | None = None
+    real: RealSamples | None = None
 
     def of(self, name: str) -> Tensor:
         """Features as rows, where figures are computed."""
@@ -155,7 +177,13 @@ def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs
         if network == "pictures":  # FID and sFID are of Inception's features, and of no others
             name = {"fid": "frechet_distance", "sfid": "spatial_frechet_distance"}[metric]
             name = ("frame_" if inputs.clips else "") + (metric if inputs.inception else name)
-        yield Figure(name, value, network, interval, by, note=note)
+        floor = None
+        if inputs.real is not None:
+            name = "frechet_distance"
+            if inputs.real.reference:
+                train = _rows(inputs.real.train[features], inputs.device)
+                floor = frechet_distance(Moments.of(train).gaussian(), reference)
+        yield Figure(name, value, network, interval, by, of_real=floor, note=note)
 
     return compute
 
@@ -189,6 +217,32 @@ def _motion(inputs: MetricInputs) -> Iterator[Figure]:
     yield Figure("motion", *_mean(inputs.of("motion").double().flatten()), compared=False, note=note)
 
 
+def _accuracy(inputs: MetricInputs) -> Iterator[Figure]:
+    right = named_right(inputs.of("digit"), inputs.asked)
+    real = named_right(inputs.real.held_out["digit"], inputs.real.asked)
+    yield _share("accuracy", inputs, right, real)
+
+
+def _direction(inputs: MetricInputs) -> Iterator[Figure]:
+    right = moved_right(inputs.of("moved"), inputs.asked)
+    yield _share("direction", inputs, right, moved_right(inputs.real.held_out["moved"], inputs.real.asked))
+
+
+def _share(metric: str, inputs: MetricInputs, right: Tensor, real: Tensor) -> Figure:
+    value, _, *interval = _mean(right.double())
+    return Figure(metric, value, _network(inputs), *interval, compared=False, of_real=float(real.double().mean()))
+
+
+def _copies(inputs: MetricInputs) -> Iterator[Figure]:
+    value = share_of_copies(inputs.of("nearest").cpu(), inputs.real.held_out["nearest"])
+    note = f"copies: nearer to a training digit than all but {COPY_QUANTILE:.0%} of the held-out ones are"
+    yield Figure("copies", value, _network(inputs), compared=False, of_real=COPY_QUANTILE, note=note)
+
+
+def _network(inputs: MetricInputs) -> str:
+    return "clips" if inputs.clips else "pictures"
+
+
 def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
     value, _, *interval = _mean(inputs.scores.double())
     yield Figure("clip_score", value, "captions", *interval, compared=False, truncated=inputs.truncated)
@@ -211,5 +265,8 @@ _COMPUTE: dict[str, Callable[[MetricInputs], Iterator[Figure]]] = {
     "kid": _kernel,
     "fvd": _frechet("fvd", "clip", "clips"),
     "motion": _motion,
+    "accuracy": _accuracy,
+    "direction": _direction,
+    "copies": _copies,
     "clip_score": _clip_score,
 }

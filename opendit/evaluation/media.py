@@ -40,8 +40,8 @@ class Media:
     """Pictures (H, W, 3) or clips (T, H, W, 3) by number.
 
     name: for people. sha256: of what they are read from. how: what else decides their pixels. read:
-    ``read(number)`` -> uint8. captions: of each, or None. whole: reads a range at once, where that is faster than one
-    by one.
+    ``read(number)`` -> uint8. captions, labels: of each, or None. whole: reads a range at once, where that is
+    faster than one by one.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Media:
     captions: Sequence[str] | None = None
     whole: Callable[[range], np.ndarray] | None = None
     how: str = ""
+    labels: np.ndarray | None = None
 
     def batch(self, numbers: range, pool: ThreadPoolExecutor) -> np.ndarray:
         """uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises ValueError if they are not of one size."""
@@ -90,8 +91,10 @@ def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -
     raise ValueError(f"{flag} {printable(path)} is no folder, .npz, .npy or .csv of samples")
 
 
-def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, captions: Sequence[str] | None) -> Media:
-    """Of an array uint8 (N, H, W, 3), or of clips (N, T, H, W, 3). Raises ValueError for any other."""
+def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, said: np.ndarray | None = None) -> Media:
+    """Of an array uint8 (N, H, W, 3), or of clips (N, T, H, W, 3). said: a caption or a class of each.
+
+    Raises ValueError for any other."""
     if pixels.dtype != np.uint8:
         hint = ""
         if pixels.dtype.kind == "f":
@@ -105,27 +108,27 @@ def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, captio
         len(pixels),
         pixels.ndim == 5,
         lambda number: np.asarray(pixels[number]),
-        captions,
+        said.tolist() if said is not None and said.dtype.kind == "U" else None,
         whole=lambda numbers: np.array(pixels[numbers.start : numbers.stop]),
+        labels=said if said is not None and said.dtype.kind in "iu" else None,
     )
 
 
 # ------------------------------------------------------------------------------------------ arrays
 
 
-def _arrays(path: Path, flag: str) -> tuple[np.ndarray, list[str] | None]:
-    """(pixels, captions) of a file."""
+def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """(pixels, what is said of each: captions or classes) of a file."""
     if path.suffix == ".npy":
         return _loaded(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False), flag), None
     names = npz_names(path, flag)
     key = SAMPLES if SAMPLES in names else next(iter(names), "")
     if key == "" or (SAMPLES not in names and len(names) > 1):
         raise ValueError(f"{flag} {printable(path)} has no {SAMPLES} (of {', '.join(sorted(names)) or 'nothing'})")
-    captions = None
+    said = None
     if LABELS in names:
-        labels = _loaded(path, lambda: np.load(path, allow_pickle=False)[LABELS], flag)
-        captions = labels.tolist() if labels.dtype.kind == "U" else None
-    return _loaded(path, lambda: npz_member(path, key), flag), captions
+        said = _loaded(path, lambda: np.load(path, allow_pickle=False)[LABELS], flag)
+    return _loaded(path, lambda: npz_member(path, key), flag), said
 
 
 def npz_names(path: Path, flag: str) -> set[str]:

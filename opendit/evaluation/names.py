@@ -19,8 +19,12 @@ METRICS = {
     "kid": Needs("pool", "features", "kernel distance"),
     "fvd": Needs("clip", "statistics", "Fréchet distance of I3D's features of clips"),
     "motion": Needs("motion", None, "mean difference between frames"),
+    "accuracy": Needs("digit", None, "share of samples that show the digit asked for (--features digits)"),
+    "direction": Needs("moved", None, "share of clips that move as asked (--features digits)"),
+    "copies": Needs("nearest", None, "share of copies of training digits (--features digits)"),
     "clip_score": Needs("caption", None, "how well samples fit their captions"),
 }
+DIGITS = "digits"  # the built-in ones, as a reference; and their features
 RESIZES = ("tf", "torch", "clean")
 PRECISIONS = ("fp32", "tf32")
 LABELS = ("balanced", "drawn")

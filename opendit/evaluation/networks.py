@@ -1,6 +1,7 @@
 """Networks of features: from a file or a folder to a function from pictures or clips to rows of numbers."""
 
 import contextlib
+import functools
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from opendit.common.hashing import sha256_of
+from opendit.evaluation.digits import SIZE, digits_sha256, picture_features
 from opendit.evaluation.inception_pixels import SIDE, ScriptedInception, resize
 from opendit.evaluation.known_files import check_known, is_known, shown
-from opendit.evaluation.names import PRECISIONS
+from opendit.evaluation.moving_digits import ClipShape, clip_features, clips_sha256
+from opendit.evaluation.names import DIGITS, PRECISIONS
 from opendit.evaluation.transformers_networks import load_folder
 
 Compute = Callable[[Tensor], dict[str, Tensor]]
@@ -26,7 +29,7 @@ class FeatureNetwork:
     name: for people. sha256: of its file or files. clips: whether it takes (B, T, H, W, 3) rather than (B, H, W, 3).
     inception: whether it is the Inception that FID is defined by. known: whether its SHA-256 is a published one.
     resize: the filter to its size, by name. precision: fp32 or tf32. compute: uint8 pixels with channels second ->
-    named features (B, D).
+    named features (B, D). built_in: whether it is shipped as code, so that its SHA-256 is of that.
     """
 
     name: str
@@ -37,10 +40,11 @@ class FeatureNetwork:
     precision: str
     compute: Compute
     device: torch.device
+    built_in: bool = False
 
     @property
     def known(self) -> bool:
-        return is_known(self.sha256)
+        return self.built_in or is_known(self.sha256)
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
@@ -56,6 +60,16 @@ class FeatureNetwork:
     def describe(self) -> str:
         known = "" if self.known else ", of no published file"
         return f"{self.name}, SHA-256 {self.sha256}{known}, {self.precision}, resized by {self.resize}"
+
+
+def digits_network(device: torch.device, shape: ClipShape | None = None) -> FeatureNetwork:
+    """The classifier of the built-in digits; with a ``shape``, of clips of moving digits. It is trained when it is
+    first used. Features: "pool", "digit", "nearest", of clips "moved" too."""
+    if shape is None:
+        sha256, compute, how = digits_sha256("pictures"), picture_features, f"bilinear, {SIZE}"
+    else:
+        sha256, compute, how = clips_sha256(shape), functools.partial(clip_features, shape), "centred, its own"
+    return FeatureNetwork(DIGITS, sha256, shape is not None, False, how, "fp64", compute, device, built_in=True)
 
 
 def load_network(

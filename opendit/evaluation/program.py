@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 
 from opendit.evaluation.clip_score import caption_embeddings, clip_scores
-from opendit.evaluation.extract import Extractor, Features
-from opendit.evaluation.figures import Figure, MetricInputs, check_features, figures, plan
+from opendit.evaluation.extract import Extractor, Features, Layout
+from opendit.evaluation.figures import Figure, MetricInputs, RealSamples, check_features, figures, plan
 from opendit.evaluation.known_files import find_default
-from opendit.evaluation.names import METRICS
-from opendit.evaluation.networks import FeatureNetwork, load_network
-from opendit.evaluation.reference import Reference, open_reference, save_features
-from opendit.evaluation.results import Measurement, append_results, read_results, table
+from opendit.evaluation.names import DIGITS, METRICS
+from opendit.evaluation.networks import FeatureNetwork, digits_network, load_network
+from opendit.evaluation.reference import Reference, clip_shape, open_reference, real_digits, save_features
+from opendit.evaluation.results import Measurement, append_results, digits_line, read_results, table, without_time
 from opendit.evaluation.samples import Samples, open_samples
+from opendit.evaluation.sweep import sweep_table, write_sweep
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sizes import find_place
 from opendit.parallel.supervisor import Supervisor
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from opendit.cli.evaluate_flags import EvaluateConfig
 
 T = TypeVar("T")
+REAL = 1_000  # training digits, at most, beside which samples are judged: as many as there are samples
 EARLIER = 12  # results of before that are shown beside new ones
 
 
@@ -73,10 +75,27 @@ class _Networks:
 
 
 def measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[Measurement]:
-    """The figures of an evaluation, on rank 0; on other ranks none. Collective.
+    """The figures of an evaluation, or of each of a sweep, on rank 0; on other ranks none. Collective.
 
     ``started`` is called when all that the flags ask for has been checked, before the long work.
     """
+    points = flags.points()
+    if len(points) == 1 or flags.samples is not None:
+        return _measure(points[0] if flags.samples is None else flags, mesh, started)
+    flags.settled(mesh.world_size, mesh.device.type == "cuda")  # all of them, before the first
+    found: list[Measurement] = []
+    for number, point in enumerate(points, 1):
+        if mesh.is_main:
+            print(
+                f"{number} of {len(points)}: guidance {point.cfg_scale:g}, {point.num_sampling_steps} steps", flush=True
+            )
+        found += _measure(point, mesh, started if number == 1 else lambda: None)
+    if mesh.is_main:
+        print(f"\n{sweep_table(found)}\nas CSV: {write_sweep(Path(flags.output), found)}", flush=True)
+    return found
+
+
+def _measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None]) -> list[Measurement]:
     flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
 
     def say(text: str) -> None:
@@ -90,7 +109,7 @@ def measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None] = l
         networks = _load_networks(flags, samples, mesh.device, say)
         with_captions = samples.captions is not None and networks.captions is not None
         extractor = networks.extractor(flags, mesh.device, samples.clips, with_captions)
-        layout = extractor.layout(samples.shape)
+        layout = _usable(extractor.layout(samples.shape), samples)
         check_features(flags.metrics, layout, with_captions)
         reference = None
         if flags.reference is not None and _compares(flags):
@@ -117,6 +136,8 @@ def measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None] = l
                 save_features(Path(flags.save_features), features, extractor.settings(), mesh.device)
                 say(f"features in {flags.save_features}")
             inputs = _inputs(flags, samples, features, networks, reference, mesh.device, with_captions)
+            if flags.features == DIGITS:
+                inputs = _beside_real(inputs, samples, extractor, flags.reference == DIGITS)
             for name in metrics:
                 try:
                     of_metric = [_measurement(f, flags, samples, networks, reference) for f in figures(name, inputs)]
@@ -128,11 +149,29 @@ def measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None] = l
             _show(output, found)
             for problem in problems:
                 say(problem)
+            if line := digits_line(found):
+                print(line, flush=True)
         mesh.barrier()
         problems = mesh.broadcast_object(problems)
         if problems and (flags.metrics or not found) and metrics:
             raise ValueError(problems[0])
     return found
+
+
+def _usable(layout: Layout, samples: Samples) -> Layout:
+    """The features that figures can be computed of: without knowing what was asked for, not whether it is seen."""
+    missing = set() if samples.asked else {"digit", "moved"}
+    if samples.asked and samples.asked.directions is None:
+        missing = {"moved"}
+    return {name: shape for name, shape in layout.items() if name not in missing}
+
+
+def _beside_real(inputs: MetricInputs, samples: Samples, extractor: Extractor, reference: bool) -> MetricInputs:
+    """With the features of real digits."""
+    clips = samples.options if samples.clips else None
+    train, held_out = real_digits("train", clips, min(samples.count, REAL)), real_digits("test", clips)
+    found = [extractor(torch.from_numpy(real.media.whole(range(real.media.count)))) for real in (train, held_out)]
+    return replace(inputs, asked=samples.asked, real=RealSamples(*found, held_out.asked, reference))
 
 
 def _compares(flags: "EvaluateConfig") -> bool:
@@ -170,6 +209,9 @@ def _load_networks(
             say(f"{error}")
             return None
 
+    if flags.features == DIGITS:
+        network = digits_network(device, clip_shape(samples.options) if samples.clips else None)
+        return _Networks(None if samples.clips else network, network if samples.clips else None, None)
     pictures = load(flags.features, False, "--features") if asked & {"pool", "spatial", "logits"} else None
     clips = load(flags.video_features, True, "--video_features") if samples.clips and "clip" in asked else None
     captions = None
@@ -225,6 +267,7 @@ def _measurement(
         interval=figure.interval,
         interval_by=figure.interval_by,
         truncated=figure.truncated,
+        of_real=figure.of_real,
         note=figure.note,
         commit=versions["commit"],
         torch=versions["torch"],
@@ -249,6 +292,7 @@ def _show(output: Path, found: list[Measurement]) -> None:
     """The new figures, and below earlier ones of the same metrics."""
     kinds = {row.metric for row in found}
     rows = [row for row in read_results(output / "results.jsonl") if row.metric in kinds]
-    earlier = rows[: len(rows) - len(found)][-EARLIER:] if found else []
+    new = [without_time(row) for row in found]
+    earlier = [row for row in rows if without_time(row) not in new][-EARLIER:]
     print(table([*earlier, *found]))
     sys.stdout.flush()

@@ -13,9 +13,12 @@ from torch import Tensor
 from opendit.common.hashing import sha256_of
 from opendit.common.replace import replacing
 from opendit.data.files import printable
+from opendit.evaluation.digits import RealDigits, real_pictures
 from opendit.evaluation.extract import Extractor, Features, extract_media
 from opendit.evaluation.frechet import Gaussian, Moments
 from opendit.evaluation.media import SAMPLES, Media, MediaOptions, array_media, npz_member, npz_names, open_media
+from opendit.evaluation.moving_digits import ClipShape, real_clips
+from opendit.evaluation.names import DIGITS
 from opendit.parallel.mesh import Mesh
 
 # Names of a mean and a covariance in an .npz: of Inception's pooled and spatial features as ADM has them, of clips'.
@@ -53,13 +56,15 @@ def open_reference(
     say: Callable[[str], None],
     clips: bool = False,
 ) -> Reference:
-    """The reference of a path: samples as of :func:`open_media`, whose features are computed; ADM's statistics (.npz
-    with mu and sigma), with whose pictures, if it has them, precision, recall and KID are computed; a file of
-    :func:`save_features`. Collective.
+    """The reference of a path: samples as of :func:`open_media`, whose features are computed; "digits": the
+    built-in ones that are held out; ADM's statistics (.npz with mu and sigma), with whose pictures, if it has them,
+    precision, recall and KID are computed; a file of :func:`save_features`. Collective.
 
     Raises ValueError: it holds clips where pictures are evaluated or the other way round, or features of other
     networks.
     """
+    if path == DIGITS:
+        return _reference_of(real_digits("test", options if clips else None).media, extractor, output, mesh, say, {})
     path = Path(path).expanduser()
     gaussians, names = {}, set()
     if path.suffix == ".npz" and path.is_file():
@@ -73,13 +78,39 @@ def open_reference(
     if media.clips != clips:
         kinds = ("pictures", "clips")
         raise ValueError(f"--reference {printable(path)} holds {kinds[media.clips]}; {kinds[clips]} are evaluated")
+    return _reference_of(media, extractor, output, mesh, say, gaussians)
+
+
+def _reference_of(
+    media: Media,
+    extractor: Extractor,
+    output: Path,
+    mesh: Mesh,
+    say: Callable[[str], None],
+    gaussians: dict[str, Gaussian],
+) -> Reference:
+    """Of samples, whose features are computed; statistics that are known of them stay. Collective."""
     found = extract_media(media, extractor, output, mesh, say)
     return Reference(media.name, media.sha256, media.count, gaussians, found.arrays, extractor.settings())
 
 
+def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
+    """Built-in digits of a split, or, as ``clips``, moving ones: so many, or as many as there are for a reference."""
+    if clips is None:
+        return real_pictures(split, count)
+    return real_clips(split, clip_shape(clips), count)
+
+
+def clip_shape(options: MediaOptions) -> ClipShape:
+    """Raises ValueError for clips that are not square."""
+    if options.image_size is None:
+        raise ValueError("--features digits: moving digits are square, and these clips are not")
+    return ClipShape(options.num_frames, options.frame_interval, options.image_size)
+
+
 def _pictures_of(path: Path) -> Media:
     """The pictures that lie beside statistics in one file, as in ADM's."""
-    return array_media(path.name, lambda: sha256_of(path), npz_member(path, SAMPLES), None)
+    return array_media(path.name, lambda: sha256_of(path), npz_member(path, SAMPLES))
 
 
 def _statistics(path: Path, names: set[str]) -> dict[str, Gaussian]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opendit.evaluation.names import DIGITS
+
 FILE = "results.jsonl"
 # Fields that two figures of one metric must share before their difference says anything of the samples -> their names.
 MEASURED_ALIKE = {
@@ -34,7 +36,9 @@ class Measurement:
     precision: of the network of features. sampler to vae: of samples that were drawn for it; drawn: all that
     decides them, as the parts of a job of sample.py know it. labels: "balanced" (each
     class as often), "drawn" (at random), "given" or "prompts". rounding: how pixels became uint8. truncated: captions
-    that CLIP could not read to their end. note: what a reader has to know.
+    that CLIP could not read to their end. of_real: the same figure of real samples, as a bound of what can be reached:
+    of the digits' Fréchet distance training digits', of their accuracy held-out digits'. note: what a reader has to
+    know.
     """
 
     metric: str
@@ -65,6 +69,7 @@ class Measurement:
     rounding: str | None = None
     drawn: dict[str, str] | None = None
     truncated: int | None = None
+    of_real: float | None = None
     commit: str | None = None
     torch: str | None = None
     time: str | None = None
@@ -114,11 +119,11 @@ def table(rows: Sequence[Measurement]) -> str:
     for number, row in enumerate(rows, 1):
         interval = "-"
         if row.interval is not None:
-            interval = f"{_figure(row.interval[0])} to {_figure(row.interval[1])}"
+            interval = f"{figure_text(row.interval[0])} to {figure_text(row.interval[1])}"
         reference = "-" if row.reference is None else f"{row.reference} ({_shown('', row.reference_count)})"
         features = "-" if row.features is None else f"{row.features} {(row.features_sha256 or '')[:8]}"
         lines.append(
-            [str(number), row.metric, _figure(row.value), interval, row.samples, f"{row.count:,}", _drawn_with(row)]
+            [str(number), row.metric, figure_text(row.value), interval, row.samples, f"{row.count:,}", _drawn_with(row)]
             + [reference, features]
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -147,17 +152,40 @@ def _drawn_with(row: Measurement) -> str:
     return f"{row.sampler} {row.steps}, guidance {row.guidance:g}{interval}, seed {row.seed}, {row.labels}"
 
 
-def _figure(value: float) -> str:
+def figure_text(value: float) -> str:
     """Six figures: a metric of pictures has no more that mean anything."""
     return f"{value:.6g}" if value and abs(math.log10(abs(value))) < 5 else f"{value:.3e}" if value else "0"
 
 
+def digits_line(rows: Sequence[Measurement]) -> str | None:
+    """What figures of the built-in digits' features say, in a line; None if there are none."""
+    found = {row.metric: row for row in rows if row.features == DIGITS}
+    said = []
+    for metric, words in (("accuracy", "named as the digit asked for"), ("direction", "move as asked")):
+        if row := found.get(metric):
+            said.append(f"{row.value:.1%} {words} (held-out digits {row.of_real:.1%})")
+    if row := found.get("frechet_distance"):
+        said.append(f"Fréchet distance {figure_text(row.value)} to {row.reference}")
+        if row.of_real is not None:
+            said[-1] += f", {row.value / row.of_real:.2f} x that of as many training digits, {figure_text(row.of_real)}"
+    if row := found.get("copies"):
+        said.append(f"{row.value:.1%} copies (held-out digits {row.of_real:.1%})")
+    return f"digits: {'; '.join(said)}" if said else None
+
+
 def append_results(folder: Path, rows: Iterable[Measurement]) -> Path:
-    """Adds lines to the folder's results. Raises OSError."""
+    """Adds lines to the folder's results; a figure that is there is not added again. Raises OSError."""
     path = folder / FILE
+    known = [without_time(row) for row in read_results(path)]
+    rows = [row for row in rows if without_time(row) not in known]
     with open(path, "a", encoding="utf-8") as file:
         file.write("".join(row.to_json() + "\n" for row in rows))
     return path
+
+
+def without_time(row: Measurement) -> Measurement:
+    """What makes two lines the same figure."""
+    return dataclasses.replace(row, time=None)
 
 
 def read_results(path: Path) -> list[Measurement]:

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opendit.common.stages import Stages
+from opendit.data.moving_digits import DIRECTIONS, caption, name_digit
 from opendit.encoders.video_vae import FrameCodec
+from opendit.evaluation.digits import AskedDigits, asked_of_captions, asked_of_labels
 from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_media, extract_run
 from opendit.evaluation.media import MediaOptions, open_media
+from opendit.evaluation.names import DIGITS
 from opendit.inference.job import pixel_shape, settings_of
+from opendit.inference.loading import SOURCE_FPS
 from opendit.inference.prepare import SamplingRun, choose, prepare
 from opendit.inference.run import announce
 from opendit.parallel.mesh import Mesh
@@ -30,7 +34,8 @@ FIX = "wait for its end, or give another --output"
 @dataclass(frozen=True)
 class Samples:
     """shape: of one, (H, W, 3) or (T, H, W, 3). captions: of each, or None. told: fields of a Measurement. options: how
-    files of a reference become pixels like these. extract: computes their features."""
+    files of a reference become pixels like these. extract: computes their
+    features. asked: which digits they were to show, if that is known."""
 
     count: int
     shape: tuple[int, ...]
@@ -38,6 +43,7 @@ class Samples:
     told: dict[str, Any]
     options: MediaOptions
     extract: Callable[[Extractor], Features]
+    asked: AskedDigits | None = None
 
     @property
     def clips(self) -> bool:
@@ -80,7 +86,9 @@ def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> S
     def extract(extractor: Extractor) -> Features:
         return extract_media(media, extractor, Path(flags.output), mesh, say)
 
-    return Samples(media.count, shape, captions, told, options, extract)
+    labels = None if media.labels is None else media.labels[: media.count]
+    asked = asked_of_labels(labels) or asked_of_captions(captions)
+    return Samples(media.count, shape, captions, told, options, extract, asked)
 
 
 def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], None]) -> Samples:
@@ -89,6 +97,8 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
     sampling.flags = replace(sampling.flags, num_samples=count)
     classes = sampling.model.config.text is None
     if not classes:
+        if flags.features == DIGITS and not flags.prompt:
+            _ask_for_all_digits(sampling)
         sampling.choices, labels = torch.arange(count) % len(sampling.names), "prompts"
     elif flags.class_labels or flags.label_sampling == "balanced":
         sampling.choices = choose(sampling.flags, len(sampling.names))
@@ -115,13 +125,25 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
         "drawn": drawn_by(settings),
     }
     side = shape[-2] if shape[-2] == shape[-3] else None
-    options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, flags.frame_interval)
+    interval = flags.frame_interval if "frame_interval" in flags.given else round(SOURCE_FPS / sampling.fps)
+    options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, interval)
 
     def extract(extractor: Extractor) -> Features:
         announce(sampling)
         return extract_run(sampling, extractor, Path(flags.output), say)
 
-    return Samples(count, shape, None if classes else sampling.captions, told, options, extract)
+    captions = None if classes else sampling.captions
+    digits = classes and len(sampling.names) == 10
+    asked = asked_of_labels(sampling.choices) if digits else asked_of_captions(captions)
+    return Samples(count, shape, captions, told, options, extract, asked)
+
+
+def _ask_for_all_digits(sampling: SamplingRun) -> None:
+    """Every digit, of clips in every direction, in the place of the checkpoint's own few captions."""
+    digits = [name_digit(digit) for digit in range(10)]
+    if sampling.model.config.is_video:
+        digits = [caption(digit, direction) for direction in DIRECTIONS for digit in range(10)]
+    sampling.names, sampling.conditions = digits, sampling.conditioner.encode(digits)
 
 
 def name_of(weights: Path) -> str:

@@ -22,7 +22,7 @@ keyed by (seed, step, sample), so that data order, flips and noise follow from t
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -305,14 +305,14 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
     return in_use
 
 
-def prune(checkpoints: Path, keep: int, newest: Path, in_use: Path | None) -> None:
-    """Deletes all but the ``keep`` newest checkpoints up to ``newest`` (0: none), never the one in use.
+def prune(checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None]) -> None:
+    """Deletes all but the ``keep`` newest checkpoints up to ``newest`` (0: none), never one that is ``kept``.
 
     Later steps, of an attempt that this run went back from, are left alone until they are written anew.
     """
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
-        if old != in_use:
+        if old not in kept:
             gone = old.with_name(f".{old.name}.deleted")  # at once: half a folder would be a damaged checkpoint
             with contextlib.suppress(OSError):
                 old.rename(gone)

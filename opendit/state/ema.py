@@ -74,6 +74,30 @@ class EMA:
         self.averages[which][name].copy_(shard)
 
     @contextlib.contextmanager
+    def at_work(self, which: int = 0) -> Iterator[None]:
+        """Inside, the engine works with one average's weights, under every plugin; afterwards with its own again, bit
+        for bit.
+
+        Collective. The average and the masters change places, so it takes no memory; nothing may step or save inside.
+        """
+        self._exchange(which)
+        try:
+            yield
+        finally:
+            self._exchange(which)
+
+    @torch.no_grad()
+    def _exchange(self, which: int) -> None:
+        """The masters become the average and the average the masters."""
+        engine, average = self.engine, self.averages[which]
+        for name, shard in average.items():
+            master = engine.master(name)
+            own = master.clone()
+            engine.set_shard(name, shard)
+            shard.copy_(own)
+        engine.finish_loading()
+
+    @contextlib.contextmanager
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
         """Inside, ``model`` has one average's weights, in its own dtype; afterwards its own again, bit for bit.
 

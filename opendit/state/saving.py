@@ -16,6 +16,7 @@ from opendit.common.tensor_files import write_file
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import Engine
 from opendit.parallel.supervisor import CLOSING
+from opendit.state.best import BEST_LINK, BestCheckpoint
 from opendit.state.checkpoint import STATE, incomplete, prune, put_in_place, step_folder, tidy
 from opendit.state.copying import Files
 from opendit.state.ema import EMA
@@ -39,7 +40,8 @@ class Checkpoints:
         sharded: every rank writes its own shards, rather than whole tensors.
         say: shows a line to people; called from another thread.
         enabled: False for a run that saves nothing, which then needs no host memory for it.
-        write_failures: counts what goes wrong beside the checkpoints themselves, with ``latest``.
+        write_failures: counts what goes wrong beside the checkpoints themselves, with ``latest`` and ``best``.
+        best: keeps the best checkpoint beside the newest ones; None: they alone are kept.
 
     Attributes:
         failures: a message for every save that failed, on every rank.
@@ -60,8 +62,10 @@ class Checkpoints:
         say: Callable[[str], None] = print,
         enabled: bool = True,
         write_failures: WriteFailures | None = None,
+        best: BestCheckpoint | None = None,
     ):
         self.folder, self.info, self.keep, self.in_use, self.say = folder, info, keep, in_use, say
+        self._best = best
         self._write_failures = write_failures or WriteFailures(say)
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
         self.failures: list[str] = []
@@ -179,7 +183,12 @@ class Checkpoints:
                 with self._write_failures.survive(f"checkpoints/{LATEST}", step):
                     if unlinked := put_in_place(final):
                         raise unlinked
-                prune(self.folder, self.keep, final, self.in_use)
+                kept = {self.in_use}
+                if self._best is not None:
+                    with self._write_failures.survive(f"checkpoints/{BEST_LINK}", step):
+                        self._best.saved(self.folder, state)
+                    kept.add(self._best.folder)
+                prune(self.folder, self.keep, final, kept)
             except Exception as error:
                 problem = f"rank 0: {error}"
         return self._channel.gather(problem)[0]

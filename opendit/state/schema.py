@@ -183,6 +183,7 @@ STATE_FILE = FileKind(
             "sequence_parallel": optional(string(256)),
             "global_batch": whole(1),
             "seed": whole(-(2**63), 2**64),
+            "val_loss": number(-1e38, 1e38),
             "objective": objective_rule,
             "fingerprint": mapping(string(64), plain(2), 1000),  # opendit.training.fingerprint
         },

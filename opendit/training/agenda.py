@@ -1,4 +1,4 @@
-"""What a run does besides training after a step: look at the device, log, save, draw."""
+"""What a run does besides training after a step: look at the device, validate, log, save, draw."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ class Due:
     save: bool
     refuse: bool
     draw: bool
+    validate: bool = False
 
 
 class Agenda:
@@ -25,6 +26,7 @@ class Agenda:
     def __init__(self, flags: TrainConfig, last_step: int):
         self._flags, self._last_step = flags, last_step
         self._draw_every = flags.ckpt_every if flags.sample_every is None else flags.sample_every
+        self._validate_every = flags.ckpt_every if flags.validate_every is None else flags.validate_every
         self._save_owed = False
 
     def step_done(self, done: int, stopping: bool) -> bool:
@@ -36,7 +38,8 @@ class Agenda:
         self._done, self._stopping = done, stopping
         self._last = stopping or done == self._last_step
         self._save_owed |= flags.save and _every(flags.ckpt_every, done)
-        return self._last or self._save_owed or _every(flags.log_every, done) or _every(flags.max_bad_steps, done)
+        looks = (flags.log_every, flags.max_bad_steps, self._validate_every if flags.validates else 0)
+        return self._last or self._save_owed or any(_every(steps, done) for steps in looks)
 
     def due(self, skipping: bool, failing: bool) -> Due:
         """What is due after this step.
@@ -46,12 +49,18 @@ class Agenda:
         flags, last = self._flags, self._last
         save = flags.save and ((last and not failing) or (self._save_owed and not skipping))
         self._save_owed &= not save
-        at_end = self._done == self._last_step and flags.sample_every != 0
+        ended = self._done == self._last_step
+        at_end = ended and flags.sample_every != 0
+        # A run that was told to end has no time; of a checkpoint that may be the best one the loss is needed.
+        validate = _every(self._validate_every, self._done) or (ended and self._validate_every != 0)
+        validate = flags.validates and not self._stopping and (validate or (save and flags.ckpt_best is not None))
         return Due(
-            log=save or last or _every(flags.log_every, self._done),  # a resumed run starts a new mean at a save, too
+            # (A resumed run starts a new mean at a save, too.)
+            log=save or last or validate or _every(flags.log_every, self._done),
             save=save,
             refuse=flags.save and last and failing,
             draw=not self._stopping and (at_end or _every(self._draw_every, self._done)),
+            validate=validate,
         )
 
 

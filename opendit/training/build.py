@@ -32,6 +32,7 @@ from opendit.training.skipped_steps import SkippedSteps
 from opendit.training.specification import RunSpecification
 from opendit.training.step_log import StepLog
 from opendit.training.summary import announce, announce_memory, summarise
+from opendit.training.validation import Validation
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Run:
     log: StepLog
     checkpoints: Checkpoints
     grids: SampleGrids
+    validation: Validation | None
     fingerprint: dict[str, Any]
 
     def failed_writes(self) -> int:
@@ -117,9 +119,12 @@ def build(spec: RunSpecification, supervisor: Supervisor) -> Iterator[Run]:
                 skipped=SkippedSteps(engine, diagnosis, flags.max_bad_steps, monitor.say),
                 monitor=monitor,
                 profiler=profiler,
-                log=StepLog(engine, loader, checkpoints, monitor, pace, spec.first_step, spec.skipped_before),
+                log=StepLog(
+                    engine, loader, spec.schedule, checkpoints, monitor, pace, spec.first_step, spec.skipped_before
+                ),
                 checkpoints=checkpoints,
                 grids=SampleGrids(spec, engine, ema, monitor),
+                validation=None if spec.validation is None else Validation(spec, engine, ema, runner, monitor),
                 fingerprint=spec.fingerprint,
             )
             profiler.close()

@@ -27,6 +27,7 @@ from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae_folder import vae_folder
 from opendit.state.tensor_set import files_of
 from opendit.training.specification import RunSpecification
+from opendit.training.validation_data import number_of_losses
 
 # What a difference means.
 CURVE = "the curve is another from here on"
@@ -37,7 +38,8 @@ CODE = "the same curve only if nothing that computes it was changed"
 FREE = frozenset(
     "num_workers data_timeout max_bad max_bad_steps enable_cuda_graph keep_gathered recipe dry_run outputs load "
     "log_every ckpt_every save ckpt_keep checkpoint_format profile sample_every sample_steps sample_cfg_scale "
-    "reshard offload gather_fp8 parallel hardware gpus_per_node".split()
+    "reshard offload gather_fp8 parallel hardware gpus_per_node "
+    "log_to validate_every validate_path validate_samples ckpt_best".split()
 )
 OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions full_attention "
@@ -45,7 +47,8 @@ OF_THE_MODEL = frozenset(
 )
 # Flags that are compared as what was made of them, under which names.
 MADE_INTO = {
-    "data_path": "data samples contents",
+    "data_path": "data samples contents blend",
+    "validate_share": "data samples",
     "vae": "vae",
     "text_encoder": "text_encoder",
     "pretrained": "pretrained",
@@ -80,6 +83,8 @@ MEANS = {
 }
 CALLED = {
     "global_batch": "the global batch",
+    "order": "the order of samples",
+    "blend": "the sources' weights",
     "split": "--batch_size x data-parallel ranks x --grad_accumulation",
     "world_size": "processes",
     "last_step": "the last step, where the cosine ends,",
@@ -89,7 +94,9 @@ CALLED = {
     "processor": "the processor",
     "source": "OpenDiT's code",
 }
-SHOWN_ONLY = frozenset(("data_path", "vae_path", "text_encoder_path", "pretrained_path", "opendit", "commit"))
+SHOWN_ONLY = frozenset(
+    ("data_path", "validation", "vae_path", "text_encoder_path", "pretrained_path", "opendit", "commit")
+)
 # What the checkpoints without a fingerprint say, and its name now.
 BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_parallel": "sequence"}
 
@@ -107,9 +114,12 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
         "data": dataset.identity(),
         "samples": len(dataset),
         "contents": dataset.contents(),
+        "validation": None if spec.validation is None else f"{number_of_losses(spec)} of {spec.validation.identity()}",
         "random_flip": dataset.random_flip,
         **_encoders(spec),
         "global_batch": spec.schedule.global_batch,
+        "order": spec.schedule.order,
+        "blend": getattr(dataset, "blend", None),
         "split": f"{flags.batch_size} x {mesh.dp_size} x {flags.grad_accumulation}",
         "world_size": mesh.world_size,
         "last_step": spec.last_step if flags.lr_schedule == "cosine" else None,

@@ -7,7 +7,10 @@ from pathlib import Path
 from opendit.cli.shared_flags import ParallelFlags
 from opendit.cli.train_components import BatchFlags, CaptionFlags, DataFlags
 from opendit.cli.train_flags import Components
+from opendit.common.errors import DataError
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
+from opendit.data.held_out import SEED, hold_out
+from opendit.data.sources.base import NoSplit
 from opendit.diffusion import Objective, objective_from_flags
 from opendit.encoders.text import check_tokens, text_geometry
 from opendit.encoders.vae import codec_geometry
@@ -29,9 +32,10 @@ from opendit.training.memory import BYTES, Setup
 
 
 def open_data(
-    data: DataFlags, captions: CaptionFlags, num_classes: int | None, max_bad: float, seed: int
+    data: DataFlags, captions: CaptionFlags, num_classes: int | None, max_bad: float, seed: int, split: str = "train"
 ) -> MediaDataset:
     """The data set of --data_path. (``captions`` and ``num_classes`` are for random latents, which have those.)
+    split: "train" or "test".
 
     Raises as ``build_dataset``.
     """
@@ -39,6 +43,7 @@ def open_data(
         data.data_path,
         data.image_size,
         seed=seed,
+        split=split,
         random_flip=data.random_flip,
         max_bad=max_bad,
         use_video=data.use_video,
@@ -50,6 +55,60 @@ def open_data(
         text_encoder=captions.text_encoder or ("bytes" if captions.cross_attention else None),
         max_text_tokens=captions.max_text_tokens,
     )
+
+
+def held_out(asked: Components, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
+    """(what is trained on, what is validated on or None) of a run whose --data_path holds ``dataset``.
+
+    Samples of the second are neither mirrored nor cut at random. Raises ValueError, FileNotFoundError or DataError,
+    naming the flag, for a --validate_path that can't be read or whose samples are others than the model's, and for a
+    share that leaves nothing to train on.
+    """
+    flags = asked.validation
+    if not flags.validates:
+        return dataset, None
+    if flags.validate_path is None:
+        training, validation = hold_out(dataset, flags.validate_share)
+    else:
+        training, validation = dataset, _open(asked, dataset)
+    validation.random_flip = validation.random_window = False
+    return training, validation
+
+
+def _open(asked: Components, training: MediaDataset) -> MediaDataset:
+    """The data set of --validate_path: its test split, if it has one."""
+    path = asked.validation.validate_path
+    data = replace(asked.data, data_path=path, random_flip=False)
+    others = (asked.captions, asked.model.num_classes, asked.loader.max_bad, SEED)
+    try:
+        try:
+            found = open_data(data, *others, split="test")
+        except NoSplit:
+            found = open_data(data, *others)
+    except (ValueError, OSError, DataError) as error:
+        raise type(error)(str(error).replace("--data_path", "--validate_path")) from error
+    if path != "mock" and found.identity() == training.identity():
+        raise ValueError(
+            f"--validate_path {path}: these are the samples that are trained on; to hold a share of them out, give "
+            "--validate_share 0.01 in its place"
+        )
+    for what, name in (
+        ("kind", "{} where --data_path has {}"),
+        ("conditioning", "samples with a {} where those of --data_path have a {}"),
+        ("sample_shape", "samples of shape {} where those of --data_path have {}"),
+        ("class_names", "the classes {} where --data_path has {}"),
+        ("text_encoder", "captions encoded by {} where those of --data_path are by {}"),
+    ):
+        theirs, ours = (getattr(each, what, None) for each in (found, training))
+        if theirs != ours:
+            raise ValueError(f"--validate_path {path} has {name.format(_shown(theirs), _shown(ours))}")
+    return found
+
+
+def _shown(value) -> str:
+    if isinstance(value, list):
+        return ", ".join(value[:5]) + (f" and {len(value) - 5:,} more" if len(value) > 5 else "")
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def settle_captions(
@@ -175,7 +234,7 @@ def saved_by_adaln_lora(config: DiTConfig) -> str:
 
 def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
     """The step at which --epochs or --max_steps ends the run."""
-    steps = batch.epochs * schedule.steps_per_epoch
+    steps = schedule.steps(batch.epochs)
     return min(steps, batch.max_steps or steps)
 
 

@@ -1,11 +1,12 @@
-"""What a run shows: progress bar, log.jsonl, TensorBoard, throughput, MFU, memory."""
+"""What a run shows: progress bar, log.jsonl, TensorBoard and other loggers, throughput, MFU, memory."""
 
 import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -15,6 +16,7 @@ from opendit.data.progress import Progress
 from opendit.parallel.mesh import Mesh
 from opendit.training.board import Board
 from opendit.training.memory_pressure import MemoryPressure
+from opendit.training.run_loggers import RunLogger
 
 # Dense bf16/fp16 tensor-core peaks by the vendors' data sheets, FLOP/s; a GPU that is not here has no MFU.
 PEAK_FLOPS = {
@@ -44,7 +46,8 @@ class Monitor:
         folder: the run's folder.
         flops_per_sample: of a training step (forward and backward).
         samples_per_step: the global batch.
-        failures: takes what the disk refuses.
+        failures: takes what the disk refuses, and what goes wrong in a library of ``loggers``.
+        loggers: what makes each further logger that takes what TensorBoard takes, by its name.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Monitor:
         flops_per_sample: float,
         precision: str,
         failures: WriteFailures,
+        loggers: Mapping[str, Callable[[], RunLogger]] = MappingProxyType({}),
     ):
         self.mesh, self.samples_per_step, self.flops_per_sample = mesh, samples_per_step, flops_per_sample
         self.peak = peak_flops(mesh.device, precision)
@@ -73,6 +77,10 @@ class Monitor:
                 keep_up_to(folder / "log.jsonl", first_step)
             self.log_file = RecordFile(folder / "log.jsonl")
             self.board = Board(folder / "tensorboard", first_step + 1)
+            self.boards: dict[str, Board | RunLogger] = {"TensorBoard": self.board}
+            for name, logger in loggers.items():
+                with self._survive(name):
+                    self.boards[name] = logger()
             self._bar = Progress(last_step, "steps", initial=first_step)
 
     def __enter__(self) -> "Monitor":
@@ -142,8 +150,7 @@ class Monitor:
             with self.failures.survive("log.jsonl", step):
                 self.log_file.append(json.dumps(self.last).encode() + b"\n")
             numbers = {k: v for k, v in self.last.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
-            with self.failures.survive("TensorBoard", step):
-                self.board.scalars(numbers, step)
+            self.scalars(numbers, step)
             shown = {
                 "loss": "-" if loss is None else f"{loss:.4f}",
                 "img/s": f"{rate:.1f}",
@@ -163,18 +170,37 @@ class Monitor:
         if self.mesh.is_main:
             self._bar.write(text)
 
-    def picture(self, path: Path, step: int) -> None:
-        """Shows a PNG file in TensorBoard."""
-        with self.failures.survive("TensorBoard", step):
-            self.board.picture("samples", path.read_bytes(), step)
+    def picture(self, path: Path, step: int, tag: str = "samples") -> None:
+        """Shows a PNG file in TensorBoard, and whatever else the run is logged to. Call it on rank 0."""
+        for name, board in self.boards.items():
+            with self._survive(name, step):
+                board.picture(tag, path.read_bytes(), step)
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        """Points of curves, likewise."""
+        for name, board in self.boards.items():
+            with self._survive(name, step):
+                board.scalars(values, step)
 
     def close(self) -> None:
         if self.mesh.is_main:
             self._bar.close()
             with self.failures.survive("log.jsonl"):
                 self.log_file.close()
-            with self.failures.survive("TensorBoard"):
-                self.board.close()
+            for name, board in self.boards.items():
+                with self._survive(name):
+                    board.close()
+
+    @contextlib.contextmanager
+    def _survive(self, name: str, step: int | None = None) -> Iterator[None]:
+        """As ``failures.survive``, of any error: a library of somebody else's may raise what it likes."""
+        with self.failures.survive(name, step):
+            try:
+                yield
+            except OSError:
+                raise
+            except Exception as error:
+                raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def keep_up_to(log: Path, step: int) -> None:

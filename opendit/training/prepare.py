@@ -13,6 +13,7 @@ from opendit.cli.train_components import CaptionFlags, DataFlags, SaveFlags, Sta
 from opendit.cli.train_flags import Components, TrainConfig
 from opendit.data import DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
+from opendit.data.order.schedule import KEYED, SORTED
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
 from opendit.encoders.folder import KNOWN
 from opendit.encoders.text import load_text_encoder
@@ -39,6 +40,7 @@ from opendit.state.run_folders import new_run_folder
 from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint
 from opendit.training.from_flags import (
     check_pretrained,
+    held_out,
     last_step_of,
     memory_setup,
     open_data,
@@ -71,8 +73,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         make_deterministic()
     seed, batch = asked.run.global_seed, asked.batch
     dataset = open_data(asked.data, asked.captions, asked.model.num_classes, asked.loader.max_bad, seed)
+    dataset, validation = held_out(asked, dataset)
     global_batch = batch.batch_size * mesh.dp_size * batch.grad_accumulation
-    schedule = build_schedule(dataset, global_batch, batch.grad_accumulation, seed)
     plan = plan_model(asked, dataset)
     flags, notes = flags.with_part(plan.captions), notes + plan.notes
     config, objective, captions, vae = plan.config, plan.objective, plan.captions, plan.vae
@@ -86,6 +88,9 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     stages = mesh_stages(mesh, config, asked.plugin.pipeline_schedule)
     resume = _checkpoint(asked.save, asked.model.model, mesh, notes)
     stored = stored_fingerprint(resume.state) if resume else {}
+    # Checkpoints from before there was another order do not name theirs.
+    order = stored.get("order", SORTED) if resume else KEYED
+    schedule = build_schedule(dataset, global_batch, batch.grad_accumulation, seed, order)
     if resume:
         resumed = read_config(resume.model)
         config = config if resumed is None else of_revision(config, asked.model.model, resumed.revision)
@@ -144,6 +149,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         initial_config=initial_config,
         lora=lora,
         notes=notes,
+        validation=validation,
     )
     spec.fingerprint = mesh.broadcast_object(fingerprint(spec) if mesh.is_main else None)
     if resume:

@@ -12,6 +12,7 @@ from opendit.parallel.engines import Engine
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import PLUGINS
 from opendit.parallel.supervisor import Supervisor
+from opendit.state.best import BestCheckpoint
 from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
 from opendit.state.whole import most_bytes_of_a_host
@@ -19,6 +20,7 @@ from opendit.training.host_memory import USABLE_OF_A_HOST, host_memory
 from opendit.training.memory import GIB
 from opendit.training.monitor import Monitor
 from opendit.training.profiling import StepProfiler
+from opendit.training.run_loggers import LOGGERS
 from opendit.training.specification import RunSpecification
 
 
@@ -32,6 +34,7 @@ def open_monitor(spec: RunSpecification, supervisor: Supervisor, failures: Write
         flops_per_sample=3 * spec.model_config.forward_flops(),
         precision=spec.flags.mixed_precision,
         failures=failures,
+        loggers={name: partial(LOGGERS[name], spec.folder, spec.flag_values()) for name in spec.flags.loggers},
     )
     supervisor.closes(lambda _: monitor.close())
     return monitor
@@ -75,9 +78,20 @@ def open_checkpoints(
         say=monitor.say,
         enabled=spec.flags.save,
         write_failures=monitor.failures,
+        best=best_checkpoint(spec),
     )
     supervisor.closes(checkpoints.abandon)
     return checkpoints
+
+
+def best_checkpoint(spec: RunSpecification) -> BestCheckpoint | None:
+    """What --ckpt_best keeps."""
+    if spec.flags.ckpt_best is None or not spec.mesh.is_main:
+        return None
+    best = BestCheckpoint(spec.folder / "checkpoints", spec.fingerprint["validation"], spec.first_step)
+    if best.folder is not None:
+        Progress.write(f"--ckpt_best: so far {best.folder}, with a held-out loss of {best.loss:.5f}")
+    return best
 
 
 def sharded_checkpoints(spec: RunSpecification, engine: Engine, monitor: Monitor) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opendit.cli.command_line import to_dict
 from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset
 from opendit.diffusion import Objective
@@ -53,19 +54,27 @@ class RunSpecification:
     initial_config: DiTConfig | None  # of the model that these weights are of
     lora: Lora | None
     notes: list[str]
+    validation: MediaDataset | None = None  # what the held-out loss is of
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 
     @property
     def latents(self) -> Latents:
         """How items of the data set become what the model learns from."""
-        dataset = self.dataset
+        return self.latents_of(self.dataset, self.flags.global_seed)
+
+    def latents_of(self, dataset: MediaDataset, seed: int) -> Latents:
+        """The same for another data set of its kind, with the VAE's noise keyed by ``seed``."""
         cached = (dataset.scaling_factor, dataset.shift_factor) if dataset.kind == "latents" else None
-        return Latents(self.codec, cached, self.vae != "none", self.flags.global_seed)
+        return Latents(self.codec, cached, self.vae != "none", seed)
 
     @property
     def skipped_before(self) -> int:
         """Steps that the run skipped before it was resumed."""
         return self.resume.state["skipped"] if self.resume else 0
+
+    def flag_values(self) -> dict[str, Any]:
+        """Every flag and its value."""
+        return to_dict(self.flags)
 
     def info(self) -> dict:
         """What this run's weights files say of themselves."""

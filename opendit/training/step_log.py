@@ -2,7 +2,7 @@
 
 import torch
 
-from opendit.data import BatchIterator
+from opendit.data import BatchIterator, BatchSchedule
 from opendit.parallel.engines import Engine, StepResult
 from opendit.state.saving import Checkpoints
 from opendit.training.monitor import Monitor
@@ -18,12 +18,15 @@ class StepLog:
 
     Attributes:
         skipped: steps of the run that were skipped up to the last line, those before it was resumed included.
+        val_loss: what the last line says of it, as it is saved; empty if there was no validation, or none that is
+            finite.
     """
 
     def __init__(
         self,
         engine: Engine,
         loader: BatchIterator,
+        schedule: BatchSchedule,
         checkpoints: Checkpoints,
         monitor: Monitor,
         pace: Pace,
@@ -31,19 +34,23 @@ class StepLog:
         skipped_before: int,
     ):
         self._engine, self._loader, self._checkpoints = engine, loader, checkpoints
+        self._schedule = schedule
         self._monitor, self._pace = monitor, pace
         self._skipped_before = self.skipped = skipped_before
+        self.val_loss: dict[str, float] = {}
         self._logged = first_step  # the step of the last line
 
-    def write(self, done: int, epoch: int, lr: float, result: StepResult) -> None:
-        """A line after ``done`` steps. The host waits for the device."""
+    def write(self, done: int, epoch: int, lr: float, result: StepResult, validation: dict) -> None:
+        """A line after ``done`` steps, with what ``validation`` adds to it. The host waits for the device."""
         mesh = self._engine.mesh
+        self.val_loss = {k: v for k, v in validation.items() if k == "val_loss" and v is not None}
         grad_norm = result.grad_norm.item() if result.finite else None
         self.skipped = self._skipped_before + int(self._engine.skipped)
         seen = torch.tensor([self._loader.skipped, self._loader.shortened], device=mesh.device)
         bad_files, short_clips = mesh.sum(seen) // mesh.sharing  # so many ranks read the same
         counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": int(bad_files)}
         counts |= {"short_clips": int(short_clips), "failed_saves": len(self._checkpoints.failures)}
+        counts |= self._schedule.log(done)
         counts |= self._pace.log(done, done - self._logged)
         self._logged = done
-        self._monitor.log(done, epoch, lr, grad_norm, **counts)
+        self._monitor.log(done, epoch, lr, grad_norm, **counts, **validation)

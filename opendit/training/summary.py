@@ -19,6 +19,7 @@ from opendit.training import monitor as monitoring
 from opendit.training.history import write_config
 from opendit.training.memory import USABLE, advice, card_memory, describe
 from opendit.training.monitor import Monitor
+from opendit.training.run_loggers import RunLogger
 from opendit.training.specification import RunSpecification
 
 
@@ -91,6 +92,7 @@ def summarise(spec: RunSpecification, monitor: Monitor, checkpoints: Checkpoints
         rows["pictures"] = str(folder / "samples")
     if monitor.board.complete:
         rows["curves"] = f"tensorboard --logdir {quote(folder / 'tensorboard')}"
+    rows |= {name: logger.where for name, logger in monitor.boards.items() if isinstance(logger, RunLogger)}
     if next_step := what_next(spec, step, checkpoints.newest):
         rows["next"] = next_step
     if checkpoints.failures:

@@ -3,18 +3,16 @@
 import csv
 import importlib.util
 
-import numpy as np
 import pytest
 import torch
 
 import opendit
-from benchmarks import bench_approximations
-from benchmarks.bench_approximations import Clips, Digits, Row, line, main, plot, records
-from benchmarks.clips_check import real_clips
+from benchmarks.bench_approximations import Clips, Digits, Row, line, main, plot, records, whole
 from opendit.data import digits_split
 from opendit.data.moving_digits import DIRECTIONS
 from opendit.diffusion import FlowObjective
 from opendit.evaluation.frechet import Moments, frechet_distance
+from opendit.evaluation.moving_digits import real_clips
 from tests.inference.small import BYTES, write
 
 SETTINGS = ["steps:3", "taylor:2:1", "first_block:10", "guidance_every:2", "cfg_interval:0.3:5", "fp8"]
@@ -34,8 +32,7 @@ def clips(tmp_path):
     return write(tmp_path / "clips.safetensors", "vDiT-Ti/222", info=info, learn_sigma=False, **text)
 
 
-def test_every_setting_has_a_row(digits, clips, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_approximations, "REAL_CLIPS", 100)
+def test_every_setting_has_a_row(digits, clips, tmp_path, capsys):
     argv = ["--samples", "6", "--batch_size", "4", "--steps", "6", "--device", "cpu", "--settings", *SETTINGS]
     main(["--ckpt", str(digits), str(clips), *argv, "--results", str(tmp_path / "rows.csv")])
     out = capsys.readouterr().out
@@ -53,25 +50,25 @@ def test_every_setting_has_a_row(digits, clips, tmp_path, capsys, monkeypatch):
         assert of["first_block:10", "fewer block evaluations"] == pytest.approx(24 / 9, abs=1e-3)  # of four blocks
 
 
-def test_real_digits_and_clips_are_judged_right(digits, clips, monkeypatch):
+def test_real_digits_and_clips_are_judged_right(digits, clips):
     """Held-out ones stand in for samples: all but a few are what they were asked for, and near the training ones."""
-    monkeypatch.setattr(bench_approximations, "REAL_CLIPS", 600)
     pixels, labels = digits_split("test")
     task = Digits(opendit.load(digits, device="cpu"), len(labels))
     task.labels = labels.numpy()
     right, features = task.judge(pixels)
-    assert right.mean() > 0.95
+    assert right.double().mean() > 0.95
     noise = task.judge(torch.randn_like(pixels))[1]
-    near, far = (frechet_distance(Moments.of(torch.from_numpy(f)).gaussian(), task.real) for f in (features, noise))
+    near, far = (frechet_distance(Moments.of(f).gaussian(), task.real) for f in (features, noise))
     assert 0 < near < far / 10
 
     task = Clips(opendit.load(clips, device="cpu"), 40)
-    real, digit = real_clips("test", 40, 4, 6, 12, seed=3)
-    task.wanted = [(int(d), list(DIRECTIONS)[i % len(DIRECTIONS)]) for i, d in enumerate(digit)]
-    right, features = task.judge(torch.from_numpy(real)[:, None] * 2 - 1)
-    assert right.mean() > 0.8 and features.shape[0] == 40
+    held_out = real_clips("test", task.shape, 40)
+    real = whole(held_out.media)[:, :1].float() / 127.5 - 1
+    task.wanted = [(int(d), list(DIRECTIONS)[i % len(DIRECTIONS)]) for i, d in enumerate(held_out.asked.digits)]
+    right, features = task.judge(real)
+    assert right.double().mean() > 0.8 and features.shape[0] == 40
     task.wanted = [(d, list(DIRECTIONS)[(i + 1) % len(DIRECTIONS)]) for i, (d, _) in enumerate(task.wanted)]
-    assert not np.any(task.judge(torch.from_numpy(real)[:, None] * 2 - 1)[0])
+    assert not task.judge(real)[0].any()
 
 
 def test_a_line_and_its_records():

@@ -55,6 +55,8 @@ TRAIN = {
     "ckpt_every": {ZEROS: "only at the end"},
     "ckpt_keep": {ZEROS: "all"},
     "sample_every": {ZEROS: "no grids"},
+    "validate_every": {ZEROS: "only before saves that may be the best"},
+    "validate_share": {ZEROS: "none is held out"},
     "sample_cfg_scale": {ZEROS: "the unconditional half alone"},
 }
 SAMPLE = {
@@ -79,6 +81,8 @@ PREPROCESS = {
     "ucf101 --output": {tuple(name for name in NAMES if name != "a folder"): "a file of that name"},
     "ucf101 ROOT": {("a folder",): "what is in it is looked at later"},
     "check --image_size": {ZEROS: "none is too small"},
+    "shards --data_path": {("a folder",): "what is in it is looked at later"},
+    "shards --output": {NAMES: "a folder of that name"},
     "latents --data_path": {("a folder",): "what is in it is looked at later"},
     "latents --vae": {("a folder",): "what is in it is looked at later"},
     "latents --output": {NAMES: "a folder of that name"},
@@ -115,6 +119,7 @@ BESIDE_OF_SAMPLE = {
 BESIDE_OF_PREPROCESS = {
     "demo": "", "ucf101": "folder --output new.csv", "folder": "folder --output new.csv",
     "check": "clips.csv --output new.csv", "latents": "--data_path digits --output latents",
+    "shards": "--data_path pictures --output shards", "index": "folder",
     "latents --num_frames": "--use_video", "latents --frame_interval": "--use_video",
     "latents --short_clips": "--use_video", "latents --max_text_tokens": "--text_encoder t5",
 }  # fmt: skip

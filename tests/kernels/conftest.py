@@ -1,6 +1,6 @@
 """The tests of INTERPRETED need TRITON_INTERPRET=1 from before triton's import, which would also turn the kernels of
 every other test in the process into interpreted ones. So they run in processes of their own (test_interpreter.py), one
-for each line."""
+for each tuple."""
 
 import dataclasses
 import os
@@ -10,8 +10,15 @@ import torch
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETED = (
     ("test_operators.py",),
-    ("test_kernels_in_models.py", "test_fp8.py", "test_fp8_sequence.py", "test_recompute.py"),
-    ("test_fp8_shards.py", "test_fp8_fsdp.py", "test_tensor_parallel.py"),
+    (  # those with ranks
+        "test_kernels_in_models.py",
+        "test_fp8.py",
+        "test_fp8_sequence.py",
+        "test_recompute.py",
+        "test_fp8_shards.py",
+        "test_fp8_fsdp.py",
+        "test_tensor_parallel.py",
+    ),
     (
         "test_add_table.py",
         "test_philox.py",

@@ -5,7 +5,6 @@ In Triton's interpreter, on gloo ranks; tests/gpu/test_sequence_gpu.py has the s
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from opendit.kernels.operations import FLOAT8, chosen
 from opendit.models import DiT, DiTConfig, STDiTConfig
@@ -14,7 +13,7 @@ from opendit.parallel.sequence import products, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from tests.kernels import conftest  # noqa: F401  (ranks round as hardware does, too)
 from tests.kernels.test_kernels_in_models import with_vectors
-from tests.parallel.test_sequence import fresh, run, strategy
+from tests.parallel.test_sequence import fresh, run, strategy, summed
 from tests.ranks import run_ranks
 
 CONFIG = DiTConfig((6, 10), 2, 2, 64, 1, 4, num_classes=5)  # 15 tokens; of 4 heads a rank of 4 has one: 48 rows of qkv
@@ -52,9 +51,7 @@ def of_every_type(mesh: Mesh) -> list[dict[str, float]]:
         model = model_in_float8()
         ops = model.ops
         output, grads = run(model.use(ops=ops, sequence=strategy(mesh, name, CONFIG)), index, size)
-        for grad in grads.values():
-            dist.all_reduce(grad)
-            grad /= ranks
+        grads = {name: grad / ranks for name, grad in summed(grads).items()}
         found.append(distances((output, grads), exact))
     return found + of_a_grid(mesh) if ranks == 2 else found
 
@@ -66,9 +63,7 @@ def of_a_grid(mesh: Mesh) -> list[dict[str, float]]:
     model, shape = model_in_float8(CLIPS), Shape(CLIPS.tokens, 64, 4, types=CLIPS.sequence_types, axial=True)
     alone = distances(run(model, index, size), exact)
     output, grads = run(model.use(ops=model.ops, sequence=sequence_parallel(mesh, "auto", shape)), index, size)
-    for grad in grads.values():
-        dist.all_reduce(grad)
-        grad /= mesh.world_size
+    grads = {name: grad / mesh.world_size for name, grad in summed(grads).items()}
     return [alone, distances((output, grads), exact)]
 
 

@@ -60,7 +60,11 @@ def test_heads_are_covered():
 
 def test_tiles_for_few_heads_and_for_many_give_the_same_bits():
     q, k, v = made(2, 3, 200, 72, True)
-    assert torch.equal(short_attention(q, k, v, FEW), short_attention(q, k, v, MANY))
+    few, many = short_attention(q, k, v, FEW), short_attention(q, k, v, MANY)
+    if DEVICE == "cpu":  # the interpreter's products are BLAS's, whose order of sums may follow the number of rows
+        torch.testing.assert_close(few, many, rtol=2**-9, atol=2**-13)
+    else:
+        assert torch.equal(few, many)
     assert FEW.keys == MANY.keys
 
 

@@ -10,7 +10,7 @@ from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from tests.numbers import largest
-from tests.parallel.test_sequence import IMAGE, TEXT, TOLERANCE, VIDEO, errors, fresh, many_cases
+from tests.parallel.test_sequence import IMAGE, TEXT, TOLERANCE, VIDEO, errors, fresh, many_cases, run
 from tests.ranks import run_ranks
 
 NORMED = {"qk_norm": True, "positions": "rope"}
@@ -60,7 +60,8 @@ def with_lora(mesh: Mesh) -> list:
         shape = Shape(IMAGE.tokens, IMAGE.hidden_size, IMAGE.num_heads, plain=False)
         sequence = sequence_parallel(init_mesh(sequence_parallel=2), kind, shape)
         assert not sequence.strategy.takes_projection and "--lora" in sequence.plan.reason
-        results.append(errors(init_mesh(sequence_parallel=2), model, sequence, IMAGE.input_size, 2))
+        alone = run(model.use(), torch.arange(2), IMAGE.input_size)
+        results.append(errors(init_mesh(sequence_parallel=2), model, sequence, IMAGE.input_size, 2, alone))
     return results
 
 

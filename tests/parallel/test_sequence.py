@@ -1,5 +1,6 @@
 """Sequence parallelism against one process: outputs, and every parameter's gradient before any optimizer."""
 
+import copy
 import functools
 import itertools
 import tempfile
@@ -70,15 +71,20 @@ def run(model: DiT, index: Tensor, size: tuple[int, ...]) -> tuple[Tensor, dict[
     return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def errors(mesh: Mesh, model: DiT, sequence, size: tuple[int, ...], samples: int) -> tuple[float, float, str]:
-    """Relative errors of output and of the worst gradient against the whole sequence in this process, and whose."""
+def errors(
+    mesh: Mesh, model: DiT, sequence, size: tuple[int, ...], samples: int, reference=None
+) -> tuple[float, float, str]:
+    """Relative errors of output and of the worst gradient against the whole sequence in this process, and whose.
+
+    ``reference``: what ``run`` gives of the model in one process; None: of its configuration's ``fresh``, of which
+    nothing is frozen, recomputed or compiled.
+    """
     everything = torch.arange(samples * mesh.dp_size)
     mine = everything.chunk(mesh.dp_size)[mesh.dp_rank]
-    whole, reference = run(model.use(), everything, size)
+    whole, reference = reference or whole_sequence(model.config, len(everything), size)
     output, grads = run(model.use(sequence=sequence), mine, size)
     found = {}
-    for name, grad in grads.items():
-        dist.all_reduce(grad)  # the mean over all ranks, as ZeRO and DDP take it
+    for name, grad in summed(grads).items():  # the mean over all ranks, as ZeRO and DDP take it
         assert reference[name].norm() > 0, name
         found[name] = ((grad / mesh.world_size - reference[name]).norm() / reference[name].norm()).item()
     worst = largest(found.values())
@@ -86,9 +92,31 @@ def errors(mesh: Mesh, model: DiT, sequence, size: tuple[int, ...], samples: int
     return ((output - whole[mine]).norm() / whole[mine].norm()).item(), worst, which
 
 
+def summed(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The sums over all ranks, in one message: ranks that outnumber cores wait long for each."""
+    flat = torch.cat([grad.flatten() for grad in grads.values()])
+    dist.all_reduce(flat)
+    parts = flat.split([grad.numel() for grad in grads.values()])
+    return {name: part.view_as(grad) for (name, grad), part in zip(grads.items(), parts, strict=True)}
+
+
 def fresh(config: DiTConfig) -> DiT:
+    """A model of its own, with the same weights every time, as is what is drawn after it."""
+    model = copy.deepcopy(made_once(config))
+    torch.manual_seed(1)
+    return model
+
+
+@functools.cache
+def made_once(config: DiTConfig) -> DiT:
     torch.manual_seed(0)
     return randomised(build_model(config))
+
+
+@functools.cache
+def whole_sequence(config: DiTConfig, samples: int, size: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and gradients of one process: the reference of every type."""
+    return run(fresh(config), torch.arange(samples), size)
 
 
 @functools.cache
@@ -212,9 +240,7 @@ def under_autocast(mesh: Mesh) -> list:
             with torch.autocast("cpu", torch.bfloat16):
                 output, grads = run(model.use(sequence=used), torch.arange(2), IMAGE.input_size)
             if used:
-                for grad in grads.values():
-                    dist.all_reduce(grad)
-                    grad /= mesh.world_size
+                grads = {name: grad / mesh.world_size for name, grad in summed(grads).items()}
             worst = largest(((grads[n] - g).norm() / g.norm()).item() for n, g in exact_grads.items())
             distances.append((((output - exact).norm() / exact.norm()).item(), worst))
         results.append(distances)

@@ -11,9 +11,25 @@ from opendit.training.agenda import Agenda, Due
 STEPS = 23
 
 
-def flags_of(save=True, ckpt_every=5, log_every=4, max_bad_steps=7, sample_every=None):
+def flags_of(
+    save=True,
+    ckpt_every=5,
+    log_every=4,
+    max_bad_steps=7,
+    sample_every=None,
+    validate_every=0,
+    validates=False,
+    best=None,
+):
     return SimpleNamespace(
-        save=save, ckpt_every=ckpt_every, log_every=log_every, max_bad_steps=max_bad_steps, sample_every=sample_every
+        save=save,
+        ckpt_every=ckpt_every,
+        log_every=log_every,
+        max_bad_steps=max_bad_steps,
+        sample_every=sample_every,
+        validate_every=validate_every,
+        validates=validates,
+        ckpt_best=best,
     )
 
 
@@ -27,14 +43,20 @@ def written_out(flags, last_step: int, happens) -> list[tuple[bool, Due]]:
     for done, (bad, fault, stopping) in enumerate(happens, 1):
         last = stopping or done == last_step
         owed |= flags.save and due(done, flags.ckpt_every)
-        looking = last or owed or due(done, flags.log_every) or due(done, flags.max_bad_steps)
+        validate_every = flags.ckpt_every if flags.validate_every is None else flags.validate_every
+        regularly = flags.validates and due(done, validate_every)
+        looking = last or owed or due(done, flags.log_every) or due(done, flags.max_bad_steps) or regularly
         skipping = bad and looking
         failing = skipping and fault
         saving = flags.save and ((last and not failing) or (owed and not skipping))
         every = flags.ckpt_every if flags.sample_every is None else flags.sample_every
         drawing = due(done, every) or (done == last_step and flags.sample_every != 0)
-        log = saving or last or due(done, flags.log_every)
-        found.append((looking, Due(log, saving, flags.save and last and failing, drawing and not stopping)))
+        validating = flags.validates and not stopping
+        at_end = done == last_step and validate_every != 0
+        validating &= regularly or at_end or (saving and flags.ckpt_best is not None)
+        log = saving or last or due(done, flags.log_every) or validating
+        refusing, drawing = flags.save and last and failing, drawing and not stopping
+        found.append((looking, Due(log, saving, refusing, drawing, validating)))
         owed = owed and not saving
         if stopping:
             break
@@ -54,12 +76,13 @@ def decided(flags, last_step: int, happens) -> list[tuple[bool, Due]]:
 
 
 SETTINGS = list(itertools.product((True, False), (0, 1, 5), (0, 1, 4), (1, 7), (None, 0, 3)))
+VALIDATING = [*itertools.product((True, False), (0, 5), (4,), (7,), (0,), (None, 0, 3), (True,), (None, "val_loss"))]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_decision_is_the_one_written_out(seed):
     numbers = random.Random(seed)
-    for setting in SETTINGS:
+    for setting in SETTINGS + VALIDATING:
         flags, happens, bad, fault = flags_of(*setting), [], False, False
         for _ in range(STEPS):
             bad = numbers.random() < (0.8 if bad else 0.2)  # they come in a row

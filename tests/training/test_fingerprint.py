@@ -136,6 +136,7 @@ def test_a_changed_flag_is_one_line(case, tmp_path):
      "--sample_steps 3", "--sample_cfg_scale 2", "--profile", "--max_bad_steps 3", "--max_steps 17", "--epochs 3",
      "--enable_cuda_graph", "--recompute norms", "--grad_checkpoint", "--ema_decay 0.9999", "--lr 1e-4",
      "--no_random_flip", "--prediction eps", "--grad_accumulation 1", "--global_batch_size 4", "--load latest",
+     "--validate_path digits", "--validate_path digits --validate_every 2 --validate_samples 12 --ckpt_best val_loss",
      "--data_path digits", "--vae none", "--attention auto", "--num_classes 10"],
 )  # fmt: skip
 def test_what_changes_nothing_is_no_line(after, tmp_path):
@@ -365,7 +366,7 @@ def test_a_checkpoint_from_before_fingerprints_says_what_is_known(tmp_path, no_r
     train.main([*common, "--max_steps", "1"])
     folder = tmp_path / "000-DiT-Ti-2" / "checkpoints" / "step_0000001"
     state = json.loads((folder / "state.json").read_text())
-    del state["fingerprint"]
+    fresh = state.pop("fingerprint")["order"]
     state |= {"world_size": 1, "plugin": "zero2", "precision": "fp32", "fp8": False, "attention": "auto",
               "sequence_parallel": None, "global_batch": 4, "seed": 42, "objective": {"name": "ddpm"}}  # fmt: skip
     (folder / "state.json").write_text(json.dumps(state))
@@ -374,6 +375,8 @@ def test_a_checkpoint_from_before_fingerprints_says_what_is_known(tmp_path, no_r
     train.main([*common, "--max_steps", "2", "--load", str(folder)])
     (line,) = notes(capsys.readouterr().out)
     assert "too old to record its data, its code, " in line and "--lr" in line and "--global_seed" not in line
+    resumed = json.loads((folder.with_name("step_0000002") / "state.json").read_text())
+    assert (resumed["fingerprint"]["order"], fresh) == ("sorted", "keyed")  # the run keeps the order that it began with
     shutil.rmtree(folder.with_name("step_0000002"))
     train.main([*common, "--max_steps", "2", "--load", str(folder), "--global_seed", "7", "--min_snr", "5",
                 "--plugin", "ddp", "--ema_decay", "0.9"])  # fmt: skip

@@ -187,7 +187,7 @@ def test_a_step_of_more_digits_is_the_newest(run):
     shutil.copytree(step(run, 2), run / "checkpoints/step_10000000")
     (run / "checkpoints/latest").unlink()
     assert found("latest", run).folder.name == "step_10000000"
-    prune(run / "checkpoints", 1, run / "checkpoints/step_10000000", None)
+    prune(run / "checkpoints", 1, run / "checkpoints/step_10000000", ())
     assert [path.name for path in checkpoints_in(run)] == ["step_10000000"]
 
 

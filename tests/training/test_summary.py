@@ -23,7 +23,7 @@ def say(spec, capsys, newest=None, failures=(), lost=(), complete=True) -> str:
             raise OSError(28, "full")
     log = SimpleNamespace(lost=0, waiting=len(lost))
     board = SimpleNamespace(complete=complete)
-    monitor = SimpleNamespace(last={"step": 5, "loss": 0.5}, failures=counted, log_file=log, board=board)
+    monitor = SimpleNamespace(last={"step": 5, "loss": 0.5}, failures=counted, log_file=log, boards={}, board=board)
     summary.summarise(spec, monitor, SimpleNamespace(newest=newest, failures=list(failures)))
     return capsys.readouterr().out
 

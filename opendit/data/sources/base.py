@@ -2,8 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from opendit.data.files import printable
+
+
+class NoSplit(ValueError):
+    """A source that holds one set of samples was asked for a split of it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,12 @@ class Request:
         """The flag as messages name it."""
         return f"--data_path {printable(self.data_path)}"
 
+    def of_clips(self) -> dict[str, Any]:
+        """The arguments of data sets of clips and pictures, by name; windows of clips are drawn in training alone."""
+        names = "seed num_frames frame_interval use_video short_clips random_flip max_bad"
+        return {name: getattr(self, name) for name in names.split()} | {"training": self.split == "train"}
+
     def check_split(self) -> None:
-        """Raises ValueError for a split of a source that has none."""
+        """Raises NoSplit for a split of a source that has none."""
         if self.split != "train":
-            raise ValueError(f"{self.shown} has no split {self.split!r}: give the folder of that split instead")
+            raise NoSplit(f"{self.shown} has no split {self.split!r}: give the folder of that split instead")

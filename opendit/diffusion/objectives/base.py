@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.diffusion.prepared import Prepared
-from opendit.diffusion.random import initial_noise, keyed_noise
+from opendit.diffusion.random import Stream, initial_noise, keyed_noise, uniform
 from opendit.diffusion.samplers import SAMPLERS, sample
 from opendit.diffusion.trajectory import Model, Trajectory
 
@@ -22,9 +22,14 @@ class Objective(ABC):
     preview_sampler: ClassVar[str]
     learn_sigma: ClassVar[bool]
 
-    @abstractmethod
     def times(self, seed: int, step: int, index: Tensor) -> Tensor:
         """The times (B,) of a training step's samples; ``index``: (B,) positions in the global batch."""
+        return self.times_at(uniform(seed, step, index, Stream.TIMESTEP))
+
+    @abstractmethod
+    def times_at(self, u: Tensor) -> Tensor:
+        """The times (B,) at u (B,) float64 in (0, 1), uniform in training: equal steps of u are equal shares of it.
+        They rise or fall with u, so that neighbours in u have about the same noise."""
 
     @abstractmethod
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:

@@ -68,6 +68,9 @@ class DDPMObjective(Objective):
     def times(self, seed, step, index):
         return integers(seed, step, index, Stream.TIMESTEP, self.schedule.num_steps)
 
+    def times_at(self, u):
+        return (u * self.schedule.num_steps).long()
+
     def prepare(self, x0, t, noise):
         return ddpm.prepare(self.schedule, x0, t, noise)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.objectives.base import Objective, above_0
 from opendit.diffusion.prepared import Prepared
-from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
 
 PREDICTS = "a preconditioned denoiser"
@@ -143,8 +142,8 @@ class EDMObjective(Objective):
         above_0("--edm_std", self.std)
         above_0("--edm_sigma_data", self.sigma_data)
 
-    def times(self, seed, step, index):
-        return log_normal_sigmas(uniform(seed, step, index, Stream.TIMESTEP), self.mean, self.std)
+    def times_at(self, u):
+        return log_normal_sigmas(u, self.mean, self.std)
 
     def prepare(self, x0, t, noise):
         """c_in x for x = x_0 + sigma noise, 1000 c_noise in float32, and F's target; ``t`` is sigma.

@@ -20,7 +20,6 @@ from torch import Tensor
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.objectives.base import Objective, above_0, one_of
 from opendit.diffusion.prepared import Prepared
-from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
 
 PREDICTS = "velocity"
@@ -131,8 +130,7 @@ class FlowObjective(Objective):
         one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
         above_0("--flow_shift", self.shift)
 
-    def times(self, seed, step, index):
-        u = uniform(seed, step, index, Stream.TIMESTEP)
+    def times_at(self, u):
         return shift_times(TIME_SAMPLING[self.times_are](u), self.shift)
 
     def prepare(self, x0, t, noise):

@@ -197,6 +197,10 @@ class Engine(ABC):
         """Sets what this rank holds (:meth:`held`) of a parameter's master; finish_loading follows."""
         self.master(name).copy_(part)
 
+    def set_shard(self, name: str, shard: Tensor) -> None:
+        """:meth:`set_master` of this rank's shard as ``layout`` has it; collective, and finish_loading follows."""
+        self.set_master(name, shard)
+
     @torch.no_grad()
     def _fill_frozen(self, values: Values) -> None:
         """Gives the weights that are not trained their values."""

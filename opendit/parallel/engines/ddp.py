@@ -94,6 +94,9 @@ class DDPEngine(BoosterEngine):
     def set_master(self, name, part):
         self._params[name].copy_(part)
 
+    def set_shard(self, name, shard):
+        self.load_master(name, self.layout.gather(name, shard))
+
     def moments(self, name):
         state = self.adam.init_state(self._params[name])
         return {moment: self._shares.take(name, state[moment]) for moment in MOMENTS}

@@ -45,7 +45,7 @@ class Case:
 
 
 CASES = [
-    Case(steps=20),
+    Case(steps=12),
     Case("bf16", accumulation=2, sharded=False, read=8),
     Case("fp16"),
     Case(lora=3, sharded=False),

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from opendit.diffusion.objectives.base import Objective
 from opendit.diffusion.prepared import Prepared
-from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import Trajectory, for_each_sample
 
 PREDICTS = "the data"
@@ -53,8 +52,8 @@ class ExampleObjective(Objective):
 
     power: float = SETTINGS["power"]["default"]
 
-    def times(self, seed, step, index):
-        return uniform(seed, step, index, Stream.TIMESTEP) ** self.power
+    def times_at(self, u):
+        return u**self.power
 
     def prepare(self, x0, t, noise):
         share = t.view(-1, *(1,) * (x0.dim() - 1)).float()

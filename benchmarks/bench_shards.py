@@ -1,0 +1,99 @@
+"""Pictures a second of one process: from tars by their index, by the webdataset package, and from a plain folder.
+
+    python benchmarks/bench_shards.py [--pictures 1000] [--rounds 10] [--save]
+
+JPEGs of 256 pixels a side, cropped and scaled to --image_size and made tensors by the same functions on all sides; the
+indexed tars and the folder are read in a shuffled order, as training does, webdataset's in the order of the tar. The
+sides take turns in every round; of their processor time the median counts. All files are in the page cache.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+import webdataset
+from PIL import Image
+from tqdm import tqdm
+
+from benchmarks import results
+from opendit.data import MediaDataset, SampleKey, build_dataset
+from opendit.data.images import to_tensor
+from opendit.data.picture_file import center_crop
+from opendit.data.shards.program import make_shards
+
+SIDE = 256
+
+
+def write_pictures(folder: Path, count: int) -> None:
+    """Smooth colours with some noise: about as many bytes as a photograph of this size."""
+    random = np.random.default_rng(0)
+    for number in range(count):
+        coarse = Image.fromarray(random.integers(0, 256, (12, 12, 3), dtype=np.uint8)).resize((SIDE, SIDE))
+        noise = random.integers(0, 24, (SIDE, SIDE, 3), dtype=np.uint8)
+        path = folder / str(number % 10) / f"{number:06d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.asarray(coarse) // 2 + noise).save(path, quality=90)
+
+
+def read_ours(dataset: MediaDataset, seed: int) -> int:
+    """Pictures read, in a shuffled order, as bytes."""
+    order = np.random.default_rng(seed).permutation(len(dataset)).tolist()
+    return sum(1 for _ in dataset.items([SampleKey(row, seed, index) for index, row in enumerate(order)]))
+
+
+def read_webdataset(folder: Path, image_size: int) -> int:
+    tars = sorted(map(str, folder.glob("*.tar")))
+    pipeline = (
+        webdataset.WebDataset(tars, shardshuffle=False, empty_check=False).decode("pilrgb").to_tuple("jpg", "cls")
+    )
+    return sum(to_tensor(center_crop(image, image_size), False, True) is not None for image, _ in pipeline)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--image_size", type=int, default=SIDE)
+    parser.add_argument("--save", action="store_true", help="add the figures to benchmarks/results.csv")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        pictures, tars = Path(folder, "pictures"), Path(folder, "tars")
+        write_pictures(pictures, asked.pictures)
+        tars.mkdir()
+        make_shards(str(pictures), str(tars), shard_size=10**7, num_workers=1)
+        size = sum(path.stat().st_size for path in pictures.rglob("*.jpg")) / asked.pictures
+        print(f"{asked.pictures:,} JPEGs of {SIDE} px, {size / 1000:.1f} kB each; one process")
+        indexed, plain = (build_dataset(str(path), asked.image_size, seed=0) for path in (tars, pictures))
+        indexed.as_bytes = plain.as_bytes = True
+        sides: dict[str, Callable[[int], int]] = {
+            "shards": lambda seed: read_ours(indexed, seed),
+            "webdataset": lambda seed: read_webdataset(tars, asked.image_size),
+            "folder": lambda seed: read_ours(plain, seed),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in tqdm(range(asked.rounds + 1), disable=None):
+            for name in np.roll(list(sides), turn).tolist():
+                started = time.process_time()
+                if (count := sides[name](turn)) != asked.pictures:
+                    raise RuntimeError(f"{name} read {count:,} of {asked.pictures:,} pictures")
+                if turn:  # the first opens files and imports
+                    seconds[name].append((time.process_time() - started) / asked.pictures)
+    speed = {name: 1 / median(times) for name, times in seconds.items()}
+    for name in ("webdataset", "folder"):
+        ours, other = speed["shards"], speed[name]
+        print(f"shards {ours:.0f} pictures/s, {name} {other:.0f}: {ours / other:.3f} x")
+    if asked.save:
+        row = {"bench": "shards", "case": f"{SIDE} px JPEG to {asked.image_size} px, one process"}
+        row |= {"metric": "pictures/s of processor time", "value": f"{speed['shards']:.0f}"}
+        others = ("webdataset", "folder")
+        results.append([row | {"baseline": name, "baseline_value": f"{speed[name]:.0f}"} for name in others])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""A share of a data set that is held out of training, and the rest: together all rows, none in both."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+
+from opendit.common.hashing import hash_parts
+from opendit.data.base import Embedding, MediaDataset
+from opendit.data.order.blend import SourceRows
+from opendit.data.order.permutation import permuted
+from opendit.data.verification import Verification
+
+SEED = 0x76616C  # of everything random about held-out samples: runs of any --global_seed have the same ones
+
+
+def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows"]:
+    """(what is left to train on, what is held out): of n files round(share x n), but one at least. All rows of a file,
+    as a picture with several captions has, are on the same side.
+
+    Which files is drawn by their numbers alone, so that every run on this data set holds out the same ones, whatever
+    its seed, its number of ranks or where it is resumed; a larger share holds out those of a smaller one, too.
+
+    Raises ValueError if nothing is left to train on.
+    """
+    file_of = dataset.file_numbers()
+    files = len(dataset) if file_of is None else int(file_of.max()) + 1
+    count = max(1, round(share * files))
+    if count >= files:
+        raise ValueError(
+            f"--validate_share {share:g}: of {files:,} samples {count:,} are held out, and none is left to train on; "
+            "lower it"
+        )
+    chosen = np.zeros(files, dtype=bool)
+    chosen[permuted(np.arange(count), files, SEED, 0, 0)] = True
+    held = chosen if file_of is None else chosen[file_of]
+    part = f"{(~held).sum():,} of them, {held.sum():,} held out"
+    return SomeRows(dataset, np.flatnonzero(~held), part), SomeRows(dataset, np.flatnonzero(held), "held out")
+
+
+class SomeRows(MediaDataset):
+    """Some rows of another data set, numbered anew; everything else is as it is there.
+
+    rows: those of ``whole``, rising. part: says which they are, for people. Raises ValueError without any.
+    """
+
+    def __init__(self, whole: MediaDataset, rows: np.ndarray, part: str):
+        if len(rows) == 0:
+            raise ValueError("no rows of the data set are chosen")
+        self.whole, self.rows, self.part = copy.copy(whole), rows, part
+        for name in ("kind", "conditioning", "class_names", "sample_shape", "random_flip", "random_window", "note"):
+            setattr(self, name, getattr(whole, name))
+        self.seed, self.max_bad = whole.seed, whole.max_bad
+
+    def __getattr__(self, name):
+        """What only some kinds of data sets have, as cached latents their scaling factor."""
+        if name.startswith("_") or name == "whole":  # while a copy is being made there is no ``whole`` yet
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    @property
+    def as_bytes(self) -> bool:
+        return self.whole.as_bytes
+
+    @as_bytes.setter
+    def as_bytes(self, value: bool) -> None:
+        self.whole = copy.copy(self.whole)  # which a copy of this data set shares
+        self.whole.as_bytes = value
+
+    @property
+    def shortened(self) -> int:
+        return self.whole.shortened
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def load(self, row, flip):
+        return self.whole.load(self._of(row), flip)
+
+    def load_at(self, row, flip, start):
+        return self.whole.load_at(self._of(row), flip, start)
+
+    def source(self, row: int) -> str:
+        return self.whole.source(self._of(row))
+
+    def label(self, row: int) -> int:
+        return self.whole.label(self._of(row))
+
+    def caption(self, row: int) -> str | None:
+        return self.whole.caption(self._of(row))
+
+    def embedding(self, row: int) -> Embedding | None:
+        return self.whole.embedding(self._of(row))
+
+    def source_rows(self) -> SourceRows | None:
+        found = self.whole.source_rows()
+        if found is None:
+            return None
+        epoch = round(found.epoch * len(self) / len(self.whole))
+        return replace(found, ends=tuple(np.searchsorted(self.rows, found.ends).tolist()), epoch=epoch)
+
+    def shape_keys(self) -> np.ndarray | None:
+        keys = self.whole.shape_keys()
+        return None if keys is None else keys[self.rows]
+
+    def shape_key(self, row: int) -> int:
+        return self.whole.shape_key(self._of(row))
+
+    def next_row(self, row: int) -> int:
+        """The next of these rows that has the same shape: an unreadable sample is replaced by none of the others."""
+        key = self.shape_key(row)
+        later = ((row + step) % len(self) for step in range(1, len(self)))
+        return next((other for other in later if self.shape_key(other) == key), row)
+
+    def identity(self) -> str:
+        return hash_parts("rows", self.whole.identity(), self.rows.astype(np.int64).tobytes())
+
+    def contents(self) -> str | None:
+        return self.whole.contents()
+
+    def verification(self, share: int, shares: int) -> Verification | None:
+        return self.whole.verification(share, shares)
+
+    def describe(self) -> str:
+        return f"{self.whole.describe()}; {self.part}"
+
+    def _of(self, row: int) -> int:
+        return int(self.rows[row])

@@ -1,0 +1,64 @@
+"""Rows that are drawn in full permutations, one after the other, and the rows of one shape among many."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from opendit.data.order.permutation import permuted
+
+_BLOCK, _CHUNK = 4096, 4096 * 256
+
+
+class Pool:
+    """An endless sequence of ``size`` rows: a fresh keyed permutation of them every epoch, all of each.
+
+    select: the data set's rows (n,) of numbers (n,) below ``size``. domain: see ``permuted``.
+    """
+
+    def __init__(self, size: int, seed: int, domain: int, select: Callable[[np.ndarray], np.ndarray]):
+        self.size, self.seed, self.domain, self.select = size, seed, domain, select
+
+    def rows(self, positions: np.ndarray) -> np.ndarray:
+        """The data set's rows at ``positions`` (n,) int64 of the sequence; int64."""
+        epochs, places = np.divmod(positions, self.size)
+        numbers = np.zeros_like(positions)
+        if self.size > 1:
+            for epoch in np.unique(epochs).tolist():
+                here = epochs == epoch
+                numbers[here] = permuted(places[here], self.size, self.seed, self.domain, epoch)
+        return self.select(numbers)
+
+
+class RowsByKey:
+    """Finds the n-th row of a key among ``keys`` (rows,), without a list of the rows: keys may be mapped from a file.
+
+    values: the keys there are, sorted. totals: rows of each.
+    """
+
+    def __init__(self, keys: np.ndarray):
+        self.keys = keys
+        chunks = [slice(start, start + _CHUNK) for start in range(0, len(keys), _CHUNK)]
+        self.values = np.unique(np.concatenate([keys[:0], *(np.unique(keys[chunk]) for chunk in chunks)]))
+        counts = [
+            np.add.reduceat(keys[chunk] == value, range(0, len(keys[chunk]), _BLOCK), dtype=np.int64)
+            for value in self.values
+            for chunk in chunks
+        ]
+        blocks = -(-len(keys) // _BLOCK)
+        table = np.concatenate(counts).reshape(len(self.values), blocks) if counts else np.zeros((0, 0), np.int64)
+        self._ends = np.cumsum(table, axis=1)  # of every key: its rows up to the end of each block
+        self.totals = [int(ends[-1]) for ends in self._ends]
+
+    def selector(self, value: int) -> Callable[[np.ndarray], np.ndarray]:
+        return partial(self.select, value)
+
+    def select(self, value: int, numbers: np.ndarray) -> np.ndarray:
+        """The rows of the ``value``-th key at ``numbers`` (n,) among its rows in ascending order; int64."""
+        ends, rows = self._ends[value], np.empty(len(numbers), dtype=np.int64)
+        blocks = np.searchsorted(ends, numbers, side="right")
+        for block in np.unique(blocks).tolist():
+            start, here = block * _BLOCK, blocks == block
+            found = np.flatnonzero(self.keys[start : start + _BLOCK] == self.values[value])
+            rows[here] = start + found[numbers[here] - (int(ends[block - 1]) if block else 0)]
+        return rows

@@ -1,0 +1,294 @@
+"""The data set of a list of indexed tars."""
+
+import os
+import tempfile
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from opendit.common.errors import DataError
+from opendit.common.hashing import hash_parts
+from opendit.data.base import BadSample, MediaDataset, flip_note
+from opendit.data.clips import check_window, read_clip
+from opendit.data.files import printable
+from opendit.data.folders import CLIPS
+from opendit.data.images import to_tensor
+from opendit.data.picture_file import MAX_WHOLE_FILE, center_crop, read_picture
+from opendit.data.shards.fields import read_caption
+from opendit.data.shards.index import Record, TarIndex
+from opendit.data.shards.remote import RemoteTars
+from opendit.data.shards.store import MOST_OPEN, LocalTars
+from opendit.data.verification import Verification
+
+PICTURE, CLIP = 0, 1  # shape keys
+
+
+@dataclass(frozen=True)
+class IndexedTar:
+    """A tar and its index. name: as messages show it; path: where the tar is."""
+
+    name: str
+    path: str
+    index: TarIndex
+
+
+class ShardDataset(MediaDataset):
+    """Samples of tars, in the order of the tars and of the samples in them: pictures as (3, image_size, image_size) in
+    [-1, 1]; with ``use_video`` clips as (3, num_frames, image_size, image_size), and pictures as clips of one frame.
+
+    The conditioning is that of the indexes: captions, classes, or one class if there are neither. A picture run leaves
+    the clips out. num_frames, frame_interval, short_clips: see ``read_clip``. training: read clips from a place drawn
+    for the sample. random_flip: None means yes for classes and no for captions, which may speak of left and right.
+
+    Raises ValueError, which names the flag and what to do.
+    """
+
+    def __init__(
+        self,
+        shown: str,
+        shards: Sequence[IndexedTar],
+        image_size: int,
+        *,
+        store: LocalTars | RemoteTars | None = None,
+        class_names: Sequence[str] = (),
+        seed: int = 0,
+        num_frames: int = 16,
+        frame_interval: int = 1,
+        use_video: bool = False,
+        short_clips: str = "skip",
+        random_flip: bool | None = None,
+        max_bad: float = 0.05,
+        training: bool = True,
+    ):
+        check_window(num_frames, frame_interval, short_clips)
+        self.shown, self.shards = shown, list(shards)
+        headers = [shard.index.header for shard in self.shards]
+        self.conditioning = _conditioning(shown, self.shards)
+        self.class_names = _class_names(shown, headers, class_names) if self.conditioning == "label" else []
+        self.store = store or LocalTars([shard.path for shard in shards], [header.tar_bytes for header in headers])
+        self.starts = np.cumsum([0, *(header.rows for header in headers)])
+        self._starts = self.starts.tolist()
+        self._found: tuple = (None, None)  # the last row that was looked up, and what was found
+        self.pictures = sum(header.pictures for header in headers)
+        self.clips = int(self.starts[-1]) - self.pictures
+        self._recent: OrderedDict[int, TarIndex] = OrderedDict()
+        self.use_video, self.image_size = use_video, image_size
+        # Which of all samples are used; None: every one, so that nothing need be remembered.
+        self.used = self._find_pictures() if self.clips and not use_video else None
+        self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
+        self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
+        self.seed, self.max_bad = seed, max_bad
+        self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
+        self.random_window = training and use_video
+
+    def _find_pictures(self) -> np.ndarray:
+        if not self.pictures:
+            raise ValueError(f"{self.shown} holds clips only: add --use_video")
+        return np.flatnonzero(self._shapes() == PICTURE)
+
+    def _shapes(self) -> np.ndarray:
+        """Which of all samples are pictures and which clips, a byte each."""
+        parts = []
+        for number, shard in enumerate(self.shards):
+            shapes = np.array(
+                [CLIP if suffix in CLIPS else PICTURE for suffix in shard.index.header.suffixes], np.uint8
+            )
+            parts.append(shapes[self._index(number).rows["suffix"]])
+        return np.concatenate(parts)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1]) if self.used is None else len(self.used)
+
+    def _index(self, number: int) -> TarIndex:
+        """A tar's index; of many, the files of those used last are open."""
+        if number in self._recent:
+            self._recent.move_to_end(number)
+            return self._recent[number]
+        index = self.shards[number].index
+        self._recent[number] = index
+        while len(self._recent) > MOST_OPEN:
+            self._recent.popitem(last=False)[1].close()
+        return index
+
+    def _find(self, row: int) -> tuple[int, int, Record]:
+        """(number of the tar, sample in it, its record)."""
+        if self._found[0] != row:  # a picture and its caption ask for the same one
+            place = int(row if self.used is None else self.used[row])
+            number = bisect_right(self._starts, place) - 1
+            place -= self._starts[number]
+            self._found = row, (number, place, self._index(number).record(place))
+        return self._found[1]
+
+    def source(self, row: int) -> str:
+        number, place, record = self._find(row)
+        index = self._index(number)
+        return f"{self.shards[number].name}: {index.key(place)}{index.header.suffixes[record.suffix]}"
+
+    def load(self, row: int, flip: bool) -> Tensor:
+        """A picture, or the middle of a clip."""
+        return self.load_at(row, flip, None)
+
+    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+        number, _, record = self._find(row)
+        picture = self._is_picture(number, record)
+        if picture and record.medium_bytes > MAX_WHOLE_FILE:
+            raise BadSample(self.source(row), f"a picture of {record.medium_bytes:,} bytes")
+        place = number, record.medium_at, record.medium_bytes
+        content = self._read(row, *place)
+        if self._is_damaged(number, record, content) and self.store.forget(*place):
+            content = self._read(row, *place)
+        if self._is_damaged(number, record, content):
+            raise BadSample(self.source(row), "damaged: its checksum is not the index's")
+        if picture:
+            try:  # the sample's name is looked up only if a message needs it
+                image = read_picture("", content=content)
+            except BadSample as bad:
+                raise BadSample(self.source(row), str(bad).removeprefix(": ")) from bad
+            image = center_crop(image, self.image_size)
+            pixels = to_tensor(image, flip, self.as_bytes)
+            return pixels[:, None] if self.use_video else pixels
+        with _as_file(content) as path:
+            clip, interval = read_clip(
+                path,
+                self.num_frames,
+                self.frame_interval,
+                self.image_size,
+                start=start,
+                short_clips=self.short_clips,
+                as_bytes=self.as_bytes,
+                name=self.source(row),
+            )
+        self.shortened += interval < self.frame_interval
+        return clip.flip(-1) if flip else clip
+
+    def _is_damaged(self, number: int, record: Record, content: bytes) -> bool:
+        return self.shards[number].index.header.checked and zlib.crc32(content) != record.crc32
+
+    def _read(self, row: int, number: int, at: int, size: int) -> bytes:
+        try:
+            return self.store.read(number, at, size)
+        except OSError as error:
+            raise BadSample(self.source(row), error.strerror or error) from error
+
+    def _is_picture(self, number: int, record: Record) -> bool:
+        return self.shards[number].index.header.suffixes[record.suffix] not in CLIPS
+
+    def label(self, row: int) -> int:
+        return max(0, self._find(row)[2].label) if self.conditioning == "label" else 0
+
+    def caption(self, row: int) -> str | None:
+        if self.conditioning != "text":
+            return None
+        number, _, record = self._find(row)
+        path = self.shards[number].index.header.captions[record.caption]
+        try:
+            content = self._read(row, number, record.text_at, record.text_bytes)
+            return read_caption(content, tuple(path))
+        except ValueError as error:
+            raise BadSample(self.source(row), error) from error
+
+    def shape_keys(self) -> np.ndarray | None:
+        return self._shapes() if self.use_video and self.pictures and self.clips else None
+
+    def shape_key(self, row: int) -> int:
+        """0: a picture. 1: a clip."""
+        if not self.clips or not self.use_video:
+            return PICTURE
+        if not self.pictures:
+            return CLIP
+        number, _, record = self._find(row)
+        return PICTURE if self._is_picture(number, record) else CLIP
+
+    def next_row(self, row: int) -> int:
+        key, after = self.shape_key(row), (row + 1) % len(self)
+        while self.shape_key(after) != key:
+            after = (after + 1) % len(self)
+        return after
+
+    def identity(self) -> str:
+        headers = [shard.index.header for shard in self.shards]
+        contents = [
+            header.sha256 or f"{shard.name} {header.tar_bytes}"
+            for shard, header in zip(self.shards, headers, strict=True)
+        ]
+        rows = ",".join(str(header.rows) for header in headers)
+        return hash_parts("shards", *contents, rows, "\0".join(self.class_names), str(self.used is not None))
+
+    def verification(self, share: int, shares: int) -> Verification | None:
+        known = {shard.path: shard.index.header.sha256 for shard in self.shards if shard.index.header.sha256}
+        mine = dict(sorted(known.items())[share::shares])
+        return Verification(Path(), mine, self.shown) if isinstance(self.store, LocalTars) else None
+
+    def describe(self) -> str:
+        clips = self.clips if self.use_video else 0
+        parts = [f"{count:,} {name}" for count, name in ((clips, "clips"), (self.pictures, "pictures")) if count]
+        notes = [f"; {self.clips:,} clips left out: no --use_video"] if self.clips and not self.use_video else []
+        headers = [shard.index.header for shard in self.shards]
+        if left_out := sum(header.left_out for header in headers):
+            example = next(header.examples[0] for header in headers if header.examples)
+            notes.append(f"; {left_out:,} samples left out ({printable(example)})")
+        words = f"of {self.num_classes:,} class{'es' if self.num_classes > 1 else ''}"
+        words = "with captions" if self.conditioning == "text" else words
+        shape = "x".join(map(str, self.sample_shape))
+        window = f", frame interval {self.frame_interval}" if clips and self.frame_interval > 1 else ""
+        tars = f"{len(self.shards):,} tar{'s' if len(self.shards) > 1 else ''}"
+        what = f"{tars} of {' and '.join(parts)} {words}, {shape}{window}"
+        return f"{self.shown.removeprefix('--data_path ')}: {what}, {flip_note(self)}{''.join(notes)}{self.note}"
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_recent": OrderedDict()}
+
+
+@contextmanager
+def _as_file(content: bytes) -> Iterator[str]:
+    """A path under which decoders read these bytes; in memory where the system has files there."""
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("clip"), "wb", buffering=0) as file:
+            _write_all(file, content)
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with tempfile.NamedTemporaryFile() as file:
+        _write_all(file, content)
+        file.flush()
+        yield file.name
+
+
+def _write_all(file, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _content_of(shard: IndexedTar) -> str:
+    header = shard.index.header
+    return header.sha256 or f"{os.path.basename(shard.path)} {header.tar_bytes}"
+
+
+def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:
+    """What all tars have; of no captions and no classes one class is made."""
+    kinds = {}
+    for shard in shards:
+        kinds.setdefault(shard.index.header.conditioning, shard)
+    if len(kinds) > 1:
+        (one, first), (other, second), *_ = kinds.items()
+        words = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}
+        raise ValueError(
+            f"{shown}: {first.name} has {words[one]} and {second.name} {words[other]}; train on them one by one"
+        )
+    if not kinds:
+        raise DataError(f"{shown} holds no tars")
+    return "text" if "text" in kinds else "label"
+
+
+def _class_names(shown: str, headers, names: Sequence[str]) -> list[str]:
+    count = max(1, *(header.num_classes for header in headers)) if headers else 1
+    if names and len(names) < count:
+        raise ValueError(f"{shown}: class_names.json names {len(names):,} classes, the labels go to {count - 1:,}")
+    return list(names) or [str(label) for label in range(count)]

@@ -1,0 +1,90 @@
+"""Which members of a sample are its medium, its caption and its class."""
+
+import json
+import re
+from dataclasses import dataclass
+
+from opendit.data.folders import CLIPS
+from opendit.data.picture_file import picture_suffixes
+
+# WebDataset's rule: a name is cut at the first dot behind the last slash. Members that it does not fit belong to no
+# sample, and neither do those of which the whole name is in double underscores.
+_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_META = re.compile(r"__[^/]*__($|/)")
+
+Path = tuple[str, ...]  # a member's ending, then keys or numbers inside of its JSON
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Where a sample's parts stand; of several places the first that the sample has.
+
+    medium: endings of pictures and clips; None: the first member whose ending is one. caption, label: see ``Path``.
+    """
+
+    medium: tuple[str, ...] | None = None
+    caption: tuple[Path, ...] = (("txt",), ("json", "caption"), ("json", "text"))
+    label: tuple[Path, ...] = (("cls",), ("json", "label"))
+
+    def find_medium(self, parts: dict[str, object]) -> str | None:
+        """The ending of the member that is the picture or clip: ``jpg`` before ``mask.jpg``."""
+        if self.medium is not None:
+            return next((ending for ending in self.medium if ending in parts), None)
+        media = [ending for ending in parts if suffix_of(ending) in picture_suffixes() | CLIPS]
+        return min(media, key=lambda ending: "." in ending, default=None)
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """A member's key and ending in lower case; None for one that belongs to no sample."""
+    found = None if _META.match(name) else _NAME.match(name)
+    return (found.group(1), found.group(2).lower()) if found else None
+
+
+def suffix_of(ending: str) -> str:
+    """``seg.png`` -> ``.png``."""
+    return "." + ending.rpartition(".")[2]
+
+
+def read_caption(content: bytes, path: Path) -> str:
+    """The caption in a member's bytes, without blanks around it. Raises ValueError if there is none."""
+    text = _read(content, path)
+    if not isinstance(text, str):
+        raise ValueError(f"{_shown(path)} is {_kind(text)}, not a text")
+    if not (text := text.strip()):
+        raise ValueError(f"{_shown(path)} is empty")
+    return text
+
+
+def read_label(content: bytes, path: Path) -> int:
+    """The class in a member's bytes. Raises ValueError if there is none."""
+    label = _read(content, path)
+    try:
+        number = int(label) if isinstance(label, str) else label
+    except ValueError:
+        number = None
+    if type(number) is not int or not 0 <= number < 2**31:
+        raise ValueError(f"{_shown(path)} is {str(label)[:40]!r}, not the number of a class")
+    return number
+
+
+def _read(content: bytes, path: Path) -> object:
+    try:
+        text = content.decode("utf-8-sig")
+        value = json.loads(text) if suffix_of(path[0]) == ".json" else text
+        for key in path[1:]:
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        return value
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the .{path[0]} isn't UTF-8") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"the .{path[0]} isn't JSON ({error})") from error
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"it has no {_shown(path)}") from error
+
+
+def _shown(path: Path) -> str:
+    return "." + path[0] + "".join(f"[{key}]" for key in path[1:])
+
+
+def _kind(value: object) -> str:
+    return {dict: "an object", list: "a list", type(None): "null"}.get(type(value), str(value)[:40])

@@ -1,0 +1,194 @@
+"""The index beside a tar: where every sample's picture or clip, caption and label are.
+
+``NAME.tar`` has its index in ``NAME.tar.index``: 8 bytes ``ODSHARD1``, the length of the header (uint32), the header
+(JSON: see ``HEADER``), zeros up to a multiple of 64, one record of ``ROW`` a sample, and the keys one behind the other.
+All numbers are little-endian. Records and keys stay in the file, and so in the page cache that all processes share: a
+process reads the one that it needs.
+"""
+
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from opendit.common.errors import DataError
+from opendit.common.rules import MIB, listed, one_of, record, string, truth, whole
+from opendit.common.strict_files import COUNT, FileKind, parse_text
+from opendit.common.tensor_files import write_file
+
+SUFFIX = ".index"  # behind the tar's whole name
+MAGIC = b"ODSHARD1"
+VERSION = 1
+ALIGNMENT = 64
+NO_LABEL = -1
+ROW = np.dtype(
+    [
+        ("medium_at", "<u8"),  # offset of the picture's or clip's first byte in the tar
+        ("medium_bytes", "<u8"),
+        ("text_at", "<u8"),  # of the member that holds the caption
+        ("text_bytes", "<u4"),
+        ("label", "<i4"),
+        ("key_end", "<u4"),  # of the key, in the keys' bytes
+        ("crc32", "<u4"),  # of the medium, if the header says ``checked``
+        ("suffix", "u1"),  # which of the header's ``suffixes`` the medium has
+        ("caption", "u1"),  # which of the header's ``captions`` gives the caption
+        ("padding", "u1", 6),
+    ]
+)
+
+_RECORD = struct.Struct("<QQQIiIIBB6x")  # ROW, of which numpy takes five times as long to read one
+
+_NAMES = listed(string(1 << 16), most=256)
+HEADER = FileKind(
+    record(
+        {
+            "version": COUNT,
+            "rows": COUNT,
+            "key_bytes": COUNT,
+            "tar_bytes": COUNT,
+            "sha256": string(64),
+            "checked": truth,
+            "pictures": COUNT,
+            "conditioning": one_of("text", "label", "none"),
+            "num_classes": whole(0, 1 << 31),
+            "suffixes": _NAMES,
+            "captions": listed(_NAMES, most=256),
+            "left_out": COUNT,
+            "examples": _NAMES,
+            "plan": string(64),
+        }
+    ),
+    16 * MIB,
+)
+CLASS_NAMES = "class_names.json"  # beside the tars: the classes' names in the order of their labels
+NAMES_OF_CLASSES = FileKind(listed(string(1 << 16), least=1, most=1_000_000), 64 * MIB)
+
+
+class Record(NamedTuple):
+    """One record; the fields are those of ``ROW``."""
+
+    medium_at: int
+    medium_bytes: int
+    text_at: int
+    text_bytes: int
+    label: int
+    key_end: int
+    crc32: int
+    suffix: int
+    caption: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What an index says of its tar as a whole.
+
+    tar_bytes, sha256: the tar's size and checksum; "" where nobody has read all of it. checked: whether records have
+    the CRC-32 of their medium. pictures: how many samples are pictures; the others are clips. conditioning: "text" if
+    samples have captions, "label" if classes, "none" if neither. num_classes: the largest label + 1. suffixes: of the
+    media, with their dots. captions: where a caption stands: the member's ending, then keys inside of its JSON.
+    left_out: samples of the tar that are in no record, of which examples says "key: why" of a few. plan: what the tar
+    was written from, "" if by another program.
+    """
+
+    rows: int
+    key_bytes: int
+    tar_bytes: int
+    sha256: str
+    checked: bool
+    pictures: int
+    conditioning: str
+    num_classes: int
+    suffixes: list[str]
+    captions: list[list[str]]
+    left_out: int = 0
+    examples: tuple[str, ...] | list[str] = ()
+    plan: str = ""
+    version: int = VERSION
+
+
+def index_of(tar: str | Path) -> Path:
+    return Path(f"{tar}{SUFFIX}")
+
+
+def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes) -> None:
+    """Writes an index under another name and renames it, so that one that exists is whole. Raises OSError."""
+    text = json.dumps(asdict(header), sort_keys=True).encode()
+    start = MAGIC + struct.pack("<I", len(text)) + text
+    start += bytes(-len(start) % ALIGNMENT)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        write_file(partial, iter([start, rows.tobytes(), keys]))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class TarIndex:
+    """An index, opened: its header is read and compared with the file's size, everything else is read when needed.
+
+    Raises ValueError, which names the file, if it is no index, damaged or of another version; OSError.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        with open(path, "rb") as file:
+            start = file.read(len(MAGIC) + 4)
+            if start[: len(MAGIC)] != MAGIC or len(start) < len(MAGIC) + 4:
+                raise ValueError(f"{path} is no index of a tar; {_AGAIN}")
+            length = struct.unpack("<I", start[len(MAGIC) :])[0]
+            if length > HEADER.most_bytes:
+                raise ValueError(f"{path} is damaged (a header of {length:,} bytes); {_AGAIN}")
+            text, size = file.read(length), os.fstat(file.fileno()).st_size
+        fields = parse_text(text.decode("utf-8", "replace"), HEADER, path)
+        if fields["version"] != VERSION:
+            raise ValueError(f"{path} has format version {fields['version']}, this program reads {VERSION}; {_AGAIN}")
+        self.header = Header(**fields)
+        self._start = -(-(len(start) + length) // ALIGNMENT) * ALIGNMENT
+        expected = self._start + self.header.rows * ROW.itemsize + self.header.key_bytes
+        if size != expected:
+            raise ValueError(f"{path} is damaged: {size:,} bytes where its header asks for {expected:,}; {_AGAIN}")
+
+        self._file: int | None = None  # opened when a record is first read
+
+    @property
+    def rows(self) -> np.ndarray:
+        """(rows,) records of ``ROW``, mapped anew each time: for a look at all of them."""
+        return np.memmap(self.path, ROW, "r", self._start, (self.header.rows,))
+
+    def record(self, row: int) -> Record:
+        """One record, read from the file: of a mapping the kernel would count 64 KiB around it to this process."""
+        return Record(*_RECORD.unpack(self._read(self._start + row * ROW.itemsize, ROW.itemsize)))
+
+    def key(self, row: int) -> str:
+        """The sample's key: the name that its members share."""
+        first = self.record(row - 1).key_end if row else 0
+        keys = self._start + self.header.rows * ROW.itemsize
+        return os.fsdecode(self._read(keys + first, self.record(row).key_end - first))
+
+    def _read(self, at: int, size: int) -> bytes:
+        if self._file is None:
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        content = os.pread(self._file, size, at)
+        if len(content) < size:
+            raise DataError(f"{self.path} is damaged: it ends before byte {at + size:,}; {_AGAIN}")
+        return content
+
+    def close(self) -> None:
+        """Closes the file; the next record opens it again."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:
+            self.close()
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_file": None}  # descriptors don't travel to a process that isn't forked
+
+
+_AGAIN = "make it again: python preprocess.py index FOLDER"

@@ -1,0 +1,118 @@
+"""``preprocess.py shards`` and ``preprocess.py index``."""
+
+import json
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from opendit.common.errors import DataError
+from opendit.common.tensor_files import write_file
+from opendit.data.base import name_few
+from opendit.data.files import printable
+from opendit.data.processes import end_with_parent
+from opendit.data.progress import Progress
+from opendit.data.shards.index import CLASS_NAMES, Header, TarIndex, index_of, write_index
+from opendit.data.shards.scan import scan
+from opendit.data.shards.writer import find_entries, is_done, plan_jobs, write_job
+
+
+def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_workers: int = 4) -> None:
+    """Packs a folder of pictures or a CSV into tars of at most ``shard_size`` bytes. What is there is kept.
+
+    Raises ValueError, OSError or DataError."""
+    entries, class_names, left_out = find_entries(data_path)
+    if left_out:
+        print(f"left out {len(left_out):,} files: {name_few(left_out)}")
+    if not entries:
+        raise DataError(f"--data_path {printable(data_path)}: no file of it can be packed")
+    folder = Path(output)
+    jobs = plan_jobs(entries, folder, shard_size)
+    others = sorted({tar.name for tar in folder.glob("*.tar")} - {job.tar.name for job in jobs})
+    if others:
+        raise ValueError(f"--output {printable(output)} holds other tars: {name_few(others)}; name another folder")
+    todo = [job for job in jobs if not is_done(job)]
+    _remove_partial(folder)
+    if class_names:
+        partial = folder / f"{CLASS_NAMES}.{os.getpid()}.partial"
+        write_file(partial, iter([json.dumps(class_names, indent=1).encode()]))
+        os.replace(partial, folder / CLASS_NAMES)
+    done = sum(len(job.entries) for job in jobs) - sum(len(job.entries) for job in todo)
+    with Progress(len(entries), "samples", initial=done, title="packing") as bar:
+        for count in _in_processes(write_job, todo, num_workers):
+            bar.update(count)
+    print(f"{len(entries):,} samples in {len(jobs):,} tars: train with --data_path {printable(output)}")
+
+
+def make_indexes(root: str, *, num_workers: int = 4) -> None:
+    """Makes the index of every tar of a folder, or of one tar, that has none or a stale one.
+
+    Raises ValueError, OSError or DataError; indexes of the tars before a bad one stay."""
+    path = Path(root)
+    tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
+    if not tars:
+        raise ValueError(f"DIR {printable(root)} holds no .tar files")
+    _remove_partial(path if path.is_dir() else path.parent)
+    todo = [tar for tar in tars if not _is_current(tar)]
+    with Progress(len(tars), "tars", initial=len(tars) - len(todo), title="indexing") as bar:
+        for _ in _in_processes(_index, todo, num_workers):
+            bar.update()
+    headers = [TarIndex(index_of(tar)).header for tar in tars]
+    if left_out := sum(header.left_out for header in headers):
+        examples = [example for header in headers for example in header.examples]
+        print(f"left out {left_out:,} samples: {name_few(examples)}")
+    print(
+        f"{sum(header.rows for header in headers):,} samples ({_kinds(headers)}) in {len(tars):,} tars: train with "
+        f"--data_path {printable(root)}"
+    )
+
+
+def _index(tar: Path) -> None:
+    write_index(index_of(tar), *scan(tar))
+
+
+def _is_current(tar: Path) -> bool:
+    index = index_of(tar)
+    try:
+        return (
+            index.stat().st_mtime_ns >= tar.stat().st_mtime_ns
+            and TarIndex(index).header.tar_bytes == tar.stat().st_size
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _kinds(headers: Sequence[Header]) -> str:
+    pictures = sum(header.pictures for header in headers)
+    clips = sum(header.rows for header in headers) - pictures
+    media = " and ".join(f"{count:,} {name}" for count, name in ((clips, "clips"), (pictures, "pictures")) if count)
+    words = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}
+    return f"{media} with {', '.join(sorted({words[header.conditioning] for header in headers}))}"
+
+
+def _remove_partial(folder: Path) -> None:
+    """Files that a process of ours began and that is gone."""
+    for path in folder.glob("*.partial"):
+        found = re.fullmatch(r".+\.(?:tar|index|json)\.(\d+)\.partial", path.name)
+        if found and not Path(f"/proc/{found[1]}").exists():
+            path.unlink(missing_ok=True)
+
+
+def _in_processes(work: Callable, jobs: Sequence, count: int) -> Iterator:
+    """``work(job)`` of every job as they are done; the first error ends all."""
+    if min(count, len(jobs)) <= 1:
+        yield from map(work, jobs)
+        return
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+    with ProcessPoolExecutor(min(count, len(jobs)), context, end_with_parent) as pool:
+        try:
+            for future in as_completed([pool.submit(work, job) for job in jobs]):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise DataError("a process was killed (is there too little memory?); run the command again") from error
+        finally:
+            pool.shutdown(cancel_futures=True)

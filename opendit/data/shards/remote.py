@@ -1,0 +1,170 @@
+"""Tars elsewhere: whatever fsspec opens (http, https, s3, gs, ...), read by ranges of bytes."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from opendit.common.errors import DataError
+from opendit.data.files import printable
+from opendit.data.shards.cache import FileCache
+from opendit.data.shards.index import SUFFIX
+
+ATTEMPTS = 5
+FIRST_PAUSE = 0.5  # seconds before the second attempt, twice as many before every later one
+TIME_LIMIT = 30.0  # seconds of one attempt
+AT_ONCE = 16  # indexes that are fetched
+MOST_TARS = 1_000_000
+
+Result = TypeVar("Result")
+
+
+def expand(address: str) -> list[str]:
+    """``s3://b/train-{0000..0003}.tar`` -> four addresses; any other is itself. Raises ValueError."""
+    found = re.search(r"\{(\d+)\.\.(\d+)\}", address)
+    if found is None:
+        return [address]
+    first, last = int(found[1]), int(found[2])
+    if not first <= last < first + MOST_TARS:
+        raise ValueError(f"--data_path {printable(address)}: {found[0]} must go upwards, over at most {MOST_TARS:,}")
+    width = len(found[1]) if found[1].startswith("0") else 0
+    ends = [f"{number:0{width}d}" for number in range(first, last + 1)]
+    return [tar for end in ends for tar in expand(address[: found.start()] + end + address[found.end() :])]
+
+
+class Remote:
+    """A store behind addresses of one kind; made anew in a forked process, as fsspec's connections must be."""
+
+    def __init__(self, address: str):
+        self.kind = address.partition("://")[0]
+        self._system, self._process = None, None
+
+    @property
+    def system(self):
+        """fsspec's file system. Raises ValueError if fsspec, or what it needs for this kind, is not installed."""
+        if self._process != os.getpid():
+            try:
+                import fsspec
+
+                self._system = fsspec.filesystem(self.kind, skip_instance_cache=True)
+            except (ImportError, ValueError) as error:
+                raise ValueError(f"addresses of {self.kind}:// need fsspec and its part for them: {error}") from error
+            self._process = os.getpid()
+        return self._system
+
+    def __getstate__(self) -> dict:
+        return {"kind": self.kind, "_system": None, "_process": None}
+
+    def read(self, address: str, start: int, size: int) -> bytes:
+        """``size`` bytes from ``start``; tried again when it fails. Raises DataError, which names the address."""
+
+        def once() -> bytes:
+            content = self._call("cat_file", address, start=start, end=start + size)
+            if len(content) > size:
+                raise DataError(
+                    f"{printable(address)}: its server does not answer requests of ranges; take another one"
+                )
+            if len(content) < size:
+                raise OSError(f"{len(content):,} bytes came of the {size:,} from {start:,} on")
+            return content
+
+        return retried(address, once)
+
+    def read_all(self, address: str) -> bytes:
+        return retried(address, lambda: self._call("cat_file", address))
+
+    def read_if_there(self, address: str) -> bytes | None:
+        try:
+            return self.read_all(address)
+        except DataError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+
+    def version(self, address: str) -> str:
+        """Changes with the file, as far as its server tells."""
+        found = retried(address, lambda: self._call("info", address))
+        return " ".join(f"{name}={found.get(name)}" for name in ("size", "ETag", "etag", "LastModified", "mtime"))
+
+    def list_tars(self, address: str) -> list[str]:
+        """The addresses of a folder's tars, sorted."""
+        names = retried(address, lambda: self._call("ls", address, detail=False))
+        full = [name if "://" in name else f"{self.kind}://{name}" for name in names]
+        return sorted(name for name in full if name.lower().endswith(".tar"))
+
+    def _call(self, name: str, *args, **options):
+        system = self.system
+        if system.async_impl:
+            from fsspec.asyn import sync
+
+            return sync(system.loop, getattr(system, f"_{name}"), *args, timeout=TIME_LIMIT, **options)
+        return getattr(system, name)(*args, **options)
+
+
+def retried(address: str, work: Callable[[], Result]) -> Result:
+    """``work()``, up to ``ATTEMPTS`` times with growing pauses. Raises DataError that names the address; what is not
+    there, or not allowed, is not tried again."""
+    attempt = 1
+    while True:
+        try:
+            return work()
+        except (FileNotFoundError, PermissionError) as error:
+            why = "doesn't exist" if isinstance(error, FileNotFoundError) else "may not be read"
+            raise DataError(f"{printable(address)} {why}") from error
+        except (ValueError, DataError):
+            raise
+        except Exception as error:  # every store has its own
+            if attempt >= ATTEMPTS:
+                text = printable(" ".join(str(error).split())[:200] or type(error).__name__)
+                raise DataError(f"{printable(address)} can't be read, {ATTEMPTS} attempts: {text}") from error
+        time.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
+        attempt += 1
+
+
+class RemoteTars:
+    """Tars behind addresses; what is read of them is kept in a cache. As ``LocalTars``."""
+
+    def __init__(self, addresses: Sequence[str], contents: Sequence[str], remote: Remote, cache: FileCache):
+        self.addresses, self.contents, self.remote, self.cache = list(addresses), list(contents), remote, cache
+
+    def _name(self, tar: int, at: int, size: int) -> str:
+        return f"{self.addresses[tar]} {self.contents[tar]} {at} {size}"
+
+    def read(self, tar: int, at: int, size: int) -> bytes:
+        """``size`` bytes from ``at``. Raises DataError, which names the address."""
+        content = self.cache.get(self._name(tar, at, size))
+        if content is None or len(content) != size:
+            content = self.remote.read(self.addresses[tar], at, size)
+            self.cache.put(self._name(tar, at, size), content)
+        return content
+
+    def forget(self, tar: int, at: int, size: int) -> bool:
+        """Drops what the cache has of it; whether it can be read anew."""
+        self.cache.forget(self._name(tar, at, size))
+        return True
+
+
+def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
+    """The index of every tar in a file of the cache's folder, fetched unless this version of it is there.
+
+    Raises DataError, which names the tar."""
+
+    def fetch(address: str) -> Path:
+        name = f"{address}{SUFFIX}"
+        try:
+            path = cache.folder / "indexes" / cache.path(f"{name} {remote.version(name)}").name
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+                partial.write_bytes(remote.read_all(name))
+                os.replace(partial, path)
+        except DataError as error:
+            fix = "python preprocess.py index FOLDER makes it, where the tars are"
+            raise DataError(f"{error}; every tar needs its index beside it: {fix}") from error
+        return path
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(fetch, addresses))

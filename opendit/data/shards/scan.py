@@ -1,0 +1,182 @@
+"""Makes the index of a tar: reads its members' headers, captions and labels, and the checksums of everything."""
+
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from opendit.common.hashing import sha256_of
+from opendit.data.files import printable
+from opendit.data.folders import CLIPS
+from opendit.data.shards.fields import Fields, read_caption, read_label, split_name, suffix_of
+from opendit.data.shards.index import NO_LABEL, ROW, Header
+
+BLOCK = tarfile.BLOCKSIZE
+EXAMPLES = 5
+MAX_TEXT = 2**20  # bytes of a caption's or label's member
+
+
+@dataclass
+class Sample:
+    """The members of one key: ending -> (offset of the content, bytes)."""
+
+    key: str
+    parts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def samples_of(path: Path) -> Iterator[Sample]:
+    """The samples of a tar in its order: members that follow each other and share a key.
+
+    Raises ValueError, which names the tar and what is wrong with it: truncated, damaged, compressed, a key or a member
+    twice.
+    """
+    name, seen, sample = printable(path), set(), None
+    try:
+        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            size = file.seek(0, 2)
+            while (member := tar.next()) is not None:
+                tar.members = []  # it keeps all of them: gigabytes, of a large tar
+                if not member.isreg() or (split := split_name(member.name)) is None:
+                    continue
+                if member.sparse is not None:
+                    raise ValueError(f"{name}: {printable(member.name)} is stored with holes; pack it without --sparse")
+                if member.offset_data + member.size > size:
+                    raise ValueError(f"{name} is truncated inside of {printable(member.name)}; copy it again")
+                key, ending = split
+                if sample is None or sample.key != key:
+                    if sample is not None:
+                        yield sample
+                    if key in seen:
+                        raise ValueError(
+                            f"{name}: the key {printable(key)} stands in two places; members of a sample must follow "
+                            "each other, and its key be its own"
+                        )
+                    seen.add(key)
+                    sample = Sample(key)
+                if ending in sample.parts:
+                    raise ValueError(f"{name}: {printable(member.name)} is there twice")
+                sample.parts[ending] = member.offset_data, member.size
+            # tarfile takes anything that it can't read for the end.
+            file.seek(tar.offset)
+            end = file.read(BLOCK)
+            if len(end) < BLOCK:
+                raise ValueError(f"{name} is truncated: it has no end-of-archive mark; copy it again")
+            if any(end):
+                raise ValueError(f"{name} is damaged: no member's header at byte {tar.offset:,}; copy it again")
+    except tarfile.ReadError as error:
+        with open(path, "rb") as file:
+            packed = file.read(4)[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5")
+        fix = "it is compressed; unpack it to a plain .tar" if packed else f"it can't be read as a tar ({error})"
+        raise ValueError(f"{name}: {fix}") from error
+    if sample is not None:
+        yield sample
+
+
+@dataclass
+class _Rows:
+    """What becomes the index, as it is found."""
+
+    fields: Fields
+    rows: list[tuple] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    captions: list[bool] = field(default_factory=list)
+    suffixes: dict[str, int] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    why_not: list[str] = field(default_factory=list)  # of every row: why it has no caption or label
+
+    def add(self, sample: Sample, file, checked: bool) -> None:
+        ending = self.fields.find_medium(sample.parts)
+        if ending is None:
+            self.left_out.append(f"{printable(sample.key)}: no picture or clip beside .{', .'.join(sample.parts)}")
+            return
+        at, size = sample.parts[ending]
+        text, caption, why = self._find(sample, file, self.fields.caption, read_caption)
+        place, label, why_label = self._find(sample, file, self.fields.label, read_label)
+        text_at, text_bytes = sample.parts[self.fields.caption[text][0]] if caption is not None else (0, 0)
+        crc = _crc32(file, at, size) if checked else 0
+        number = self.suffixes.setdefault(suffix_of(ending), len(self.suffixes))
+        self.keys.append(sample.key.encode("utf-8", "surrogateescape"))
+        self.captions.append(caption is not None)
+        self.why_not.append(why if why or label is not None else why_label)
+        label = NO_LABEL if label is None else label
+        self.rows.append((at, size, text_at, text_bytes, label, 0, crc, number, text, [0] * 6))
+
+    def _find(self, sample: Sample, file, paths, read) -> tuple[int, object, str]:
+        """(number of the path that gave the value, the value or None, why there is none)."""
+        why = ""
+        for number, path in enumerate(paths):
+            if (part := sample.parts.get(path[0])) is None:
+                continue
+            if part[1] > MAX_TEXT:
+                why = f"the .{path[0]} has {part[1]:,} bytes"
+                continue
+            file.seek(part[0])
+            try:
+                return number, read(file.read(part[1]), path), ""
+            except ValueError as error:
+                why = why or str(error)
+        return 0, None, why
+
+
+def _crc32(file, at: int, size: int) -> int:
+    crc = 0
+    file.seek(at)
+    while size > 0 and (block := file.read(min(size, 1 << 20))):
+        crc = zlib.crc32(block, crc)
+        size -= len(block)
+    return crc
+
+
+def scan(
+    path: Path, fields: Fields | None = None, *, checksums: bool = True, plan: str = "", sha256: str = ""
+) -> tuple[Header, np.ndarray, bytes]:
+    """The index of a tar: its header, records of ``ROW`` and keys.
+
+    If any sample has a caption, those without are left out; if none has and any has a label, those without one; and
+    always those without a picture or clip.
+
+    Args:
+        checksums: read all of the tar, and keep its SHA-256 and every medium's CRC-32; else only what is needed.
+        sha256: of the tar, where it is known.
+
+    Raises ValueError as :func:`samples_of`, and for a tar without samples; OSError.
+    """
+    path, fields = Path(path), fields or Fields()
+    found = _Rows(fields)
+    with open(path, "rb") as file:
+        for sample in samples_of(path):
+            found.add(sample, file, checksums)
+    rows = np.array(found.rows, ROW)
+    captions, labels = np.array(found.captions, bool), rows["label"] != NO_LABEL
+    conditioning = "text" if captions.any() else "label" if labels.any() else "none"
+    kept = captions if conditioning == "text" else labels if conditioning == "label" else np.ones(len(rows), bool)
+    missing = "caption" if conditioning == "text" else "label"
+    for row in np.flatnonzero(~kept).tolist():
+        why = found.why_not[row] or f"no {missing}"
+        found.left_out.append(f"{printable(found.keys[row].decode('utf-8', 'replace'))}: {why}")
+    if not kept.any():
+        why = f" ({'; '.join(found.left_out[:EXAMPLES])})" if found.left_out else ""
+        raise ValueError(f"{printable(path)} holds no samples{why}")
+    keys = [found.keys[row] for row in np.flatnonzero(kept)]
+    rows = rows[kept]
+    rows["key_end"] = np.cumsum([len(key) for key in keys])
+    clips = np.array([suffix in CLIPS for suffix in found.suffixes])[rows["suffix"]]
+    header = Header(
+        rows=len(rows),
+        key_bytes=sum(map(len, keys)),
+        tar_bytes=path.stat().st_size,
+        sha256=sha256 or (sha256_of(path) if checksums else ""),
+        checked=checksums,
+        pictures=int((~clips).sum()),
+        conditioning=conditioning,
+        num_classes=int(rows["label"].max()) + 1 if conditioning == "label" else 0,
+        suffixes=list(found.suffixes),
+        captions=[list(place) for place in fields.caption],
+        left_out=len(found.left_out),
+        examples=found.left_out[:EXAMPLES],
+        plan=plan,
+    )
+    return header, rows, b"".join(keys)

@@ -1,0 +1,75 @@
+"""Bytes of tars, by offset."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+
+from opendit.common.errors import DataError
+from opendit.data.files import printable
+
+MOST_OPEN = 256  # tars at once, and indexes: a process may have 1,024 files on most systems
+
+
+class LocalTars:
+    """Tars on a disk of this machine. Each is opened when it is first read, and its size compared with its index.
+
+    paths, sizes: of the tars, and what their indexes say of their bytes.
+    """
+
+    def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
+        self.paths, self.sizes = list(paths), list(sizes)
+        self._files: OrderedDict[int, int] = OrderedDict()  # tar -> file descriptor, the least recently used first
+
+    def read(self, tar: int, at: int, size: int) -> bytes:
+        """``size`` bytes from ``at``. Raises DataError, which names the tar, if it is gone, truncated or another one;
+        OSError of the disk."""
+        file = self._open(tar)
+        parts, left = [], size
+        while left and (part := os.pread(file, left, at + size - left)):  # one call gives 2 GiB at most
+            parts.append(part)
+            left -= len(part)
+        if left:
+            raise DataError(f"{printable(self.paths[tar])} is truncated: it ends before byte {at + size:,}")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def forget(self, tar: int, at: int, size: int) -> bool:
+        """Whether bytes that are damaged can be read anew from elsewhere: no."""
+        return False
+
+    def _open(self, tar: int) -> int:
+        if tar in self._files:
+            self._files.move_to_end(tar)
+            return self._files[tar]
+        try:
+            file = os.open(self.paths[tar], os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"{printable(self.paths[tar])} can't be opened: {error.strerror}") from error
+        if (found := os.fstat(file).st_size) != self.sizes[tar]:
+            os.close(file)
+            raise DataError(size_problem(self.paths[tar], found, self.sizes[tar]))
+        self._files[tar] = file
+        while len(self._files) > MOST_OPEN:
+            os.close(self._files.popitem(last=False)[1])
+        return file
+
+    def close(self) -> None:
+        while self._files:
+            with suppress(OSError):
+                os.close(self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):
+            self.close()
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_files": OrderedDict()}  # descriptors don't travel to a process that isn't forked
+
+
+def size_problem(name: str, found: int, expected: int) -> str:
+    """What is wrong with a tar of another size than its index says."""
+    what = "is truncated" if found < expected else "is not the tar that its index was made of"
+    return (
+        f"{printable(name)} {what}: it has {found:,} bytes, its index says {expected:,}; copy it again, or index it "
+        "again: python preprocess.py index FOLDER"
+    )

@@ -1,0 +1,126 @@
+"""Several sources in one run: a YAML file, or A:0.7,B:0.3."""
+
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from opendit.common.rules import read_bounded
+from opendit.data.blend import BlendedDataset
+from opendit.data.mock import MockDataset
+from opendit.data.names import is_address, named_sources
+from opendit.data.sources.base import Request
+
+NAME = None
+TAKES = "a YAML file of several sources"
+MOST_BYTES = 1 << 20
+EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
+
+
+def open_source(asked: Request) -> BlendedDataset | None:
+    if asked.path.is_dir() or asked.path.suffix.lower() not in (".yaml", ".yml"):
+        return None
+    try:
+        content = yaml.safe_load(read_bounded(asked.path, MOST_BYTES))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{asked.shown} is not YAML that can be read: {reason}") from error
+    return _open(content, asked, asked.path.parent)
+
+
+def open_inline(sources: list[tuple[str, str]], asked: Request) -> BlendedDataset:
+    """The sources of ``A:0.7,B:0.3``: (path, weight) each."""
+    return _open({"sources": [{"path": path, "weight": _number(weight)} for path, weight in sources]}, asked, Path())
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text) if not text.isdigit() else int(text)
+    except ValueError:
+        return text
+
+
+def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
+    from opendit.data.resolve import build_dataset  # which opens this source
+
+    shown = asked.shown
+    _check(isinstance(content, dict), shown, f"must be like {EXAMPLE}")
+    _known(content, ("sources", "changes", "classes"), shown)
+    sources, changes = content.get("sources"), content.get("changes", [])
+    _check(isinstance(sources, list) and sources, shown, f"needs a list of sources, like {EXAMPLE}")
+    _check(isinstance(changes, list), shown, "changes must be a list of {step: ..., weights: {...}}")
+    union = content.get("classes")
+    _check(union in (None, "union"), shown, "classes can only be union here; a source has its own classes: {...}")
+    names, paths = [], []
+    for source in sources:
+        _check(isinstance(source, dict) and isinstance(source.get("path"), str), shown, f"a source is like {EXAMPLE}")
+        _known(source, ("path", "name", "weight", "epochs", "classes"), shown)
+        mapped = source.get("classes", {})
+        _check(isinstance(mapped, dict), shown, f"classes of {source['path']} must be its names: the blend's")
+        names.append(str(source.get("name", source["path"])))
+        named = source["path"] in named_sources() or is_address(source["path"])
+        paths.append(source["path"] if named else str(folder / Path(source["path"]).expanduser()))
+    for values, what in ((names, "name"), ([str(Path(path).resolve()) for path in paths], "path")):
+        twice = next((name for name, value in zip(names, values, strict=True) if values.count(value) > 1), None)
+        _check(twice is None, shown, f"names the source {twice} twice (by {what}); give it once, with a larger weight")
+    given = [key for key in ("weight", "epochs") if any(key in source for source in sources)]
+    _check(len(given) == 1, shown, "give every source a weight, or every source epochs")
+    pairs = zip(sources, names, strict=True)
+    amounts = [_positive(source.get(given[0]), f"{given[0]} of {name}", shown) for source, name in pairs]
+    parts = []
+    for path in paths:
+        suffix = Path(path).suffix.lower()
+        _check(suffix not in (".yaml", ".yml"), shown, f"can't hold another blend, {path}: list its sources here")
+        parts.append(build_dataset(**_options(replace(asked, data_path=path))))
+        _check(not isinstance(parts[-1], MockDataset), shown, "can't hold mock, whose latents are random")
+    weights, epoch = amounts, None
+    if given == ["epochs"]:
+        weights = [epochs * len(part) for epochs, part in zip(amounts, parts, strict=True)]
+        epoch = int(sum(weights))
+    return BlendedDataset(
+        names,
+        parts,
+        [(0, weights), *_changes(changes, names, shown)],
+        shown=shown,
+        epoch=epoch,
+        classes=[source.get("classes", {}) for source in sources],
+        union=union == "union",
+    )
+
+
+def _options(asked: Request) -> dict:
+    return {name: value for name, value in vars(asked).items() if name != "path"}
+
+
+def _changes(changes: list, names: list[str], shown: str) -> list[tuple[int, list[Fraction]]]:
+    stages, last = [], 0
+    for change in changes:
+        _check(isinstance(change, dict), shown, "a change is {step: 10000, weights: {NAME: 0.2, ...}}")
+        _known(change, ("step", "weights"), shown)
+        step, weights = change.get("step"), change.get("weights")
+        _check(type(step) is int and step > last, shown, f"changes need rising steps above 0, not {step!r}")
+        _check(isinstance(weights, dict) and weights, shown, f"the change at step {step} needs weights: {{NAME: 0.2}}")
+        _known(weights, names, shown)
+        stages.append(
+            (step, [_positive(weights[n], f"weight of {n}", shown) if n in weights else Fraction(0) for n in names])
+        )
+        last = step
+    return stages
+
+
+def _positive(value: Any, what: str, shown: str) -> Fraction:
+    number = type(value) in (int, float) and 0 < value < 1e15
+    _check(number, shown, f"{what} must be a number above 0, not {value!r}; leave the source out to train without it")
+    return Fraction(str(value))
+
+
+def _known(found: dict, known, shown: str) -> None:
+    unknown = [key for key in found if key not in known]
+    _check(not unknown, shown, f"has the unknown key {unknown and unknown[0]!r}; known here: {', '.join(known)}")
+
+
+def _check(true: Any, shown: str, message: str) -> None:
+    if not true:
+        raise ValueError(f"{shown}: {message}")

@@ -1,0 +1,78 @@
+"""A folder of tars, or one of them."""
+
+from collections.abc import Sequence
+
+from opendit.common.errors import DataError
+from opendit.common.rules import parse_json, read_json
+from opendit.common.strict_files import checked
+from opendit.data.base import name_few
+from opendit.data.files import printable
+from opendit.data.folders import Ignored, list_folder
+from opendit.data.picture_file import picture_suffixes
+from opendit.data.shards.cache import FileCache
+from opendit.data.shards.dataset import IndexedTar, ShardDataset
+from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, index_of
+from opendit.data.shards.remote import Remote, RemoteTars, expand, fetch_indexes
+from opendit.data.shards.store import size_problem
+from opendit.data.sources.base import Request
+
+NAME = None
+TAKES = "a folder of indexed tars"
+
+
+def open_source(asked: Request) -> ShardDataset | None:
+    if asked.path is None:
+        return _open_remote(asked)
+    folder, ignored = asked.path, Ignored()
+    if folder.is_dir():
+        names, folders = list_folder(str(folder), picture_suffixes() | {".tar"}, ignored)
+        tars = [folder / name for name in names if name.lower().endswith(".tar")]
+        # Tars may also lie about in a folder of pictures.
+        if not tars or len(tars) < len(names) + len(folders) and not any(index_of(tar).exists() for tar in tars):
+            return None
+    elif folder.suffix.lower() == ".tar":
+        tars, folder = [folder], folder.parent
+    else:
+        return None
+    if missing := [printable(tar.name) for tar in tars if not index_of(tar).exists()]:
+        raise ValueError(
+            f"{asked.shown}: no index beside {name_few(missing)}; make it: python preprocess.py index "
+            f"{printable(folder)}"
+        )
+    shards = []
+    for tar in tars:
+        try:
+            index = TarIndex(index_of(tar))
+            if (size := tar.stat().st_size) != index.header.tar_bytes:
+                raise ValueError(size_problem(str(tar), size, index.header.tar_bytes))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{asked.shown}: {error}") from error
+        shards.append(IndexedTar(str(tar), str(tar), index))
+    names, path = (), folder / CLASS_NAMES
+    if path.exists():
+        names = checked(read_json(path, NAMES_OF_CLASSES.most_bytes), NAMES_OF_CLASSES, path)
+    return _dataset(asked, shards, names)
+
+
+def _open_remote(asked: Request) -> ShardDataset:
+    remote, cache = Remote(asked.data_path), FileCache.of_environment()
+    try:
+        found = expand(asked.data_path)
+        tars = remote.list_tars(asked.data_path) if not found[0].lower().endswith(".tar") else found
+        if not tars:
+            raise ValueError("holds no .tar files; give s3://BUCKET/FOLDER, or http://HOST/train-{0000..0099}.tar")
+        indexes = [TarIndex(path) for path in fetch_indexes(tars, remote, cache)]
+        path = f"{tars[0].rpartition('/')[0]}/{CLASS_NAMES}"
+        content = remote.read_if_there(path)
+        names = () if content is None else checked(parse_json(content, path), NAMES_OF_CLASSES, path)
+    except (DataError, ValueError, OSError) as error:
+        raise ValueError(f"{asked.shown}: {str(error).removeprefix(f'{asked.shown}: ')}") from error
+    contents = [index.header.sha256 for index in indexes]
+    shards = [IndexedTar(tar, tar, index) for tar, index in zip(tars, indexes, strict=True)]
+    return _dataset(asked, shards, names, RemoteTars(tars, contents, remote, cache))
+
+
+def _dataset(
+    asked: Request, shards: list[IndexedTar], names: Sequence[str], store: RemoteTars | None = None
+) -> ShardDataset:
+    return ShardDataset(asked.shown, shards, asked.image_size, store=store, class_names=names, **asked.of_clips())

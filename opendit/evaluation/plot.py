@@ -1,0 +1,272 @@
+"""Runs laid over each other as a picture: figures over training, steps and guidance; losses by noise level."""
+
+import io
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opendit.common.replace import replacing
+from opendit.data.files import printable
+from opendit.evaluation.results import FILE as RESULTS
+from opendit.evaluation.results import Measurement, read_results, why_not_comparable
+
+LOG, FOLDER = "log.jsonl", "evaluation"  # of a run, and the folder in it where its figures may be
+ACROSS = 4  # panels
+STEP = re.compile(r"(?:^|/)step_(\d+)$")
+STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # of the lines of one run
+SMOOTH = 50  # points that the curve of the training loss is drawn of, each a mean
+
+
+@dataclass
+class PlottedRun:
+    """What is known of a run: its figures, and of its log the training loss and the held-out loss by step, and the
+    last held-out loss by noise level (sigma). Points are (x, y)."""
+
+    name: str
+    figures: list[Measurement]
+    loss: list[tuple[float, float]] = field(default_factory=list)
+    held_out: list[tuple[float, float]] = field(default_factory=list)
+    by_noise: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PlotLine:
+    """points: (x, y, low, high), low and high None without an interval; rising in x, of a curve of precision and recall
+    in the order of guidance. words: beside the points. run: lines of one have one colour."""
+
+    name: str
+    points: list[tuple[float, float, float | None, float | None]]
+    words: tuple[str, ...] = ()
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class PlotPanel:
+    title: str
+    x: str
+    y: str
+    lines: list[PlotLine]
+    scale: str = "linear"  # of x
+    y_scale: str = "linear"
+    ticks: bool = False  # at the points alone
+
+
+def read_run(path: Path) -> PlottedRun:
+    """Of a run's folder (log.jsonl, evaluation/results.jsonl), the folder of an evaluation, or a results.jsonl.
+
+    Raises ValueError if there is neither a figure nor a log.
+    """
+    folder = path if path.is_dir() else path.parent
+    files = [path] if path.is_file() else [folder / RESULTS, folder / FOLDER / RESULTS]
+    log = folder / LOG if path.is_dir() else path
+    rows = [row for file in files for row in read_results(file)]
+    run = PlottedRun(path.resolve().name if path.is_dir() else path.resolve().parent.name, rows)
+    if path.is_dir() and log.is_file():
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                _add_line(run, json.loads(line))
+            except (ValueError, TypeError, KeyError, AttributeError):  # cut by a full disk, or no line of ours
+                continue
+    if not (run.figures or run.loss or run.held_out):
+        raise ValueError(f"{printable(path)} holds neither {RESULTS} with figures nor {LOG} of a run")
+    return run
+
+
+def _add_line(run: PlottedRun, line: dict[str, Any]) -> None:
+    step = line["step"]
+    if _finite(line.get("loss")):
+        run.loss.append((step, line["loss"]))
+    if _finite(line.get("val_loss")):
+        run.held_out.append((step, line["val_loss"]))
+        pairs = zip(line["val_noise"], line["val_loss_by_noise"], strict=True)
+        run.by_noise = [(sigma, loss) for sigma, loss in pairs if _finite(loss) and sigma > 0]
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+# ------------------------------------------------------------------------------------------ what is drawn
+
+
+def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
+    """What can be drawn of runs, of all metrics or the chosen ones; and lines on figures that were left out for not
+    being comparable with the others."""
+    rows, notes = _comparable([row for run in runs for row in run.figures])
+    metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
+    found = []
+    for metric in metrics:
+        of_metric = [row for row in rows if row.metric == metric]
+        for title, x, scale, value, others in AXES:
+            lines = _lines(of_metric, value, others)
+            if any(len(line.points) > 1 for line in lines):
+                found.append(PlotPanel(f"{metric} over {title}", x, metric, lines, scale, ticks=x != "training step"))
+    if (curve := _precision_recall(rows)) and (not chosen or {"precision", "recall"} & set(chosen)):
+        found.append(PlotPanel("precision against recall", "recall", "precision", curve))
+    losses = (
+        ("training loss", "step", "linear", lambda run: _means(run.loss)),
+        ("held-out loss", "step", "linear", lambda run: run.held_out),
+        ("held-out loss by noise level, last validation", "noise / signal", "log", lambda run: run.by_noise),
+    )
+    for title, x, scale, points in losses:
+        curves = {run.name: points(run) for run in runs if points(run)}
+        lines = [PlotLine(name, [(*at, None, None) for at in curve], run=name) for name, curve in curves.items()]
+        if lines:
+            found.append(PlotPanel(title, x, "loss", lines, scale, "log"))
+    return found, notes
+
+
+def _training_step(row: Measurement) -> int | None:
+    found = STEP.search(row.samples)
+    return found and int(found[1])
+
+
+def _model(row: Measurement) -> str:
+    return STEP.sub("", row.samples)
+
+
+def _at(row: Measurement) -> str:
+    step = _training_step(row)
+    return "" if step is None else f"step {step:,}"
+
+
+def _guided(row: Measurement) -> str:
+    return "" if row.guidance is None else f"guidance {row.guidance:g}"
+
+
+def _sampled(row: Measurement) -> str:
+    return "" if row.steps is None else f"{row.sampler} {row.steps}"
+
+
+XValue = Callable[[Measurement], float | None]
+# (title, its axis, scale, x, what else tells lines apart)
+AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...]], ...] = (
+    ("training", "training step", "linear", _training_step, (_sampled, _guided)),
+    ("sampling steps", "sampling steps", "log", lambda row: row.steps, (_at, lambda row: row.sampler or "", _guided)),
+    ("guidance", "guidance scale", "linear", lambda row: row.guidance, (_at, _sampled)),
+)
+
+
+def _lines(
+    rows: Sequence[Measurement], value: XValue, others: Sequence[Callable[[Measurement], str]]
+) -> list[PlotLine]:
+    """The rows that have an x, a line for each model and what else differs; of equal x the last row."""
+    found: dict[tuple[str, ...], dict[float, Measurement]] = {}
+    for row in rows:
+        if (x := value(row)) is not None:
+            seed = "" if row.seed in (None, 0) else f"seed {row.seed}"
+            found.setdefault((_model(row), *(other(row) for other in others), seed), {})[x] = row
+    return [
+        PlotLine(
+            ", ".join(filter(None, key)),
+            [(x, at[x].value, *(at[x].interval or (None, None))) for x in sorted(at)],
+            run=key[0],
+        )
+        for key, at in found.items()
+    ]
+
+
+def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
+    """A line a model and number of steps, through its guidance scales."""
+    pairs: dict[tuple, dict[tuple, dict[str, Measurement]]] = {}
+    for row in rows:
+        if row.metric in ("precision", "recall"):
+            key = (_model(row), _at(row), _sampled(row), "" if row.seed in (None, 0) else f"seed {row.seed}")
+            place = (row.guidance or 0.0, row.samples_sha256)
+            pairs.setdefault(key, {}).setdefault(place, {})[row.metric] = row
+    lines = []
+    for key, places in pairs.items():
+        both = [(place, at) for place, at in sorted(places.items()) if len(at) == 2]
+        points = [(at["recall"].value, at["precision"].value, None, None) for _, at in both]
+        words = tuple(f"{guidance:g}" if guidance else "" for (guidance, _), _ in both)
+        if points:
+            lines.append(PlotLine(", ".join(filter(None, key)), points, words, key[0]))
+    return lines
+
+
+def _comparable(rows: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
+    """The rows that can be compared with the last one of their metric, and why the others can't."""
+    last = {row.metric: row for row in rows}
+    kept, left_out = [], {}
+    for row in rows:
+        reasons = why_not_comparable(row, last[row.metric])
+        if reasons:
+            left_out.setdefault(f"{row.metric}: {'; '.join(reasons)}", []).append(row)
+        else:
+            kept.append(row)
+    return kept, [f"{len(rows)} left out, which can't be compared: {reasons}" for reasons, rows in left_out.items()]
+
+
+def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most SMOOTH points, each the mean of neighbours."""
+    size = -(-len(points) // SMOOTH) or 1
+    groups = [points[first : first + size] for first in range(0, len(points), size)]
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+
+
+# ------------------------------------------------------------------------------------------ drawing
+
+
+def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ()) -> list[str]:
+    """Draws runs to a PNG, all metrics or these; returns notes on what was left out. Raises ValueError or OSError."""
+    runs = [read_run(Path(path).expanduser()) for path in paths]
+    names = [run.name for run in runs]
+    for run, path in zip(runs, paths, strict=True):
+        if names.count(run.name) > 1:
+            run.name = str(path)
+    known = dict.fromkeys(row.metric for run in runs for row in run.figures)
+    for metric in metrics:
+        if metric not in known:
+            raise ValueError(f"--metrics {metric}: these runs have {', '.join(known) or 'no figures'}")
+    found, notes = panels(runs, metrics)
+    if not found:
+        raise ValueError(
+            "there is nothing to draw: of every metric there is one figure a run; evaluate other checkpoints, "
+            "--cfg_scale or --num_sampling_steps"
+        )
+    _draw(found, output)
+    return notes
+
+
+def _draw(found: Sequence[PlotPanel], output: Path) -> None:
+    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a screen
+
+    names = list(dict.fromkeys(line.run for panel in found for line in panel.lines))
+    columns = min(ACROSS, len(found))
+    rows = -(-len(found) // columns)
+    figure = Figure(figsize=(5.2 * columns, 4.2 * rows), layout="constrained")
+    for panel, axes in zip(found, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
+        drawn: Counter[str] = Counter()  # lines of each run
+        for line in panel.lines:
+            x, y, low, high = zip(*line.points, strict=True)
+            number, style = drawn[line.run], {"color": f"C{names.index(line.run)}"}
+            drawn[line.run] += 1
+            style["linestyle"] = STYLES[number % len(STYLES)]
+            style["marker"] = MARKERS[number % len(MARKERS)] if len(x) < SMOOTH // 2 else ""
+            errors = None
+            if any(value is not None for value in low):  # drawn as lengths on either side
+                ends = zip(low, y, high, strict=True)
+                sides = [(0, 0) if a is None else (max(b - a, 0), max(c - b, 0)) for a, b, c in ends]
+                errors = list(zip(*sides, strict=True))
+            axes.errorbar(x, y, yerr=errors, markersize=4, capsize=2, **style, label=line.name)
+            for word, *place in zip(line.words, x, y, strict=False):
+                axes.annotate(word, place, textcoords="offset points", xytext=(4, 4), fontsize=7)
+        axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, xscale=panel.scale, yscale=panel.y_scale)
+        if panel.ticks:
+            values = sorted({x for line in panel.lines for x, *_ in line.points})
+            axes.set_xticks(values, [f"{value:g}" for value in values])
+            axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    for axes in figure.axes[len(found) :]:
+        axes.set_visible(False)
+    memory = io.BytesIO()
+    figure.savefig(memory, format="png", dpi=100)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(output) as new:
+        new.write_bytes(memory.getvalue())

@@ -1,0 +1,134 @@
+"""``--log_to``: a run's curves and pictures for Weights & Biases and MLflow, by their own libraries.
+
+Nothing leaves the machine unless the user's environment says so, as these libraries' users know it: WANDB_MODE=online,
+MLFLOW_TRACKING_URI=https://.... Without, both write files that can be looked at, or sent, later.
+"""
+
+import importlib.util
+import io
+import os
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+PROJECT = "opendit"
+
+
+class RunLogger(ABC):
+    """Takes what TensorBoard takes. All methods may raise whatever the library raises."""
+
+    where: str  # what to do to see it, in one line
+
+    @abstractmethod
+    def __init__(self, folder: Path, config: dict[str, Any]):
+        """folder: of the run, which may have been logged before: a resumed run goes on in the same one. config: its
+        flags."""
+
+    @abstractmethod
+    def scalars(self, values: dict[str, float], step: int) -> None: ...
+
+    @abstractmethod
+    def picture(self, tag: str, png: bytes, step: int) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class WandbLogger(RunLogger):
+    """Weights & Biases: files under the run's folder, unless WANDB_MODE is set. WANDB_PROJECT names the project."""
+
+    def __init__(self, folder, config):
+        mode = os.environ.get("WANDB_MODE") or "offline"
+        if mode != "online":
+            os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which would report crashes of the library itself
+        import wandb
+
+        self._wandb = wandb
+        known = folder / "wandb" / "run_id"
+        run_id = known.read_text().strip() if known.is_file() else None
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or PROJECT,
+            name=folder.name,
+            mode=mode,
+            id=run_id,
+            resume="allow",
+            dir=str(folder),
+            config=config,
+            settings=wandb.Settings(console="off", silent=True),  # the output has a progress bar
+        )
+        known.parent.mkdir(exist_ok=True)
+        known.write_text(self._run.id)
+        # By a column of their own, steps may be logged again after a resume from an earlier one.
+        self._run.define_metric("*", step_metric="step")
+        self.where = f"wandb sync {folder}/wandb/offline-run-*" if mode == "offline" else f"wandb ({mode})"
+
+    def scalars(self, values, step):
+        self._run.log({**values, "step": step})
+
+    def picture(self, tag, png, step):
+        self._run.log({tag: self._wandb.Image(_image(png)), "step": step})
+
+    def close(self):
+        self._run.finish()
+
+
+class MlflowLogger(RunLogger):
+    """MLflow: a database beside the run folders, unless MLFLOW_TRACKING_URI is set. MLFLOW_EXPERIMENT_NAME names the
+    experiment."""
+
+    def __init__(self, folder, config):
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it tells its makers how it is used
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric, outputs = Metric, folder.resolve().parent
+        own = f"sqlite:///{outputs / 'mlflow.db'}"
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or own
+        self._client = MlflowClient(tracking_uri=uri)
+        self._run_id = self._find(folder, None if uri != own else (outputs / "mlartifacts").as_uri())
+        known = self._client.get_run(self._run_id).data.params  # which can't be changed
+        params = [Param(name, str(value)[:500]) for name, value in config.items() if name not in known]
+        for first in range(0, len(params), 100):  # as many as one call takes
+            self._client.log_batch(self._run_id, params=params[first : first + 100])
+        self.where = f"mlflow ui --backend-store-uri {uri}"
+
+    def _find(self, folder: Path, artifacts: str | None) -> str:
+        """The run that is of this folder, made if there is none."""
+        client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        known = client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else client.create_experiment(name, artifact_location=artifacts)
+        path = folder / "mlflow_run_id"
+        if path.is_file():
+            run_id = path.read_text().strip()
+            client.update_run(run_id, status="RUNNING")
+            return run_id
+        run_id = client.create_run(experiment, run_name=folder.name).info.run_id
+        path.write_text(run_id)
+        return run_id
+
+    def scalars(self, values, step):
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run_id, metrics=[self._metric(k, float(v), now, step) for k, v in values.items()])
+
+    def picture(self, tag, png, step):
+        self._client.log_image(self._run_id, _image(png), key=tag, step=step)
+
+    def close(self):
+        self._client.set_terminated(self._run_id, "FINISHED")
+
+
+LOGGERS: dict[str, type[RunLogger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger}
+
+
+def check_loggers(names: list[str]) -> None:
+    """Raises ValueError if a library of these is not installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"--log_to {name} needs the package {name}: pip install {name}")
+
+
+def _image(png: bytes):
+    from PIL import Image
+
+    return Image.open(io.BytesIO(png))

@@ -1,0 +1,29 @@
+"""Tars for tests."""
+
+import io
+import tarfile
+
+import numpy as np
+from PIL import Image
+
+
+def picture(seed: int, suffix: str = "png", size=(20, 17)) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}[suffix])
+    return file.getvalue()
+
+
+def write_tar(path, members, **options):
+    """members: (name, bytes), in order."""
+    with tarfile.open(path, "w", **options) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def captioned(count, first=0):
+    names = range(first, first + count)
+    return [part for i in names for part in ((f"{i:04d}.png", picture(i)), (f"{i:04d}.txt", b"a %d" % i))]

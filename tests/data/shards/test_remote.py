@@ -1,0 +1,171 @@
+"""Tars behind a web server: the same samples, whatever the server does, and a cache that holds what it is told."""
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data.shards import cache, remote
+from opendit.data.shards.program import make_indexes
+from tests.data.shards.tars import captioned, picture, write_tar
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Files by ranges. The server's ``faults`` are done first, one a request of a range."""
+
+    def do_GET(self):
+        path, wanted = self.translate_path(self.path), re.match(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if not os.path.isfile(path) or wanted is None:
+            return super().do_GET()
+        self.server.ranges += 1
+        with open(path, "rb") as file:
+            content = file.read()
+        fault = self.server.faults.pop(0) if self.server.faults else None
+        if fault == "whole":
+            return super().do_GET()
+        first, last = int(wanted[1]), int(wanted[2])
+        body = content[first : last + 1]
+        if fault == "less":
+            body = body[:-3]
+        if fault == "500":
+            return self.send_error(500)
+        if fault == "hang":
+            time.sleep(0.6)
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if fault == "short" else body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    (tmp_path / "tars").mkdir()
+    for i in range(2):
+        write_tar(tmp_path / "tars" / f"t-{i:02d}.tar", captioned(6, 6 * i))
+    make_indexes(str(tmp_path / "tars"), num_workers=1)
+    found = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path / "tars")))
+    found.faults, found.ranges = [], 0
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+    found.address = f"http://127.0.0.1:{found.server_port}"
+    yield found
+    found.shutdown()
+    found.server_close()
+
+
+def opened(server, name="/t-{00..01}.tar"):
+    return build_dataset(server.address + name, 8, seed=1)
+
+
+def test_samples_are_the_local_ones_and_come_once(server, tmp_path):
+    local = build_dataset(str(tmp_path / "tars"), 8, seed=1)
+    for name in ("/t-{00..01}.tar", "/"):
+        data = opened(server, name)
+        assert len(data) == len(local) == 12 and data.identity() == local.identity()
+        for row in range(12):
+            one, other = data[SampleKey(row, 0, row)], local[SampleKey(row, 0, row)]
+            assert torch.equal(one.x, other.x) and one.text == other.text
+        assert server.ranges == 24  # a picture and a caption each, the second time from the cache
+    with build_loader(
+        data, build_schedule(data, 4, 1, 0), dp_rank=0, dp_size=1, batch_size=4, end_step=2, num_workers=2
+    ) as batches:
+        assert [len(batch.text) for batch in batches] == [4, 4]
+
+
+@pytest.mark.parametrize("fault", ["500", "short", "less", "hang"])
+def test_faults_that_pass_are_waited_for_and_others_named(server, monkeypatch, fault):
+    monkeypatch.setattr(remote, "TIME_LIMIT", 0.4)
+    data = opened(server)
+    server.faults = [fault] * 2
+    assert data[SampleKey(0, 0, 0)].text == "a 0" and not server.faults
+    server.faults = [fault] * 50
+    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    with pytest.raises(DataError, match=rf"^{server.address}/t-00.tar can't be read, 2 attempts: "):
+        data[SampleKey(1, 0, 0)]
+
+
+def test_what_is_not_there_is_told_at_the_start(server, tmp_path):
+    with pytest.raises(ValueError, match=r"--data_path http.*t-02.tar.index doesn't exist; every tar needs its index"):
+        opened(server, "/t-{00..02}.tar")
+    with pytest.raises(ValueError, match="holds no .tar files"):
+        (tmp_path / "tars" / "empty").mkdir()
+        opened(server, "/empty/")
+    with pytest.raises(ValueError, match="must go upwards"):
+        opened(server, "/t-{05..01}.tar")
+    with pytest.raises(ValueError, match="addresses of nowhere:// need fsspec"):
+        build_dataset("nowhere://a/b.tar", 8, seed=0)
+
+
+def test_a_server_without_ranges_is_told_of(server):
+    data = opened(server)
+    server.faults = ["whole"]
+    with pytest.raises(DataError, match="t-00.tar: its server does not answer requests of ranges"):
+        data[SampleKey(0, 0, 0)]
+
+
+def test_names_of_classes_come_with_the_tars(server, tmp_path):
+    write_tar(tmp_path / "tars" / "c.tar", [("a.png", picture(0)), ("a.cls", b"1")])
+    make_indexes(str(tmp_path / "tars" / "c.tar"))
+    assert opened(server, "/c.tar").class_names == ["0", "1"]
+    (tmp_path / "tars" / "class_names.json").write_text('["cat", "dog"]')
+    assert opened(server, "/c.tar").class_names == ["cat", "dog"]
+
+
+def test_a_damaged_copy_is_fetched_again(server, tmp_path):
+    data = opened(server)
+    expected = data[SampleKey(3, 0, 0)].x
+    for path in (tmp_path / "cache").rglob("*"):
+        if path.is_file() and path.parent.name != "indexes":
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + b"?" if len(content) > 9 else content)
+    item = data[SampleKey(3, 0, 0)]
+    assert torch.equal(item.x, expected) and not item.skipped and server.ranges == 3
+
+
+def test_the_cache_keeps_to_its_size_and_what_was_used_last(tmp_path):
+    kept = cache.FileCache(tmp_path, 10_000)
+    for number in range(40):
+        kept.put(str(number), bytes([number]) * 500)
+        assert kept.get("0") == bytes(500)
+        os.utime(kept.path("0"), (2**31, 2**31))  # the clock of the file system is coarse
+        assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) <= 10_000
+    assert kept.get("39") == bytes([39]) * 500 and kept.get("1") is None
+    kept.put("large", bytes(10_001))
+    assert kept.get("large") is None
+
+
+def test_a_killed_writer_leaves_only_whole_contents(tmp_path):
+    def write():
+        kept = cache.FileCache(tmp_path, 10**9)
+        for number in range(10**6):
+            kept.put(str(number % 50), bytes([number % 50]) * 200_000)
+
+    process = multiprocessing.get_context("fork").Process(target=write)
+    process.start()
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    found = [(number, cache.FileCache(tmp_path, 10**9).get(str(number))) for number in range(50)]
+    contents = [(number, content) for number, content in found if content is not None]
+    assert contents and all(content == bytes([number]) * 200_000 for number, content in contents)
+
+
+def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    kept = cache.FileCache(tmp_path / "file", 1000)
+    kept.put("a", b"1")
+    kept.put("b", b"1")
+    assert kept.get("a") is None and capsys.readouterr().err.count("is not kept there") == 1

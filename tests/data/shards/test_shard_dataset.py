@@ -1,0 +1,140 @@
+"""Training samples from tars against the same files read one by one."""
+
+import os
+import pickle
+import resource
+
+import numpy as np
+import pytest
+import torch
+
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data.shards import dataset, store
+from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
+from opendit.data.shards.program import make_indexes
+from opendit.data.video_file import write_mp4
+from tests.data.shards.tars import captioned, picture, write_tar
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two tars of pictures and clips, and the same files in a CSV, in the same order."""
+    (tmp_path / "tars").mkdir()
+    lines, number = ["path,text"], 0
+    for tar in range(2):
+        members = []
+        for suffix in ("png", "mp4", "jpg"):
+            path = tmp_path / f"{number}.{suffix}"
+            if suffix == "mp4":
+                frames = np.random.default_rng(number).integers(0, 256, (9, 32, 40, 3), dtype=np.uint8)
+                write_mp4(path, frames, 8)
+            else:
+                path.write_bytes(picture(number, suffix))
+            members += [(path.name, path.read_bytes()), (f"{number}.txt", f"caption {number}".encode())]
+            lines.append(f"{path.name},caption {number}")
+            number += 1
+        write_tar(tmp_path / "tars" / f"{tar}.tar", members)
+    (tmp_path / "all.csv").write_text("\n".join(lines))
+    make_indexes(str(tmp_path / "tars"), num_workers=1)
+    return tmp_path
+
+
+@pytest.mark.parametrize("split", ["train", "test"])  # windows of clips are drawn, or in the middle
+@pytest.mark.parametrize("use_video", [False, True])
+def test_samples_are_those_of_the_files(mixed, use_video, split):
+    options = dict(seed=3, use_video=use_video, num_frames=3, frame_interval=2, split=split)
+    shards, files = (build_dataset(str(mixed / name), 16, **options) for name in ("tars", "all.csv"))
+    assert len(shards) == len(files) == (6 if use_video else 4) and shards.sample_shape == files.sample_shape
+    for row in range(len(files)):
+        one, other = (data[SampleKey(row, 5, row)] for data in (shards, files))
+        assert torch.equal(one.x, other.x) and (one.text, one.y) == (other.text, other.y)
+        assert shards.shape_key(row) == files.shape_key(row) and shards.next_row(row) == files.next_row(row)
+    keys = [None if data.shape_keys() is None else data.shape_keys().tolist() for data in (shards, files)]
+    assert keys == ([[0, 1, 0, 0, 1, 0]] * 2 if use_video else [None, keys[1]])
+    assert ("clips" in shards.describe()) and "with captions" in shards.describe()
+    again = pickle.loads(pickle.dumps(shards))
+    assert torch.equal(again.load(1, True), shards.load(1, True)) and again.identity() == shards.identity()
+
+
+def test_a_loader_with_workers_reads_the_same(mixed):
+    data = build_dataset(str(mixed / "tars"), 16, seed=0)
+    schedule = build_schedule(data, 2, 1, 0)
+    runs = []
+    for workers in (0, 2):
+        options = dict(dp_rank=0, dp_size=1, batch_size=2, end_step=3, num_workers=workers)
+        with build_loader(data, schedule, **options) as batches:
+            runs.append([(batch.x, batch.text) for batch in batches])
+    assert len(runs[0]) == 3
+    for (x, text), (x2, text2) in zip(*runs, strict=True):
+        assert torch.equal(x, x2) and text == text2
+
+
+def test_damage_is_named_by_tar_and_key(tmp_path):
+    path = write_tar(tmp_path / "x.tar", captioned(4))
+    make_indexes(str(tmp_path), num_workers=1)
+    data = build_dataset(str(tmp_path), 8, seed=0)
+    row = TarIndex(index_of(path)).rows[2]
+    with open(path, "r+b") as file:
+        file.seek(int(row["medium_at"]) + 60)
+        file.write(b"\0damage\0")
+    item = data[SampleKey(2, 0, 0)]
+    assert item.text == "a 3" and item.skipped == (f"{path}: 0002.png: damaged: its checksum is not the index's",)
+    check = data.verification(0, 1)
+    check.check()
+    check._thread.join()
+    with pytest.raises(DataError, match="x.tar is damaged: its checksum is not the index's"):
+        check.check()
+    os.truncate(path, 3000)
+    with pytest.raises(DataError, match="x.tar is truncated: it has 3,000 bytes, its index says"):
+        data.store.close()
+        data[SampleKey(3, 0, 0)]
+    with pytest.raises(ValueError, match="--data_path .*x.tar is truncated"):
+        build_dataset(str(tmp_path), 8, seed=0)
+
+
+def test_mistakes_are_told_before_training(tmp_path):
+    path = write_tar(tmp_path / "x.tar", captioned(2))
+    with pytest.raises(ValueError, match=f"no index beside x.tar; make it: python preprocess.py index {tmp_path}"):
+        build_dataset(str(tmp_path), 8, seed=0)
+    make_indexes(str(path), num_workers=1)
+    assert len(build_dataset(str(path), 8, seed=0)) == 2
+    write_tar(path, captioned(30))
+    with pytest.raises(ValueError, match="x.tar is not the tar that its index was made of"):
+        build_dataset(str(tmp_path), 8, seed=0)
+    make_indexes(str(tmp_path), num_workers=1)
+    write_tar(tmp_path / "y.tar", [("a.png", picture(0)), ("a.cls", b"1")])
+    make_indexes(str(tmp_path), num_workers=2)
+    with pytest.raises(ValueError, match="x.tar has captions and .*y.tar classes"):
+        build_dataset(str(tmp_path), 8, seed=0)
+    (tmp_path / "x.tar").unlink()
+    (tmp_path / "class_names.json").write_text('["cat"]')
+    with pytest.raises(ValueError, match="class_names.json names 1 classes, the labels go to 1"):
+        build_dataset(str(tmp_path), 8, seed=0)
+    (tmp_path / "class_names.json").write_text('["cat", "dog"]')
+    data = build_dataset(str(tmp_path), 8, seed=0)
+    assert data.class_names == ["cat", "dog"] and data[SampleKey(0, 0, 0)].y == 1 and data.random_flip
+
+
+def test_more_tars_than_a_process_may_open(mixed, monkeypatch):
+    monkeypatch.setattr(dataset, "MOST_OPEN", 1)
+    monkeypatch.setattr(store, "MOST_OPEN", 1)
+    data = build_dataset(str(mixed / "tars"), 8, seed=0)
+    before = len(os.listdir("/proc/self/fd"))
+    assert [data[SampleKey(row, 0, row)].text for row in (0, 3, 1, 2)] == [f"caption {i}" for i in (0, 5, 2, 3)]
+    assert len(os.listdir("/proc/self/fd")) - before == 2
+
+
+def test_ten_million_samples_cost_what_is_read_of_them(tmp_path):
+    """The index of a tar that is as large on paper: a sparse file, so that the test writes next to nothing."""
+    rows = 10_000_000
+    tar = tmp_path / "x.tar"
+    header = Header(rows, 0, 4 << 40, "", False, rows, "label", 1, [".png"], [])
+    write_index(index_of(tar), header, np.zeros(0, ROW), b"")
+    index_path, start = index_of(tar), index_of(tar).stat().st_size
+    os.truncate(index_path, start + rows * ROW.itemsize)
+    with open(tar, "wb") as file:
+        file.truncate(4 << 40)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    data = build_dataset(str(tmp_path), 8, seed=0)
+    assert len(data) == rows and data.label(rows - 1) == 0 and data.shape_key(12345) == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB

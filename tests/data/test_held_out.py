@@ -1,0 +1,113 @@
+"""A held-out share: which rows it has, and that training never sees one of them."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from opendit.data import build_dataset, build_loader, build_schedule
+from opendit.data.base import BadSample, MediaDataset, SampleKey
+from opendit.data.held_out import hold_out
+
+
+class Numbers(MediaDataset):
+    """Row i holds the number i; rows of a file are next to each other, and shapes alternate."""
+
+    def __init__(self, count: int, rows_of_a_file: int = 1, shapes: int = 1, broken=frozenset()):
+        self.count, self.rows_of_a_file, self.shapes, self.broken = count, rows_of_a_file, shapes, broken
+        self.sample_shape, self.class_names, self.max_bad = (1,), ["one"], 1.0
+
+    def __len__(self):
+        return self.count
+
+    def load(self, row, flip):
+        if row in self.broken:
+            raise BadSample(f"file {row}", "broken")
+        return torch.tensor([float(row)])
+
+    def label(self, row):
+        return 0
+
+    def file_numbers(self):
+        return np.arange(self.count) // self.rows_of_a_file if self.rows_of_a_file > 1 else None
+
+    def shape_key(self, row):
+        return row % self.shapes
+
+    def identity(self):
+        return str(self.count)
+
+    def describe(self):
+        return "numbers"
+
+
+def read(dataset) -> list[int]:
+    return [int(dataset[SampleKey(row, 0, row)].x) for row in range(len(dataset))]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 300), st.floats(0.001, 0.9), st.floats(0.001, 0.9), st.integers(1, 5))
+def test_the_two_parts_are_all_rows_once_and_files_whole(count, share, other, rows_of_a_file):
+    dataset = Numbers(count, rows_of_a_file)
+    files = -(-count // rows_of_a_file)
+    if max(1, round(max(share, other) * files)) >= files:
+        return
+    training, held = hold_out(dataset, share)
+    assert sorted(read(training) + read(held)) == list(range(count))
+    file_of = [{row // rows_of_a_file for row in read(part)} for part in (training, held)]
+    assert not file_of[0] & file_of[1] and len(file_of[1]) == max(1, round(share * files))
+    assert read(hold_out(dataset, share)[1]) == read(held)
+    small, large = sorted((share, other))
+    assert set(read(hold_out(dataset, small)[1])) <= set(read(hold_out(dataset, large)[1]))
+    assert training.identity() != dataset.identity() != held.identity()
+
+
+def test_the_share_is_not_a_block_of_rows():
+    held = read(hold_out(Numbers(1000), 0.1)[1])
+    assert len(held) == 100 and [sum(low <= row < low + 250 for row in held) > 10 for low in (0, 250, 500, 750)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_never_reads_a_held_out_row_not_even_for_a_broken_one(workers):
+    dataset = Numbers(60, shapes=2, broken=frozenset(range(0, 60, 3)))
+    training, held = hold_out(dataset, 0.3)
+    kept_away = set(held.rows.tolist())
+    schedule = build_schedule(training, 4, 1, seed=3)
+    how = dict(dp_rank=0, dp_size=1, batch_size=4, num_workers=workers, max_bad=1.0)
+    with build_loader(training, schedule, end_step=3 * schedule.steps_per_epoch, **how) as loader:
+        seen = [{int(x) for x in batch.x.flatten()} for batch in loader]
+    assert not set().union(*seen) & kept_away and len(set().union(*seen)) > 15
+    assert all(len({row % 2 for row in rows}) == 1 for rows in seen)  # those of one shape stay together
+
+
+def test_what_only_some_data_sets_have_is_there_in_copies_too():
+    dataset = build_dataset("digits", 8, seed=0)
+    dataset.scaling_factor = 2.0
+    training, _ = hold_out(dataset, 0.25)
+    for each in (training, copy.copy(training), pickle.loads(pickle.dumps(training))):
+        assert each.scaling_factor == 2.0 and not hasattr(each, "empty_caption") and len(each) == len(training)
+    other = copy.copy(training)
+    other.as_bytes = True
+    assert not training.as_bytes and not dataset.as_bytes and other.as_bytes
+    assert "1,078 of them, 360 held out" in training.describe()
+
+
+def test_nothing_left_is_refused():
+    with pytest.raises(ValueError, match="--validate_share 0.9: of 3 samples 3 are held out, and none is left"):
+        hold_out(Numbers(3), 0.9)
+
+
+def test_a_picture_s_captions_are_on_one_side(tmp_path):
+    lines = [f"{name}.png,caption {number}" for number in range(3) for name in "abcdefgh"]
+    (tmp_path / "set.csv").write_text("\n".join(["path,text", *lines]) + "\n")
+    for number, name in enumerate("abcdefgh"):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{name}.png")
+    dataset = build_dataset(str(tmp_path / "set.csv"), 8, seed=0)
+    training, held = hold_out(dataset, 0.25)
+    sides = [{part.source(row) for row in range(len(part))} for part in (training, held)]
+    assert len(held) == 6 and len(sides[1]) == 2 and not sides[0] & sides[1]
