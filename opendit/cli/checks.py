@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 from opendit.cli.command_line import OnThisMachine
+from opendit.data.names import inline_sources, is_address, named_sources
 
 VAES = ("ema", "mse", "none")  # by name; others are folders
 
@@ -96,6 +97,13 @@ def check_exists(path: str, flag_name: str, what: str) -> None:
         raise OnThisMachine(f"{flag_name} {path}: can't be looked for ({_reason(error)}); give {what}") from error
     if not there:
         raise OnThisMachine(f"{flag_name} {path} doesn't exist; give {what}")
+
+
+def check_data(path: str | None, flag_name: str) -> None:
+    """Raises ValueError unless a data set can be there: every source of several, a name, an address or a path."""
+    for source, _ in inline_sources(path or "") or [(path, "")]:
+        if source is not None and source not in named_sources() and not is_address(source):
+            check_exists(source, flag_name, "digits, or a folder or CSV that does")
 
 
 def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:

@@ -2,12 +2,20 @@
 
 import argparse
 
-from opendit.cli.checks import check_exists, check_file, check_output_file, check_vae, check_workers, check_writable
+from opendit.cli.checks import (
+    check_data,
+    check_exists,
+    check_file,
+    check_output_file,
+    check_vae,
+    check_workers,
+    check_writable,
+)
 from opendit.cli.command_line import CommandLine, refuse_idle
 from opendit.cli.console import name_of
 from opendit.cli.values import BATCH, FRAMES, SIDE, WORKERS, Value, one_of, whole
 from opendit.common.sizes import read_size
-from opendit.data.names import is_address, named_sources
+from opendit.data.names import check_inline
 
 TEXT, FRAMES_OF_A_CLIP = Value(), Value(int, **FRAMES)
 CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips")
@@ -115,6 +123,6 @@ def _check_latents(options: dict, given: set[str]) -> None:
     check_vae(vae)
     if encoder == "bytes":
         raise ValueError("--text_encoder bytes is trained with the model, so it can't be cached: leave it out")
-    if data not in named_sources() and not is_address(data):
-        check_exists(data, "--data_path", "digits, or a folder or CSV that does")
+    check_inline(data)
+    check_data(data, "--data_path")
     check_writable(options["output"], "--output")

@@ -4,11 +4,19 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from opendit.cli import train_components as component
-from opendit.cli.checks import check_exists, check_vae, check_weights, check_workers, check_writable, settle_precision
+from opendit.cli.checks import (
+    check_data,
+    check_exists,
+    check_vae,
+    check_weights,
+    check_workers,
+    check_writable,
+    settle_precision,
+)
 from opendit.cli.command_line import check_values, settle_idle
 from opendit.cli.recipes import find_recipe
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
-from opendit.data.names import inline_sources, is_address, named_sources
+from opendit.data.names import check_inline, named_sources
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.models.names import KINDS, canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
@@ -72,6 +80,8 @@ class TrainConfig(
             ValueError: a combination that can't work; the message names the flag and the fix.
         """
         check_values(self)
+        for name in ("data_path", "validate_path"):
+            check_inline(getattr(self, name) or "", f"--{name}")
         flags = replace(self, model=canonical_name(self.model))
         flags._check_kind()
         notes = settle_idle(flags, flags._idle()) + flags._check_steps()
@@ -171,12 +181,8 @@ class TrainConfig(
             check_loggers(self.loggers)
             if self.pretrained is not None:
                 check_weights(self.pretrained, "--pretrained")
-            for path, _ in inline_sources(self.data_path) or [(self.data_path, "")]:
-                if path not in named_sources() and not is_address(path):
-                    check_exists(path, "--data_path", "digits, or a folder or CSV that does")
-            path = self.validate_path
-            if path is not None and path not in named_sources() and not is_address(path):
-                check_exists(self.validate_path, "--validate_path", "digits, or a folder or CSV that does")
+            for name in ("data_path", "validate_path"):
+                check_data(getattr(self, name), f"--{name}")
             check_writable(self.outputs, "--outputs")
 
     def _idle(self) -> dict[str, str]:

@@ -50,6 +50,44 @@ def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
     return [(one[1], one[2]) for one in found]
 
 
+def check_inline(data_path: str, flag: str = "--data_path") -> None:
+    """Raises ValueError, naming the flag, for what is written like ``A:0.7,B:0.3`` and can't be opened so: a source
+    without a weight or with one that is no number above 0, one that is given twice, random latents, another blend.
+
+    What is there as a file is a file, and an address or a name without any weight is none of this function's business.
+    """
+    parts = [part.strip() for part in data_path.split(",")]
+    found = [re.fullmatch(r"(.+):([^/:]*)", part) for part in parts]
+    if len(parts) < 2 or os.path.exists(data_path) or not any(one and _is_number(one[2]) for one in found):
+        return
+    example = "write SOURCE:WEIGHT,SOURCE:WEIGHT, as pictures:0.7,more.csv:0.3"
+    paths = []
+    for part, one in zip(parts, found, strict=True):
+        if one is None:
+            raise ValueError(f"{flag} {data_path}: {part or 'a source without a name'} has no weight; {example}")
+        path, weight = one[1], one[2]
+        if not _is_number(weight) or not 0 < float(weight) < 1e15:
+            raise ValueError(
+                f"{flag} {data_path}: the weight of {path} must be a number above 0, not {weight or 'nothing'}; leave "
+                "the source out to train without it"
+            )
+        if path == "mock":
+            raise ValueError(f"{flag} {data_path}: mock has random latents, and can't be blended; leave it out")
+        if Path(path).suffix.lower() in (".yaml", ".yml"):
+            raise ValueError(f"{flag} {data_path}: {path} is a blend of its own; list its sources here")
+        paths.append(path)
+    if twice := next((path for path in paths if paths.count(path) > 1), None):
+        raise ValueError(f"{flag} {data_path}: names the source {twice} twice; give it once, with a larger weight")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def taken() -> str:
     """All that can be given, as "a CSV, a folder of pictures, or digits"."""
     *others, last = [source.takes for source in sorted(SOURCES.values(), key=lambda source: source.name is not None)]

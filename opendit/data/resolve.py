@@ -9,7 +9,16 @@ from opendit.data.base import MediaDataset
 from opendit.data.files import kind_of, printable
 from opendit.data.folders import CLIPS
 from opendit.data.latents import INDEX
-from opendit.data.names import ADDRESSES, FALLBACK, SOURCES, inline_sources, is_address, named_sources, taken
+from opendit.data.names import (
+    ADDRESSES,
+    FALLBACK,
+    SOURCES,
+    check_inline,
+    inline_sources,
+    is_address,
+    named_sources,
+    taken,
+)
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.sources.base import Request
 
@@ -22,12 +31,12 @@ def build_dataset(data_path: str, image_size: int, **options) -> MediaDataset:
     """
     if image_size < 1:
         raise ValueError(f"--image_size {image_size} must be positive")
-    named = named_sources().get(data_path)
-    named = ADDRESSES if is_address(data_path) else named
-    if not named and (inline := inline_sources(data_path)):
+    if inline := inline_sources(data_path):
+        check_inline(data_path)
         from opendit.data.sources.several import open_inline  # which opens its sources by this function
 
         return open_inline(inline, Request(data_path, None, image_size, **options))
+    named = ADDRESSES if is_address(data_path) else named_sources().get(data_path)
     path = None if named else _locate(data_path)
     asked = Request(data_path, path, image_size, **options)
     files = (

@@ -98,6 +98,34 @@ def test_mistakes_name_the_flag(argv, message, tmp_path):
         parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).settled(world_size=4, has_gpu=False)
 
 
+@pytest.mark.parametrize("flag", ("data_path", "validate_path"))
+@pytest.mark.parametrize(
+    "sources, message",
+    [
+        ("digits:0.7,mock:0.3", "mock has random latents"),
+        ("digits:0.7,digits:0.3", "names the source digits twice"),
+        ("digits:0.7,here.csv", "here.csv has no weight; write SOURCE:WEIGHT"),
+        ("digits:0.7,,here.csv:1", "a source without a name has no weight"),
+        ("digits:0.7,here.csv:0", "the weight of here.csv must be a number above 0, not 0"),
+        ("digits:0.7,here.csv:-1", "not -1"),
+        ("digits:0.7,here.csv:nan", "not nan"),
+        ("digits:0.7,here.csv:inf", "not inf"),
+        ("digits:0.7,here.csv:half", "not half"),
+        ("digits:0.7,here.csv:", "not nothing"),
+        ("digits:0.7,all.yaml:1", "all.yaml is a blend of its own"),
+        ("digits:0.7,nowhere:0.3", "nowhere doesn't exist"),
+    ],
+)
+def test_mistakes_in_a_blend_of_one_line_are_found_with_the_flags(flag, sources, message, tmp_path):
+    with pytest.raises(ValueError, match=f"--{flag} .*{message}"):
+        parse(TrainConfig, [f"--{flag}", sources, "--outputs", str(tmp_path)]).settled(world_size=1, has_gpu=False)
+
+
+@pytest.mark.parametrize("path", ["http://host:8080/x-{0..3}.tar", "s3://a/b:1,s3://c/d:2", "digits"])
+def test_addresses_and_names_are_no_blends_with_mistakes(path, tmp_path):
+    parse(TrainConfig, ["--data_path", path, "--outputs", str(tmp_path)]).settled(world_size=1, has_gpu=False)
+
+
 def test_an_output_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--outputs .*name another folder"):
