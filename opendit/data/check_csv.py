@@ -18,7 +18,7 @@ from opendit.data.clips import decode_frames, name_for_ffmpeg
 from opendit.data.csv_table import TableRow, read_csv, write_csv
 from opendit.data.files import printable, problem
 from opendit.data.picture_file import read_picture
-from opendit.data.processes import end_processes, end_with_parent
+from opendit.data.processes import collection_paused, end_processes, end_with_parent, leave_inherited_garbage
 from opendit.data.progress import Progress
 
 REASONS = ("missing", "undecodable", "too short", "too small", "empty caption")
@@ -164,7 +164,8 @@ def _start_worker() -> tuple[Connection, multiprocessing.Process]:
     context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
-    process.start()
+    with collection_paused():
+        process.start()
     theirs.close()  # so that its death closes the pipe
     return ours, process
 
@@ -176,6 +177,7 @@ def _end(pipe: Connection, process: multiprocessing.Process) -> None:
 
 def _serve(pipe: Connection, parent: int) -> None:
     """A worker process: answers a path with a Medium or the reason why there is none."""
+    leave_inherited_garbage()
     end_with_parent()
     _silence()
     while True:

@@ -2,17 +2,41 @@
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """Around the start of processes that may be forked: they begin without collection of garbage, and
+    ``leave_inherited_garbage`` begins it.
+
+    A forked process inherits this one's garbage but not its threads. To collect an object that ends a thread, such as a
+    process group or a store of torch.distributed, waits there for ever or crashes.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def leave_inherited_garbage() -> None:
+    """First act of a process started under ``collection_paused``: only what it makes itself is ever collected."""
+    gc.freeze()
+    gc.enable()
 
 
 def end_with_parent() -> None:

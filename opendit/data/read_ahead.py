@@ -22,7 +22,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from opendit.data.base import DataError, MediaDataset
-from opendit.data.processes import end_processes, end_with_parent, state_of
+from opendit.data.processes import (
+    collection_paused,
+    end_processes,
+    end_with_parent,
+    leave_inherited_garbage,
+    state_of,
+)
 
 AHEAD = 2  # batches that a worker process is asked for before the first of them is taken
 POLL = 1.0  # seconds between two looks at the workers while a batch is awaited
@@ -75,7 +81,8 @@ class ReadAhead:
                 worker_init_fn=partial(_start_worker, with_parent=in_main),
             )
         handler = signal.getsignal(signal.SIGCHLD)
-        self._results = iter(loader)
+        with collection_paused():
+            self._results = iter(loader)
         # torch now raises at whatever line the program is when a worker dies: in the middle of saving, or where Python
         # swallows it. Without its handler the next result asked for raises.
         if signal.getsignal(signal.SIGCHLD) is not handler:
@@ -324,6 +331,7 @@ class _Guarded(Dataset):
 
 def _start_worker(worker: int, with_parent: bool) -> None:
     """First act of a worker process; torch itself has set it to one thread."""
+    leave_inherited_garbage()
     if with_parent:
         end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process's to handle: it may save first

@@ -219,6 +219,47 @@ def test_a_dead_worker_does_not_interrupt_the_program_anywhere(monkeypatch):
         signal.signal(signal.SIGCHLD, before)
 
 
+class Collecting(Numbers):
+    """Collects garbage while it reads."""
+
+    def load(self, row, flip):
+        assert gc.isenabled()
+        gc.collect()
+        return super().load(row, flip)
+
+
+class Owned:
+    """Says in which process it is freed."""
+
+    def __init__(self, path):
+        self.path, self.cycle = path, self
+
+    def __del__(self):
+        with open(self.path, "a") as file:
+            file.write(f"{os.getpid()} ")
+
+
+def test_workers_do_not_collect_the_garbage_that_they_inherit(tmp_path):
+    """What ends a thread, such as a process group, waits for ever or crashes in a process that has not its threads."""
+    schedule = BatchSchedule(8, 1, 0)
+    gc.collect()
+    gc.disable()  # here: the workers must collect nevertheless
+    try:
+        Owned(tmp_path / "freed")
+        loader = build_loader(Collecting(8), schedule, dp_rank=0, dp_size=1, batch_size=1, num_workers=2)
+        assert not gc.isenabled()
+        for _ in range(8):
+            next(loader)
+        loader.close()
+        assert not (tmp_path / "freed").exists()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert (tmp_path / "freed").read_text().split() == [str(os.getpid())]
+    build_loader(Collecting(8), schedule, dp_rank=0, dp_size=1, batch_size=1, num_workers=1).close()
+    assert gc.isenabled()
+
+
 def test_data_sets_travel_to_processes_that_are_not_forked():
     data = build_dataset("digits", 8, seed=1)
     assert torch.equal(pickle.loads(pickle.dumps(data)).images, data.images)

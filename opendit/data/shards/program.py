@@ -13,7 +13,7 @@ from opendit.common.errors import DataError
 from opendit.common.tensor_files import write_file
 from opendit.data.base import name_few
 from opendit.data.files import printable
-from opendit.data.processes import end_with_parent
+from opendit.data.processes import collection_paused, end_with_parent, leave_inherited_garbage
 from opendit.data.progress import Progress
 from opendit.data.shards.index import CLASS_NAMES, Header, TarIndex, index_of, write_index
 from opendit.data.shards.scan import scan
@@ -101,6 +101,11 @@ def _remove_partial(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def _begin_process() -> None:
+    leave_inherited_garbage()
+    end_with_parent()
+
+
 def _in_processes(work: Callable, jobs: Sequence, count: int) -> Iterator:
     """``work(job)`` of every job as they are done; the first error ends all."""
     if min(count, len(jobs)) <= 1:
@@ -108,9 +113,11 @@ def _in_processes(work: Callable, jobs: Sequence, count: int) -> Iterator:
         return
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
-    with ProcessPoolExecutor(min(count, len(jobs)), context, end_with_parent) as pool:
+    with ProcessPoolExecutor(min(count, len(jobs)), context, _begin_process) as pool:
         try:
-            for future in as_completed([pool.submit(work, job) for job in jobs]):
+            with collection_paused():
+                futures = [pool.submit(work, job) for job in jobs]
+            for future in as_completed(futures):
                 yield future.result()
         except BrokenProcessPool as error:
             raise DataError("a process was killed (is there too little memory?); run the command again") from error
