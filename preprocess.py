@@ -8,6 +8,8 @@
 
     python preprocess.py shards --data_path FOLDER --output SHARDS  # tars of 1 GB each; index SHARDS: of those you have
 
+    python preprocess.py look DATA                                  # a contact sheet and histograms, in look/
+
     python preprocess.py latents --data_path FOLDER --vae ema --image_size 256 --output LATENTS
     torchrun --nproc_per_node 8 preprocess.py latents ...           # one process a GPU
 
@@ -40,6 +42,10 @@ def run(command: str, options: dict) -> None:
         from opendit.data import check_csv
 
         check_csv.run(**options)
+    elif command == "look":
+        from opendit.data import look
+
+        look.run(**options)
     elif command in ("shards", "index"):
         from opendit.data.shards import program
 

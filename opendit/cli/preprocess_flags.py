@@ -50,6 +50,18 @@ def build_parser(description: str) -> CommandLine:
         alias="--min_size",
     )
     check.option("--num_workers", whole(1, WORKERS["at_most"]), "processes that decode", 2)
+    look = commands.add_parser("look", help="draw a contact sheet and histograms of a data set")
+    look.option("data_path", TEXT, "whatever --data_path of train.py takes", metavar="DATA")
+    look.option("--output", TEXT, "folder for two PNGs and an HTML page that holds both", "look")
+    look.option("--samples", whole(0, 1_000_000_000), "rows to look into, spread evenly; 0: all", 1000)
+    look.option("--pictures", whole(1, 10_000), "of these, how many are on the contact sheet", 48)
+    look.option("--image_size", Value(int, **SIDE), "pixels of a side that tokens are counted at (default: 256)")
+    look.option("--num_frames", FRAMES_OF_A_CLIP, "most frames that tokens are counted of (default: 16)")
+    look.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame (default: 1)")
+    look.option("--split", one_of(("train", "test")), "of a data set that has both", "train")
+    look.option("--token_pixels", whole(1, 4096), "pixels of a side of a token: VAE x patch", 16)
+    look.option("--token_frames", whole(1, 4096), "frames of a token: VAE x patch", 1)
+    look.option("--num_workers", whole(1, WORKERS["at_most"]), "processes that decode", 2)
     latents = commands.add_parser("latents", help="encode every picture once with a VAE")
     latents.option("--data_path", TEXT, "digits, a folder of pictures, a torchvision set or a CSV", required=True)
     latents.option("--vae", TEXT, "ema, mse or a folder with a VAE", "ema")
@@ -101,6 +113,10 @@ def check(command: str, options: dict, given: set[str]) -> None:
     elif command == "shards":
         check_exists(options["data_path"], "--data_path", "a folder of pictures or a CSV that does")
         options["shard_size"] = read_size(options["shard_size"], "--shard_size")
+        check_writable(options["output"], "--output")
+    elif command == "look":
+        check_inline(options["data_path"], "DATA")
+        check_data(options["data_path"], "DATA")
         check_writable(options["output"], "--output")
     elif command == "index":
         check_exists(options["root"], "DIR", "a folder of tars")

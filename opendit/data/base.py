@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from opendit.common.errors import DataError
 from opendit.data.files import printable
+from opendit.data.medium import Medium, of_moments, of_pixels
 from opendit.data.order.blend import SourceRows
 from opendit.data.verification import Verification
 from opendit.diffusion.random import Stream, integers, uniform
@@ -101,6 +102,12 @@ class MediaDataset(Dataset):
     def source(self, row: int) -> str:
         """Where a row comes from, for people: its file."""
         return f"row {row} of {type(self).__name__}"
+
+    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+        """A row for people (``preprocess.py look``): what its file holds, and its first, middle and last frame, uint8
+        (n, H, W) or (n, H, W, 3), at their own size. Raises an exception of any kind."""
+        x = self.load(row, False)
+        return of_moments(x) if self.kind == "latents" else of_pixels(x)
 
     def label(self, row: int) -> int:
         raise NotImplementedError

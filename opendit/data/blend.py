@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import Embedding, MediaDataset, to_pixels
+from opendit.data.medium import Medium
 from opendit.data.order.blend import SourceRows
 from opendit.data.verification import Verification
 
@@ -104,6 +105,10 @@ class BlendedDataset(MediaDataset):
         part.as_bytes = self.as_bytes and self._alike  # some kinds give float32 all the same, and a batch has one dtype
         x = part.load_at(row, flip and part.random_flip, start if part.random_window else None)
         return x if self._alike else to_pixels(x) if x.dtype == torch.uint8 else x
+
+    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+        source, row = self._find(row)
+        return self.parts[source].look_at(row)
 
     def label(self, row: int) -> int:
         source, row = self._find(row)

@@ -15,6 +15,8 @@ from opendit.data.contents import hash_files
 from opendit.data.csv_table import read_csv
 from opendit.data.files import printable, problem
 from opendit.data.images import PathTable, to_tensor
+from opendit.data.medium import Medium
+from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import center_crop, read_picture
 
 CHECKED_FILES = 2000
@@ -94,6 +96,9 @@ class CaptionedDataset(MediaDataset):
         )
         self.shortened += interval < self.frame_interval
         return clip.flip(-1) if flip else clip
+
+    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+        return open_picture(self.paths[row]) if self.shape_key(row) == PICTURE else open_clip(self.paths[row])
 
     def label(self, row: int) -> int:
         return 0

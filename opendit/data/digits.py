@@ -12,6 +12,7 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import MediaDataset, flip_note
+from opendit.data.medium import Medium, of_pixels
 
 SIZE = 8  # pixels of a side as shipped
 SPLITS = ("train", "test")
@@ -61,6 +62,9 @@ class DigitsDataset(MediaDataset):
         if size != (SIZE, SIZE):
             x = F.interpolate(x[None], size, mode="bicubic", antialias=True)[0].clamp_(-1, 1)
         return x.flip(-1) if flip else x.clone()
+
+    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+        return of_pixels(self.images[row])
 
     def label(self, row: int) -> int:
         return int(self.labels[row])

@@ -16,6 +16,7 @@ from opendit.data.base import MediaDataset, flip_note, name_few, to_pixels
 from opendit.data.contents import hash_files
 from opendit.data.files import printable
 from opendit.data.folders import Ignored, files_below, folders_above, identity_of, list_folder
+from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import center_crop, check_header, picture_suffixes, read_picture
 
 CHECKED_HEADERS = 2000
@@ -185,6 +186,9 @@ class FolderDataset(MediaDataset):
 
     def load(self, row: int, flip: bool) -> Tensor:
         return to_tensor(center_crop(read_picture(self.paths[row]), self.sample_shape[1]), flip, self.as_bytes)
+
+    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+        return of_picture(read_picture(self.paths[row]))
 
     def label(self, row: int) -> int:
         return int(self.labels[row])

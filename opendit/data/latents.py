@@ -28,6 +28,7 @@ from opendit.data.base import Embedding, MediaDataset, flip_note
 from opendit.data.contents import hash_files
 from opendit.data.latents_check import REPAIR, check_index, layout_of, read_shard
 from opendit.data.latents_schema import LATENTS_INDEX, SHARD
+from opendit.data.medium import Medium, of_moments
 from opendit.data.text_cache import CaptionTable, padded, read_empty_caption
 from opendit.data.verification import Verification
 
@@ -182,6 +183,13 @@ class LatentDataset(MediaDataset):
     def load(self, row: int, flip: bool) -> Tensor:
         _, place, tensors = self._find(row)
         return tensors["moments"][place, int(flip)].float()
+
+    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+        """Latents in false colours; the medium is the picture or clip that they were made of."""
+        moments = self.load(row, False)
+        video = self.index.get("video")
+        length = video["num_frames"] if video and moments.shape[1] == self.sample_shape[1] else 1
+        return Medium(length, self.index["image_size"], self.index["image_size"]), of_moments(moments)[1]
 
     def caption(self, row: int) -> str | None:
         return self.captions[row] if self.conditioning == "text" else None

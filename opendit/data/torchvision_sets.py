@@ -16,6 +16,7 @@ from torch import Tensor
 from opendit.common.hashing import hash_parts
 from opendit.data.base import MediaDataset, flip_note
 from opendit.data.images import to_tensor
+from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import center_crop
 
 _DIGITS = [str(digit) for digit in range(10)]
@@ -141,6 +142,9 @@ class ArrayDataset(MediaDataset):
 
     def load(self, row: int, flip: bool) -> Tensor:
         return to_tensor(center_crop(Image.fromarray(self.images[row]), self.sample_shape[1]), flip, self.as_bytes)
+
+    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+        return of_picture(Image.fromarray(self.images[row]))
 
     def label(self, row: int) -> int:
         return int(self.labels[row])

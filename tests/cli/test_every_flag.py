@@ -81,6 +81,9 @@ PREPROCESS = {
     "ucf101 --output": {tuple(name for name in NAMES if name != "a folder"): "a file of that name"},
     "ucf101 ROOT": {("a folder",): "what is in it is looked at later"},
     "check --image_size": {ZEROS: "none is too small"},
+    "look DATA": {("a folder",): "what is in it is looked at later"},
+    "look --output": {NAMES: "a folder of that name"},
+    "look --samples": {ZEROS: "all rows"},
     "shards --data_path": {("a folder",): "what is in it is looked at later"},
     "shards --output": {NAMES: "a folder of that name"},
     "latents --data_path": {("a folder",): "what is in it is looked at later"},
@@ -119,7 +122,7 @@ BESIDE_OF_SAMPLE = {
 BESIDE_OF_PREPROCESS = {
     "demo": "", "ucf101": "folder --output new.csv", "folder": "folder --output new.csv",
     "check": "clips.csv --output new.csv", "latents": "--data_path digits --output latents",
-    "shards": "--data_path pictures --output shards", "index": "folder",
+    "shards": "--data_path pictures --output shards", "index": "folder", "look": "digits",
     "latents --num_frames": "--use_video", "latents --frame_interval": "--use_video",
     "latents --short_clips": "--use_video", "latents --max_text_tokens": "--text_encoder t5",
 }  # fmt: skip
@@ -216,7 +219,7 @@ def commands() -> list[tuple[str, str]]:
     parser = preprocess_flags.build_parser("")
     found = next(iter(parser._subparsers._group_actions)).choices
     flags = [(command, f"--{name}") for command, sub in found.items() for name in sub.defaults]
-    return [*flags, ("ucf101", "ROOT"), ("folder", "ROOT"), ("check", "CSV")]
+    return [*flags, ("ucf101", "ROOT"), ("folder", "ROOT"), ("check", "CSV"), ("look", "DATA")]
 
 
 @pytest.mark.parametrize(("command", "flag"), commands())

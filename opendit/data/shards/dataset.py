@@ -20,6 +20,8 @@ from opendit.data.clips import check_window, read_clip
 from opendit.data.files import printable
 from opendit.data.folders import CLIPS
 from opendit.data.images import to_tensor
+from opendit.data.medium import Medium
+from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import MAX_WHOLE_FILE, center_crop, read_picture
 from opendit.data.shards.fields import read_caption
 from opendit.data.shards.index import Record, TarIndex
@@ -135,7 +137,8 @@ class ShardDataset(MediaDataset):
         """A picture, or the middle of a clip."""
         return self.load_at(row, flip, None)
 
-    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+    def _content(self, row: int) -> tuple[bool, bytes]:
+        """Whether a row is a picture, and its file's bytes; raises BadSample."""
         number, _, record = self._find(row)
         picture = self._is_picture(number, record)
         if picture and record.medium_bytes > MAX_WHOLE_FILE:
@@ -146,6 +149,17 @@ class ShardDataset(MediaDataset):
             content = self._read(row, *place)
         if self._is_damaged(number, record, content):
             raise BadSample(self.source(row), "damaged: its checksum is not the index's")
+        return picture, content
+
+    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+        picture, content = self._content(row)
+        if picture:
+            return open_picture("", content)
+        with _as_file(content) as path:
+            return open_clip(path)
+
+    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+        picture, content = self._content(row)
         if picture:
             try:  # the sample's name is looked up only if a message needs it
                 image = read_picture("", content=content)

@@ -1,0 +1,49 @@
+"""What a picture or a clip is before anything is cropped or resized: its size, its length, and frames to look at."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+# Of latents: what is shown black and white, in shares of all values below, so that a few wild ones hide nothing.
+_DARKEST, _BRIGHTEST = 0.02, 0.98
+
+
+@dataclass(frozen=True)
+class Medium:
+    """What a file holds. A picture has one frame and no rate."""
+
+    frames: int
+    height: int
+    width: int
+    fps: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.frames / self.fps if self.fps else 0.0
+
+
+def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:
+    """A decoded picture, as a medium and as (1, H, W) or (1, H, W, 3) uint8."""
+    return Medium(1, picture.height, picture.width), np.asarray(picture)[None]
+
+
+def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
+    """A sample (1 or 3, H, W) or (1 or 3, T, H, W) in [-1, 1] as a medium and as uint8: the first, the middle and the
+    last frame, (n, H, W) or (n, H, W, 3)."""
+    x = x[:, None] if x.ndim == 3 else x
+    length = x.shape[1]
+    shown = x[:, sorted({0, length // 2, length - 1})].add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
+    frames = shown[0] if len(shown) == 1 else shown.permute(1, 2, 3, 0)
+    return Medium(length, *x.shape[2:]), frames.numpy()
+
+
+def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
+    """A VAE's means and deviations (2C, [T,] h, w) as :func:`of_pixels` has pixels: the first three channels of the
+    means stand for red, green and blue, or one for grey."""
+    channels = len(moments) // 2
+    means = moments[: 3 if channels >= 3 else 1].float()
+    low, high = torch.quantile(means.flatten()[: 2**20], torch.tensor([_DARKEST, _BRIGHTEST])).tolist()
+    return of_pixels((means - low) / max(high - low, 1e-6) * 2 - 1)

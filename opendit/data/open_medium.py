@@ -1,0 +1,34 @@
+"""Pictures and clips as their files have them: decoded as training does, neither cropped nor resized."""
+
+import threading
+
+import numpy as np
+
+from opendit.data.clips import decode_frames, name_for_ffmpeg
+from opendit.data.medium import Medium, of_picture
+from opendit.data.picture_file import read_picture
+
+
+def open_picture(path: str, content: bytes | None = None) -> tuple[Medium, np.ndarray]:
+    """A picture as (1, H, W, 3) uint8; content: see ``read_picture``. Raises BadSample."""
+    return of_picture(read_picture(path, content=content))
+
+
+def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
+    """A clip's first, middle and last frame (2 or 3, H, W, 3) uint8, without the ``middle`` one unless asked for.
+
+    Raises an exception of any kind."""
+    lengths: list[int] = []
+
+    def choose(length: int) -> list[int]:
+        if not length:
+            raise ValueError("no frames")
+        lengths.append(length)
+        return [0, length // 2, length - 1] if middle else [0, length - 1]
+
+    frames = decode_frames(path, choose, threading.Event())
+    import av
+
+    with name_for_ffmpeg(path) as name, av.open(name) as file:
+        rate = float(file.streams.video[0].average_rate or 0)
+    return Medium(lengths[0], *frames.shape[1:3], rate), frames
