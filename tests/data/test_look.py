@@ -76,7 +76,12 @@ def test_captioned_clips_and_pictures(data, tmp_path):
     assert [len(each.frames) for each in found.looks] == [3, 1]
     assert len(found.bad) == 2 and "cut.mp4" in found.bad[0] and "gone.png" in found.bad[1]
     page = run(data / "mixed" / "mixed.csv", tmp_path)
-    assert "<i>" not in page and "&lt;i&gt;gone.png" in page and 'src="data:image/png;base64,' in page and "http" not in page
+    assert (
+        "<i>" not in page
+        and "&lt;i&gt;gone.png" in page
+        and 'src="data:image/png;base64,' in page
+        and "http" not in page
+    )
     for content in re.findall(r"base64,([^\"]+)", page):
         Image.open(io.BytesIO(base64.b64decode(content))).load()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([look.SHEET, look.HISTOGRAMS, look.PAGE])
