@@ -20,8 +20,8 @@ is run again.
 
 import sys
 
-from opendit.cli.command_line import speaks
 from opendit.cli.console import name_of, prepare_console
+from opendit.cli.errors import speaks
 from opendit.cli.preprocess_flags import build_parser, check
 from opendit.cli.values import one_line
 

@@ -6,6 +6,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 REMOTE = ["fsspec", "aiohttp"]  # tars behind http:// and https://
+COMPLETION = ["shtab>=1.7"]
 PAGE = ["gradio>=6"]  # which takes no pillow 13 yet
 TEST = [
     "pytest",
@@ -17,6 +18,7 @@ TEST = [
     "playwright",
     "webdataset",
     *REMOTE,
+    *COMPLETION,
     *PAGE,
 ]
 SCRIPTS = ("train.py", "sample.py", "preprocess.py")
@@ -78,6 +80,7 @@ setup(
         "dev": ["pre-commit", "pyright[nodejs]", *TEST],
         "lora": ["peft>=0.17"],
         "flash": ["flash-attn"],
+        "completion": COMPLETION,
         "page": PAGE,
         "wandb": ["wandb"],
         "mlflow": ["mlflow>=3"],

@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from opendit.cli.command_line import OnThisMachine
+from opendit.cli.errors import OnThisMachine
 from opendit.data.names import inline_sources, is_address, named_sources
 
 VAES = ("ema", "mse", "none")  # by name; others are folders

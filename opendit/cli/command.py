@@ -24,6 +24,7 @@ MODULES = {
     "page": ("opendit.inference.page.__main__", "draws, shows runs and compares in a browser"),
     "export": ("opendit.export.__main__", "to and from diffusers' and Meta's formats"),
     "links": ("opendit.cli.links", "measures this machine's rates and links, for --parallel auto"),
+    "completion": ("opendit.cli.completion", "prints a shell's completion of commands, flags and values"),
     "models": ("opendit.models.__main__", "lists the models: parameters, work, memory"),
 }
 COMMANDS = {**SCRIPTS, **{name: about for name, (_, about) in MODULES.items()}}

@@ -5,29 +5,21 @@ Flags are written with underscores (``--batch_size``); dashes are accepted. A bo
 
 import argparse
 import dataclasses
-import os
-import re
 import shlex
-import sys
-import time
 import types
 import typing
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from opendit.cli.console import name_of
+from opendit.cli.parser import CommandLine
 from opendit.cli.recipes import find_recipe, listing
-from opendit.cli.values import Value, one_line, show
-from opendit.models.names import nearest
+from opendit.cli.values import Value, show
 
 T = TypeVar("T")
 # Of a start, not of what is trained: no changes of a recipe.
 NO_CHANGE = {"recipe", "dry_run", "outputs", "load"}
-
-
-class OnThisMachine(ValueError):
-    """A mistake that not every machine of a run need see: a folder that isn't there or can't be written."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class Flags:
     in the order in which --help shows them.
 
     Attributes:
-        group: the heading of the component's flags in --help.
+        group: the heading of the component's flags in --help, as "Title: what they are about".
         given: the flags that stood on the command line, of the whole configuration.
     """
 
@@ -60,14 +52,16 @@ def flag(
     several: bool = False,
     alone: Any = None,
     alias: str | None = None,
+    common: bool | str = False,
     **bounds: Any,
 ) -> Any:
     """A configuration field that is also a command-line flag.
 
     several: it may also be given a list of values. alone: its value where it is given none. alias: another name of it.
-    bounds: what it takes, as fields of :class:`opendit.cli.values.Value`; every number needs them.
+    common: --help shows it without ``all``, with these words or the first clause of ``help``.
+    bounds: what it takes, as fields of :class:`opendit.cli.values.Value`; every number needs them, and its unit.
     """
-    metadata = dict(help=help, several=several, alone=alone, alias=alias, bounds=bounds)
+    metadata = dict(help=help, several=several, alone=alone, alias=alias, common=common, bounds=bounds)
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -82,10 +76,17 @@ def flags_of(cls: type) -> list[dataclasses.Field]:
 
 
 def groups_of(cls: type) -> dict[str, list[dataclasses.Field]]:
-    """The flags of a configuration by their heading in --help."""
-    of, groups = _components(cls), {}
+    """The flags of a configuration by the title of their heading in --help."""
+    return {heading.partition(":")[0]: items for heading, items in headings_of(cls).items()}
+
+
+def headings_of(cls: type) -> dict[str, list[dataclasses.Field]]:
+    """The flags of a configuration by their heading in --help. Components of the same title stand under the heading
+    of the first one."""
+    of, titles, groups = _components(cls), {}, {}
     for item in flags_of(cls):
-        groups.setdefault(of[item.name].group, []).append(item)
+        heading = titles.setdefault(of[item.name].group.partition(":")[0], of[item.name].group)
+        groups.setdefault(heading, []).append(item)
     return groups
 
 
@@ -135,12 +136,6 @@ def refuse_idle(given: Collection[str], idle: dict[str, str], off: Collection[st
             raise ValueError(f"--{'no_' if name in off else ''}{name} {why}; {fix}")
 
 
-def speaks(error: Exception | str) -> bool:
-    """Whether this process is the one to say what is wrong: of all that see it, the first."""
-    rank = "LOCAL_RANK" if isinstance(error, OnThisMachine) else "RANK"
-    return os.environ.get(rank, "0") == "0"
-
-
 def read_flags(cls: type[T], argv: Sequence[str]) -> T:
     """:func:`parse`, and every check that needs neither torch nor a GPU: those across flags. A mistake ends the
     program with exit code 2 and one line."""
@@ -185,143 +180,33 @@ def to_dict(config) -> dict:
     return {item.name: getattr(config, item.name) for item in flags_of(type(config))}
 
 
-def build_parser(cls: type) -> "CommandLine":
+def build_parser(cls: type) -> CommandLine:
     """A parser with the flags of a configuration; it returns those alone that stood on the command line."""
-    parser = CommandLine(
-        prog=name_of(cls.program),
-        usage="%(prog)s [FLAG [VALUE]] ...",
-        description=cls.__doc__.split("\n\n")[0],
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    titled = [(parser.add_argument_group(title), items) for title, items in groups_of(cls).items()]
-    for group, item in ((group, item) for group, items in titled for item in items):
-        alias, alone = item.metadata["alias"], item.metadata["alone"]
-        default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
-        shown = "" if default is None or default == [] else f" [{default}]"
-        options = dict(help=item.metadata["help"].replace("%", "%%") + shown, default=argparse.SUPPRESS, dest=item.name)
-        spellings = [f"--{item.name}"] + ([f"--{alias}"] if alias else [])
-        takes, add = value_of(item), group.add_argument
-        if takes is None:
-            add(*spellings, action="store_const", const=True, **options)
-            add(f"--no_{item.name}", action="store_const", const=False, **{**options, "help": argparse.SUPPRESS})
-            continue
-        options |= dict(type=takes.convert, metavar=takes.metavar)
-        if typing.get_origin(_scalar_type(item.type)) is list:
-            add(*spellings, nargs="+", **options)
-        elif item.metadata["several"]:
-            add(*spellings, nargs="+", action=_OneOrMore, **options)
-        elif alone is not None:
-            add(*spellings, nargs="?", const=alone, **options)
-        else:
-            add(*spellings, **options)
+    parser = CommandLine(name_of(cls.program), cls.__doc__.split("\n\n")[0], cls.examples)
+    for heading, items in headings_of(cls).items():
+        parser.heading(heading)
+        for item in items:
+            _add(parser, item)
     if any(item.name == "recipe" for item in flags_of(cls)):
         # nemo_run asks before it starts; its users' command lines say that it need not.
         parser.add_argument("--yes", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 
-class CommandLine(argparse.ArgumentParser):
-    """A parser that answers a mistake with one line, which names the flag and the fix, and exit code 2. On several
-    ranks the first one alone prints it."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**{"allow_abbrev": False, "add_help": False, **options})
-        self.add_argument("--help", action="help", help="show this and end")
-        # No flag has one dash: what begins with one is a value (-inf, a folder's name), as negative numbers are.
-        self._negative_number_matcher = re.compile("-[^-]")
-        self.defaults: dict[str, Any] = {}
-
-    def option(
-        self, name: str, takes: Value, help: str, default: Any = None, alias: str | None = None, **options: Any
-    ) -> None:
-        """Adds a flag, or a positional argument, with its range and default in --help."""
-        shown = "" if default is None else f" [{default}]"
-        options = {"metavar": takes.metavar, "type": takes.read, "help": help.replace("%", "%%") + shown, **options}
-        if name.startswith("-"):
-            options["default"] = argparse.SUPPRESS
-            self.defaults[name.lstrip("-")] = default
-        self.add_argument(name, *([alias] if alias else []), **options)
-
-    def switch(self, name: str, help: str) -> None:
-        """Adds a flag that is off unless it is given."""
-        self.defaults[name.lstrip("-")] = False
-        self.add_argument(name, action="store_true", default=argparse.SUPPRESS, help=help)
-
-    def read(self, words: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
-        """(values of all flags of :meth:`option` and :meth:`switch`, the names of those that were given)."""
-        found = vars(self.parse_args(words))
-        chosen = self._subparsers and next(iter(self._subparsers._group_actions)).choices.get(found["command"])
-        return {**(chosen or self).defaults, **found}, set(found)
-
-    def parse_known_args(self, args=None, namespace=None):
-        """argparse's, of words that may have dashes for underscores, and values that begin with one."""
-        words = ["--help" if word == "-h" else underscored(word) for word in (sys.argv[1:] if args is None else args)]
-        if self._subparsers is None:
-            self._refuse_strangers(words[: words.index("--")] if "--" in words else words)
-        return super().parse_known_args(words, namespace)
-
-    def parse_args(self, args=None, namespace=None):
-        """argparse's, with what was meant by a word that is no flag."""
-        found, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.fail(self._meant(unknown[0]))
-        return found
-
-    def error(self, message: str) -> NoReturn:
-        """Says what argparse found, in this program's words, and ends it."""
-        message = re.sub(r"^argument ([^:/]+)(/[^:]+)?: ", r"\1: ", message)
-        if choice := re.match(r"(.+): invalid choice: '(.*)' \(choose from (.+)\)$", message, re.DOTALL):
-            names = [name.strip("'\" ") for name in choice[3].split(",")]
-            message = f"{choice[2]}: must be one of {', '.join(names)}; did you mean {nearest(choice[2], names)}?"
-        elif re.search(": expected (at least )?one argument$", message):
-            message = message.partition(": expected")[0] + " needs a value"
-        elif "ignored explicit argument" in message:
-            name = message.partition(":")[0]
-            off = f", or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else ""
-            message = f"{name} takes no value: write {name}{off}"
-        elif value := re.match(r"(-\S+|[A-Za-z]\S*): (.*)$", message, re.DOTALL):
-            message = f"{value[1]} {value[2]}"  # Value.read's, which begins with the value itself
-        self.fail(message)
-
-    def fail(self, error: Exception | str, *, hint: bool = True) -> NoReturn:
-        """Ends the program with exit code 2 and one line."""
-        more = f" ({self.prog} --help shows all flags)" if hint and "--help" not in str(error) else ""
-        if speaks(error):
-            print(one_line(f"{self.prog}: error: {error}{more}"), file=sys.stderr, flush=True)
-        elif "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(5)  # torchrun ends all processes once one has ended, and the one that speaks may be slower
-        self.exit(2)
-
-    def _refuse_strangers(self, words: list[str]) -> None:
-        """Ends the program for a flag that there is not, and for a value of one that takes none."""
-        named = any(not action.option_strings for action in self._actions)  # positional arguments
-        for before, word in zip(["", *words], words, strict=False):
-            flag_before = self._option_string_actions.get(before)
-            if word.startswith("--"):
-                if word.partition("=")[0] not in self._option_string_actions:
-                    self.fail(self._meant(word))
-            elif flag_before is not None and flag_before.nargs == 0 and not named:
-                off = f", or --no_{before[2:]}" if f"--no_{before[2:]}" in self._option_string_actions else ""
-                self.fail(f"{before} takes no value, not {show(word)}: write {before}{off}")
-
-    def _meant(self, word: str) -> str:
-        """What to say of a word that is no flag: the one most like it, also for another program's ``optim.lr=1e-4``."""
-        flags = sorted(self._option_string_actions)
-        name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            return f"{name}: no such flag; did you mean {nearest(name, flags)}? (--help shows all)"
-        if equals:
-            flag_name = nearest(f"--{name.split('.')[-1]}", flags)
-            return f"{word}: flags are written --name value; did you mean {flag_name} {value}? (--help shows all)"
-        return f"{word}: a value without a flag; flags are written --name value (--help shows all)"
-
-
-def underscored(word: str) -> str:
-    """--data-path=x-y -> --data_path=x-y; a word that is no flag stays."""
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
+def _add(parser: CommandLine, item: dataclasses.Field) -> None:
+    told, takes = item.metadata, value_of(item)
+    default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
+    if takes is None:
+        return parser.switch(f"--{item.name}", told["help"], default, told["common"])
+    options = {}
+    if typing.get_origin(_scalar_type(item.type)) is list:
+        options = dict(nargs="+")
+    elif told["several"]:
+        options = dict(nargs="+", action=_OneOrMore)
+    elif told["alone"] is not None:
+        options = dict(nargs="?", const=told["alone"])
+    alias = f"--{told['alias']}" if told["alias"] else None
+    parser.option(f"--{item.name}", takes, told["help"], default, alias, told["common"], type=takes.convert, **options)
 
 
 def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:

@@ -27,19 +27,22 @@ NEEDS_REFERENCE = tuple(name for name, needs in METRICS.items() if needs.referen
 class WhatFlags(Flags):
     """What is evaluated, and against what."""
 
-    group: ClassVar[str] = "Evaluation"
+    group: ClassVar[str] = "Evaluation: what is evaluated, and against what"
 
     samples: str | None = flag(
-        None, "a folder, .npz, .npy or CSV of pictures or clips; without it they are drawn from --ckpt"
+        None,
+        "a folder, .npz, .npy or CSV of pictures or clips; without it they are drawn from --ckpt",
+        common="pictures or clips; else drawn from --ckpt",
+        unit="path",
     )
     reference: str | None = flag(
         None,
-        "what they are compared with: such samples, ADM's statistics (.npz), a file of --save_features,\n"
+        "what they are compared with: such samples, ADM's statistics (.npz), a file of --save_features, "
         "digits (held-out ones; the default of --features digits)",
+        common="samples or their statistics",
+        unit="path",
     )
-    metrics: list[str] = flag(
-        [], f"of {', '.join(METRICS)}; all that can be computed when left out", choices=tuple(METRICS)
-    )
+    metrics: list[str] = flag([], "all that can be computed when left out", choices=tuple(METRICS), common=True)
     num_frames: int | None = flag(None, "frames of a clip; 16 of files, and the checkpoint's", **FRAMES)
     frame_interval: int = flag(1, "from frame to frame, in files of clips", **FRAMES)
     intervals: bool = flag(True, "an interval for every Fréchet distance, from leaving out a tenth at a time")
@@ -49,15 +52,19 @@ class WhatFlags(Flags):
 class FeatureFlags(Flags):
     """The networks of features."""
 
-    group: ClassVar[str] = "Features"
+    group: ClassVar[str] = "Features: the networks that metrics need"
 
     features: str | None = flag(
         None,
-        "network of pictures: FID's Inception (.pth or TorchScript), any TorchScript, a folder with CLIP or DINOv2;\n"
+        "network of pictures: FID's Inception (.pth or TorchScript), any TorchScript, a folder with CLIP or DINOv2; "
         "digits: of the built-in digits and moving digits, trained in seconds",
+        common="network of pictures (Inception, CLIP, digits)",
+        unit="path",
     )
-    video_features: str | None = flag(None, "network of clips: I3D or any TorchScript, a folder with VideoMAE")
-    clip_model: str | None = flag(None, "folder with CLIP, for clip_score")
+    video_features: str | None = flag(
+        None, "network of clips: I3D or any TorchScript, a folder with VideoMAE", unit="path"
+    )
+    clip_model: str | None = flag(None, "folder with CLIP, for clip_score", unit="folder")
     resize: str = flag(
         "tf", "Inception's filter: tf (FID's), torch (pytorch-fid's), clean (clean-fid's)", choices=RESIZES
     )
@@ -70,13 +77,22 @@ class EvaluatedDrawFlags(DrawFlags):
     """What is drawn to be evaluated."""
 
     num_samples: int | None = flag(
-        None, "samples (default: 50,000, of clips 2,048; all of --samples)", at_least=1, at_most=10_000_000
+        None,
+        "samples (default: 50,000, of clips 2,048; all of --samples)",
+        at_least=1,
+        at_most=10_000_000,
+        common="default: 50,000, of clips 2,048",
+        unit="samples",
     )
     image_size: int | None = flag(
         None, "files are cropped and resized to so many pixels (default: as they are, or the checkpoint's)", **SIDE
     )
-    num_sampling_steps: int = flag(250, "denoising steps; several: a sweep", several=True, **SAMPLING_STEPS)
-    cfg_scale: float = flag(1.5, "classifier-free guidance; 1: off; several: a sweep", several=True, **GUIDANCE)
+    num_sampling_steps: int = flag(
+        250, "denoising steps; several: a sweep", several=True, common=True, **SAMPLING_STEPS
+    )
+    cfg_scale: float = flag(
+        1.5, "classifier-free guidance; 1: off; several: a sweep", several=True, common=True, **GUIDANCE
+    )
     label_sampling: str = flag("balanced", "classes: each as often, or drawn at random by --seed", choices=LABELS)
 
 
@@ -84,11 +100,18 @@ class EvaluatedDrawFlags(DrawFlags):
 class ResultFlags(Flags):
     """Where results go."""
 
-    group: ClassVar[str] = "Output"
+    group: ClassVar[str] = "Output: where results go"
 
-    outputs: str = flag("./outputs", "where --ckpt latest looks for runs")
-    output: str = flag("./evaluation", "folder for results.jsonl and the features of samples, which are found again")
-    save_features: str | None = flag(None, "also write the samples' features to this .npz, a reference for later")
+    outputs: str = flag("./outputs", "where --ckpt latest looks for runs", unit="folder")
+    output: str = flag(
+        "./evaluation",
+        "folder for results.jsonl and the features of samples, which are found again",
+        common=True,
+        unit="folder",
+    )
+    save_features: str | None = flag(
+        None, "also write the samples' features to this .npz, a reference for later", unit="file"
+    )
 
 
 @dataclass(frozen=True)
@@ -107,6 +130,12 @@ class EvaluateConfig(
     """Says how good pictures or clips are. Several processes (torchrun) share the work; what was killed goes on."""
 
     program: ClassVar[str] = "python -m opendit.evaluation"
+    examples: ClassVar[tuple[str, ...]] = (
+        "opendit evaluate --ckpt RUN --reference VIRTUAL_imagenet256_labeled.npz --cfg_scale 1.5",
+        "opendit evaluate --samples samples.npz --reference pictures --metrics fid kid",
+        "opendit evaluate --ckpt RUN --reference REFERENCE --cfg_scale 1 1.5 2    # a sweep",
+        "opendit evaluate plot evaluation RUN --output runs.png",
+    )
 
     def settled(self, world_size: int, has_gpu: bool) -> tuple["EvaluateConfig", list[str]]:
         """As :meth:`TrainConfig.settled`."""

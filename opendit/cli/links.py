@@ -1,4 +1,6 @@
-"""Measures a card's rates and the links between cards, for ``--parallel auto`` and ``--dry_run``; once is enough.
+"""Measures products, attention and copies of this card, and what ranks receive from each other on a machine and across
+machines. ``--parallel auto`` and ``--dry_run`` then count with these figures: a run on the same cards by itself,
+``--hardware FILE`` anywhere. Once is enough; start it by torchrun, as a run.
 
 torchrun --standalone --nproc_per_node=8 -m opendit.cli.links
 """
@@ -6,23 +8,28 @@ torchrun --standalone --nproc_per_node=8 -m opendit.cli.links
 import sys
 from pathlib import Path
 
-from opendit.cli.command_line import CommandLine
 from opendit.cli.console import name_of, prepare_console
+from opendit.cli.parser import CommandLine
 from opendit.cli.values import Value, whole
 from opendit.parallel.hardware import HardwareModel, default_path, save
 from opendit.parallel.sizes import environment_node_size
 
 
+def build_parser() -> CommandLine:
+    parser = CommandLine(name_of("python -m opendit.cli.links"), __doc__)
+    parser.heading("Measurement: what is measured, and where it is kept")
+    parser.option("--out", Value(unit="file"), "where figures are kept (default: in the user's cache)")
+    parser.option(
+        "--gpus_per_node",
+        whole(1, 4096, "processes"),
+        "processes of a machine (default: those that torchrun started)",
+    )
+    return parser
+
+
 def main(argv: list[str]) -> None:
     prepare_console()
-    parser = CommandLine(
-        prog=name_of("python -m opendit.cli.links"),
-        description="Measures products, attention and copies of this card, and what ranks receive from each other "
-        "on a machine and across machines. Start it by torchrun, as a run. --parallel auto and --dry_run then count "
-        "with these figures: a run on the same cards by itself, --hardware FILE anywhere.",
-    )
-    parser.option("--out", Value(), "where they are kept (default: in the user's cache)", metavar="FILE")
-    parser.option("--gpus_per_node", whole(1, 4096), "processes of a machine (default: those that torchrun started)")
+    parser = build_parser()
     options, _ = parser.read(argv)
     path = Path(options["out"]) if options["out"] else default_path()
     from opendit.parallel.links import measure_hardware  # torch, which wrong flags need not wait for

@@ -1,7 +1,5 @@
 """Every flag of preprocess.py's commands, and what is checked before anything is loaded."""
 
-import argparse
-
 from opendit.cli.checks import (
     check_data,
     check_exists,
@@ -11,72 +9,109 @@ from opendit.cli.checks import (
     check_workers,
     check_writable,
 )
-from opendit.cli.command_line import CommandLine, refuse_idle
+from opendit.cli.command_line import refuse_idle
 from opendit.cli.console import name_of
+from opendit.cli.parser import CommandLine
 from opendit.cli.values import BATCH, FRAMES, SIDE, WORKERS, Value, one_of, whole
 from opendit.common.sizes import read_size
 from opendit.data.names import check_inline
 
-TEXT, FRAMES_OF_A_CLIP = Value(), Value(int, **FRAMES)
+TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
+NAME, FRAMES_OF_A_CLIP = Value(unit="name"), Value(int, **FRAMES)
 CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips")
+IN_AND_OUT = "Files: what is read and written"
 
 
-def build_parser(description: str) -> CommandLine:
-    parser = CommandLine(
-        prog=name_of("preprocess.py"), description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    demo = commands.add_parser("demo", help="make clips of moving digits with captions")
-    demo.option("--output", TEXT, "folder for demo.csv and the clips", "videos")
-    demo.option("--clips", whole(1, 1_000_000), "how many", 600)
-    demo.option("--size", whole(8, 1024), "pixels of a side", 64)
+def build_parser(doc: str) -> CommandLine:
+    """doc: the program's docstring."""
+    parser = CommandLine(name_of("preprocess.py"), doc)
+    demo = parser.command("demo", "make clips of moving digits with captions")
+    demo.heading("Clips: what they show, and where they go")
+    demo.option("--output", FOLDER, "folder for demo.csv and the clips", "videos")
+    demo.option("--clips", whole(1, 1_000_000, "clips"), "how many", 600)
+    demo.option("--size", whole(8, 1024, "pixels"), "side of a frame", 64)
     demo.option("--split", one_of(("train", "test")), "of the digits shown", "train")
-    ucf101 = commands.add_parser("ucf101", help="list a UCF101 tree in a CSV")
-    ucf101.option("root", TEXT, "folder with a folder of clips for every class", metavar="ROOT")
-    ucf101.option("--output", TEXT, "the CSV", required=True, metavar="CSV")
-    folder = commands.add_parser("folder", help="list a folder of captioned clips and pictures in a CSV")
-    folder.option("root", TEXT, "searched to any depth", metavar="ROOT")
-    folder.option("--output", TEXT, "the CSV", required=True, metavar="CSV")
-    check = commands.add_parser("check", help="drop the rows of a CSV that can't be trained on")
+    for name, about, root in (
+        ("ucf101", "list a UCF101 tree in a CSV", "folder with a folder of clips for every class"),
+        ("folder", "list a folder of captioned clips and pictures in a CSV", "searched to any depth"),
+    ):
+        listing = parser.command(name, about)
+        listing.heading(IN_AND_OUT)
+        listing.option("root", TEXT, root, metavar="ROOT")
+        listing.option("--output", CSV, "the CSV", required=True)
+    _add_check(parser.command("check", "drop the rows of a CSV that can't be trained on"))
+    _add_look(parser.command("look", "draw a contact sheet and histograms of a data set"))
+    _add_latents(parser.command("latents", "encode every picture once with a VAE"))
+    shards = parser.command("shards", "pack pictures and clips into tars with an index")
+    shards.heading(IN_AND_OUT)
+    shards.option("--data_path", PATH, "a folder of pictures, or a CSV of captioned media", required=True)
+    shards.option("--output", FOLDER, "folder for the tars", required=True)
+    shards.option("--shard_size", Value(unit="size"), "largest size of a tar: 200MB, 1GB, ...", "1GB")
+    shards.option(
+        "--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes, of which each writes a tar", 4
+    )
+    index = parser.command("index", "make the index of every tar in a folder")
+    index.heading(IN_AND_OUT)
+    index.option("root", TEXT, "the folder, of tars as WebDataset has them", metavar="DIR")
+    index.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes, of which each reads a tar", 4)
+    return parser
+
+
+def _add_check(check: CommandLine) -> None:
+    check.heading(IN_AND_OUT)
     check.option("csv", TEXT, "path,text and any other columns", metavar="CSV")
-    check.option("--output", TEXT, "the CSV of the rows that are left", required=True, metavar="CSV2")
+    check.option("--output", Value(unit="csv2"), "the CSV of the rows that are left", required=True)
+    check.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes that decode", 2)
+    check.heading("Samples: what training will take of a file")
     check.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a training clip", 16)
     check.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame", 1)
     check.option(
         "--image_size",
-        whole(0, SIDE["at_most"]),
+        whole(0, SIDE["at_most"], "pixels"),
         "drop what has fewer pixels on its shorter side, that is, would be enlarged by training at this size; 0: none",
         0,
         alias="--min_size",
     )
-    check.option("--num_workers", whole(1, WORKERS["at_most"]), "processes that decode", 2)
-    look = commands.add_parser("look", help="draw a contact sheet and histograms of a data set")
+
+
+def _add_look(look: CommandLine) -> None:
+    look.heading(IN_AND_OUT)
     look.option("data_path", TEXT, "whatever --data_path of train.py takes", metavar="DATA")
-    look.option("--output", TEXT, "folder for two PNGs and an HTML page that holds both", "look")
-    look.option("--samples", whole(0, 1_000_000_000), "rows to look into, spread evenly; 0: all", 1000)
-    look.option("--pictures", whole(1, 10_000), "of these, how many are on the contact sheet", 48)
-    look.option("--image_size", Value(int, **SIDE), "pixels of a side that tokens are counted at (default: 256)")
-    look.option("--num_frames", FRAMES_OF_A_CLIP, "most frames that tokens are counted of (default: 16)")
-    look.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame (default: 1)")
+    look.option("--output", FOLDER, "folder for two PNGs and an HTML page that holds both", "look")
     look.option("--split", one_of(("train", "test")), "of a data set that has both", "train")
-    look.option("--token_pixels", whole(1, 4096), "pixels of a side of a token: VAE x patch", 16)
-    look.option("--token_frames", whole(1, 4096), "frames of a token: VAE x patch", 1)
-    look.option("--num_workers", whole(1, WORKERS["at_most"]), "processes that decode", 2)
-    latents = commands.add_parser("latents", help="encode every picture once with a VAE")
-    latents.option("--data_path", TEXT, "digits, a folder of pictures, a torchvision set or a CSV", required=True)
-    latents.option("--vae", TEXT, "ema, mse or a folder with a VAE", "ema")
-    latents.option("--image_size", Value(int, **SIDE), "pixels of a side", 256)
-    latents.option("--output", TEXT, "folder for the latents", required=True)
-    latents.option("--batch_size", Value(int, **BATCH), "pictures at once", 64)
-    latents.option("--num_workers", Value(int, **WORKERS), "processes that read", 4)
-    latents.option(
-        "--data_timeout", Value(float, at_least=0, at_most=10_000_000), "seconds for one file; 0: any", 300.0
-    )
-    latents.switch("--no_flip", "leave out the mirror images: half the size")
+    look.option("--samples", whole(0, 1_000_000_000, "rows"), "to look into, spread evenly; 0: all", 1000)
+    look.option("--pictures", whole(1, 10_000, "pictures"), "of these, on the contact sheet", 48)
+    look.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes that decode", 2)
+    look.heading("Tokens: what they are counted at")
+    look.option("--image_size", Value(int, **SIDE), "side of a picture (default: 256)")
+    look.option("--num_frames", FRAMES_OF_A_CLIP, "most frames of a clip (default: 16)")
+    look.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame (default: 1)")
+    look.option("--token_pixels", whole(1, 4096, "pixels"), "side of a token: VAE x patch", 16)
+    look.option("--token_frames", whole(1, 4096, "frames"), "of a token: VAE x patch", 1)
+
+
+def _add_latents(latents: CommandLine) -> None:
+    latents.heading(IN_AND_OUT)
+    latents.option("--data_path", PATH, "digits, a folder of pictures, a torchvision set or a CSV", required=True)
+    latents.option("--output", FOLDER, "folder for the latents", required=True)
+    latents.option("--shard_size", whole(1, 1_000_000, "pictures"), "pictures a file", 4096)
+    latents.heading("Encoding: what is made of a picture")
+    latents.option("--vae", NAME, "ema, mse or a folder with a VAE", "ema")
+    latents.option("--image_size", Value(int, **SIDE), "side of the pictures", 256)
+    latents.switch("--flip", "the mirror images too; --no_flip: half the size", True)
     latents.option(
         "--mixed_precision", one_of(("auto", "fp16", "bf16", "fp32")), "auto: fp16 on a GPU, else fp32", "auto"
     )
-    latents.option("--shard_size", whole(1, 1_000_000), "pictures a file", 4096)
+    latents.option("--batch_size", Value(int, **BATCH), "pictures at once", 64)
+    latents.heading("Loader: how files are read")
+    latents.option("--num_workers", Value(int, **WORKERS), "processes that read", 4)
+    latents.option(
+        "--data_timeout",
+        Value(float, at_least=0, at_most=10_000_000, unit="seconds"),
+        "for one file; 0: any",
+        300.0,
+    )
+    latents.heading("Clips and captions: of a CSV")
     latents.switch("--use_video", "encode the clips of a CSV, and its pictures as such")
     latents.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a clip", 16)
     latents.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame", 1)
@@ -86,17 +121,8 @@ def build_parser(description: str) -> CommandLine:
         "interval: read clips that are too short at a smaller interval",
         "skip",
     )
-    latents.option("--text_encoder", TEXT, "also encode the captions: clip, t5 or a folder (default: keep words)")
-    latents.option("--max_text_tokens", whole(1, 16_384), "captions are cut to this (default: the encoder's)")
-    shards = commands.add_parser("shards", help="pack pictures and clips into tars with an index")
-    shards.option("--data_path", TEXT, "a folder of pictures, or a CSV of captioned media", required=True)
-    shards.option("--output", TEXT, "folder for the tars", required=True)
-    shards.option("--shard_size", TEXT, "largest size of a tar: 200MB, 1GB, ...", "1GB")
-    shards.option("--num_workers", whole(1, WORKERS["at_most"]), "processes, of which each writes a tar", 4)
-    index = commands.add_parser("index", help="make the index of every tar in a folder")
-    index.option("root", TEXT, "the folder, of tars as WebDataset has them", metavar="DIR")
-    index.option("--num_workers", whole(1, WORKERS["at_most"]), "processes, of which each reads a tar", 4)
-    return parser
+    latents.option("--text_encoder", NAME, "also encode the captions: clip, t5 or a folder (default: keep words)")
+    latents.option("--max_text_tokens", whole(1, 16_384, "tokens"), "captions are cut to this (default: the encoder's)")
 
 
 def check(command: str, options: dict, given: set[str]) -> None:

@@ -28,89 +28,118 @@ from opendit.state.names import PARTS, SHARDS, WHOLE
 class CheckpointFlags(Flags):
     """What is sampled from."""
 
-    group: ClassVar[str] = "Model"
+    group: ClassVar[str] = "Model: the checkpoint, and what goes with it"
 
-    ckpt: str = flag("latest", "checkpoint file or folder, run folder, folder of diffusers' DiTPipeline, or latest")
-    weights: str = flag("ema", "which weights of a run's checkpoint", choices=("ema", "model"))
-    lora: str | None = flag(None, "a run of train.py --lora, merged into --ckpt's weights")
-    model: str | None = flag(None, "needed only when the checkpoint does not say (Meta's .pt)")
-    num_classes: int | None = flag(
-        None, "of a checkpoint that does not say (Meta's .pt)", at_least=1, at_most=1_000_000
+    ckpt: str = flag(
+        "latest",
+        "checkpoint file or folder, run folder, folder of diffusers' DiTPipeline, or latest",
+        common="checkpoint, run folder, or latest",
+        unit="path",
     )
-    vae: str | None = flag(None, "ema, mse, PATH or none; from the checkpoint when left out")
+    weights: str = flag("ema", "which weights of a run's checkpoint", choices=("ema", "model"))
+    lora: str | None = flag(None, "a run of train.py --lora, merged into --ckpt's weights", unit="folder")
+    model: str | None = flag(
+        None, "needed only when the checkpoint does not say (Meta's .pt)", common=True, unit="name"
+    )
+    num_classes: int | None = flag(
+        None, "of a checkpoint that does not say (Meta's .pt)", at_least=1, at_most=1_000_000, unit="classes"
+    )
+    vae: str | None = flag(None, "ema, mse, PATH or none; from the checkpoint when left out", common=True, unit="name")
     vae_tiling: bool = flag(False, "decode large pictures and clips in overlapping tiles: less memory")
     vae_compile: bool = flag(False, "compile the decoder of pictures and frames with torch.compile")
-    text_encoder: str | None = flag(None, "clip, t5 or a folder; from the checkpoint when left out")
+    text_encoder: str | None = flag(None, "clip, t5 or a folder; from the checkpoint when left out", unit="name")
 
 
 @dataclass(frozen=True)
 class DrawFlags(Flags):
     """What is drawn, and how."""
 
-    group: ClassVar[str] = "Sampling"
+    group: ClassVar[str] = "Sampling: what is drawn, and how"
 
-    class_labels: list[int] = flag([], "labels to draw, repeated up to --num_samples", at_least=0, at_most=999_999)
-    prompt: list[str] = flag([], "captions to draw, or one file with a caption a line", free=True)
-    negative_prompt: str | None = flag(None, "guide away from this caption, not from the empty one", free=True)
-    num_samples: int | None = flag(None, "pictures (default: one a label, or up to 16)", at_least=1, at_most=10_000_000)
-    image_size: int | None = flag(None, "pixels; from the checkpoint when left out", **SIDE)
+    class_labels: list[int] = flag(
+        [], "labels to draw, repeated up to --num_samples", at_least=0, at_most=999_999, common=True, unit="label"
+    )
+    prompt: list[str] = flag(
+        [], "captions to draw, or one file with a caption a line", free=True, common=True, unit="caption"
+    )
+    negative_prompt: str | None = flag(
+        None, "guide away from this caption, not from the empty one", free=True, unit="caption"
+    )
+    num_samples: int | None = flag(
+        None,
+        "pictures (default: one a label, or up to 16)",
+        at_least=1,
+        at_most=10_000_000,
+        common=True,
+        unit="samples",
+    )
+    image_size: int | None = flag(None, "pixels; from the checkpoint when left out", common=True, **SIDE)
     use_video: bool = flag(False, "draw clips (a vDiT's checkpoint does anyway)")
     num_frames: int | None = flag(None, "frames of a clip; from the checkpoint when left out", **FRAMES)
-    num_sampling_steps: int = flag(250, "denoising steps", **SAMPLING_STEPS)
+    num_sampling_steps: int = flag(250, "denoising steps", common=True, **SAMPLING_STEPS)
     sampler: str | None = flag(
         None,
         f"of the model's objective (default of {'; '.join(f'{n}: {d.sampler}' for n, d in DESCRIPTIONS.items())})",
         choices=ALL_SAMPLERS,
+        common="as the objective allows",
     )
-    cfg_scale: float = flag(4.0, "classifier-free guidance; 1: off", **GUIDANCE)
+    cfg_scale: float = flag(4.0, "classifier-free guidance; 1: off", common=True, **GUIDANCE)
     cfg_interval: list[float] = flag(
-        [], "LOW HIGH: guide at noise levels sigma between only", at_least=0, infinite=True
+        [], "LOW HIGH: guide at noise levels sigma between only", at_least=0, infinite=True, unit="sigma"
     )
-    cfg_channels: int | None = flag(None, "guide only the first channels (Meta's figures: 3)", at_least=1, at_most=1024)
-    seed: int = flag(0, "seed of the noise", **SEED)
-    batch_size: int = flag(32, "pictures at a time per process, or per group that shares them", **BATCH)
+    cfg_channels: int | None = flag(
+        None, "guide only the first channels (Meta's figures: 3)", at_least=1, at_most=1024, unit="channels"
+    )
+    seed: int = flag(0, "seed of the noise", common=True, **SEED)
+    batch_size: int = flag(32, "pictures at a time per process, or per group that shares them", common=True, **BATCH)
 
 
 @dataclass(frozen=True)
 class ApproximationFlags(Flags):
     """What is left out of sampling steps: docs/sampling.md has the errors."""
 
-    group: ClassVar[str] = "Approximations"
+    group: ClassVar[str] = "Approximations: what is left out of steps, for speed"
 
-    guidance_every: int = flag(1, "evaluate guidance's unconditional half every K steps", at_least=1, at_most=1000)
-    cache: str | None = flag(None, f"leave blocks out of steps: {FORMS}")
+    guidance_every: int = flag(
+        1, "evaluate guidance's unconditional half every K steps", at_least=1, at_most=1000, unit="steps"
+    )
+    cache: str | None = flag(None, f"leave blocks out of steps: {FORMS}", unit="form")
 
 
 @dataclass(frozen=True)
 class SampleSpeedFlags(Flags):
     """The precision."""
 
-    group: ClassVar[str] = "Speed"
+    group: ClassVar[str] = "Speed: precision, kernels and compilation"
 
-    mixed_precision: str = flag("bf16", "precision of the model", choices=PRECISIONS)
+    mixed_precision: str = flag("bf16", "precision of the model", choices=PRECISIONS, common=True)
 
 
 @dataclass(frozen=True)
 class GuidanceFlags(Flags):
     """How processes share guidance, and the model's layers."""
 
-    group: ClassVar[str] = "Parallelism"
+    group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 
     cfg_parallel: bool = flag(False, "the two halves of guidance on different processes")
-    tensor_parallel_size: int = flag(1, "processes that divide every layer of the model", at_least=1, at_most=4096)
+    tensor_parallel_size: int = flag(
+        1, "processes that divide every layer of the model", at_least=1, at_most=4096, unit="processes"
+    )
 
 
 @dataclass(frozen=True)
 class OutputFlags(Flags):
     """Where runs are found and pictures go."""
 
-    group: ClassVar[str] = "Output"
+    group: ClassVar[str] = "Output: where results go"
 
-    outputs: str = flag("./outputs", "where --ckpt latest looks for runs")
-    output: str = flag("./samples", "folder for the grid and the single pictures")
+    outputs: str = flag("./outputs", "where --ckpt latest looks for runs", unit="folder")
+    output: str = flag("./samples", "folder for the grid and the single pictures", common=True, unit="folder")
     overwrite: bool = flag(False, "draw anew what a job that did not end left in --output")
     save_png: bool = flag(True, "write single pictures too")
-    npz: str | None = flag(None, "also write arr_0 (uint8 N,H,W,3) and arr_1 (labels) for FID tools")
+    npz: str | None = flag(
+        None, "also write arr_0 (uint8 N,H,W,3) and arr_1 (labels) for FID tools", common=True, unit="file"
+    )
     profile: bool = flag(False, "where the time goes from the start of the process: a table, and profile.json")
     frame_interval: int | None = flag(None, "of the training clips: sets the clip's frame rate", **FRAMES)
 
@@ -129,6 +158,12 @@ class SampleConfig(
     """Draws pictures from a checkpoint. Several processes (torchrun) share the work."""
 
     program: ClassVar[str] = "sample.py"
+    examples: ClassVar[tuple[str, ...]] = (
+        "python sample.py --ckpt outputs/000-DiT-XL-2 --class_labels 207 360 --cfg_scale 4",
+        "python sample.py --model DiT-XL/2 --image_size 256 --ckpt model.pt    # Meta's weights",
+        'python sample.py --ckpt outputs/001-vDiT-XL-222 --use_video --prompt "a seven moving left"',
+        "torchrun --standalone --nproc_per_node=8 sample.py --num_samples 50000 --npz fid.npz",
+    )
 
     def settled(self, world_size: int, has_gpu: bool) -> tuple["SampleConfig", list[str]]:
         """As :meth:`TrainConfig.settled`."""

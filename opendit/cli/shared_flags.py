@@ -14,14 +14,26 @@ from opendit.parallel.sizes import check_sequence_parallel, environment_world_si
 class SpeedFlags(Flags):
     """The speed-ups that training and sampling share."""
 
-    group: ClassVar[str] = "Speed"
+    group: ClassVar[str] = "Speed: precision, kernels and compilation"
 
-    enable_modulate_kernel: bool = flag(False, "fused Triton kernels for adaLN's modulation and gated residuals")
-    enable_layernorm_kernel: bool = flag(False, "fused LayerNorm; with --enable_modulate_kernel one kernel does both")
-    enable_flashattn: bool = flag(
-        False, "never materialise the N x N attention matrix; the fastest kernel for the card"
+    enable_modulate_kernel: bool = flag(
+        False,
+        "fused Triton kernels for adaLN's modulation and gated residuals",
+        common="fused modulation, gated residuals",
     )
-    fp8: bool = flag(False, "block linears in FP8, with all fused kernels (Hopper and newer)")
+    enable_layernorm_kernel: bool = flag(
+        False, "fused LayerNorm; with --enable_modulate_kernel one kernel does both", common="fused LayerNorm"
+    )
+    enable_flashattn: bool = flag(
+        False,
+        "never materialise the N x N attention matrix; the fastest kernel for the card",
+        common="the fastest attention kernel",
+    )
+    fp8: bool = flag(
+        False,
+        "block linears in FP8, with all fused kernels (Hopper and newer)",
+        common="blocks in FP8 (Hopper and newer)",
+    )
     attention: str = flag("auto", "force an attention kernel; flash_attn: the package, if installed", choices=ATTENTION)
 
 
@@ -29,9 +41,11 @@ class SpeedFlags(Flags):
 class ParallelFlags(Flags):
     """How processes share a sample, in training and sampling. Of a configuration that has :class:`SpeedFlags` too."""
 
-    group: ClassVar[str] = "Parallelism"
+    group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 
-    sequence_parallel_size: int = flag(1, "processes that share one sample's sequence", at_least=1, at_most=4096)
+    sequence_parallel_size: int = flag(
+        1, "processes that share one sample's sequence", at_least=1, at_most=4096, unit="processes"
+    )
     sequence_parallel_type: str = flag(
         "auto", "how they do; auto: what suits ranks, tokens and heads", choices=SEQUENCE_TYPES
     )

@@ -38,15 +38,20 @@ def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
 class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for setting in kind.settings))):
     """The network: its kind, size and options."""
 
-    group: ClassVar[str] = "Model"
+    group: ClassVar[str] = "Model: the network, its size and options"
 
-    model: str = flag("DiT-XL/2", "KIND-SIZE/PATCH: python -m opendit.models lists them")
+    model: str = flag(
+        "DiT-XL/2",
+        "KIND-SIZE/PATCH: python -m opendit.models lists them",
+        common="python -m opendit.models lists them",
+        unit="name",
+    )
     num_classes: int | None = flag(
-        None, "classes of the model (from the data when left out)", at_least=1, at_most=1_000_000
+        None, "classes of the model (from the data when left out)", at_least=1, at_most=1_000_000, unit="classes"
     )
     qk_norm: bool = flag(False, "RMSNorm of queries and keys: stable at large sizes and learning rates")
     adaln_lora: int | None = flag(
-        None, "rank of what a block adds to a modulation that all share", at_least=1, at_most=16_384
+        None, "rank of what a block adds to a modulation that all share", at_least=1, at_most=16_384, unit="rank"
     )
     bias: bool | None = flag(None, "biases in the blocks' linear layers (default: all but MovieGen's)")
     positions: str | None = flag(
@@ -64,10 +69,17 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
 class CaptionFlags(Flags):
     """How captions become conditions."""
 
-    group: ClassVar[str] = "Captions"
+    group: ClassVar[str] = "Captions: how words become conditions"
 
-    text_encoder: str | None = flag(None, "of captions: bytes (trained, default), clip, t5 or a folder")
-    max_text_tokens: int | None = flag(None, "captions are cut to this (bytes: 64)", at_least=1, at_most=16_384)
+    text_encoder: str | None = flag(
+        None,
+        "of captions: bytes (trained, default), clip, t5 or a folder",
+        common="bytes (trained, default), clip, t5, folder",
+        unit="name",
+    )
+    max_text_tokens: int | None = flag(
+        None, "captions are cut to this (bytes: 64)", at_least=1, at_most=16_384, unit="tokens"
+    )
     cross_attention: bool = flag(False, "attend to all caption tokens, not to the pooled one only")
 
 
@@ -75,33 +87,46 @@ class CaptionFlags(Flags):
 class StartFlags(Flags):
     """The weights that a run starts from, and LoRA."""
 
-    group: ClassVar[str] = "Start from weights"
+    group: ClassVar[str] = "Start from weights: of another run, and LoRA"
 
-    pretrained: str | None = flag(None, "start from these weights (our .safetensors or Meta's .pt)")
+    pretrained: str | None = flag(
+        None,
+        "start from these weights (our .safetensors or Meta's .pt)",
+        common="start from these weights",
+        unit="path",
+    )
     lora: int | None = flag(
         None,
         "train low-rank additions of this rank to --pretrained's blocks",
         at_least=1,
         at_most=16_384,
+        unit="rank",
     )
-    lora_alpha: float | None = flag(None, "they are scaled by this / rank (default: the rank)", above=0, at_most=1e6)
+    lora_alpha: float | None = flag(
+        None, "they are scaled by this / rank (default: the rank)", above=0, at_most=1e6, unit="number"
+    )
 
 
 @dataclass(frozen=True)
 class DataFlags(Flags):
     """The samples, and what they are turned into."""
 
-    group: ClassVar[str] = "Data"
+    group: ClassVar[str] = "Data: the samples, and what they are turned into"
 
-    data_path: str = flag("digits", taken())
-    image_size: int = flag(256, "side of the training pictures in pixels", **SIDE)
-    use_video: bool = flag(False, "train a vDiT on clips")
-    num_frames: int = flag(16, "frames of a clip", **FRAMES)
+    data_path: str = flag("digits", taken(), common="folder, CSV, tars, latents; digits", unit="data")
+    image_size: int = flag(256, "side of the training pictures in pixels", common="side of the pictures", **SIDE)
+    use_video: bool = flag(False, "train a vDiT on clips", common=True)
+    num_frames: int = flag(16, "frames of a clip", common=True, **FRAMES)
     frame_interval: int = flag(1, "every so many frames of the file", **FRAMES)
     short_clips: str = flag(
         "skip", "interval: read clips that are too short at a smaller one", choices=("skip", "interval")
     )
-    vae: str = flag("ema", "ema, mse, a folder with a VAE, or none to train on pixels")
+    vae: str = flag(
+        "ema",
+        "ema, mse, a folder with a VAE, or none to train on pixels",
+        common="ema, mse, a folder, or none: train on pixels",
+        unit="name",
+    )
     random_flip: bool | None = flag(None, "mirror pictures at random (default: as suits the data set)")
     label_drop: float = flag(0.1, "share of labels replaced by the null class, for guidance", **SHARE)
 
@@ -110,7 +135,7 @@ class DataFlags(Flags):
 class LoaderFlags(Flags):
     """How samples are read."""
 
-    group: ClassVar[str] = "Loader"
+    group: ClassVar[str] = "Loader: how samples are read"
 
     num_workers: int = flag(4, "loader processes per rank; 0 loads in the training process", **WORKERS)
     data_timeout: float = flag(
@@ -118,6 +143,7 @@ class LoaderFlags(Flags):
         "seconds for one file, after which the run ends and names it; 0: any",
         at_least=0,
         at_most=10_000_000,
+        unit="seconds",
     )
     max_bad: float = flag(0.05, "share of unreadable files at which the run stops", **SHARE)
 
@@ -126,12 +152,13 @@ class LoaderFlags(Flags):
 class ObjectiveFlags(_with_flags("Objective", (s for of in DESCRIPTIONS.values() for s in of.settings.values()))):
     """What the model learns to predict."""
 
-    group: ClassVar[str] = "Objective"
+    group: ClassVar[str] = "Objective: what the model learns to predict"
 
     objective: str = flag(
         "ddpm",
         "; ".join(f"{name}: {objective.predicts}" for name, objective in DESCRIPTIONS.items()),
         choices=tuple(DESCRIPTIONS),
+        common="what is learned",
     )
 
 
@@ -139,34 +166,40 @@ class ObjectiveFlags(_with_flags("Objective", (s for of in DESCRIPTIONS.values()
 class BatchFlags(Flags):
     """How many samples make a step, and how many steps a run."""
 
-    group: ClassVar[str] = "Batch and length"
+    group: ClassVar[str] = "Batch and length: samples of a step, steps of a run"
 
-    batch_size: int = flag(32, "samples per data-parallel rank and micro-batch", **BATCH)
-    grad_accumulation: int = flag(1, "micro-batches per step", at_least=1, at_most=65_536)
+    batch_size: int = flag(
+        32, "samples per data-parallel rank and micro-batch", common="per rank and micro-batch", **BATCH
+    )
+    grad_accumulation: int = flag(1, "micro-batches per step", at_least=1, at_most=65_536, unit="micro-batches")
     global_batch_size: int | None = flag(
         None,
         "samples per step on all GPUs, in micro-batches of --batch_size at most",
         at_least=1,
         at_most=2**30,
+        common="of all GPUs, per step",
+        unit="samples",
     )
-    epochs: int = flag(1400, "passes over the data", **COUNT)
-    max_steps: int | None = flag(None, "stop after this many steps, whatever --epochs says", **COUNT)
+    epochs: int = flag(1400, "passes over the data", unit="epochs", **COUNT)
+    max_steps: int | None = flag(
+        None, "stop after this many steps, whatever --epochs says", common="stop after so many", unit="steps", **COUNT
+    )
 
 
 @dataclass(frozen=True)
 class OptimizerFlags(Flags):
     """AdamW, its learning rate, and the average of the weights."""
 
-    group: ClassVar[str] = "Optimizer"
+    group: ClassVar[str] = "Optimizer: AdamW, its learning rate, and the average of the weights"
 
-    lr: float = flag(1e-4, "peak learning rate", **ABOVE_0)
+    lr: float = flag(1e-4, "peak learning rate", common=True, unit="rate", **ABOVE_0)
     lr_schedule: str = flag("constant", "after the warm-up", choices=("constant", "cosine"))
-    warmup_steps: int = flag(0, "steps of linear warm-up", **FROM_0)
-    weight_decay: float = flag(0.0, "AdamW's decoupled weight decay", at_least=0, at_most=1000)
+    warmup_steps: int = flag(0, "steps of linear warm-up", unit="steps", **FROM_0)
+    weight_decay: float = flag(0.0, "AdamW's decoupled weight decay", at_least=0, at_most=1000, unit="number")
     adam_beta1: float = flag(0.9, "decay of AdamW's mean of the gradients", **SHARE)
     adam_beta2: float = flag(0.999, "of its mean of their squares; less (0.95) forgets outliers sooner", **SHARE)
-    grad_clip: float = flag(1.0, "bound of the global gradient norm; 0: none", at_least=0, at_most=1e38)
-    max_bad_steps: int = flag(100, "stop after this many skipped (non-finite) steps in a row", **COUNT)
+    grad_clip: float = flag(1.0, "bound of the global gradient norm; 0: none", at_least=0, at_most=1e38, unit="norm")
+    max_bad_steps: int = flag(100, "stop after this many skipped (non-finite) steps in a row", unit="steps", **COUNT)
     ema_decay: float | list[float] = flag(
         0.9999,
         "decay of the weights' moving average; several: one average each, the first is sampled from",
@@ -184,9 +217,9 @@ class OptimizerFlags(Flags):
 class TrainSpeedFlags(Flags):
     """Precision, recording and compilation."""
 
-    group: ClassVar[str] = "Speed"
+    group: ClassVar[str] = "Speed: precision, kernels and compilation"
 
-    mixed_precision: str = flag("fp16", "precision of weights at work", choices=PRECISIONS)
+    mixed_precision: str = flag("fp16", "precision of weights at work", choices=PRECISIONS, common="of weights at work")
     enable_cuda_graph: bool = flag(
         False, "replay forward and backward as one CUDA graph: no time lost between kernels (zero2; fsdp on one GPU)"
     )
@@ -197,9 +230,11 @@ class TrainSpeedFlags(Flags):
 class MemoryFlags(Flags):
     """What is recomputed and what is kept."""
 
-    group: ClassVar[str] = "Memory"
+    group: ClassVar[str] = "Memory: what is recomputed in the backward pass"
 
-    grad_checkpoint: bool = flag(False, "recompute blocks in the backward pass: less memory, slower")
+    grad_checkpoint: bool = flag(
+        False, "recompute blocks in the backward pass: less memory, slower", common="recompute blocks in backward"
+    )
     recompute: str = flag(
         "none",
         "recomputed in backward: LayerNorms (norms), GELU too (cheap), fc1 too (mlp, half of them: half)",
@@ -214,27 +249,44 @@ class MemoryFlags(Flags):
 class PluginFlags(Flags):
     """The engine that shards the state."""
 
-    group: ClassVar[str] = "Parallelism"
+    group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 
     parallel: str = flag(
         "flags",
         "auto: choose plugin, sizes, what is recomputed and the micro-batch for the fastest step that fits, but what "
         "is given; flags: as these say",
         choices=("flags", "auto"),
+        common="auto: choose what fits and is fastest",
     )
     gpus_per_node: int | None = flag(
-        None, "processes of a machine (default: those started on it; of --dry_run 8)", at_least=1, at_most=4096
+        None,
+        "processes of a machine (default: those started on it; of --dry_run 8)",
+        at_least=1,
+        at_most=4096,
+        unit="processes",
     )
     hardware: str | None = flag(
-        None, "whose figures auto and --dry_run count with: a file of python -m opendit.cli.links, or H200, H100, ..."
+        None,
+        "whose figures auto and --dry_run count with: a file of python -m opendit.cli.links, or H200, H100, ...",
+        unit="name",
     )
-    plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS))
-    tensor_parallel_size: int = flag(1, "processes that divide every layer of the model", at_least=1, at_most=4096)
+    plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS), common="what shards the state")
+    tensor_parallel_size: int = flag(
+        1, "processes that divide every layer of the model", at_least=1, at_most=4096, unit="processes"
+    )
     expert_parallel_size: int = flag(
-        1, "of fsdp: processes that have different experts of an EC-DiT's blocks", at_least=1, at_most=4096
+        1,
+        "of fsdp: processes that have different experts of an EC-DiT's blocks",
+        at_least=1,
+        at_most=4096,
+        unit="processes",
     )
     pipeline_parallel_size: int = flag(
-        1, "processes among which the model's blocks are divided, as stages of a pipeline", at_least=1, at_most=4096
+        1,
+        "processes among which the model's blocks are divided, as stages of a pipeline",
+        at_least=1,
+        at_most=4096,
+        unit="processes",
     )
     pipeline_schedule: str = flag(
         "1f1b",
@@ -242,7 +294,11 @@ class PluginFlags(Flags):
         choices=PIPELINE_SCHEDULES,
     )
     data_parallel_replicate: int = flag(
-        1, "of fsdp: copies of the sharded model, say one for each machine (HSDP)", at_least=1, at_most=2**20
+        1,
+        "of fsdp: copies of the sharded model, say one for each machine (HSDP)",
+        at_least=1,
+        at_most=2**20,
+        unit="copies",
     )
     reshard: str = flag(
         "auto",
@@ -265,9 +321,11 @@ class PluginFlags(Flags):
 class GridFlags(Flags):
     """The pictures that a run draws of itself."""
 
-    group: ClassVar[str] = "Sample grids"
+    group: ClassVar[str] = "Sample grids: what a run draws of itself"
 
-    sample_every: int | None = flag(None, "steps between sample grids (default: as --ckpt_every); 0: none", **FROM_0)
+    sample_every: int | None = flag(
+        None, "steps between sample grids (default: as --ckpt_every); 0: none", unit="steps", **FROM_0
+    )
     sample_steps: int = flag(50, "sampling steps of those grids", **SAMPLING_STEPS)
     sample_cfg_scale: float = flag(4.0, "guidance of those grids", **GUIDANCE)
 
@@ -276,18 +334,24 @@ class GridFlags(Flags):
 class ValidationFlags(Flags):
     """The loss on samples that are not trained on."""
 
-    group: ClassVar[str] = "Validation"
+    group: ClassVar[str] = "Validation: the loss on samples that are not trained on"
 
     validate_every: int | None = flag(
-        None, "steps between losses of the EMA weights on held-out samples (default: as --ckpt_every)", **FROM_0
+        None,
+        "steps between losses of the EMA weights on held-out samples (default: as --ckpt_every)",
+        unit="steps",
+        **FROM_0,
     )
-    validate_path: str | None = flag(None, "those samples, as --data_path takes them (digits: its test split)")
+    validate_path: str | None = flag(
+        None, "those samples, as --data_path takes them (digits: its test split)", unit="data"
+    )
     validate_share: float = flag(0.0, "hold this share of --data_path out of training, and validate on it", **SHARE)
     validate_samples: int | None = flag(
         None,
         "losses that are averaged (default: at most 1,000, and few enough to cost little)",
         at_least=10,
         at_most=10_000_000,
+        unit="losses",
     )
 
     @property
@@ -299,13 +363,20 @@ class ValidationFlags(Flags):
 class SaveFlags(Flags):
     """What a run saves and goes on from."""
 
-    group: ClassVar[str] = "Checkpoints"
+    group: ClassVar[str] = "Checkpoints: what a run saves and goes on from"
 
-    outputs: str = flag("./outputs", "folder of the run folders")
-    load: str | None = flag(None, "resume: latest, a run folder or a checkpoint folder")
+    outputs: str = flag("./outputs", "folder of the run folders", common=True, unit="folder")
+    load: str | None = flag(
+        None,
+        "resume: latest, a run folder or a checkpoint folder",
+        common="resume: latest, a run or a checkpoint",
+        unit="folder",
+    )
     save: bool = flag(True, "write checkpoints; --no_save: none, to time steps")
-    ckpt_every: int = flag(1000, "steps between checkpoints; 0: only the one at the end", **FROM_0)
-    ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", **FROM_0)
+    ckpt_every: int = flag(
+        1000, "steps between checkpoints; 0: only the one at the end", common=True, unit="steps", **FROM_0
+    )
+    ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", unit="checkpoints", **FROM_0)
     ckpt_best: str | None = flag(
         None, "also keep the checkpoint with the least of this, as checkpoints/best", choices=BEST
     )
@@ -320,10 +391,14 @@ class SaveFlags(Flags):
 class RunFlags(Flags):
     """The run as a whole."""
 
-    group: ClassVar[str] = "Run"
+    group: ClassVar[str] = "Run: recipes, seeds, logs"
 
     recipe: str | None = flag(
-        None, "a named set of flags, which this command line overrides; list: shows them", alias="factory"
+        None,
+        "a named set of flags, which this command line overrides; list: shows them",
+        alias="factory",
+        common="a named set of flags; list: shows them",
+        unit="name",
     )
     dry_run: int | None = flag(
         None,
@@ -331,9 +406,11 @@ class RunFlags(Flags):
         alone=0,
         at_least=0,
         at_most=2**20,
+        common="say what it needs on so many GPUs",
+        unit="gpus",
     )
     global_seed: int = flag(42, "seed of everything random", **SEED)
-    log_every: int = flag(10, "steps between log lines", **COUNT)
+    log_every: int = flag(10, "steps between log lines", unit="steps", **COUNT)
     log_to: str | list[str] | None = flag(
         None,
         "beside TensorBoard; what is sent to a server, if anything, their environment variables say",

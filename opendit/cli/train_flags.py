@@ -57,6 +57,12 @@ class TrainConfig(
     """Trains a Diffusion Transformer. Run it with torchrun for several processes."""
 
     program: ClassVar[str] = "train.py"
+    examples: ClassVar[tuple[str, ...]] = (
+        "python train.py --model DiT-S/2 --data_path PICTURES --image_size 256",
+        "python train.py --model DiT-S/2 --data_path PICTURES --load latest    # goes on",
+        "torchrun --standalone --nproc_per_node=8 train.py --recipe dit_xl_imagenet256",
+        "python train.py --recipe pretrain_7b --dry_run 64    # what it would need",
+    )
 
     def world_size(self) -> int:
         """The processes of the run: those there are, or that --dry_run asks about."""

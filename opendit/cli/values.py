@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from opendit.models.names import nearest
@@ -15,14 +15,15 @@ Bounds = dict[str, Any]  # of a flag's values, as fields of Value
 COUNT: Bounds = {"at_least": 1, "at_most": 10**9}
 FROM_0: Bounds = {"at_least": 0, "at_most": 10**9}
 ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # what fp32 holds
-SHARE: Bounds = {"at_least": 0, "below": 1}
-BATCH: Bounds = {"at_least": 1, "at_most": 65_536}
-SIDE: Bounds = {"at_least": 1, "at_most": 16_384}  # pixels
-FRAMES: Bounds = {"at_least": 1, "at_most": 16_384}
-WORKERS: Bounds = {"at_least": 0, "at_most": 256}
-SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1}  # what torch's generators and the kernels' 64-bit keys take
-SAMPLING_STEPS: Bounds = {"at_least": 1, "at_most": 1000}  # ddpm's models know 1,000 noise levels
-GUIDANCE: Bounds = {"at_least": 0, "at_most": 1000}
+SHARE: Bounds = {"at_least": 0, "below": 1, "unit": "share"}
+BATCH: Bounds = {"at_least": 1, "at_most": 65_536, "unit": "samples"}
+SIDE: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "pixels"}
+FRAMES: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "frames"}
+WORKERS: Bounds = {"at_least": 0, "at_most": 256, "unit": "processes"}
+# What torch's generators and the kernels' 64-bit keys take.
+SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1, "unit": "seed"}
+SAMPLING_STEPS: Bounds = {"at_least": 1, "at_most": 1000, "unit": "steps"}  # ddpm's models know 1,000 noise levels
+GUIDANCE: Bounds = {"at_least": 0, "at_most": 1000, "unit": "scale"}
 LONGEST = 400  # characters of a message that are shown: a value may be a file's whole contents
 
 
@@ -31,7 +32,8 @@ class Value:
     """The values of a flag.
 
     kind: int, float or str. at_least, above, at_most, below: bounds of a number. infinite: inf is a value too. choices:
-    the words it takes. free: any text; otherwise it is a name, and may be a file's.
+    the words it takes. free: any text; otherwise it is a name, and may be a file's. unit: what is counted or measured
+    ("steps", "seconds"), or what the text is ("folder"), as --help shows it in the value's place.
     """
 
     kind: type = str
@@ -42,6 +44,7 @@ class Value:
     infinite: bool = False
     choices: tuple[str, ...] | None = None
     free: bool = False
+    unit: str | None = None
 
     def read(self, text: str) -> Any:
         """The value of a word of the command line. Raises ArgumentTypeError, as argparse expects of a ``type``."""
@@ -84,22 +87,26 @@ class Value:
 
     @property
     def metavar(self) -> str | None:
-        """The range as --help shows it: 1..16384, >0, 0..<1; None for text."""
+        """What stands for the value in --help; None where nothing is known of it but that it is text."""
+        if self.unit is not None:
+            return self.unit.upper().replace(" ", "_")
         if self.choices is not None:
-            return "{" + ",".join(self.choices) + "}"
+            return "WORD"
+        return None if self.kind is str else "NUMBER"
+
+    def allowed(self) -> str:
+        """The range or the words as --help shows them, "1 to 16,384", "above 0", "zero2, ddp"; empty for text."""
+        if self.choices is not None:
+            return ", ".join(self.choices)
         if self.kind is str:
-            return None
-        low = f">{self.above:g}" if self.above is not None else "" if self.at_least is None else f"{self.at_least:g}"
-        if self.below is not None:
-            return f"{low}..<{self.below:g}"
-        if self.at_most is None or self.at_most >= 10**8:
-            return low if self.above is not None else f">={low}"
-        return f"{low}..{int(self.at_most) if self.kind is int else f'{self.at_most:g}'}"
+            return ""
+        bounds = replace(self, at_most=None) if self.at_most is not None and self.at_most >= 10**8 else self
+        return bounds._bounds().removeprefix("from ")
 
 
-def whole(at_least: int, at_most: int) -> Value:
-    """A whole number of a range."""
-    return Value(int, at_least=at_least, at_most=at_most)
+def whole(at_least: int, at_most: int, unit: str | None = None) -> Value:
+    """A whole number of a range, of something."""
+    return Value(int, at_least=at_least, at_most=at_most, unit=unit)
 
 
 def one_of(choices: tuple[str, ...]) -> Value:

@@ -7,16 +7,22 @@ opendit evaluate plot evaluation outputs/000-DiT-XL-2 outputs/001-DiT-XL-2 --out
 torchrun --standalone --nproc_per_node=8 -m opendit evaluate --ckpt RUN --reference REFERENCE
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from opendit.cli.checks import check_exists, check_no_folder, check_output_file
-from opendit.cli.command_line import CommandLine, read_flags
+from opendit.cli.command_line import read_flags
 from opendit.cli.console import name_of, prepare_console
 from opendit.cli.evaluate_flags import EvaluateConfig
+from opendit.cli.parser import CommandLine
 from opendit.cli.values import Value
+
+PLOT = """Draws runs over each other: figures over training, steps and guidance, precision against recall, the losses of
+their logs; and writes a PNG.
+
+opendit evaluate plot evaluation outputs/000-DiT-XL-2 outputs/001-DiT-XL-2 --output runs.png
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,17 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _plot(words: Sequence[str]) -> int:
-    parser = CommandLine(
-        prog=name_of("python -m opendit.evaluation") + " plot",
-        description="Draws runs over each other: figures over training, steps and guidance, precision against recall,\n"
-        "the losses of their logs; and writes a PNG.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def build_plot_parser() -> CommandLine:
+    parser = CommandLine(name_of("python -m opendit.evaluation") + " plot", PLOT)
     about = "runs, folders of evaluations (--output of opendit evaluate), or results.jsonl files"
+    parser.heading("Plot: what is drawn")
     parser.option("runs", Value(), about, metavar="RUN", nargs="+")
-    parser.option("--output", Value(), "the PNG to write", "evaluation.png")
-    parser.option("--metrics", Value(), "of results.jsonl; all of them when left out", nargs="+")
+    parser.option("--output", Value(unit="file"), "the PNG to write", "evaluation.png")
+    parser.option("--metrics", Value(unit="name"), "of results.jsonl; all of them when left out", nargs="+")
+    return parser
+
+
+def _plot(words: Sequence[str]) -> int:
+    parser = build_plot_parser()
     options, _ = parser.read(words)
     output = Path(options["output"])
     output = output if output.suffix == ".png" else output.with_name(output.name + ".png")

@@ -1,40 +1,46 @@
 """Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files.
 
-python -m opendit.export diffusers --ckpt outputs/000-DiT-XL-2 --output dit-pipeline
-python -m opendit.export meta --ckpt outputs/000-DiT-XL-2 --output DiT-XL-2.pt
-python -m opendit.export opendit --ckpt dit-pipeline --output weights.safetensors
-python -m opendit.export opendit --ckpt outputs/001-vDiT-7B --output model.safetensors --max_shard_size 5GB
-python -m opendit.export opendit --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --output weights.safetensors
+opendit export diffusers --ckpt outputs/000-DiT-XL-2 --output dit-pipeline
+opendit export meta --ckpt outputs/000-DiT-XL-2 --output DiT-XL-2.pt
+opendit export opendit --ckpt dit-pipeline --output weights.safetensors
+opendit export opendit --ckpt outputs/001-vDiT-7B --output model.safetensors --max_shard_size 5GB
+opendit export opendit --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --output weights.safetensors
 """
 
-import argparse
 import os
 import re
 import sys
 from pathlib import Path
 
 from opendit.cli.checks import check_can_be_made, check_output_file, check_vae, check_weights
-from opendit.cli.command_line import CommandLine, refuse_idle
+from opendit.cli.command_line import refuse_idle
 from opendit.cli.console import name_of, prepare_console
+from opendit.cli.parser import CommandLine
 from opendit.cli.values import Value, one_of
 from opendit.models.names import canonical_name
 
 MAX_SHARD_SIZE = "50GB"  # as transformers' save_pretrained since its version 5
 
 
+def build_parser() -> CommandLine:
+    parser = CommandLine(name_of("python -m opendit.export"), __doc__)
+    parser.heading("Conversion: from what to what")
+    parser.option("to", one_of(("diffusers", "meta", "opendit")), "the format to write", metavar="FORMAT")
+    parser.option(
+        "--ckpt", Value(unit="path"), "what to convert: a file, a checkpoint, a run or a pipeline", required=True
+    )
+    parser.option("--output", Value(unit="path"), "the folder of a pipeline, or the file to write", required=True)
+    parser.option("--model", Value(unit="name"), "where --ckpt does not say (Meta's .pt)")
+    parser.option("--vae", Value(unit="name"), "ema, mse or a folder; from --ckpt when left out")
+    parser.option(
+        "--max_shard_size", Value(unit="size"), "weights above it go into several files with an index (default: 50GB)"
+    )
+    return parser
+
+
 def main(argv: list[str]) -> None:
     prepare_console()
-    parser = CommandLine(
-        prog=name_of("python -m opendit.export"),
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.option("to", one_of(("diffusers", "meta", "opendit")), "the format to write", metavar="FORMAT")
-    parser.option("--ckpt", Value(), "what to convert: a file, a checkpoint, a run or a pipeline", required=True)
-    parser.option("--output", Value(), "the folder of a pipeline, or the file to write", required=True)
-    parser.option("--model", Value(), "where --ckpt does not say (Meta's .pt)")
-    parser.option("--vae", Value(), "ema, mse or a folder; from --ckpt when left out")
-    parser.option("--max_shard_size", Value(), "weights above it go into several files with an index (default: 50GB)")
+    parser = build_parser()
     options, given = parser.read(argv)
     to, ckpt, output, model, vae = (options[name] for name in ("to", "ckpt", "output", "model", "vae"))
     try:

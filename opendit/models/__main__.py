@@ -1,12 +1,14 @@
-"""Lists the models: parameters, work and training memory.
+"""Lists the models: parameters, work of a training sample (forward and backward), and training memory of one GPU under
+each plugin, with fused kernels and one EMA, by formula (opendit/training/memory.py).
 
-python -m opendit.models --image_size 512 --batch_size 8 --world 8
+opendit models --image_size 512 --batch_size 8 --world 8
 """
 
 import sys
 
-from opendit.cli.command_line import CommandLine, refuse_idle
+from opendit.cli.command_line import refuse_idle
 from opendit.cli.console import name_of, prepare_console
+from opendit.cli.parser import CommandLine
 from opendit.cli.values import BATCH, FRAMES, SIDE, Value, one_of, whole
 from opendit.models.names import NAMES, VIDEO_NAMES, is_video
 from opendit.parallel.names import PLUGINS, PRECISIONS
@@ -36,19 +38,21 @@ def table(names: list[str], image_size: int, frames: int, batch: int, world: int
     return rows
 
 
-def main(argv: list[str]) -> None:
-    prepare_console()
-    parser = CommandLine(
-        prog=name_of("python -m opendit.models"),
-        description="Lists the models: parameters, work of a training sample (forward and backward), and training "
-        "memory of one GPU under each plugin, with fused kernels and one EMA, by formula (opendit/training/memory.py).",
-    )
+def build_parser() -> CommandLine:
+    parser = CommandLine(name_of("python -m opendit.models"), __doc__)
+    parser.heading("Models: which, and for which runs")
     parser.option("names", Value(), "these only, e.g. DiT-XL/2 vDiT-B/244", nargs="*", metavar="MODEL")
-    parser.option("--image_size", Value(int, **SIDE), "pixels; latents have an eighth of it", 256)
+    parser.option("--image_size", Value(int, **SIDE), "side of a picture; latents have an eighth of it", 256)
     parser.option("--num_frames", Value(int, **FRAMES), "latent frames of models of clips", 16)
     parser.option("--batch_size", Value(int, **BATCH), "samples per GPU", 32)
-    parser.option("--world", whole(1, 2**20), "GPUs", 1)
+    parser.option("--world", whole(1, 2**20, "gpus"), "GPUs of the run", 1)
     parser.option("--mixed_precision", one_of(PRECISIONS), "precision of weights at work", "bf16")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    prepare_console()
+    parser = build_parser()
     options, given = parser.read(argv)
     names = options.pop("names") or [*NAMES, *VIDEO_NAMES]
     try:

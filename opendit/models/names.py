@@ -54,7 +54,7 @@ KINDS = {
         settings=(
             Setting(
                 "expert_capacity", None, "of EC-DiT: experts of a token, on average (2)", "float",
-                {"above": 0, "at_most": 1024},
+                {"above": 0, "at_most": 1024, "unit": "experts"},
             ),
         ),
     ),

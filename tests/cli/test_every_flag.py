@@ -217,8 +217,7 @@ def test_of_evaluate(name, place):
 
 def commands() -> list[tuple[str, str]]:
     parser = preprocess_flags.build_parser("")
-    found = next(iter(parser._subparsers._group_actions)).choices
-    flags = [(command, f"--{name}") for command, sub in found.items() for name in sub.defaults]
+    flags = [(command, f"--{name}") for command, sub in parser.commands.items() for name in sub.defaults]
     return [*flags, ("ucf101", "ROOT"), ("folder", "ROOT"), ("check", "CSV"), ("look", "DATA")]
 
 

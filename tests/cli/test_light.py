@@ -18,8 +18,9 @@ program, sys.argv = sys.argv[1], sys.argv[1:]
 runpy.run_module(program[3:], run_name="__main__") if program.startswith("-m ") else runpy.run_path(program, None,
                                                                                                  "__main__")
 """
-PROGRAMS = ["train.py", "sample.py", "preprocess.py", "-m opendit", "-m opendit.evaluation", "-m opendit.export",
-            "-m opendit.models", "-m opendit.inference.page", "-m opendit.cli.links"]  # fmt: skip
+MODULES = ("opendit", "opendit.evaluation", "opendit.export", "opendit.models", "opendit.inference.page",
+           "opendit.cli.links", "opendit.cli.completion")  # fmt: skip
+PROGRAMS = ["train.py", "sample.py", "preprocess.py", *(f"-m {name}" for name in MODULES)]
 
 
 def run(program: str, *argv: str) -> tuple[int, str, str]:

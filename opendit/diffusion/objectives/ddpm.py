@@ -24,13 +24,13 @@ SETTINGS = {
         "default": None,
         "type": "float",
         "help": "of ddpm: gamma of min-SNR loss weights, usually 5",
-        "bounds": {"at_least": 0.001, "at_most": 1e6},
+        "bounds": {"at_least": 0.001, "at_most": 1e6, "unit": "gamma"},
     },
     "shift": {
         "flag": "ddpm_shift",
         "default": 1.0,
         "help": "of ddpm's noise at every timestep, as --flow_shift",
-        "bounds": {"at_least": 0.01, "at_most": 100},
+        "bounds": {"at_least": 0.01, "at_most": 100, "unit": "factor"},
     },
 }
 

@@ -26,19 +26,19 @@ SETTINGS = {
         "flag": "edm_mean",
         "default": -1.2,
         "help": "of the log of edm's noise levels in training (P_mean)",
-        "bounds": {"at_least": -10, "at_most": 10},
+        "bounds": {"at_least": -10, "at_most": 10, "unit": "number"},
     },
     "std": {
         "flag": "edm_std",
         "default": 1.2,
         "help": "their standard deviation (P_std)",
-        "bounds": {"at_least": 0.001, "at_most": 5},
+        "bounds": {"at_least": 0.001, "at_most": 5, "unit": "number"},
     },
     "sigma_data": {
         "flag": "edm_sigma_data",
         "default": 0.5,
         "help": "of edm: the standard deviation of what the model learns",
-        "bounds": {"at_least": 0.001, "at_most": 1000},
+        "bounds": {"at_least": 0.001, "at_most": 1000, "unit": "number"},
     },
 }
 

@@ -29,7 +29,7 @@ SETTINGS = {
         "flag": "flow_shift",
         "default": 1.0,
         "help": "of flow's times, above 1 to more noise: large pictures, clips",
-        "bounds": {"at_least": 0.01, "at_most": 100},
+        "bounds": {"at_least": 0.01, "at_most": 100, "unit": "factor"},
     },
     "times_are": {
         "flag": "flow_times",

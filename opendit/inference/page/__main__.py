@@ -1,6 +1,7 @@
-"""Runs, samples and comparisons in a browser.
+"""Serves a page for a browser: draws from checkpoints, shows runs, compares.
 
-python -m opendit page --outputs outputs
+opendit page --outputs outputs
+opendit page --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --vae ema --port 8000
 """
 
 import importlib.util
@@ -11,8 +12,8 @@ import sys
 from pathlib import Path
 
 from opendit.cli.checks import check_vae, check_weights
-from opendit.cli.command_line import CommandLine
 from opendit.cli.console import name_of, prepare_console
+from opendit.cli.parser import CommandLine
 from opendit.cli.values import BATCH, Value, one_of, whole
 from opendit.parallel.names import PRECISIONS
 
@@ -20,23 +21,33 @@ SHORTEST_PASSWORD = 8
 
 
 def build_parser() -> CommandLine:
-    parser = CommandLine(
-        prog=name_of("python -m opendit.inference.page"),
-        description="Serves a page for a browser: draws from checkpoints, shows runs, compares.",
+    parser = CommandLine(name_of("python -m opendit.inference.page"), __doc__)
+    parser.heading("Shown: runs, their figures, and what can be drawn from")
+    parser.option("--outputs", Value(unit="folder"), "the folder of runs", "./outputs")
+    parser.option(
+        "--evaluation",
+        Value(unit="folder"),
+        "the --output of opendit evaluate, whose figures are shown",
+        "./evaluation",
     )
-    parser.option("--outputs", Value(), "the folder of runs", "./outputs")
-    parser.option("--evaluation", Value(), "the --output of opendit evaluate, whose figures are shown", "./evaluation")
-    parser.option("--ckpt", Value(), "further checkpoints to draw from, as sample.py takes them", nargs="+")
-    parser.option("--model", Value(), "of those that do not say (Meta's .pt)")
-    parser.option("--vae", Value(), "ema, mse, PATH or none; from the checkpoint when left out")
-    parser.option("--text_encoder", Value(), "clip, t5 or a folder; from the checkpoint when left out")
+    parser.option("--ckpt", Value(unit="path"), "further checkpoints to draw from, as sample.py takes them", nargs="+")
+    parser.option("--model", Value(unit="name"), "of those that do not say (Meta's .pt)")
+    parser.option("--vae", Value(unit="name"), "ema, mse, PATH or none; from the checkpoint when left out")
+    parser.option("--text_encoder", Value(unit="name"), "clip, t5 or a folder; from the checkpoint when left out")
+    parser.heading("Drawing: precision, memory, and how much at a time")
     parser.switch("--vae_tiling", "decode large pictures and clips in overlapping tiles: less memory")
     parser.option("--mixed_precision", one_of(PRECISIONS), "of the model (default: bf16 on a GPU, else fp32)")
     parser.switch("--fp8", "the blocks' linear layers in FP8 (Hopper and newer)")
     parser.option("--batch_size", Value(int, **BATCH), "samples at a time, of all who draw", 32)
-    parser.option("--most_samples", whole(1, 1024), "of one request", 64)
-    parser.option("--host", Value(), "address to serve at; any but this machine's own needs a password", "127.0.0.1")
-    parser.option("--port", whole(0, 65535), "0: a free one", 7860)
+    parser.option("--most_samples", whole(1, 1024, "samples"), "of one request", 64)
+    parser.heading("Server: where the page is, and who may see it")
+    parser.option(
+        "--host",
+        Value(unit="address"),
+        "address to serve at; any but this machine's own needs a password",
+        "127.0.0.1",
+    )
+    parser.option("--port", whole(0, 65535, "port"), "0: a free one", 7860)
     parser.option("--password", Value(), "of the page (default: none on 127.0.0.1, else one is made and printed)")
     return parser
 

@@ -1,0 +1,79 @@
+"""Prints the script with which a shell completes the command ``opendit``: commands, flags, words of a flag, files.
+
+opendit completion bash > ~/.local/share/bash-completion/completions/opendit
+opendit completion zsh > ~/.zfunc/_opendit
+"""
+
+import argparse
+import importlib
+import sys
+
+from opendit.cli.command import COMMANDS, MODULES
+from opendit.cli.command_line import build_parser as build_from_flags
+from opendit.cli.console import name_of, prepare_console
+from opendit.cli.evaluate_flags import EvaluateConfig
+from opendit.cli.parser import CommandLine
+from opendit.cli.preprocess_flags import build_parser as build_preprocess
+from opendit.cli.sample_flags import SampleConfig
+from opendit.cli.train_flags import TrainConfig
+from opendit.cli.values import one_of
+
+SHELLS = ("bash", "zsh", "tcsh")
+FILES = ("path", "folder", "file", "csv", "csv2", "data")  # units whose values may be files
+CONFIGS = {"train": TrainConfig, "sample": SampleConfig, "evaluate": EvaluateConfig}
+
+
+def build_parser() -> CommandLine:
+    parser = CommandLine(name_of("python -m opendit.cli.completion"), __doc__)
+    parser.heading("Shell: which one's script is printed")
+    parser.option("shell", one_of(SHELLS), "the shell", metavar="SHELL")
+    return parser
+
+
+def parser_of(command: str) -> CommandLine:
+    """The parser of one of ``opendit``'s commands."""
+    if command in CONFIGS:
+        return build_from_flags(CONFIGS[command])
+    if command == "preprocess":
+        return build_preprocess("")
+    return importlib.import_module(MODULES[command][0]).build_parser()
+
+
+def script(shell: str) -> str:
+    """The completion of all commands. Raises ImportError without shtab."""
+    import shtab
+
+    whole = argparse.ArgumentParser("opendit", add_help=False)
+    commands = whole.add_subparsers()
+
+    def add(to, name: str, about: str, parser: CommandLine) -> None:
+        for action, takes in parser.taken:
+            action.choices = takes.choices
+            if takes.choices is None and (
+                takes.unit in FILES or action.metavar in ("ROOT", "CSV", "DIR", "RUN", "DATA")
+            ):
+                action.complete = shtab.FILE
+        if parser.commands:
+            nested = to.add_parser(name, help=about, add_help=False).add_subparsers()
+            for inner, of in parser.commands.items():
+                add(nested, inner, of.description or "", of)
+        else:
+            to.add_parser(name, help=about, parents=[parser], add_help=False)
+
+    for command, about in COMMANDS.items():
+        add(commands, command, about, parser_of(command))
+    return shtab.complete(whole, shell)
+
+
+def main(argv: list[str]) -> None:
+    prepare_console()
+    parser = build_parser()
+    options, _ = parser.read(argv)
+    try:
+        print(script(options["shell"]))
+    except ImportError:
+        parser.fail("completion needs shtab, which is not installed; pip install 'opendit[completion]'")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,193 @@
+"""The parser of every program: strict, with one line for a mistake, and --help by component."""
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from opendit.cli.errors import speaks
+from opendit.cli.help_page import REQUIRED, HelpEntry, Section, about_of, entry, examples_of, page
+from opendit.cli.values import Value, one_line, show
+from opendit.models.names import nearest
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser that answers a mistake with one line, which names the flag and the fix, and exit code 2. On several
+    ranks the first one alone prints it. Every flag stands under a heading.
+
+    Args:
+        prog: how it was started.
+        doc: the program's docstring; the commands in it are the examples of --help.
+        examples: these in their place.
+        options: argparse's.
+    """
+
+    def __init__(self, prog: str, doc: str = "", examples: Sequence[str] | None = None, **options: Any):
+        options = {"allow_abbrev": False, "add_help": False, "description": about_of(doc), **options}
+        super().__init__(prog, **options)
+        self.examples = examples_of(doc) if examples is None else examples
+        self.add_argument("--help", action=_Help, nargs="?", default=argparse.SUPPRESS, help="show this and end")
+        # No flag has one dash: what begins with one is a value (-inf, a folder's name), as negative numbers are.
+        self._negative_number_matcher = re.compile("-[^-]")
+        self.defaults: dict[str, Any] = {}
+        self.sections: list[Section] = []
+        self.commands: dict[str, CommandLine] = {}
+        self.taken: list[tuple[argparse.Action, Value]] = []  # for the completion in shells
+
+    def heading(self, heading: str) -> None:
+        """``"Title: what it is about"``, under which the flags that are added next stand in --help."""
+        new = Section.headed(heading)
+        known = [section for section in self.sections if section.title == new.title]
+        self.sections = [section for section in self.sections if section not in known] + (known or [new])
+
+    def option(
+        self,
+        name: str,
+        takes: Value,
+        help: str,
+        default: Any = None,
+        alias: str | None = None,
+        common: bool | str = False,
+        **options: Any,
+    ) -> None:
+        """Adds a flag, or a positional argument, with its range and default in --help.
+
+        common: as of :func:`opendit.cli.command_line.flag`. options: argparse's.
+        """
+        shown = {name: options[name] for name in ("nargs", "metavar", "required") if name in options}
+        self._show(entry(name, takes, help, default, common=common, alias=alias, **shown))
+        options = {"metavar": takes.metavar, "type": takes.read, "help": help.replace("%", "%%"), **options}
+        if name.startswith("-"):
+            options["default"] = argparse.SUPPRESS
+            self.defaults[name.lstrip("-")] = default
+        self.taken.append((self.add_argument(name, *([alias] if alias else []), **options), takes))
+
+    def switch(self, name: str, help: str, default: bool | None = False, common: bool | str = False) -> None:
+        """Adds a flag ``--x`` that is on or off, and ``--no_x``."""
+        bare = name.lstrip("-")
+        self.defaults[bare] = default
+        self._show(entry(name, None, help, default, common=common))
+        options = dict(action="store_const", dest=bare, default=argparse.SUPPRESS)
+        self.add_argument(name, const=True, help=help.replace("%", "%%"), **options)
+        self.add_argument(f"--no_{bare}", const=False, help=f"not --{bare}", **options)
+
+    def command(self, name: str, about: str, heading: str = "Commands: what can be done") -> "CommandLine":
+        """The parser of a subcommand."""
+        if self._subparsers is None:
+            self._commands = self.add_subparsers(dest="command", metavar="COMMAND")
+        self.heading(heading)
+        self._show(HelpEntry(name, name, about))
+        self.commands[name] = self._commands.add_parser(
+            name, help=about, description=f"{about[:1].upper()}{about[1:]}."
+        )
+        self.commands[name].examples = [line for line in self.examples if f" {name} " in f"{line} "]
+        return self.commands[name]
+
+    def _show(self, shown: HelpEntry) -> None:
+        if not self.sections:
+            raise TypeError(f"{shown.written} has no heading: call heading() before")
+        self.sections[-1].entries.append(shown)
+
+    def format_help(self, topic: str | None = None) -> str:
+        """What --help prints, for ``topic`` "all", a heading, a flag or a subcommand. Raises ValueError for another."""
+        if topic in self.commands:
+            return self.commands[topic].format_help("all")
+        entries = [one for section in self.sections for one in section.entries]
+        words = [one.written for one in entries if not one.written.startswith("-") or REQUIRED in one.values]
+        usage = "COMMAND [FLAG [VALUE]] ..." if self.commands else " ".join([*words, "[FLAG [VALUE]] ..."])
+        text = page(self.prog, usage, self.description or "", self.sections, self.examples, topic)
+        if self.commands and topic == "all":
+            text += "".join(f"\n{command.format_help('all')}" for command in self.commands.values())
+        elif self.commands and topic is None:
+            text += f"\n{self.prog} COMMAND --help shows a command's flags.\n"
+        return text
+
+    def read(self, words: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
+        """(values of all flags of :meth:`option` and :meth:`switch`, the names of those that were given)."""
+        found = vars(self.parse_args(words))
+        chosen = self.commands.get(found.get("command"), self)
+        return {**chosen.defaults, **found}, set(found)
+
+    def parse_known_args(self, args=None, namespace=None):
+        """argparse's, of words that may have dashes for underscores, and values that begin with one."""
+        words = ["--help" if word == "-h" else underscored(word) for word in (sys.argv[1:] if args is None else args)]
+        if not self.commands:
+            self._refuse_strangers(words[: words.index("--")] if "--" in words else words)
+        return super().parse_known_args(words, namespace)
+
+    def parse_args(self, args=None, namespace=None):
+        """argparse's, with what was meant by a word that is no flag."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.fail(self._meant(unknown[0]))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Says what argparse found, in this program's words, and ends it."""
+        message = re.sub(r"^argument ([^:/]+)(/[^:]+)?: ", r"\1: ", message)
+        if choice := re.match(r"(.+): invalid choice: '(.*)' \(choose from (.+)\)$", message, re.DOTALL):
+            names = [name.strip("'\" ") for name in choice[3].split(",")]
+            message = f"{choice[2]}: must be one of {', '.join(names)}; did you mean {nearest(choice[2], names)}?"
+        elif re.search(": expected (at least )?one argument$", message):
+            message = message.partition(": expected")[0] + " needs a value"
+        elif "ignored explicit argument" in message:
+            name = message.partition(":")[0]
+            off = f", or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else ""
+            message = f"{name} takes no value: write {name}{off}"
+        elif value := re.match(r"(-\S+|[A-Za-z]\S*): (.*)$", message, re.DOTALL):
+            message = f"{value[1]} {value[2]}"  # Value.read's, which begins with the value itself
+        self.fail(message)
+
+    def fail(self, error: Exception | str, *, hint: bool = True) -> NoReturn:
+        """Ends the program with exit code 2 and one line."""
+        more = f" ({self.prog} --help shows all flags)" if hint and "--help" not in str(error) else ""
+        if speaks(error):
+            print(one_line(f"{self.prog}: error: {error}{more}"), file=sys.stderr, flush=True)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(5)  # torchrun ends all processes once one has ended, and the one that speaks may be slower
+        self.exit(2)
+
+    def _refuse_strangers(self, words: list[str]) -> None:
+        """Ends the program for a flag that there is not, and for a value of one that takes none."""
+        named = any(not action.option_strings for action in self._actions)  # positional arguments
+        for before, word in zip(["", *words], words, strict=False):
+            flag_before = self._option_string_actions.get(before)
+            if word.startswith("--"):
+                if word.partition("=")[0] not in self._option_string_actions:
+                    self.fail(self._meant(word))
+            elif flag_before is not None and flag_before.nargs == 0 and not named:
+                off = f", or --no_{before[2:]}" if f"--no_{before[2:]}" in self._option_string_actions else ""
+                self.fail(f"{before} takes no value, not {show(word)}: write {before}{off}")
+
+    def _meant(self, word: str) -> str:
+        """What to say of a word that is no flag: the one most like it, also for another program's ``optim.lr=1e-4``."""
+        flags = sorted(self._option_string_actions)
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            return f"{name}: no such flag; did you mean {nearest(name, flags)}? (--help shows all)"
+        if equals:
+            flag_name = nearest(f"--{name.split('.')[-1]}", flags)
+            return f"{word}: flags are written --name value; did you mean {flag_name} {value}? (--help shows all)"
+        return f"{word}: a value without a flag; flags are written --name value (--help shows all)"
+
+
+def underscored(word: str) -> str:
+    """--data-path=x-y -> --data_path=x-y; a word that is no flag stays."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+class _Help(argparse.Action):
+    """--help, --help all, --help TOPIC."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        try:
+            print(parser.format_help(values), end="")
+        except ValueError as error:
+            parser.fail(error)
+        parser.exit()
