@@ -3,7 +3,7 @@
 How the kernels cut their work. A program takes a *chunk* of consecutive rows (tokens) and walks over it in tiles of a
 few rows. In the (B, N, D) form a chunk never crosses a sample. In the packed form, x (rows, D) with
 ``sample_of_row`` (rows,) non-decreasing, program p takes rows [p * chunk, (p + 1) * chunk) and walks over the
-samples inside it one by one.
+samples inside it one by one. (x may have a 1 in front there, as a pack has in a model.)
 
 How the gradients of shift, scale and gate are summed. Each (program, sample) pair adds up its rows in registers, in
 row order, and writes one fp32 partial sum to a slot of its own; ``finish_sums`` adds a sample's slots, in slot order.
@@ -349,11 +349,12 @@ def check_inputs(
     x: Tensor, sample_of_row: Tensor | None, same_shape: dict[str, Tensor], bias: Tensor | None = None,
     **vectors: Tensor,
 ) -> None:  # fmt: skip
-    """Raises ValueError unless x is (B, N, D), or (rows, D) with sample_of_row (rows,), vectors (B, D), bias (D,)."""
+    """Raises ValueError unless x is (B, N, D), or (rows, D) or (1, rows, D) with sample_of_row (rows,), vectors (B, D),
+    bias (D,)."""
     if sample_of_row is None:
         if x.dim() != 3:
             raise ValueError(f"x must be (B, N, D), or (rows, D) with sample_of_row; it is {tuple(x.shape)}")
-    elif x.dim() != 2 or sample_of_row.shape != x.shape[:1] or sample_of_row.dtype not in (torch.int32, torch.int64):
+    elif not _fits_rows(x, sample_of_row) or sample_of_row.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"the packed form takes x (rows, D) and sample_of_row (rows,) int32 or int64, not {tuple(x.shape)} and "
             f"{tuple(sample_of_row.shape)} {sample_of_row.dtype}"
@@ -376,6 +377,11 @@ def check_inputs(
             raise ValueError(f"bias must be (D,) = ({width},), not {tuple(bias.shape)}")
         vectors = {**vectors, "bias": bias}
     check_tensors(x=x, **same_shape, **vectors)
+
+
+def _fits_rows(x: Tensor, sample_of_row: Tensor) -> bool:
+    rows = tuple(sample_of_row.shape)
+    return tuple(x.shape[:-1]) in (rows, (1, *rows))
 
 
 def check_tensors(**tensors: Tensor) -> None:

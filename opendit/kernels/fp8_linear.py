@@ -72,6 +72,7 @@ class Modulated:
     x: Tensor
     shift: Tensor
     scale: Tensor
+    sample_of_row: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -79,8 +80,10 @@ class Modulated:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        make = [adaln.layernorm_modulate(a.x, a.shift, a.scale) if isinstance(a, cls) else a for a in args]
-        return function(*make, **(kwargs or {}))
+        return function(*(a._in_its_dtype() if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+    def _in_its_dtype(self) -> Tensor:
+        return adaln.layernorm_modulate(self.x, self.shift, self.scale, EPS, self.sample_of_row)
 
 
 def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
@@ -88,7 +91,7 @@ def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
     if isinstance(x, Quantized):
         return x
     if isinstance(x, Modulated):
-        return Quantized(*_LayerNormModulate.apply(x.x, x.shift, x.scale))
+        return Quantized(*_LayerNormModulate.apply(x.x, x.shift, x.scale, x.sample_of_row))
     return Quantized(x, fp8.cast(x.detach(), E4M3))
 
 
@@ -131,15 +134,14 @@ def _backward_products(ctx, dy: Float8, saved: tuple[Tensor, ...]) -> tuple[Tens
 
 class _LayerNormModulate(Function):
     @staticmethod
-    def forward(ctx, x, shift, scale):
-        y, mean, rstd = adaln.layernorm_modulate_float8(x, shift, scale, EPS)
-        ctx.save_for_backward(x, scale, mean, rstd)
+    def forward(ctx, x, shift, scale, sample_of_row):
+        y, mean, rstd = adaln.layernorm_modulate_float8(x, shift, scale, EPS, sample_of_row=sample_of_row)
+        ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
         return _stand_in(x, x.shape[-1]), y
 
     @staticmethod
     def backward(ctx, dy, _):
-        x, scale, mean, rstd = ctx.saved_tensors
-        return adaln.layernorm_modulate_backward(dy, x, scale, mean, rstd, None, True, None)
+        return *adaln.layernorm_modulate_backward(dy, *ctx.saved_tensors, True, None), None
 
 
 class _LinearHeads(Function):
@@ -174,35 +176,37 @@ class _LinearGelu(Function):
 
 class _LinearGateResidual(Function):
     @staticmethod
-    def forward(ctx, x, gate, stand_in, z, weight, bias):
+    def forward(ctx, x, gate, stand_in, z, weight, bias, sample_of_row):
         branch, saved = _forward_product(ctx, z, weight, stand_in.dtype)
-        ctx.save_for_backward(gate, branch, bias, *saved)
-        return gate_residual(x, gate, branch, bias)
+        ctx.save_for_backward(gate, branch, bias, sample_of_row, *saved)
+        return gate_residual(x, gate, branch, bias, sample_of_row)
 
     @staticmethod
     def backward(ctx, dout):
-        gate, branch, bias, *saved = ctx.saved_tensors
-        dbranch, dgate, dbias = gate_residual_backward(dout, gate, branch, bias, None)
+        gate, branch, bias, sample_of_row, *saved = ctx.saved_tensors
+        dbranch, dgate, dbias = gate_residual_backward(dout, gate, branch, bias, sample_of_row)
         dz, dw = _backward_products(ctx, fp8.cast(dbranch, E5M2), saved)
-        return dout, dgate, dz, None, dw, dbias
+        return dout, dgate, dz, None, dw, dbias, None
 
 
 class _LinearGateResidualLayerNormModulate(Function):
     @staticmethod
-    def forward(ctx, x, gate, stand_in, z, weight, bias, shift, scale):
+    def forward(ctx, x, gate, stand_in, z, weight, bias, shift, scale, sample_of_row):
         branch, saved = _forward_product(ctx, z, weight, stand_in.dtype)
-        h, y, mean, rstd = joined.gate_residual_layernorm_modulate_float8(x, gate, branch, shift, scale, bias, EPS)
-        ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, *saved)
+        h, y, mean, rstd = joined.gate_residual_layernorm_modulate_float8(
+            x, gate, branch, shift, scale, bias, EPS, sample_of_row=sample_of_row
+        )
+        ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row, *saved)
         return h, _stand_in(h, h.shape[-1]), y
 
     @staticmethod
     def backward(ctx, dh, dy, _):
-        h, gate, branch, scale, bias, mean, rstd, *saved = ctx.saved_tensors
+        h, gate, branch, scale, bias, mean, rstd, sample_of_row, *saved = ctx.saved_tensors
         dx, dbranch, dgate, dshift, dscale, dbias = joined.gate_residual_layernorm_modulate_backward(
-            dy, dh, h, gate, branch, scale, bias, mean, rstd, None
+            dy, dh, h, gate, branch, scale, bias, mean, rstd, sample_of_row
         )
         dz, dw = _backward_products(ctx, fp8.cast(dbranch, E5M2), saved)
-        return dx, dgate, dz, None, dw, dbias, dshift, dscale
+        return dx, dgate, dz, None, dw, dbias, dshift, dscale, None
 
 
 # ------------------------------------------------------------------------------------------------------------ BlockOps
@@ -221,18 +225,24 @@ def linear_gelu(x, linear: Projection) -> Quantized:
     return Quantized(*_LinearGelu.apply(x.stand_in, x.data, linear.weight, linear.bias))
 
 
-def linear_gate_residual(x: Tensor, gate: Tensor, z, linear: Projection) -> Tensor:
+def linear_gate_residual(x: Tensor, gate: Tensor, z, linear: Projection, sample_of_row: Tensor | None = None) -> Tensor:
     """x + gate * linear(z)."""
     z = quantized(z)
-    return _LinearGateResidual.apply(x, gate, z.stand_in, z.data, linear.weight, linear.bias)
+    return _LinearGateResidual.apply(x, gate, z.stand_in, z.data, linear.weight, linear.bias, sample_of_row)
 
 
 def linear_gate_residual_layernorm_modulate(
-    x: Tensor, gate: Tensor, z, linear: Projection, shift: Tensor, scale: Tensor
+    x: Tensor,
+    gate: Tensor,
+    z,
+    linear: Projection,
+    shift: Tensor,
+    scale: Tensor,
+    sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Quantized]:
     """h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
     z = quantized(z)
     h, stand_in, data = _LinearGateResidualLayerNormModulate.apply(
-        x, gate, z.stand_in, z.data, linear.weight, linear.bias, shift, scale
+        x, gate, z.stand_in, z.data, linear.weight, linear.bias, shift, scale, sample_of_row
     )
     return h, Quantized(stand_in, data)

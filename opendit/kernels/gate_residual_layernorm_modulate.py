@@ -309,7 +309,7 @@ def _forward(
 
 def gate_residual_layernorm_modulate_float8(
     x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None, eps: float = 1e-6,
-    by_row: bool = False, branch_scale: Tensor | None = None,
+    by_row: bool = False, branch_scale: Tensor | None = None, sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Float8, Tensor, Tensor]:  # fmt: skip
     """(h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32). by_row: y with a scale a row.
     branch_scale: (B * N, 1) fp32 that the branch's rows are multiplied by first."""
@@ -317,7 +317,8 @@ def gate_residual_layernorm_modulate_float8(
     mean, rstd = common.new_statistics(x)
     y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)
     partial = None if by_row else fp8.amax(*unit_columns(shift, scale), normalized=True)
-    _launch_forward(x, gate, branch, shift, scale, bias, None, eps, h, y, mean, rstd, partial, branch_scale)
+    outputs = h, y, mean, rstd, partial, branch_scale
+    _launch_forward(x, gate, branch, shift, scale, bias, sample_of_row, eps, *outputs)
     return h, y, mean, rstd
 
 

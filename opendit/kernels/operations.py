@@ -50,9 +50,14 @@ def _linear_gelu(x: Tensor, linear: Projection) -> Tensor:
 
 
 def _linear_gate_residual(
-    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, multiply: Callable = unbiased
+    x: Tensor,
+    gate: Tensor,
+    z: Tensor,
+    linear: Projection,
+    sample_of_row: Tensor | None = None,
+    multiply: Callable = unbiased,
 ) -> Tensor:
-    return gate_residual(x, gate, linear.product(z, multiply=multiply), linear.bias)
+    return gate_residual(x, gate, linear.product(z, multiply=multiply), linear.bias, sample_of_row)
 
 
 def _linear_gate_residual_layernorm_modulate(
@@ -62,32 +67,54 @@ def _linear_gate_residual_layernorm_modulate(
     linear: Projection,
     shift: Tensor,
     scale: Tensor,
+    sample_of_row: Tensor | None = None,
     multiply: Callable = unbiased,
 ) -> tuple[Tensor, Tensor]:
     branch = linear.product(z, multiply=multiply)
-    return gate_residual_layernorm_modulate(x, gate, branch, shift, scale, linear.bias)
+    return gate_residual_layernorm_modulate(x, gate, branch, shift, scale, linear.bias, sample_of_row=sample_of_row)
 
 
 def _linear_gate_residual_rmsnorm_modulate(
-    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, norm: RMSNorm, shift: Tensor, scale: Tensor
+    x: Tensor,
+    gate: Tensor,
+    z: Tensor,
+    linear: Projection,
+    norm: RMSNorm,
+    shift: Tensor,
+    scale: Tensor,
+    sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    branch = linear.product(z, multiply=unbiased)
-    return gate_residual_rmsnorm_modulate(x, gate, branch, norm.weight, shift, scale, linear.bias)
+    branch, vectors = linear.product(z, multiply=unbiased), (norm.weight, shift, scale)
+    return gate_residual_rmsnorm_modulate(x, gate, branch, *vectors, linear.bias, sample_of_row=sample_of_row)
 
 
 # ----------------------------------------------------------------------------------------------------------- the others
 
 
-def _residual_rmsnorm_modulate(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return residual_rmsnorm_modulate(x, norm.weight, shift, scale)
+def _residual_rmsnorm_modulate(
+    x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return residual_rmsnorm_modulate(x, norm.weight, shift, scale, sample_of_row=sample_of_row)
 
 
-def _modulate_after_layernorm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return adaln.modulate(layer_norm(x), shift, scale)
+def _layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
+    return adaln.layernorm_modulate(x, shift, scale, sample_of_row=sample_of_row)
 
 
-def _modulate_after_rmsnorm(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return x, adaln.modulate(norm(x), shift, scale)
+def _residual_layernorm_modulate(
+    x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return adaln.residual_layernorm_modulate(x, shift, scale, sample_of_row=sample_of_row)
+
+
+def _modulate_after_layernorm(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
+    return adaln.modulate(layer_norm(x), shift, scale, sample_of_row)
+
+
+def _modulate_after_rmsnorm(
+    x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return x, adaln.modulate(norm(x), shift, scale, sample_of_row)
 
 
 MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # switches
@@ -96,8 +123,8 @@ MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8"
 # the names of the arguments, u a projection's product and y the result.
 KERNELS = (
     Kernel("layernorm_modulate", _modulate_after_layernorm, {MODULATE}, keeps=("x", "norm(x)")),
-    Kernel("layernorm_modulate", adaln.layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),
-    Kernel("residual_layernorm_modulate", adaln.residual_layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),
+    Kernel("layernorm_modulate", _layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),
+    Kernel("residual_layernorm_modulate", _residual_layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),
     Kernel("residual_rmsnorm_modulate", _modulate_after_rmsnorm, {MODULATE}, keeps=("x", "norm(x)")),
     Kernel("residual_rmsnorm_modulate", _residual_rmsnorm_modulate, {MODULATE, NORM}, keeps=("x",)),
     Kernel("linear_heads", _linear_heads, {SPLIT}, keeps=("x",)),

@@ -125,12 +125,13 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
     activation = ops.kernel("linear_gelu") and ops.kernel("linear_gelu").after_product  # adds the bias, too
 
-    def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        return _remember(thrifty(x, shift, scale), norm, x, shift, scale)
+    # of_rows: nothing, or a pack's sample_of_row.
+    def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> Tensor:
+        return _remember(thrifty(x, shift, scale, *of_rows), norm, x, shift, scale, *of_rows)
 
-    def residual_layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        same, y = forked(x, shift, scale)
-        return same, _remember(y, norm, x, shift, scale)
+    def residual_layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> tuple[Tensor, Tensor]:
+        same, y = forked(x, shift, scale, *of_rows)
+        return same, _remember(y, norm, x, shift, scale, *of_rows)
 
     def linear_heads(x: Tensor, layer: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         x = _as_a_linear_sees(x)
@@ -153,16 +154,16 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
             z = gelu(u)
         return z if level == "norms" else _remember(z, gelu, u)
 
-    def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, layer: Projection) -> Tensor:
+    def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, layer: Projection, *of_rows: Tensor) -> Tensor:
         z = _as_a_linear_sees(z)
         with _not_keeping(z):
-            return ops.linear_gate_residual(x, gate, z, layer)
+            return ops.linear_gate_residual(x, gate, z, layer, *of_rows)
 
-    def linear_gate_residual_layernorm_modulate(x, gate, z, layer, shift, scale) -> tuple[Tensor, Tensor]:
+    def linear_gate_residual_layernorm_modulate(x, gate, z, layer, shift, scale, *of_rows) -> tuple[Tensor, Tensor]:
         z = _as_a_linear_sees(z)
         with _not_keeping(z):
-            h, y = joined(x, gate, z, layer, shift, scale)
-        return h, _remember(y, norm, h, shift, scale)
+            h, y = joined(x, gate, z, layer, shift, scale, *of_rows)
+        return h, _remember(y, norm, h, shift, scale, *of_rows)
 
     return replace(
         ops,

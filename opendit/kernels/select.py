@@ -12,6 +12,7 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.operations import FLOAT8, INFERENCE, MODULATE, NORM, SPLIT, chosen
 from opendit.kernels.short_attention import ShortAttention, short_is_faster
+from opendit.kernels.varlen import VarlenAttention, resolve_varlen
 from opendit.models.layers import BlockOps, Kernel, modulate
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class KernelChoice:
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ops_note: str
     attention_note: str
+    varlen: VarlenAttention | None = None  # of packs: the kernel for neighbours of unequal length
 
 
 def select_kernels(
@@ -48,11 +50,13 @@ def select_kernels(
     *,
     inference: bool = False,
     shared: bool = False,
+    packs: bool = False,
 ) -> KernelChoice:
     """The operations for activations of ``dtype`` on ``device``, heads of ``head_dim``, ``tokens`` tokens a sample.
 
     inference: nothing will ask for gradients, so that operations which keep nothing for them may be taken.
     shared: ranks share a sample's tokens, and have to agree on the scales of FP8.
+    packs: samples of unequal size will lie in one sequence.
 
     A kernel that was asked for and can't be used is replaced by its torch reference; the note says why.
 
@@ -78,8 +82,11 @@ def select_kernels(
             ops_note = f"block linears in FP8, fused with everything between them ({why})"
         else:
             ops_note += f"; no FP8: {why}"
-    ops = chosen(switches, others)
-    return KernelChoice(ops, attend, ops_note, attention_note)
+    varlen = None
+    if packs:
+        varlen, why = resolve_varlen(device, dtype, head_dim, flags.attention)
+        attention_note += f"; in packs {why}"
+    return KernelChoice(chosen(switches, others), attend, ops_note, attention_note, varlen)
 
 
 def _attention(flags, device, dtype, head_dim, tokens):
@@ -119,7 +126,7 @@ def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
 
 def _after(norm, modulation):
     """adaLN from a separate LayerNorm and modulation."""
-    return lambda x, shift, scale: modulation(norm(x), shift, scale)
+    return lambda x, *modulated_by: modulation(norm(x), *modulated_by)
 
 
 def _apex_layer_norm():

@@ -12,6 +12,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, Projection, RMSNorm
 from opendit.models.positions import rotate
+from opendit.models.segment_attention import Varlen, segment_attention, segment_cross_attention
+from opendit.models.segments import PlacedSegments
 
 if TYPE_CHECKING:
     from opendit.models.ecdit import ExpertMlp, Routing
@@ -33,16 +35,26 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class TokenGrid:
     """What blocks know of where a sequence's tokens are: how many along each axis; with rotary positions, the rotations
     (N, d / 2, 2) fp32; where every block adds learned positions, those of this rank's tokens (1, n, D); where several
-    ranks share the sequence, how."""
+    ranks share the sequence, how; where it is a pack, its segments, as far as they are this rank's. (A pack has grids
+    of its own, and ``sizes`` is its number of tokens.)"""
 
     sizes: tuple[int, ...]
     rotary: Tensor | None = None
     learned: Tensor | None = None
     shards: "SequenceShards | None" = None
+    packed: PlacedSegments | None = None
+
+
+def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
+    """What operations with a shift, a scale or a gate get last of a pack, (sample_of_row,); nothing otherwise."""
+    return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
 
 
 class SequenceShards(Protocol):
     """The tokens of a sequence that several ranks share, as a model sees them (opendit.parallel.sequence)."""
+
+    first: int  # the place of this rank's first token
+    rows: int  # tokens of a rank, padding among them
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens (B, n, F) of all (B, N, F)."""
@@ -90,7 +102,7 @@ class Attention(nn.Module):
     ``attend`` maps q, k, v (B, H, N, d) to (B, H, N, d); a parallel strategy or a kernel replaces it.
     ``kv_heads``: keys and values of so many heads, each shared by as many neighbouring heads of queries (grouped-query
     attention, Ainslie et al. 2023). ``options.qk_norm``: RMSNorm of every query and key (Dehghani et al. 2023, who
-    take LayerNorm; RMS as in Stable Diffusion 3).
+    take LayerNorm; RMS as in Stable Diffusion 3). ``varlen``: a kernel for packs' short runs, see segment_attention.py.
     """
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, kv_heads: int | None = None):
@@ -102,6 +114,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim) if options.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim) if options.qk_norm else None
         self.attend: Attend = local_attention
+        self.varlen: Varlen | None = None
 
     def output(self, x: Tensor, ops: BlockOps = TORCH_OPS, grid: TokenGrid | None = None) -> Tensor:
         """The attention output (B, N, D) before the output projection, for which see BlockOps.
@@ -141,7 +154,10 @@ class Attention(nn.Module):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None) -> Tensor:
         """(B, H, N, d) of q, k, v (B, H, N, d) of all tokens."""
         q, k, v = self.prepare(q, k, v, grid)
-        return self.attend(q, *for_every_head(q, k, v))
+        k, v = for_every_head(q, k, v)
+        if grid is not None and grid.packed is not None:
+            return segment_attention(q, k, v, grid.packed, self.attend, self.varlen)
+        return self.attend(q, k, v)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys normalised and rotated."""
@@ -285,10 +301,11 @@ class CrossAttention(nn.Module):
         k, v = self.kv(tokens).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
         return (k if self.k_norm is None else self.k_norm(k)), v
 
-    def output(self, x: Tensor, *context: Tensor) -> Tensor:
+    def output(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None) -> Tensor:
         """The attention output (B, N, D) before the output projection.
 
-        context: tokens and their mask; or keys and values that :meth:`keys_values` made of them, and the mask.
+        context: tokens and their mask; or keys and values that :meth:`keys_values` made of them, and the mask. Of a
+        pack x (1, N, D), which ``grid`` knows, they are of its S segments, (S, M, ...).
         """
         *source, mask = context
         k, v = self.keys_values(*source) if len(source) == 1 else source
@@ -296,7 +313,11 @@ class CrossAttention(nn.Module):
         if self.q_norm is not None:
             q = self.q_norm(q)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        return masked_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+        if grid is not None and grid.packed is not None:
+            output = segment_cross_attention(q, k, v, mask, grid.packed, masked_attention)
+        else:
+            output = masked_attention(q, k, v, mask)
+        return output.transpose(1, 2).flatten(2)
 
-    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
-        return self.proj(self.output(x, *context))
+    def forward(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None) -> Tensor:
+        return self.proj(self.output(x, *context, grid=grid))

@@ -1,12 +1,12 @@
-"""What the blocks of every architecture are, and how a stack of them is run."""
+"""What the blocks of every architecture are, how a stack of them is run, and the layer after them."""
 
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from opendit.models.attention import TokenGrid
-from opendit.models.layers import BlockOps, RMSNorm
+from opendit.models.attention import TokenGrid, of_rows
+from opendit.models.layers import BlockOps, RMSNorm, modulation
 
 # What blocks attend to: tokens (B, L, D) and their mask (B, L) bool; or, of one block, the keys and values (B, L, H, d)
 # that it makes of them, and the mask.
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
     def complete(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Tensor:
         """All of a block that is cut from the next one; arguments as of :meth:`deferred`."""
-        return self.materialize(*self.deferred(start, m, context, grid))
+        return self.materialize(*self.deferred(start, m, context, grid), of_rows(grid))
 
     def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         """All of :meth:`forward` but its last residual connection, which :meth:`materialize` makes of the result.
@@ -67,24 +67,32 @@ class Block(nn.Module):
         """
         raise NotImplementedError
 
-    def materialize(self, h: Tensor, gate: Tensor, z: Tensor) -> Tensor:
-        """h + gate * fc2(z): the deferred residual connection."""
-        return self.ops.linear_gate_residual(h, gate, z, self.mlp.fc2)
+    def materialize(self, h: Tensor, gate: Tensor, z: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:
+        """h + gate * fc2(z): the deferred residual connection. of_rows: of a pack, see ``TokenGrid``."""
+        return self.ops.linear_gate_residual(h, gate, z, self.mlp.fc2, *of_rows)
 
-    def begin(self, start: list, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+    def begin(
+        self,
+        start: list,
+        shift: Tensor,
+        scale: Tensor,
+        norm: RMSNorm | None = None,
+        of_rows: tuple[Tensor, ...] = (),
+    ) -> tuple[Tensor, Tensor]:
         """x, and norm(x) * (1 + scale) + shift (by LayerNorm, or by ``norm``).
 
         start: [x]; or the deferred residual of the block before and its last layer, [h, gate, z, fc2], with which
         x = h + gate * fc2(z) is made in one pass with its norm, where there is such an operation. It is emptied, so
         that nobody holds its tensors, z above all, which is wider than x, until the block has ended.
+        of_rows: of a pack, see ``TokenGrid``.
         """
         if len(start) == 1:
-            return self.ops.residual_and_norm(*_emptied(start), shift, scale, norm)
-        return self.ops.residual_then_norm(*_emptied(start), shift, scale, norm)
+            return self.ops.residual_and_norm(*_emptied(start), shift, scale, norm, of_rows)
+        return self.ops.residual_then_norm(*_emptied(start), shift, scale, norm, of_rows)
 
-    def take(self, start: list) -> Tensor:
+    def take(self, start: list, of_rows: tuple[Tensor, ...] = ()) -> Tensor:
         """x alone of what :meth:`begin` is given, for a block that does something else with it first."""
-        return start.pop() if len(start) == 1 else self.ops.linear_gate_residual(*_emptied(start))
+        return start.pop() if len(start) == 1 else self.ops.linear_gate_residual(*_emptied(start), *of_rows)
 
 
 def _emptied(start: list) -> tuple:
@@ -127,7 +135,7 @@ def run_blocks(
     del x  # the first block lets go of it
     for block, context in zip(blocks, contexts, strict=True):
         start = [*block.deferred(start, next(modulations), context, grid), block.mlp.fc2]
-    return blocks[-1].materialize(*start[:3])
+    return blocks[-1].materialize(*start[:3], of_rows(grid))
 
 
 def is_cut(block: nn.Module) -> bool:
@@ -135,3 +143,21 @@ def is_cut(block: nn.Module) -> bool:
     FSDP2's shard units, or a compiled form), so that its output must be made there."""
     hooks = block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks
     return block._compiled_call_impl is not None or any(hooks)
+
+
+class FinalLayer(nn.Module):
+    """adaLN, then each token to its patch: (B, N, D) to (B, N, out_features)."""
+
+    def __init__(self, dim: int, out_features: int):
+        super().__init__()
+        self.linear = nn.Linear(dim, out_features)
+        self.adaLN_modulation = modulation(dim, 2)
+        self.ops = BlockOps()
+
+    def modulate(self, c: Tensor) -> Tensor:
+        """Shift and scale side by side, (B, 2 D), of the condition c (B, D)."""
+        return self.adaLN_modulation(c)
+
+    def forward(self, x: Tensor, m: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:
+        """x (B, N, D), m (B, 2 D) of :meth:`modulate`; of_rows: of a pack, see ``TokenGrid``."""
+        return self.linear(self.ops.layernorm_modulate(x, *m.chunk(2, dim=1), *of_rows))

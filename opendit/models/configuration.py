@@ -32,6 +32,7 @@ class DiTConfig:
     recompute: ClassVar[bool] = True  # whether there is anything for --recompute
     modulations: ClassVar[int] = 6  # vectors of a block's modulation, besides those of cross-attention
     cross_modulations: ClassVar[int] = 0
+    why_no_packs: ClassVar[str] = ""  # why they can't take packs, if they can't
 
     input_size: tuple[int, ...]  # height, width of the latent; of clips frames, height, width
     patch_size: int | tuple[int, int, int]  # a side, or frames, rows, columns
@@ -157,6 +158,11 @@ class DiTConfig:
                 f"--sequence_parallel_type {kind}: {self.kind} models have no attention to all tokens without "
                 "--full_attention; leave the flag out"
             )
+
+    def check_packs(self) -> None:
+        """Raises ValueError if these models can't take packs of samples of unequal size; the message says why."""
+        if self.why_no_packs:
+            raise ValueError(f"--pack_tokens: not {self.kind} models: {self.why_no_packs}; take DiT, vDiT or MovieGen")
 
     def check_speed(self, fp8: bool, recompute: str) -> None:
         """Raises ValueError if the blocks can't run in FP8, or by parts again in the backward pass."""

@@ -10,8 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from opendit.models.attention import Attention, CrossAttention, SequenceShards, TokenGrid, local_attention
-from opendit.models.blocks import Block, Context, Deferred, Modulation, run_blocks
+from opendit.models.attention import (
+    Attention,
+    CrossAttention,
+    SequenceShards,
+    TokenGrid,
+    local_attention,
+    of_rows,
+)
+from opendit.models.blocks import Block, Context, Deferred, FinalLayer, Modulation, run_blocks
 from opendit.models.bytes_text import BytesEncoder
 from opendit.models.conditioning import CaptionEmbedder, Condition
 from opendit.models.configuration import DiTConfig, times
@@ -27,12 +34,15 @@ from opendit.models.layers import (
     layer_norm,
     modulation,
 )
+from opendit.models.packs import predict_pack
 from opendit.models.positions import (
     LearnedPositions,
     grid_coordinates,
     rotary_table,
     sincos_position_table,
 )
+from opendit.models.segment_attention import Varlen
+from opendit.models.segments import Segments
 
 
 class DiTBlock(Block):
@@ -63,14 +73,15 @@ class DiTBlock(Block):
     def before_mlp(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         """(x, gate, y) for the branch x + gate * mlp(y); arguments as of :meth:`deferred`."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = m.chunk(6, dim=1)
-        x, y = self.begin(start, shift_a, scale_a)
+        rows = of_rows(grid)
+        x, y = self.begin(start, shift_a, scale_a, of_rows=rows)
         y = self.attn.output(y, self.ops, grid)
         if self.cross_attn is None:
-            x, y = self.ops.residual_then_norm(x, gate_a, y, self.attn.proj, shift_m, scale_m)
+            x, y = self.ops.residual_then_norm(x, gate_a, y, self.attn.proj, shift_m, scale_m, of_rows=rows)
         else:
-            x = self.ops.linear_gate_residual(x, gate_a, y, self.attn.proj)
-            x = x + self.cross_attn(layer_norm(x), *context)
-            y = self.ops.layernorm_modulate(x, shift_m, scale_m)
+            x = self.ops.linear_gate_residual(x, gate_a, y, self.attn.proj, *rows)
+            x = x + self.cross_attn(layer_norm(x), *context, grid=grid)
+            y = self.ops.layernorm_modulate(x, shift_m, scale_m, *rows)
         return x, gate_m, y
 
 
@@ -80,24 +91,6 @@ def initial_attention(name: str, output: Distribution | None = None) -> dict[str
     inputs = {f"{name}.{layer}.weight": XavierUniform() for layer in ("qkv", "q", "kv")}
     norms = {f"{name}.{norm}.weight": Constant(1) for norm in ("q_norm", "k_norm")}
     return {**inputs, **norms, f"{name}.proj.weight": output or XavierUniform()}
-
-
-class FinalLayer(nn.Module):
-    """adaLN, then each token to its patch: (B, N, D) to (B, N, out_features)."""
-
-    def __init__(self, dim: int, out_features: int):
-        super().__init__()
-        self.linear = nn.Linear(dim, out_features)
-        self.adaLN_modulation = modulation(dim, 2)
-        self.ops = BlockOps()
-
-    def modulate(self, c: Tensor) -> Tensor:
-        """Shift and scale side by side, (B, 2 D), of the condition c (B, D)."""
-        return self.adaLN_modulation(c)
-
-    def forward(self, x: Tensor, m: Tensor) -> Tensor:
-        """x (B, N, D), m (B, 2 D) of :meth:`modulate`."""
-        return self.linear(self.ops.layernorm_modulate(x, *m.chunk(2, dim=1)))
 
 
 class DiT(nn.Module):
@@ -175,6 +168,7 @@ class DiT(nn.Module):
         *,
         ops: BlockOps | None = None,
         attend=None,
+        varlen: Varlen | None = None,
         sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None,
     ) -> "DiT":
         """Puts kernels or a parallel strategy in the place of the torch expressions; returns self.
@@ -187,7 +181,7 @@ class DiT(nn.Module):
             part.ops = ops or BlockOps()
         for module in self.blocks.modules():
             if isinstance(module, Attention):
-                module.attend = attend or local_attention
+                module.attend, module.varlen = attend or local_attention, varlen
         return self
 
     def compile_blocks(self, **options) -> None:
@@ -207,7 +201,7 @@ class DiT(nn.Module):
             setattr(self.get_submodule(owner), attribute, table)
         return self
 
-    def forward(self, x: Tensor, t: Tensor, y: Condition) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, y: Condition, segments: Segments | None = None) -> Tensor:
         """Predicts noise (and, with learned sigma, the variance fraction) of noised latents.
 
         A picture is a clip with T = 1. Where the patch holds more frames, the frame, with its noise, is repeated to
@@ -219,14 +213,18 @@ class DiT(nn.Module):
             t: (B,) timesteps.
             y: (B,) int64 labels, ``num_classes`` being the null class, if there is one; of a text model a
                 TextCondition, or with the bytes encoder the ids (B, L) int64.
+            segments: of a pack: x are its patches (N, C, *patch), t and y those of its segments.
 
         Returns:
-            (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype.
+            (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype; of a pack (N, out_channels,
+            *patch).
 
         Raises:
             ValueError: the patch does not divide a side.
         """
         c, context = self.condition(t, y)
+        if segments is not None:
+            return predict_pack(self, x, self.modulations(c), context, segments)
         return self.predict(x, self.modulations(c), context)
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
@@ -292,7 +290,7 @@ class DiT(nn.Module):
         them while the blocks run."""
         modulations, checkpointed = iter(modulations), self.grad_checkpoint and torch.is_grad_enabled()
         x = run(self.blocks, start.pop(), modulations, context, grid, checkpointed=checkpointed)
-        return self.final_layer(x, next(modulations))
+        return self.final_layer(x, next(modulations), of_rows(grid))
 
     def embed(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, TokenGrid]:
         """What the blocks begin with: this rank's tokens (B, n, D) of x (B, C, ...), and where they are. positions: of

@@ -28,6 +28,7 @@ class ECDiTConfig(DiTConfig):
 
     kind: ClassVar[str] = "ecdit"
     float8: ClassVar[bool] = False  # the experts' products are not among BlockOps
+    why_no_packs: ClassVar[str] = "experts choose among the tokens of whole samples"
 
     experts: int = 64
     expert_hidden: int = 144  # width of an expert's hidden layer

@@ -16,9 +16,16 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, d) to (
 TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x * (1 + scale) + shift for x (B, N, D) and shift, scale (B, D): adaLN's affine part."""
-    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
+    """Vectors (B, D) so that they broadcast against x (B, N, D): (B, 1, D); or, of a pack x (1, N, D) whose token n
+    belongs to the segment ``sample_of_row[n]``, (N, D)."""
+    return vector.unsqueeze(1) if sample_of_row is None else F.embedding(sample_of_row, vector)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
+    """x * (1 + scale) + shift for x (B, N, D) and shift, scale (B, D): adaLN's affine part. sample_of_row: of a pack,
+    see :func:`over_rows`."""
+    return x * (1 + over_rows(scale, sample_of_row)) + over_rows(shift, sample_of_row)
 
 
 def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -26,9 +33,9 @@ def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=eps)
 
 
-def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
     """:func:`layer_norm`, then :func:`modulate` (adaLN; Peebles & Xie 2023, sec. 3.2)."""
-    return modulate(layer_norm(x), shift, scale)
+    return modulate(layer_norm(x), shift, scale, sample_of_row)
 
 
 class RMSNorm(nn.Module):
@@ -42,9 +49,11 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-6).to(x.dtype)
 
 
-def residual_rmsnorm_modulate(x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def residual_rmsnorm_modulate(
+    x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """x as it is, and :func:`modulate` of norm(x)."""
-    return x, modulate(norm(x), shift, scale)
+    return x, modulate(norm(x), shift, scale, sample_of_row)
 
 
 class Projection(nn.Linear):
@@ -81,9 +90,12 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(a) * b
 
 
-def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor, linear: Projection) -> Tensor:
-    """x + gate * linear(z) for x (B, N, D) and gate (B, D): adaLN-Zero's residual connection."""
-    return x + gate.unsqueeze(1) * linear(z)
+def linear_gate_residual(
+    x: Tensor, gate: Tensor, z: Tensor, linear: Projection, sample_of_row: Tensor | None = None
+) -> Tensor:
+    """x + gate * linear(z) for x (B, N, D) and gate (B, D): adaLN-Zero's residual connection. sample_of_row: of a
+    pack, see :func:`over_rows`."""
+    return x + over_rows(gate, sample_of_row) * linear(z)
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,8 @@ class BlockOps:
     ``residual_layernorm_modulate(x, shift, scale)``, when given, returns (x, layernorm_modulate(x, shift, scale)).
     The same two with ``rmsnorm`` in their names take an RMSNorm before shift and scale, and normalise by it.
     ``swiglu`` is given the linear layer's output: the blocks that have it have no biases, unless asked for.
+    All that take a shift, a scale or a gate (B, D) take one more tensor for packs, last: ``sample_of_row`` (N,), see
+    :func:`over_rows`. Blocks of packs give it, as ``*of_rows``; the others nothing.
     """
 
     layernorm_modulate: Callable[[Tensor, Tensor, Tensor], Tensor] = layernorm_modulate
@@ -170,14 +184,14 @@ class BlockOps:
         return replace(self, **references, kernels=kept)
 
     def residual_and_norm(
-        self, x: Tensor, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None
+        self, x: Tensor, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None, of_rows: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, Tensor]:
         """x, and LN(x), or norm(x), * (1 + scale) + shift."""
         if norm is not None:
-            return self.residual_rmsnorm_modulate(x, norm, shift, scale)
+            return self.residual_rmsnorm_modulate(x, norm, shift, scale, *of_rows)
         if self.residual_layernorm_modulate is not None:
-            return self.residual_layernorm_modulate(x, shift, scale)
-        return x, self.layernorm_modulate(x, shift, scale)
+            return self.residual_layernorm_modulate(x, shift, scale, *of_rows)
+        return x, self.layernorm_modulate(x, shift, scale, *of_rows)
 
     def residual_then_norm(
         self,
@@ -188,16 +202,17 @@ class BlockOps:
         shift: Tensor,
         scale: Tensor,
         norm: RMSNorm | None = None,
+        of_rows: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor]:
         """h = x + gate * linear(z), and LN(h), or norm(h), * (1 + scale) + shift: joined where there is a kernel."""
         if norm is None and self.linear_gate_residual_layernorm_modulate is not None:
-            return self.linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)
+            return self.linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale, *of_rows)
         if norm is not None and self.linear_gate_residual_rmsnorm_modulate is not None:
-            return self.linear_gate_residual_rmsnorm_modulate(x, gate, z, linear, norm, shift, scale)
-        h = self.linear_gate_residual(x, gate, z, linear)
+            return self.linear_gate_residual_rmsnorm_modulate(x, gate, z, linear, norm, shift, scale, *of_rows)
+        h = self.linear_gate_residual(x, gate, z, linear, *of_rows)
         if norm is not None:
-            return self.residual_rmsnorm_modulate(h, norm, shift, scale)
-        return h, self.layernorm_modulate(h, shift, scale)
+            return self.residual_rmsnorm_modulate(h, norm, shift, scale, *of_rows)
+        return h, self.layernorm_modulate(h, shift, scale, *of_rows)
 
 
 TORCH_OPS = BlockOps()

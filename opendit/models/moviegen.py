@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from opendit.models.attention import Attention, CrossAttention, TokenGrid
+from opendit.models.attention import Attention, CrossAttention, TokenGrid, of_rows
 from opendit.models.blocks import Block, Context, Deferred
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
@@ -72,16 +72,17 @@ class MovieGenBlock(Block):
 
     def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = m.chunk(6, dim=1)
+        rows = of_rows(grid)
         if grid is not None and grid.learned is not None:
-            start = [self.take(start) + grid.learned]
-        x, y = self.begin(start, shift_a, scale_a, self.attn_norm)
+            start = [self.take(start, rows) + grid.learned]
+        x, y = self.begin(start, shift_a, scale_a, self.attn_norm, rows)
         y = self.attn.output(y, self.ops, grid)
         if self.cross_attn is None:
-            x, y = self.ops.residual_then_norm(x, gate_a, y, self.attn.proj, shift_m, scale_m, self.mlp_norm)
+            x, y = self.ops.residual_then_norm(x, gate_a, y, self.attn.proj, shift_m, scale_m, self.mlp_norm, rows)
         else:
-            x = self.ops.linear_gate_residual(x, gate_a, y, self.attn.proj)
-            x = x + self.cross_attn(self.cross_norm(x), *context)
-            x, y = self.ops.residual_and_norm(x, shift_m, scale_m, self.mlp_norm)
+            x = self.ops.linear_gate_residual(x, gate_a, y, self.attn.proj, *rows)
+            x = x + self.cross_attn(self.cross_norm(x), *context, grid=grid)
+            x, y = self.ops.residual_and_norm(x, shift_m, scale_m, self.mlp_norm, rows)
         return self.mlp.deferred(x, gate_m, y, self.ops)
 
 

@@ -22,6 +22,7 @@ class STDiTConfig(VDiTConfig):
 
     kind: ClassVar[str] = "stdit"
     axial_attention: ClassVar[bool] = True
+    why_no_packs: ClassVar[str] = "they attend along the axes of one grid, and each segment has its own"
     cross_modulations: ClassVar[int] = 3
 
     full_attention: bool = False  # a third self-attention, over all tokens of the clip

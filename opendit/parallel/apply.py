@@ -9,6 +9,7 @@ from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, plan_of
 from opendit.models.attention import local_attention
 from opendit.models.layers import Attend, BlockOps
+from opendit.models.segment_attention import Varlen
 from opendit.parallel.expert import divide_among, shard_experts
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.stages import PipelineStages, keep_stages
@@ -23,6 +24,7 @@ def apply_parallel(
     *,
     ops: BlockOps | None = None,
     attend: Attend = local_attention,
+    varlen: Varlen | None = None,
     sequence: SequenceParallel | None = None,
     tensor: Group | None = None,
     experts: Group | None = None,
@@ -46,7 +48,7 @@ def apply_parallel(
     5. shards: they hang hooks on the blocks, and cut the stack as compile does (``opendit.models.blocks``).
 
     Args:
-        ops, attend: kernels or their references, see ``opendit.kernels.select``.
+        ops, attend, varlen: kernels or their references, see ``opendit.kernels.select``.
         sequence: how ranks share every sample, None: they do not.
         tensor: ranks that divide every layer, see ``opendit.parallel.tensor``; None: they do not.
         experts: ranks that have different experts, see ``opendit.parallel.expert``; None: they do not.
@@ -59,7 +61,8 @@ def apply_parallel(
         keep_stages(model, stages)
     if experts is not None:
         divide_among(model, experts)
-    model.use(ops=ops, attend=attend, sequence=sequence if tensor is None else divide(model, tensor, sequence))
+    sequence = sequence if tensor is None else divide(model, tensor, sequence)
+    model.use(ops=ops, attend=attend, varlen=varlen, sequence=sequence)
     recompute_in(model, recompute)
     model.grad_checkpoint = grad_checkpoint
     if compiled:

@@ -26,6 +26,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         model,
         ops=spec.kernels.ops,
         attend=spec.kernels.attend,
+        varlen=spec.kernels.varlen,
         sequence=spec.sequence,
         tensor=tensor_group(mesh),
         experts=expert_group(mesh),

@@ -12,6 +12,7 @@ INTERPRETED = (
     ("test_operators.py",),
     (  # those with ranks
         "test_kernels_in_models.py",
+        "test_packed_models.py",
         "test_fp8.py",
         "test_fp8_sequence.py",
         "test_recompute.py",

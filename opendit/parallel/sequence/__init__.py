@@ -66,6 +66,11 @@ class SharedSequence:
         """Tokens of a rank, padding among them."""
         return -(-self.length // self.sequence.group.size)
 
+    @property
+    def first(self) -> int:
+        """The place of this rank's first token."""
+        return self.rows * self.sequence.group.rank
+
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens (B, rows, F) of all (B, length, F), with zeros for padding."""
         return take_tokens(x, self.rows, self.sequence.group)

@@ -1,0 +1,133 @@
+"""Which kernel attends to neighbours of unequal length in a pack, with the reason: FlashAttention 4 where it is
+installed and right, torch's ``varlen_attn``, or none, in which case every run has a dense call of its own.
+
+Dense kernels are the faster ones (torch 2.11 on an H200, a mix of 256 to 8,192 tokens, TFLOP/s forward / backward at
+head sizes 72 and 128: varlen 226 / 196 and 345 / 308, dense cuDNN on equal lengths 356 / 313 and 599 / 530), so a run
+that fills the GPU by itself stays dense. Where many short runs follow each other, a call for each would leave it idle.
+"""
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opendit.kernels.attention import CUTE, HALF
+from opendit.kernels.capability import FEATURES, compute_capability
+from opendit.models.segments import SegmentRun
+
+# A run is dense if one of its segments has so many tokens, or several neighbours have so many together. (Estimates: a
+# kernel for so many tokens lasts longer than the host needs for the call, and cuDNN's plan for a length it has not met
+# yet is paid for.)
+LONG, TOGETHER = 8192, 4096
+
+
+@dataclass(frozen=True)
+class VarlenAttention:
+    """A kernel of the package ``package`` for segments of unequal length, see ``opendit.models.segment_attention``.
+
+    head_size: what heads are filled up to, with zeros, which change nothing.
+    """
+
+    package: str
+    head_size: int
+
+    def takes(self, run: SegmentRun) -> bool:
+        return run.length < LONG and (run.count == 1 or run.count * run.length < TOGETHER)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        size = q.shape[-1]
+        if size < self.head_size:
+            q, k, v = (F.pad(x, (0, self.head_size - size)) for x in (q, k, v))
+        found = _function(self.package)(q, k, v, offsets, longest, size**-0.5)
+        return found if size == self.head_size else found[..., :size]
+
+
+def _torch_varlen() -> Callable[..., Tensor]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
+        return varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale)
+
+    return call
+
+
+def _flash_attention_4() -> Callable[..., Tensor]:
+    function = importlib.import_module(CUTE).flash_attn_varlen_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
+        how = dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
+        found = function(q, k, v, softmax_scale=scale, **how)
+        return found[0] if isinstance(found, tuple) else found
+
+    return call
+
+
+TORCH = "torch.nn.attention.varlen"
+_PACKAGES = {CUTE: _flash_attention_4, TORCH: _torch_varlen}
+
+
+@functools.cache
+def _function(package: str) -> Callable[..., Tensor]:
+    return _PACKAGES[package]()
+
+
+def resolve_varlen(
+    device: torch.device | str, dtype: torch.dtype, head_dim: int, asked: str = "auto"
+) -> tuple[VarlenAttention | None, str]:
+    """(the kernel for runs that don't fill the GPU, why); None: every run has a dense call of its own.
+
+    asked: ``--attention``; one that is asked for by name attends to everything.
+    """
+    device = torch.device(device)
+    if asked != "auto":
+        return None, f"one call a run, by {asked}, as asked for"
+    if device.type != "cuda":
+        return None, f"one call a run: varlen kernels need a CUDA GPU, not {device.type}"
+    if dtype not in HALF:
+        return None, "one call a run: varlen kernels take bf16 and fp16"
+    if compute_capability(device) < FEATURES["flash_attn"].oldest:
+        return None, "one call a run: this card is too old for a varlen kernel"
+    wrong = []
+    for package in _PACKAGES:
+        size = _right_size(package, device.type, dtype, head_dim)
+        if size is None:
+            wrong.append(package)
+            continue
+        filled = f", heads filled up to {size}" if size != head_dim else ""
+        return VarlenAttention(package, size), f"a call for each run that fills the GPU, {package} for others{filled}"
+    return None, f"one call a run: {' and '.join(wrong)} are missing, or wrong here"
+
+
+@functools.cache
+def _right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> int | None:
+    """The size to which heads must be filled up for the package to be right here; None: it is not, or not installed."""
+    sizes = sorted({head_dim, -(-head_dim // 32) * 32})
+    return next((size for size in sizes if _right(package, device, dtype, head_dim, size)), None)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _right(package: str, device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool:
+    """Whether output and gradients are those of the formula in float64, for a few segments."""
+    lengths, generator = (70, 193, 1), torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+    *leaves, grad = (torch.randn(sum(lengths), 3, head_dim, generator=generator).to(device, dtype) for _ in range(4))
+    made, exact = ([x.to(kind).requires_grad_() for x in leaves] for kind in (dtype, torch.float64))
+    try:
+        out = VarlenAttention(package, size)(*made, offsets, max(lengths))
+        found = [out, *torch.autograd.grad(out, made, grad)]
+    except Exception:  # it is missing, or of another version, or does not run here: whatever it is, it is of no use
+        return False
+    parts = zip(*(x.split(lengths) for x in exact), strict=True)
+    out = torch.cat([_formula(*(x.transpose(0, 1) for x in part)).transpose(0, 1) for part in parts])
+    wanted = [out, *torch.autograd.grad(out, exact, grad.double())]
+    return all((a.double() - b).norm() < 0.02 * b.norm() for a, b in zip(found, wanted, strict=True))
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v

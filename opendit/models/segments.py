@@ -1,0 +1,210 @@
+"""Packs: samples of unequal size, one after the other in a single sequence of tokens.
+
+A *segment* is one sample in it, with a grid of tokens, a timestep, a condition and a modulation of its own. Tokens
+attend to those of their segment alone. What the segments leave of the sequence is padding at its end, which goes
+through the layers as garbage, is attended to by nobody and has a gradient of exactly zero.
+
+Segments may come in any order; where those of equal length are neighbours they are a *run*, whose tokens are a view
+(count, length, ...) of the sequence, and dense kernels take them together.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Grid = tuple[int, int, int]  # frames, rows, columns
+
+
+class SegmentRun(NamedTuple):
+    """Neighbours of equal length: ``count`` segments from number ``segment`` on, of ``length`` tokens each."""
+
+    segment: int
+    count: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The samples that lie one after the other in a pack of tokens.
+
+    grids: (frames, rows, columns) of each segment, in tokens, in the order in which they lie; a picture's frames are 1.
+    tokens: length N of the pack; what the segments leave is padding at the end.
+    repeated: whether a segment is a single frame that is repeated to fill a patch of several; empty: none is.
+
+    Raises ValueError for no segments, a grid that is none, or more tokens than the pack has.
+    """
+
+    grids: tuple[Grid, ...]
+    tokens: int
+    repeated: tuple[bool, ...] = ()
+
+    def __post_init__(self):
+        if not self.grids or any(len(grid) != 3 or min(grid) < 1 for grid in self.grids):
+            raise ValueError(f"a pack holds segments of (frames, rows, columns) from 1 on, not {self.grids}")
+        if self.filled > self.tokens:
+            raise ValueError(f"segments of {self.filled:,} tokens don't fit into a pack of {self.tokens:,}")
+        if self.repeated and len(self.repeated) != len(self.grids):
+            raise ValueError(f"{len(self.grids)} segments, but {len(self.repeated)} marks of repeated frames")
+
+    @classmethod
+    def of(cls, sizes: Sequence[tuple[int, ...]], patch: tuple[int, ...], tokens: int) -> "Segments":
+        """Of latents of these sizes, (rows, columns) or (frames, rows, columns), for a model of such patches.
+
+        Raises ValueError for a size that the patch does not divide; a single frame is repeated to fill it.
+        """
+        whole = [_fill_patch(size, patch) for size in sizes]
+        repeated = tuple(tuple(size) != full for size, full in zip(sizes, whole, strict=True))
+        grids = [tuple(side // p for side, p in zip(size, patch, strict=True)) for size in whole]
+        return cls(tuple((1, *grid)[-3:] for grid in grids), tokens, repeated if any(repeated) else ())
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment."""
+        return tuple(map(math.prod, self.grids))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """The first token of each segment, and where the padding begins."""
+        return (0, *accumulate(self.lengths))
+
+    @property
+    def filled(self) -> int:
+        """Tokens that are not padding."""
+        return self.offsets[-1]
+
+    @property
+    def fill(self) -> float:
+        """Their share."""
+        return self.filled / self.tokens
+
+    @cached_property
+    def runs(self) -> tuple[SegmentRun, ...]:
+        return self.within(0, self.tokens)
+
+    def within(self, first: int, stop: int) -> tuple[SegmentRun, ...]:
+        """The runs of the tokens from ``first`` to before ``stop``, one rank's: segments that lie on an end are cut.
+        Padding is in none, and the runs lie next to each other from ``first`` (or the padding before it) on."""
+        ends = zip(range(len(self.grids)), self.offsets, self.offsets[1:], strict=False)
+        cut = ((number, min(end, stop) - max(begin, first)) for number, begin, end in ends)
+        groups = groupby((part for part in cut if part[1] > 0), key=lambda part: part[1])
+        return tuple(SegmentRun(parts[0][0], len(parts), length) for length, parts in ((n, list(g)) for n, g in groups))
+
+    def place(self, device: torch.device) -> "PlacedSegments":
+        """What layers are told of the whole pack, on ``device``, which nothing waits for."""
+        table = torch.tensor([*self.lengths, self.tokens - self.filled, *self.offsets])
+        if device.type == "cuda":
+            table = table.pin_memory().to(device, non_blocking=True)
+        count = len(self.grids)
+        lengths, offsets = table.split([count + 1, count + 1])
+        number = torch.arange(count + 1, device=device, dtype=torch.int32).clamp_(max=count - 1)
+        sample_of_row = torch.repeat_interleave(number, lengths, output_size=self.tokens)
+        return PlacedSegments(self, sample_of_row, offsets.to(torch.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedSegments:
+    """A pack as layers know it, whole or one rank's part of it.
+
+    sample_of_row: (n,) int32, non-decreasing, the segment that each token belongs to; padding counts with the last.
+    offsets: (S + 1,) int32, as of :class:`Segments`. first: the place in the pack of the first of the n tokens.
+    """
+
+    segments: Segments
+    sample_of_row: Tensor
+    offsets: Tensor
+    first: int = 0
+
+    def part(self, first: int, rows: int) -> "PlacedSegments":
+        """The part of a rank that has ``rows`` of a whole pack's tokens."""
+        return PlacedSegments(self.segments, self.sample_of_row[first : first + rows], self.offsets, first)
+
+    @cached_property
+    def runs(self) -> tuple[SegmentRun, ...]:
+        """Of these n tokens."""
+        return self.segments.within(self.first, self.first + len(self.sample_of_row))
+
+    def offsets_of(self, segment: int, count: int) -> Tensor:
+        """(count + 1,) int32: the first tokens of so many segments from number ``segment`` on, and the end of the last,
+        counted from the first."""
+        made = self.__dict__.setdefault("_offsets", {})  # every layer asks for the same ones
+        if (segment, count) not in made:
+            own = self.offsets[segment : segment + count + 1]
+            made[segment, count] = own - own[0]
+        return made[segment, count]
+
+    def coordinates(self) -> Tensor:
+        """(n, 3) int64: frame, row and column of each token in its segment's grid; of padding, the last one's."""
+        device, rows = self.sample_of_row.device, self.sample_of_row
+        sides = torch.tensor([(height, width) for _, height, width in self.segments.grids])
+        if device.type == "cuda":
+            sides = sides.pin_memory().to(device, non_blocking=True)
+        height, width = sides[rows].unbind(1)
+        place = torch.arange(self.first, self.first + len(rows), device=device)
+        place = torch.minimum(place, self.offsets[rows + 1] - 1) - self.offsets[rows]  # padding: the last token's
+        return torch.stack([place // (height * width), place // width % height, place % width], dim=1)
+
+
+def _fill_patch(size: tuple[int, ...], patch: tuple[int, ...]) -> tuple[int, ...]:
+    """A latent's size with its single frame repeated to fill a patch."""
+    full = (patch[0], *size[1:]) if len(patch) == 3 and size[0] == 1 else tuple(size)
+    if len(full) != len(patch) or any(side < 1 or side % p for side, p in zip(full, patch, strict=False)):
+        raise ValueError(
+            f"latents of {' x '.join(map(str, size))} do not divide by patch {' x '.join(map(str, patch))}"
+        )
+    return full
+
+
+# ------------------------------------------------------------------------------------------------------------ patches
+
+
+def to_patches(x: Tensor, patch: tuple[int, ...]) -> Tensor:
+    """Latents (B, C, ...) as patches (B, n, C, *patch), in the order of tokens; one frame fills a patch of several."""
+    sizes = _fill_patch(tuple(x.shape[2:]), patch)
+    x = x.expand(*x.shape[:2], *sizes)
+    x = x.reshape(*x.shape[:2], *(part for side, p in zip(sizes, patch, strict=True) for part in (side // p, p)))
+    axes = range(len(patch))
+    order = (0, *(2 + 2 * axis for axis in axes), 1, *(3 + 2 * axis for axis in axes))
+    return x.permute(order).flatten(1, len(patch))
+
+
+def from_patches(x: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """The inverse of :func:`to_patches`: (B, n, C, *patch), of so many tokens along each axis, to (B, C, ...)."""
+    patch = x.shape[3:]
+    axes, x = len(patch), x.unflatten(1, tuple(grid))
+    order = (0, 1 + axes, *(place for axis in range(axes) for place in (1 + axis, 2 + axes + axis)))
+    sides = (side * p for side, p in zip(grid, patch, strict=True))
+    return x.permute(order).reshape(x.shape[0], x.shape[1 + axes], *sides)
+
+
+def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int) -> Tensor:
+    """The patches of latents (C, ...), one after the other and then zeros: (tokens, C, *patch).
+
+    Raises ValueError for latents that the patch does not divide or that have more tokens than there are.
+    """
+    parts = [to_patches(x.unsqueeze(0), patch).squeeze(0) for x in latents]
+    filled = sum(map(len, parts))
+    if filled > tokens:
+        raise ValueError(f"segments of {filled:,} tokens don't fit into a pack of {tokens:,}")
+    return torch.cat([*parts, parts[0].new_zeros(tokens - filled, *parts[0].shape[1:])])
+
+
+def unpack_patches(x: Tensor, segments: Segments) -> list[Tensor]:
+    """The latents (C, ...) of each segment, of patches (tokens, C, *patch); of a repeated frame, the first."""
+    axes, found = x.dim() - 2, []
+    repeated = segments.repeated or (False,) * len(segments.grids)
+    for part, grid, single in zip(x[: segments.filled].split(segments.lengths), segments.grids, repeated, strict=True):
+        whole = from_patches(part.unsqueeze(0), grid[3 - axes :]).squeeze(0)
+        found.append(whole[:, :1] if single else whole)
+    return found
+
+
+def segment_means(x: Tensor, segments: Segments) -> Tensor:
+    """The mean over each segment's tokens, (S,), of x (tokens,). Padding is in none."""
+    parts = x[: segments.filled].split([run.count * run.length for run in segments.runs])
+    return torch.cat([part.view(run.count, run.length).mean(1) for part, run in zip(parts, segments.runs, strict=True)])

@@ -1,0 +1,87 @@
+"""Models on packs with the kernels in Triton's interpreter: modulation by segment, forward and every gradient."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from opendit.cli.shared_flags import SpeedFlags
+from opendit.kernels.recompute import recompute_in
+from opendit.kernels.select import select_kernels
+from opendit.models import DiT, DiTConfig, MovieGenConfig, TextConfig, VDiTConfig, build_model
+from tests.models.packs import Samples, assert_same, samples, with_vectors
+from tests.models.test_dit import randomised
+
+LABELS = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3)
+CAPTIONS = VDiTConfig((2, 4, 4), (2, 2, 2), 2, 72, 1, 3, text=TextConfig("t5", 8, 5, cross_attention=True))
+MOVIEGEN = MovieGenConfig((4, 4, 4), (1, 2, 2), 2, 72, 1, 3, num_classes=3, kv_heads=1)
+FLOAT8 = DiTConfig((4, 4), 2, 2, 64, 2, 2, num_classes=3)
+SIZES = {2: [(4, 4), (4, 4), (2, 4), (2, 2), (2, 2), (6, 2)], 3: [(2, 4, 4), (4, 2, 4), (1, 4, 2), (1, 4, 2)]}
+FLAGS = {
+    "all": SpeedFlags(True, True, True),
+    "modulate": SpeedFlags(True, False, False),
+    "split": SpeedFlags(False, False, True),
+}
+CPU = torch.device("cpu")
+
+
+def case(config: DiTConfig) -> tuple[DiT, Samples]:
+    torch.manual_seed(0)
+    return with_vectors(randomised(build_model(config))), samples(config, SIZES[len(config.patch)], torch.float32)
+
+
+def use(model: DiT, flags: SpeedFlags, recompute: str = "none") -> None:
+    choice = select_kernels(flags, CPU, torch.float32, model.config.head_dim, 16, packs=True)
+    assert choice.varlen is None and "in packs one call a run" in choice.attention_note
+    model.use(ops=choice.ops, attend=choice.attend, varlen=choice.varlen)
+    recompute_in(model, recompute)
+
+
+@pytest.mark.parametrize("config", (LABELS, CAPTIONS, MOVIEGEN), ids=("DiT", "vDiT with captions", "MovieGen"))
+@pytest.mark.parametrize("flags", FLAGS)
+def test_kernels_give_what_torch_gives_one_by_one(config, flags):
+    model, given = case(config)
+    wanted = given.one_by_one(model)
+    gradients = given.gradients(model, wanted)
+    use(model, FLAGS[flags])
+    found = given.packed(model, padding=3)
+    assert_same(found, wanted, 1e-5)
+    assert_same(given.gradients(model, found), gradients, 2e-5)
+
+
+@pytest.mark.parametrize("level", ("norms", "cheap", "half", "mlp"))
+@pytest.mark.parametrize("flags", (SpeedFlags(), FLAGS["all"]), ids=("torch", "kernels"))
+def test_recomputed(level, flags):
+    model, given = case(LABELS)
+    use(model, flags)
+    wanted = given.gradients(model, given.packed(model, padding=3))
+    use(model, flags, level)
+    assert_same(given.gradients(model, given.packed(model, padding=3)), wanted, 1e-6)
+
+
+def test_float8_has_the_error_that_it_has_without_packs():
+    """Of the same samples in one micro-batch, whose scales are the same."""
+    model, given = case(FLOAT8)
+    sizes = [(4, 4)] * 4
+    given = samples(FLOAT8, sizes, torch.float32)
+    exact = given.one_by_one(model)
+    gradients = given.gradients(model, exact)
+    use(model, replace(FLAGS["all"], fp8=True))
+    batch = list(model(torch.stack(given.latents), given.t, given.y))
+    without = given.gradients(model, batch)
+    packed = given.packed(model)
+    found = given.gradients(model, packed)
+    assert_same(packed, batch, 1e-4)
+    assert_same(found, without, 2e-2)  # sums over the samples of two orders
+    assert_same(packed, exact, 0.1)
+    assert_same(found, gradients, 0.25)
+
+
+def test_float8_of_unequal_segments():
+    model, given = case(FLOAT8)
+    exact = given.one_by_one(model)
+    gradients = given.gradients(model, exact)
+    use(model, replace(FLAGS["all"], fp8=True))
+    packed = given.packed(model, padding=3)
+    assert_same(packed, exact, 0.1)
+    assert_same(given.gradients(model, packed), gradients, 0.25)

@@ -1,0 +1,82 @@
+"""Packs to compare with the same samples one by one."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from opendit.models import Condition, DiT, DiTConfig, TextCondition
+from opendit.models.segments import Segments, pack_patches, unpack_patches
+
+
+@dataclass
+class Samples:
+    """Noised latents (C, ...) of any sizes, their times (S,) and conditions, and gradients for what is made of them."""
+
+    latents: list[Tensor]
+    t: Tensor
+    y: Condition
+    weights: list[Tensor]
+
+    def one_by_one(self, model: DiT) -> list[Tensor]:
+        """What the model predicts of each, (C', ...)."""
+        parts = enumerate(self.latents)
+        return [model(x.unsqueeze(0), self.t[i : i + 1], self.y[i : i + 1]).squeeze(0) for i, x in parts]
+
+    def packed(self, model: DiT, padding: int = 0, garbage: float = 0.0) -> list[Tensor]:
+        """The same of all in one pack, which ends with so many tokens of padding, full of ``garbage``."""
+        segments = self.segments(model.config, padding)
+        patches = pack_patches(self.latents, model.config.patch, segments.tokens)
+        patches[segments.filled :] = garbage
+        return unpack_patches(model(patches, self.t, self.y, segments), segments)
+
+    def segments(self, config: DiTConfig, padding: int = 0) -> Segments:
+        sizes = [tuple(x.shape[1:]) for x in self.latents]
+        return Segments.of(sizes, config.patch, Segments.of(sizes, config.patch, 1 << 30).filled + padding)
+
+    def gradients(self, model: DiT, outputs: list[Tensor]) -> dict[str, Tensor]:
+        """Of every parameter, of sum <output, weight>."""
+        model.zero_grad()
+        torch.autograd.backward(outputs, [w.to(o.dtype) for w, o in zip(self.weights, outputs, strict=True)])
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def samples(
+    config: DiTConfig, sizes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Samples:
+    """Of these sizes of latents, each with a time and a condition of its own."""
+    generator, count = torch.Generator().manual_seed(seed), len(sizes)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    latents = [random(config.in_channels, *size) for size in sizes]
+    t, weights = random(count).abs() * 300, [random(config.out_channels, *size) for size in sizes]
+    if config.text is None:
+        return Samples(latents, t, torch.arange(count) % (config.num_classes + 1), weights)
+    if config.text.inside:
+        ids = torch.randint(0, 256, (count, config.text.max_tokens), generator=generator)
+        return Samples(latents, t, ids, weights)
+    length, width = config.text.max_tokens, config.text.width
+    mask = torch.rand(count, length, generator=generator) < 0.6
+    mask[:, 1] = True
+    return Samples(latents, t, TextCondition(random(count, length, width), mask, random(count, width)), weights)
+
+
+def with_vectors(model: DiT) -> DiT:
+    """Biases that are zero, and norms' weights that are one, would hide that one was left out."""
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.normal_(std=0.5, generator=generator)
+    return model
+
+
+def assert_same(found: list[Tensor] | dict, wanted: list[Tensor] | dict, rtol: float, bound: str = "") -> None:
+    """Each relative to its own norm."""
+    named = found.items() if isinstance(found, dict) else enumerate(found)
+    for name, tensor in named:
+        want = wanted[name]
+        assert tensor.shape == want.shape, name
+        off = (tensor.double() - want.double()).norm() / want.double().norm()
+        assert off <= rtol, f"{name}{bound}: off by {off:.2e}"

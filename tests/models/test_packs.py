@@ -1,0 +1,147 @@
+"""Models on packs: every sample as if it were alone."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
+from opendit.models.segments import Segments
+from tests.models.packs import assert_same, samples, with_vectors
+from tests.models.test_dit import randomised
+
+DIT = DiTConfig((8, 8), 2, 3, 48, 2, 2, num_classes=3)
+VDIT = functools.partial(VDiTConfig, (4, 8, 8), (2, 2, 2), 3, 48, 2, 2)
+PICTURES = [(8, 8), (8, 8), (4, 6), (6, 4), (2, 2), (12, 4), (2, 2)]
+CLIPS = [(4, 8, 8), (4, 8, 8), (1, 8, 8), (2, 8, 8), (6, 2, 12), (1, 4, 6), (1, 4, 6)]
+CONFIGS = {
+    "DiT": (DIT, PICTURES),
+    "DiT, rope and norms": (replace(DIT, positions="rope", qk_norm=True, learn_sigma=False), PICTURES),
+    "DiT, low rank": (replace(DIT, adaln_lora=4, bias=False), PICTURES),
+    "vDiT": (VDIT(num_classes=3), CLIPS),
+    "vDiT, rope": (VDIT(num_classes=3, positions="rope"), CLIPS),
+    "vDiT, captions": (VDIT(text=TextConfig("t5", 8, 5, True)), CLIPS),
+    "vDiT, bytes": (
+        VDIT(text=TextConfig("bytes", 8, 5, True), positions="learned"),
+        [s for s in CLIPS if s[2] <= 8][:4],
+    ),
+    "MovieGen": (
+        MovieGenConfig((4, 8, 8), (1, 2, 2), 3, 48, 2, 4, text=TextConfig("t5", 8, 5, True), kv_heads=2),
+        [(4, 8, 8), (1, 8, 8), (2, 4, 6), (1, 8, 8)],
+    ),
+}
+
+
+@functools.cache
+def made(name: str):
+    config, sizes = CONFIGS[name]
+    torch.manual_seed(0)
+    model = with_vectors(randomised(build_model(config))).double()
+    return model, samples(config, sizes)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_pack_is_its_samples_one_by_one(name):
+    model, given = made(name)
+    wanted, found = given.one_by_one(model), given.packed(model, padding=5)
+    # Positions and times are fp32, whatever the weights.
+    assert_same(found, wanted, 1e-6)
+    gradients = given.gradients(model, wanted)
+    assert all(gradient.any() for gradient in gradients.values())
+    assert_same(given.gradients(model, found), gradients, 1e-6)
+
+
+@pytest.mark.parametrize("cut", (False, True))
+def test_blocks_that_are_cut_or_recomputed(cut):
+    """By shard units' hooks or --grad_checkpoint, with the modulation made in the block."""
+    model, given = made("vDiT, captions")
+    wanted = given.gradients(model, given.one_by_one(model))
+    hooks = [block.register_forward_pre_hook(lambda *_: None) for block in model.blocks] if cut else []
+    model.grad_checkpoint, model.modulate_in_blocks = not cut, cut
+    try:
+        assert_same(given.gradients(model, given.packed(model, padding=3)), wanted, 1e-6)
+    finally:
+        model.grad_checkpoint = model.modulate_in_blocks = False
+        for hook in hooks:
+            hook.remove()
+
+
+def test_nothing_comes_out_of_padding():
+    model, given = made("vDiT, captions")
+    clean, full = (given.packed(model, padding=7, garbage=value) for value in (0.0, 50.0))
+    assert all(torch.equal(a, b) for a, b in zip(clean, full, strict=True))
+    wanted = given.gradients(model, clean)
+    assert_same(given.gradients(model, full), wanted, 1e-12)  # padding has no gradient at all
+
+
+def test_segments_do_not_see_each_other():
+    model, given = made("DiT")
+    before = given.packed(model)
+    given.latents[2] = given.latents[2] + 1
+    after = given.packed(model)
+    given.latents[2] = given.latents[2] - 1
+    same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert same == [number != 2 for number in range(len(same))]
+
+
+def test_attention_is_one_call_a_run():
+    model, given = made("DiT")
+    seen = []
+
+    def attend(q, k, v):
+        seen.append(tuple(q.shape))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    model.use(attend=attend)
+    given.packed(model, padding=1)
+    model.use()
+    wanted = [(2, 2, 16, 24), (2, 2, 6, 24), (1, 2, 1, 24), (1, 2, 12, 24), (1, 2, 1, 24)]
+    assert seen == wanted * len(model.blocks)
+
+
+class Varlen:
+    """A kernel for unequal lengths, segment by segment; it takes what is shorter than 10 tokens."""
+
+    def __init__(self):
+        self.calls = []
+
+    def takes(self, run):
+        return run.length < 10
+
+    def __call__(self, q, k, v, offsets, longest):
+        lengths = offsets.diff().tolist()
+        assert max(lengths) == longest and sum(lengths) == len(q) and offsets.dtype == torch.int32
+        self.calls.append(lengths)
+        parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return torch.cat([attend(*(x.transpose(0, 1) for x in part)).transpose(0, 1) for part in parts])
+
+
+def test_a_varlen_kernel_takes_neighbours_that_are_short():
+    model, given = made("DiT")
+    wanted = given.gradients(model, given.packed(model, padding=2))
+    model.use(varlen=(varlen := Varlen()))
+    found = given.gradients(model, given.packed(model, padding=2))
+    model.use()
+    assert varlen.calls == [[6, 6, 1], [1]] * len(model.blocks)
+    assert_same(found, wanted, 1e-10)
+
+
+def test_models_that_can_not_say_why():
+    experts = ECDiTConfig((8, 8), 2, 3, 48, 1, 2, num_classes=3, experts=2, expert_hidden=8)
+    axial = STDiTConfig((2, 8, 8), (1, 2, 2), 3, 48, 1, 2, num_classes=3)
+    for config, size, why in ((experts, (8, 8), "experts choose"), (axial, (2, 8, 8), "axes of one grid")):
+        given = samples(config, [size])
+        with pytest.raises(ValueError, match=f"--pack_tokens: not {config.kind} models: .*{why}"):
+            given.packed(build_model(config).double())
+
+
+def test_what_does_not_fit_is_named():
+    model, given = made("DiT")
+    x = torch.zeros(16, 3, 2, 2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="17 tokens is 17 x 3 x 2 x 2 numbers, not 16 x 3 x 2 x 2"):
+        model(x, given.t[:1], given.y[:1], Segments(((1, 4, 4),), 17))
+    learned = build_model(replace(DIT, positions="learned")).double()
+    with pytest.raises(ValueError, match="--positions learned"):
+        samples(DIT, [(10, 4)]).packed(learned)
