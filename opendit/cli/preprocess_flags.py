@@ -14,7 +14,7 @@ from opendit.cli.console import name_of
 from opendit.cli.parser import CommandLine
 from opendit.cli.values import BATCH, FRAMES, SIDE, WORKERS, Value, one_of, whole
 from opendit.common.sizes import read_size
-from opendit.data.names import check_inline
+from opendit.data.names import check_inline, named_sources
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP = Value(unit="name"), Value(int, **FRAMES)
@@ -121,6 +121,7 @@ def _add_latents(latents: CommandLine) -> None:
         "interval: read clips that are too short at a smaller interval",
         "skip",
     )
+    latents.option("--energon_cooker", TEXT, "MODULE:FUNCTION of yours that reads the samples of an Energon folder")
     latents.option("--text_encoder", NAME, "also encode the captions: clip, t5 or a folder (default: keep words)")
     latents.option("--max_text_tokens", whole(1, 16_384, "tokens"), "captions are cut to this (default: the encoder's)")
 
@@ -158,6 +159,8 @@ def _check_latents(options: dict, given: set[str]) -> None:
         idle |= dict.fromkeys(CLIP_FLAGS, "does nothing without --use_video")
     if options["text_encoder"] is None:
         idle["max_text_tokens"] = "does nothing without --text_encoder"
+    if options["data_path"] in named_sources():
+        idle["energon_cooker"] = f"does nothing with --data_path {options['data_path']}"
     refuse_idle(given, idle)
     data, vae, encoder = (options[name] for name in ("data_path", "vae", "text_encoder"))
     if vae == "none":

@@ -121,6 +121,7 @@ class DataFlags(Flags):
     short_clips: str = flag(
         "skip", "interval: read clips that are too short at a smaller one", choices=("skip", "interval")
     )
+    energon_cooker: str | None = flag(None, "MODULE:FUNCTION of yours that reads the samples of an Energon folder")
     vae: str = flag(
         "ema",
         "ema, mse, a folder with a VAE, or none to train on pixels",

@@ -33,6 +33,7 @@ def run(
     num_frames: int = 16,
     frame_interval: int = 1,
     short_clips: str = "skip",
+    energon_cooker: str | None = None,
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
     data_timeout: float = 300.0,
@@ -63,6 +64,7 @@ def run(
             num_frames=num_frames,
             frame_interval=frame_interval,
             short_clips=short_clips,
+            energon_cooker=energon_cooker,
         )
         if dataset.kind != "pixels":
             raise ValueError(f"--data_path {data_path} holds latents already")

@@ -9,9 +9,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from opendit.common.errors import DataError
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -73,3 +77,29 @@ def state_of(pid: int) -> str:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return {"T": "stopped", "t": "stopped", "D": "waiting for a disk"}.get(letter, "")
     return ""
+
+
+def _begin_process() -> None:
+    leave_inherited_garbage()
+    end_with_parent()
+
+
+def in_processes(work: Callable, jobs: Sequence, count: int) -> Iterator:
+    """``work(job)`` of every job as they are done; the first error ends all.
+
+    Raises it, and DataError of a process that was killed."""
+    if min(count, len(jobs)) <= 1:
+        yield from map(work, jobs)
+        return
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+    with ProcessPoolExecutor(min(count, len(jobs)), context, _begin_process) as pool:
+        try:
+            with collection_paused():
+                futures = [pool.submit(work, job) for job in jobs]
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise DataError("a process was killed (is there too little memory?); run the command again") from error
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -47,6 +47,11 @@ def build_dataset(data_path: str, image_size: int, **options) -> MediaDataset:
     for file in files:
         dataset = import_module(f"opendit.data.sources.{file}").open_source(asked)
         if dataset is not None:
+            if asked.energon_cooker and file not in ("energon", "several"):
+                raise ValueError(
+                    f"--energon_cooker {asked.energon_cooker}: {asked.shown} is no folder that Energon prepared; leave "
+                    "it out"
+                )
             return dataset
     raise ValueError(f"{asked.shown} is {_file_advice(path)}")
 

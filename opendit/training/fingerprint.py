@@ -48,6 +48,7 @@ OF_THE_MODEL = frozenset(
 # Flags that are compared as what was made of them, under which names.
 MADE_INTO = {
     "data_path": "data samples contents blend",
+    "energon_cooker": "data",
     "validate_share": "data samples",
     "vae": "vae",
     "text_encoder": "text_encoder",

@@ -50,6 +50,7 @@ def open_data(
         num_frames=data.num_frames,
         frame_interval=data.frame_interval,
         short_clips=data.short_clips,
+        energon_cooker=data.energon_cooker,
         vae=data.vae,
         num_classes=num_classes,
         text_encoder=captions.text_encoder or ("bytes" if captions.cross_attention else None),

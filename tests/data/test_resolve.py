@@ -13,7 +13,7 @@ from opendit.data.sources import latents
 @pytest.mark.parametrize(
     ("data_path", "says"),
     [
-        ("", "--data_path is empty; give a CSV of captioned media, a folder of cached latents, a folder of pictures"),
+        ("", "--data_path is empty; give a CSV of captioned media, an Energon folder or metadataset, a folder"),
         ("  ", "--data_path is empty"),
         ("digit", r"--data_path digit doesn't exist \(is digits meant\?\)"),
         ("CIFAR-10", r"--data_path CIFAR-10 doesn't exist \(a torchvision data set is named by the folder"),

@@ -25,6 +25,7 @@ from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import MAX_WHOLE_FILE, center_crop, read_picture
 from opendit.data.shards.fields import read_caption
 from opendit.data.shards.index import Record, TarIndex
+from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
 from opendit.data.verification import Verification
@@ -34,11 +35,28 @@ PICTURE, CLIP = 0, 1  # shape keys
 
 @dataclass(frozen=True)
 class IndexedTar:
-    """A tar and its index. name: as messages show it; path: where the tar is."""
+    """A tar and its index. name: as messages show it; path: where the tar is; kept: the samples that are used, None:
+    all."""
 
     name: str
     path: str
     index: TarIndex
+    kept: KeptRows | None = None
+
+    def __len__(self) -> int:
+        return self.index.header.rows if self.kept is None else len(self.kept)
+
+    def count_pictures(self) -> int:
+        header = self.index.header
+        if self.kept is None or header.pictures in (0, header.rows):
+            return min(len(self), header.pictures)
+        return int((self.shapes() == PICTURE).sum())
+
+    def shapes(self) -> np.ndarray:
+        """Which of the samples are pictures and which clips, a byte each."""
+        of_suffix = np.array([CLIP if suffix in CLIPS else PICTURE for suffix in self.index.header.suffixes], np.uint8)
+        shapes = of_suffix[self.index.rows["suffix"]]
+        return shapes if self.kept is None else shapes[self.kept.rows()]
 
 
 class ShardDataset(MediaDataset):
@@ -75,10 +93,10 @@ class ShardDataset(MediaDataset):
         self.conditioning = _conditioning(shown, self.shards)
         self.class_names = _class_names(shown, headers, class_names) if self.conditioning == "label" else []
         self.store = store or LocalTars([shard.path for shard in shards], [header.tar_bytes for header in headers])
-        self.starts = np.cumsum([0, *(header.rows for header in headers)])
+        self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
         self._found: tuple = (None, None)  # the last row that was looked up, and what was found
-        self.pictures = sum(header.pictures for header in headers)
+        self.pictures = sum(shard.count_pictures() for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
         self.use_video, self.image_size = use_video, image_size
@@ -97,13 +115,7 @@ class ShardDataset(MediaDataset):
 
     def _shapes(self) -> np.ndarray:
         """Which of all samples are pictures and which clips, a byte each."""
-        parts = []
-        for number, shard in enumerate(self.shards):
-            shapes = np.array(
-                [CLIP if suffix in CLIPS else PICTURE for suffix in shard.index.header.suffixes], np.uint8
-            )
-            parts.append(shapes[self._index(number).rows["suffix"]])
-        return np.concatenate(parts)
+        return np.concatenate([shard.shapes() for shard in self.shards])
 
     def __len__(self) -> int:
         return int(self.starts[-1]) if self.used is None else len(self.used)
@@ -125,6 +137,8 @@ class ShardDataset(MediaDataset):
             place = int(row if self.used is None else self.used[row])
             number = bisect_right(self._starts, place) - 1
             place -= self._starts[number]
+            if (kept := self.shards[number].kept) is not None:
+                place = kept.row(place)
             self._found = row, (number, place, self._index(number).record(place))
         return self._found[1]
 
@@ -137,11 +151,16 @@ class ShardDataset(MediaDataset):
         """A picture, or the middle of a clip."""
         return self.load_at(row, flip, None)
 
-    def _content(self, row: int) -> tuple[bool, bytes]:
-        """Whether a row is a picture, and its file's bytes; raises BadSample."""
+    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
         number, _, record = self._find(row)
-        picture = self._is_picture(number, record)
-        if picture and record.medium_bytes > MAX_WHOLE_FILE:
+        if self._is_picture(number, record):
+            return self._picture(row, self._content(row), flip)
+        return self._clip(row, self._content(row), flip, start)
+
+    def _content(self, row: int) -> bytes:
+        """The bytes of a sample's medium, compared with their checksum. Raises BadSample."""
+        number, _, record = self._find(row)
+        if self._is_picture(number, record) and record.medium_bytes > MAX_WHOLE_FILE:
             raise BadSample(self.source(row), f"a picture of {record.medium_bytes:,} bytes")
         place = number, record.medium_at, record.medium_bytes
         content = self._read(row, *place)
@@ -149,25 +168,27 @@ class ShardDataset(MediaDataset):
             content = self._read(row, *place)
         if self._is_damaged(number, record, content):
             raise BadSample(self.source(row), "damaged: its checksum is not the index's")
-        return picture, content
+        return content
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
-        picture, content = self._content(row)
+        number, _, record = self._find(row)
+        return self._look(self._is_picture(number, record), self._content(row))
+
+    def _look(self, picture: bool, content: bytes) -> tuple[Medium, np.ndarray]:
         if picture:
             return open_picture("", content)
         with _as_file(content) as path:
             return open_clip(path)
 
-    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
-        picture, content = self._content(row)
-        if picture:
-            try:  # the sample's name is looked up only if a message needs it
-                image = read_picture("", content=content)
-            except BadSample as bad:
-                raise BadSample(self.source(row), str(bad).removeprefix(": ")) from bad
-            image = center_crop(image, self.image_size)
-            pixels = to_tensor(image, flip, self.as_bytes)
-            return pixels[:, None] if self.use_video else pixels
+    def _picture(self, row: int, content: bytes, flip: bool) -> Tensor:
+        try:  # the sample's name is looked up only if a message needs it
+            image = read_picture("", content=content)
+        except BadSample as bad:
+            raise BadSample(self.source(row), str(bad).removeprefix(": ")) from bad
+        pixels = to_tensor(center_crop(image, self.image_size), flip, self.as_bytes)
+        return pixels[:, None] if self.use_video else pixels
+
+    def _clip(self, row: int, content: bytes, flip: bool, start: float | None) -> Tensor:
         with _as_file(content) as path:
             clip, interval = read_clip(
                 path,
@@ -232,7 +253,10 @@ class ShardDataset(MediaDataset):
             header.sha256 or f"{shard.name} {header.tar_bytes}"
             for shard, header in zip(self.shards, headers, strict=True)
         ]
-        rows = ",".join(str(header.rows) for header in headers)
+        rows = ",".join(
+            str(len(shard)) if shard.kept is None else f"{len(shard)} ({shard.kept.identity()})"
+            for shard in self.shards
+        )
         return hash_parts("shards", *contents, rows, "\0".join(self.class_names), str(self.used is not None))
 
     def verification(self, share: int, shares: int) -> Verification | None:
@@ -278,11 +302,6 @@ def _write_all(file, content: bytes) -> None:
     left = memoryview(content)
     while left:
         left = left[file.write(left) :]
-
-
-def _content_of(shard: IndexedTar) -> str:
-    header = shard.index.header
-    return header.sha256 or f"{os.path.basename(shard.path)} {header.tar_bytes}"
 
 
 def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:

@@ -20,29 +20,41 @@ class Fields:
     """Where a sample's parts stand; of several places the first that the sample has.
 
     medium: endings of pictures and clips; None: the first member whose ending is one. caption, label: see ``Path``.
+    parts: the only endings that are looked at; None: all. exact: endings keep their case, as Energon takes them, where
+    webdataset's are in lower case. whole: a sample is all its members, which code of the user's reads (no field then).
     """
 
     medium: tuple[str, ...] | None = None
     caption: tuple[Path, ...] = (("txt",), ("json", "caption"), ("json", "text"))
     label: tuple[Path, ...] = (("cls",), ("json", "label"))
+    parts: tuple[str, ...] | None = None
+    exact: bool = False
+    whole: bool = False
 
     def find_medium(self, parts: dict[str, object]) -> str | None:
         """The ending of the member that is the picture or clip: ``jpg`` before ``mask.jpg``."""
+        if self.parts is not None:
+            parts = {ending: part for ending, part in parts.items() if self.takes(ending)}
         if self.medium is not None:
             return next((ending for ending in self.medium if ending in parts), None)
         media = [ending for ending in parts if suffix_of(ending) in picture_suffixes() | CLIPS]
         return min(media, key=lambda ending: "." in ending, default=None)
 
+    def takes(self, ending: str) -> bool:
+        return self.parts is None or ending in self.parts
 
-def split_name(name: str) -> tuple[str, str] | None:
-    """A member's key and ending in lower case; None for one that belongs to no sample."""
+
+def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
+    """A member's key and ending, in lower case unless ``exact``; None for one that belongs to no sample."""
     found = None if _META.match(name) else _NAME.match(name)
-    return (found.group(1), found.group(2).lower()) if found else None
+    if found is None:
+        return None
+    return found.group(1), found.group(2) if exact else found.group(2).lower()
 
 
 def suffix_of(ending: str) -> str:
-    """``seg.png`` -> ``.png``."""
-    return "." + ending.rpartition(".")[2]
+    """``seg.PNG`` -> ``.png``."""
+    return "." + ending.rpartition(".")[2].lower()
 
 
 def read_caption(content: bytes, path: Path) -> str:
@@ -70,7 +82,7 @@ def read_label(content: bytes, path: Path) -> int:
 def _read(content: bytes, path: Path) -> object:
     try:
         text = content.decode("utf-8-sig")
-        value = json.loads(text) if suffix_of(path[0]) == ".json" else text
+        value = json.loads(text) if suffix_of(path[0]) in (".json", ".jsn") else text
         for key in path[1:]:
             value = value[int(key)] if isinstance(value, list) else value[key]
         return value

@@ -36,11 +36,12 @@ ROW = np.dtype(
         ("crc32", "<u4"),  # of the medium, if the header says ``checked``
         ("suffix", "u1"),  # which of the header's ``suffixes`` the medium has
         ("caption", "u1"),  # which of the header's ``captions`` gives the caption
-        ("padding", "u1", 6),
+        ("number", "<u4"),  # of the sample in the tar, counting those that are left out; 0 in indexes of before
+        ("padding", "u1", 2),
     ]
 )
 
-_RECORD = struct.Struct("<QQQIiIIBB6x")  # ROW, of which numpy takes five times as long to read one
+_RECORD = struct.Struct("<QQQIiIIBBI2x")  # ROW, of which numpy takes five times as long to read one
 
 _NAMES = listed(string(1 << 16), most=256)
 HEADER = FileKind(
@@ -80,6 +81,7 @@ class Record(NamedTuple):
     crc32: int
     suffix: int
     caption: int
+    number: int
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,21 @@
 """``preprocess.py shards`` and ``preprocess.py index``."""
 
 import json
-import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from opendit.common.errors import DataError
 from opendit.common.tensor_files import write_file
 from opendit.data.base import name_few
+from opendit.data.energon.indexes import check_count
+from opendit.data.energon.prepared import all_tars, is_prepared
 from opendit.data.files import printable
-from opendit.data.processes import collection_paused, end_with_parent, leave_inherited_garbage
+from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
+from opendit.data.shards.fields import Fields
 from opendit.data.shards.index import CLASS_NAMES, Header, TarIndex, index_of, write_index
 from opendit.data.shards.scan import scan
 from opendit.data.shards.writer import find_entries, is_done, plan_jobs, write_job
@@ -42,25 +43,34 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
         os.replace(partial, folder / CLASS_NAMES)
     done = sum(len(job.entries) for job in jobs) - sum(len(job.entries) for job in todo)
     with Progress(len(entries), "samples", initial=done, title="packing") as bar:
-        for count in _in_processes(write_job, todo, num_workers):
+        for count in in_processes(write_job, todo, num_workers):
             bar.update(count)
     print(f"{len(entries):,} samples in {len(jobs):,} tars: train with --data_path {printable(output)}")
 
 
 def make_indexes(root: str, *, num_workers: int = 4) -> None:
-    """Makes the index of every tar of a folder, or of one tar, that has none or a stale one.
+    """Makes the index of every tar of a folder, or of one tar, that has none or a stale one. Of a folder that Energon
+    prepared the tars of all splits, as its field map has them.
 
     Raises ValueError, OSError or DataError; indexes of the tars before a bad one stay."""
-    path = Path(root)
+    path, fields, plan, counts = Path(root), None, "", []
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
+    if is_prepared(path):
+        prepared = all_tars(path)
+        fields, plan, counts = prepared.fields, prepared.plan, [count for _, count in prepared.tars]
+        tars = [path / name for name, _ in prepared.tars]
     if not tars:
         raise ValueError(f"DIR {printable(root)} holds no .tar files")
-    _remove_partial(path if path.is_dir() else path.parent)
-    todo = [tar for tar in tars if not _is_current(tar)]
+    for folder in {tar.parent for tar in tars}:
+        _remove_partial(folder)
+    todo = [tar for tar in tars if not _is_current(tar, plan)]
     with Progress(len(tars), "tars", initial=len(tars) - len(todo), title="indexing") as bar:
-        for _ in _in_processes(_index, todo, num_workers):
+        for _ in in_processes(partial(_index, fields=fields, plan=plan), todo, num_workers):
             bar.update()
-    headers = [TarIndex(index_of(tar)).header for tar in tars]
+    indexes = [TarIndex(index_of(tar)) for tar in tars]
+    for tar, index, count in zip(tars, indexes, counts, strict=False):
+        check_count(tar, index, count, f"DIR {printable(root)}")
+    headers = [index.header for index in indexes]
     if left_out := sum(header.left_out for header in headers):
         examples = [example for header in headers for example in header.examples]
         print(f"left out {left_out:,} samples: {name_few(examples)}")
@@ -70,17 +80,17 @@ def make_indexes(root: str, *, num_workers: int = 4) -> None:
     )
 
 
-def _index(tar: Path) -> None:
-    write_index(index_of(tar), *scan(tar))
+def _index(tar: Path, fields: Fields | None, plan: str) -> None:
+    write_index(index_of(tar), *scan(tar, fields, plan=plan))
 
 
-def _is_current(tar: Path) -> bool:
+def _is_current(tar: Path, plan: str) -> bool:
     index = index_of(tar)
     try:
-        return (
-            index.stat().st_mtime_ns >= tar.stat().st_mtime_ns
-            and TarIndex(index).header.tar_bytes == tar.stat().st_size
-        )
+        if index.stat().st_mtime_ns < tar.stat().st_mtime_ns:
+            return False
+        header = TarIndex(index).header
+        return header.tar_bytes == tar.stat().st_size and (not plan or header.plan == plan)
     except (OSError, ValueError):
         return False
 
@@ -99,27 +109,3 @@ def _remove_partial(folder: Path) -> None:
         found = re.fullmatch(r".+\.(?:tar|index|json)\.(\d+)\.partial", path.name)
         if found and not Path(f"/proc/{found[1]}").exists():
             path.unlink(missing_ok=True)
-
-
-def _begin_process() -> None:
-    leave_inherited_garbage()
-    end_with_parent()
-
-
-def _in_processes(work: Callable, jobs: Sequence, count: int) -> Iterator:
-    """``work(job)`` of every job as they are done; the first error ends all."""
-    if min(count, len(jobs)) <= 1:
-        yield from map(work, jobs)
-        return
-    methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
-    with ProcessPoolExecutor(min(count, len(jobs)), context, _begin_process) as pool:
-        try:
-            with collection_paused():
-                futures = [pool.submit(work, job) for job in jobs]
-            for future in as_completed(futures):
-                yield future.result()
-        except BrokenProcessPool as error:
-            raise DataError("a process was killed (is there too little memory?); run the command again") from error
-        finally:
-            pool.shutdown(cancel_futures=True)

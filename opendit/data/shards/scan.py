@@ -21,14 +21,16 @@ MAX_TEXT = 2**20  # bytes of a caption's or label's member
 
 @dataclass
 class Sample:
-    """The members of one key: ending -> (offset of the content, bytes)."""
+    """The members of one key: ending -> (offset of the content, bytes). start, end: of all of them in the tar."""
 
     key: str
+    start: int
+    end: int = 0
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def samples_of(path: Path) -> Iterator[Sample]:
-    """The samples of a tar in its order: members that follow each other and share a key.
+def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
+    """The samples of a tar in its order: members that follow each other and share a key. exact: see ``Fields``.
 
     Raises ValueError, which names the tar and what is wrong with it: truncated, damaged, compressed, a key or a member
     twice.
@@ -39,7 +41,7 @@ def samples_of(path: Path) -> Iterator[Sample]:
             size = file.seek(0, 2)
             while (member := tar.next()) is not None:
                 tar.members = []  # it keeps all of them: gigabytes, of a large tar
-                if not member.isreg() or (split := split_name(member.name)) is None:
+                if not member.isreg() or (split := split_name(member.name, exact)) is None:
                     continue
                 if member.sparse is not None:
                     raise ValueError(f"{name}: {printable(member.name)} is stored with holes; pack it without --sparse")
@@ -55,10 +57,11 @@ def samples_of(path: Path) -> Iterator[Sample]:
                             "each other, and its key be its own"
                         )
                     seen.add(key)
-                    sample = Sample(key)
+                    sample = Sample(key, member.offset)
                 if ending in sample.parts:
                     raise ValueError(f"{name}: {printable(member.name)} is there twice")
                 sample.parts[ending] = member.offset_data, member.size
+                sample.end = tar.offset
             # tarfile takes anything that it can't read for the end.
             file.seek(tar.offset)
             end = file.read(BLOCK)
@@ -86,8 +89,13 @@ class _Rows:
     suffixes: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     why_not: list[str] = field(default_factory=list)  # of every row: why it has no caption or label
+    seen: int = 0
 
     def add(self, sample: Sample, file, checked: bool) -> None:
+        number, self.seen = self.seen, self.seen + 1
+        if self.fields.whole:
+            self._add_whole(sample, file, checked, number)
+            return
         ending = self.fields.find_medium(sample.parts)
         if ending is None:
             self.left_out.append(f"{printable(sample.key)}: no picture or clip beside .{', .'.join(sample.parts)}")
@@ -97,18 +105,26 @@ class _Rows:
         place, label, why_label = self._find(sample, file, self.fields.label, read_label)
         text_at, text_bytes = sample.parts[self.fields.caption[text][0]] if caption is not None else (0, 0)
         crc = _crc32(file, at, size) if checked else 0
-        number = self.suffixes.setdefault(suffix_of(ending), len(self.suffixes))
+        suffix = self.suffixes.setdefault(suffix_of(ending), len(self.suffixes))
         self.keys.append(sample.key.encode("utf-8", "surrogateescape"))
         self.captions.append(caption is not None)
         self.why_not.append(why if why or label is not None else why_label)
         label = NO_LABEL if label is None else label
-        self.rows.append((at, size, text_at, text_bytes, label, 0, crc, number, text, [0] * 6))
+        self.rows.append((at, size, text_at, text_bytes, label, 0, crc, suffix, text, number, [0] * 2))
+
+    def _add_whole(self, sample: Sample, file, checked: bool, number: int) -> None:
+        at, size = sample.start, sample.end - sample.start
+        crc = _crc32(file, at, size) if checked else 0
+        self.keys.append(sample.key.encode("utf-8", "surrogateescape"))
+        self.captions.append(False)
+        self.why_not.append("")
+        self.rows.append((at, size, 0, 0, NO_LABEL, 0, crc, self.suffixes.setdefault("", 0), 0, number, [0] * 2))
 
     def _find(self, sample: Sample, file, paths, read) -> tuple[int, object, str]:
         """(number of the path that gave the value, the value or None, why there is none)."""
         why = ""
         for number, path in enumerate(paths):
-            if (part := sample.parts.get(path[0])) is None:
+            if (part := sample.parts.get(path[0])) is None or not self.fields.takes(path[0]):
                 continue
             if part[1] > MAX_TEXT:
                 why = f"the .{path[0]} has {part[1]:,} bytes"
@@ -147,7 +163,7 @@ def scan(
     path, fields = Path(path), fields or Fields()
     found = _Rows(fields)
     with open(path, "rb") as file:
-        for sample in samples_of(path):
+        for sample in samples_of(path, fields.exact):
             found.add(sample, file, checksums)
     rows = np.array(found.rows, ROW)
     captions, labels = np.array(found.captions, bool), rows["label"] != NO_LABEL

@@ -17,7 +17,8 @@ class Request:
 
     path: what data_path names, a file or a folder that can be listed; None where it is a source's own name.
     random_flip: mirror half of the samples; None leaves it to the data set. split: "train" or "test", for a source that
-    has both. max_bad: largest share of unreadable files to skip. The last four: of random latents.
+    has both. max_bad: largest share of unreadable files to skip. vae to max_text_tokens: of random latents.
+    energon_cooker: ``module:function`` that reads the samples of a folder that Energon prepared.
     """
 
     data_path: str
@@ -35,6 +36,7 @@ class Request:
     num_classes: int | None = None
     text_encoder: str | None = None
     max_text_tokens: int | None = None
+    energon_cooker: str | None = None
 
     @property
     def shown(self) -> str:

@@ -5,29 +5,22 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from opendit.common.rules import read_bounded
 from opendit.data.blend import BlendedDataset
+from opendit.data.energon.prepared import is_prepared
 from opendit.data.mock import MockDataset
 from opendit.data.names import is_address, named_sources
 from opendit.data.sources.base import Request
+from opendit.data.yaml_file import read_yaml
 
 NAME = None
 TAKES = "a YAML file of several sources"
-MOST_BYTES = 1 << 20
 EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
 
 
 def open_source(asked: Request) -> BlendedDataset | None:
     if asked.path.is_dir() or asked.path.suffix.lower() not in (".yaml", ".yml"):
         return None
-    try:
-        content = yaml.safe_load(read_bounded(asked.path, MOST_BYTES))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{asked.shown} is not YAML that can be read: {reason}") from error
-    return _open(content, asked, asked.path.parent)
+    return _open(read_yaml(asked.path, asked.shown), asked, asked.path.parent)
 
 
 def open_inline(sources: list[tuple[str, str]], asked: Request) -> BlendedDataset:
@@ -73,12 +66,15 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
     for path in paths:
         suffix = Path(path).suffix.lower()
         _check(suffix not in (".yaml", ".yml"), shown, f"can't hold another blend, {path}: list its sources here")
-        parts.append(build_dataset(**_options(replace(asked, data_path=path))))
+        cooker = asked.energon_cooker if is_prepared(Path(path)) else None
+        parts.append(build_dataset(**_options(replace(asked, data_path=path, energon_cooker=cooker))))
         _check(not isinstance(parts[-1], MockDataset), shown, "can't hold mock, whose latents are random")
     weights, epoch = amounts, None
     if given == ["epochs"]:
         weights = [epochs * len(part) for epochs, part in zip(amounts, parts, strict=True)]
         epoch = int(sum(weights))
+    if asked.energon_cooker and not any(is_prepared(Path(path)) for path in paths):
+        raise ValueError(f"--energon_cooker {asked.energon_cooker}: no source of {shown} was prepared by Energon")
     return BlendedDataset(
         names,
         parts,

@@ -1,0 +1,191 @@
+"""Samples that a function of the user's makes of a tar's members: Energon's cookers and sample loaders."""
+
+import importlib
+import io
+import json
+import os
+import sys
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from opendit.common.hashing import hash_parts
+from opendit.data.base import BadSample
+from opendit.data.images import to_tensor
+from opendit.data.medium import Medium, of_picture
+from opendit.data.picture_file import center_crop
+from opendit.data.shards.dataset import IndexedTar, ShardDataset
+from opendit.data.shards.fields import Fields, split_name, suffix_of
+
+FLAG = "--energon_cooker"
+RETURNS = "a mapping or an object with image or video, and caption or label"
+TRIED = 100  # samples at the start, of which the first that is readable tells what all are
+
+Cooker = Callable[[dict[str, Any]], Any]
+
+
+def load_cooker(name: str) -> Cooker:
+    """``module:function``, from where Python finds modules and from the working directory. Raises ValueError."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"{FLAG} {name}: must be MODULE:FUNCTION, such as my_data:cook for cook() of my_data.py")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # whatever the user's module does
+        raise ValueError(f"{FLAG} {name}: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{FLAG} {name}: {function} is no function")
+    return found
+
+
+def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
+    """The key of a sample and its members by ending, of their bytes as a tar has them."""
+    key, parts = "", {}
+    with tarfile.open(fileobj=io.BytesIO(content + bytes(2 * tarfile.BLOCKSIZE)), mode="r:") as tar:
+        for member in tar:
+            if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:
+                key, ending = split
+                if fields.takes(ending):
+                    parts[ending] = tar.extractfile(member).read()
+    return key, parts
+
+
+def decoded(ending: str, content: bytes) -> Any:
+    """JSON as what it holds, texts as such, classes as numbers, anything else as bytes."""
+    suffix = suffix_of(ending)
+    if suffix in (".json", ".jsn"):
+        return json.loads(content)
+    if suffix in (".txt", ".text", ".transcript"):
+        return content.decode()
+    return int(content) if suffix in (".cls", ".cls2", ".index", ".inx", ".id") else content
+
+
+class CookedDataset(ShardDataset):
+    """Tars whose samples ``cooker`` reads; it is called with a dictionary of a sample's members by ending (see
+    ``decoded``), ``__key__`` and ``__subflavors__``, and returns a mapping or an object with
+
+    - ``image``: the bytes of a picture's file, or a PIL image; or ``video``: the bytes of a clip's file;
+    - ``caption``: a text; or ``label``: the number of a class, where the folder has a class_names.json.
+
+    What the first readable sample has, all must have; a sample of which the function raises an error, or returns None,
+    counts as unreadable. name: of the function, which stands in messages and in the identity.
+    """
+
+    def __init__(
+        self,
+        shown: str,
+        shards: Sequence[IndexedTar],
+        image_size: int,
+        *,
+        cooker: Cooker,
+        name: str,
+        fields: Fields,
+        subflavors: dict[str, Any],
+        class_names: Sequence[str] = (),
+        random_flip: bool | None = None,
+        **options,
+    ):
+        super().__init__(shown, shards, image_size, random_flip=random_flip, **options)
+        self.cooker, self.name, self.fields, self.subflavors = cooker, name, fields, subflavors
+        self._cooked: tuple = (None, None)
+        self.class_names = list(class_names)
+        first = self._first()
+        self._video = "video" in first
+        if self._video and not self.use_video:
+            raise ValueError(f"{shown}: {FLAG} {name} gives clips: add --use_video")
+        self.conditioning = "text" if "caption" in first else "label"
+        if "label" in first and not class_names:
+            raise ValueError(f"{shown}: {FLAG} {name} gives labels; name the classes in class_names.json in the folder")
+        self.class_names = list(class_names) if "label" in first else [] if "caption" in first else ["0"]
+        self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
+
+    def _first(self) -> dict[str, Any]:
+        """What a sample has. Raises ValueError if none of the first is as it must be."""
+        reason: BadSample | None = None
+        for row in range(min(TRIED, len(self))):
+            try:
+                return self._cook(row)
+            except BadSample as bad:
+                reason = reason or bad
+        raise ValueError(f"{self.shown}: {FLAG} {self.name} reads none of the first samples: {reason}")
+
+    def _cook(self, row: int) -> dict[str, Any]:
+        """image or video, and caption or label. Raises BadSample."""
+        if self._cooked[0] == row:  # a picture and its caption ask for the same one
+            return self._cooked[1]
+        content = self._content(row)
+        try:
+            key, parts = members_of(content, self.fields)
+            raw = {ending: decoded(ending, part) for ending, part in parts.items()}
+            made = self.cooker({"__key__": key, "__subflavors__": dict(self.subflavors), **raw})
+        except Exception as error:  # whatever the user's code does
+            raise BadSample(self.source(row), f"{self.name}: {type(error).__name__}: {error}") from error
+        found = {}
+        for name in ("image", "video", "caption", "label"):
+            value = made.get(name) if isinstance(made, Mapping) else getattr(made, name, None)
+            if value is not None:
+                found[name] = value
+        if why := _problem(found, len(self.class_names)):
+            raise BadSample(self.source(row), f"{self.name} gave {why}; it returns {RETURNS}")
+        self._cooked = row, found
+        return found
+
+    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+        made = self._cook(row)
+        wanted = "video" if self._video else "image"
+        if wanted not in made or ("caption" in made) != (self.conditioning == "text"):
+            raise BadSample(self.source(row), f"{self.name} gave other parts than of the first sample")
+        content = made[wanted]
+        if self._video:
+            return self._clip(row, content, flip, start)
+        if isinstance(content, bytes):
+            return self._picture(row, content, flip)
+        pixels = to_tensor(center_crop(content.convert("RGB"), self.image_size), flip, self.as_bytes)
+        return pixels[:, None] if self.use_video else pixels
+
+    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+        made = self._cook(row)
+        content = made["video" if self._video else "image"]
+        return self._look(not self._video, content) if isinstance(content, bytes) else of_picture(content)
+
+    def caption(self, row: int) -> str | None:
+        return self._cook(row)["caption"].strip() if self.conditioning == "text" else None
+
+    def label(self, row: int) -> int:
+        return self._cook(row).get("label", 0)
+
+    def shape_key(self, row: int) -> int:
+        return 0
+
+    def identity(self) -> str:
+        return hash_parts(super().identity(), "cooked", self.name, json.dumps(self.subflavors, sort_keys=True))
+
+    def describe(self) -> str:
+        return f"{super().describe()}; read by {self.name}"
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_cooked": (None, None)}
+
+
+def _problem(found: dict[str, Any], classes: int) -> str:
+    """What is wrong with what a function returned."""
+    image, video, caption, label = (found.get(name) for name in ("image", "video", "caption", "label"))
+    if (image is None) == (video is None):
+        return "no picture and no clip" if image is None else "a picture and a clip"
+    if image is not None and not isinstance(image, (bytes, Image.Image)):
+        return f"an image that is a {type(image).__name__}, not bytes or a PIL image"
+    if video is not None and not isinstance(video, bytes):
+        return f"a video that is a {type(video).__name__}, not bytes"
+    if caption is not None and (not isinstance(caption, str) or not caption.strip()):
+        return f"a caption that is {'empty' if isinstance(caption, str) else type(caption).__name__}"
+    if caption is not None and label is not None:
+        return "a caption and a label"
+    if label is not None and (type(label) is not int or label < 0 or classes and label >= classes):
+        return f"the label {label!r}"
+    return ""

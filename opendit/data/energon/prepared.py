@@ -1,0 +1,223 @@
+"""A folder that ``energon prepare`` has been in: what its ``.nv-meta/`` says."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from opendit.common.hashing import hash_parts
+from opendit.common.rules import MIB
+from opendit.data.base import name_few
+from opendit.data.energon.braces import expand_braces
+from opendit.data.files import printable
+from opendit.data.shards.fields import Fields, suffix_of
+from opendit.data.yaml_file import read_yaml
+
+META = ".nv-meta"
+INFO = (".info.json", ".info.yaml")
+MOST_BYTES = 256 * MIB  # of a list of tars
+COOKER = "--energon_cooker MODULE:FUNCTION"
+
+_CRUDE = "CrudeWebdataset"
+_OF_FIELDS = {"image": "medium", "video": "medium", "caption": "caption", "label": "label"}
+# How Energon decodes and shuffles, which is done in other ways here.
+_IGNORED = (
+    "auto_decode av_decode decoder guess_content ignore_decoder_errors image_decode max_samples_per_sequence "
+    "parallel_shard_iters path shuffle_over_epochs split_config split_part video_decode_audio"
+).split()
+_KNOWN = (
+    "__module__",
+    "__class__",
+    "sample_type",
+    "field_map",
+    "sample_loader",
+    "part_filter",
+    "subflavors",
+    *_IGNORED,
+)
+_NOT_TEXT = (".pyd", ".pickle", ".pkl", ".pth", ".pt", ".npy", ".npz", ".ten", ".tb")
+
+
+@dataclass(frozen=True)
+class PreparedSet:
+    """One split of a prepared folder.
+
+    tars: names of its tars, relative to ``folder``, and how many samples each has: those that are read and others.
+    without: (tar, key) of samples that are left out. fields: where pictures and captions stand. subflavors: what is
+    handed to a cooker with each sample.
+    """
+
+    folder: Path
+    tars: tuple[tuple[str, int], ...]
+    without: frozenset[tuple[str, str]]
+    fields: Fields
+    subflavors: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def plan(self) -> str:
+        """What an index of its tars says that it was made for."""
+        return hash_parts("energon", repr(self.fields))
+
+
+def is_prepared(folder: Path) -> bool:
+    return any((folder / META / name).is_file() for name in INFO)
+
+
+def read_prepared(
+    folder: Path,
+    shown: str,
+    *,
+    splits: Sequence[str] | None = ("train",),
+    dataset_config: str | None = None,
+    split_config: str | None = None,
+    cooked: bool = False,
+) -> PreparedSet:
+    """The first of ``splits`` that the folder has; None: the tars of all of them. cooked: code of the user's reads the
+    samples.
+
+    Raises ValueError or FileNotFoundError, which begin with ``shown`` and say what to do."""
+    meta = folder / META
+    counts = _counts(meta, shown)
+    tars, without = list(counts), frozenset()
+    if splits is not None:
+        tars, without = _split(meta, shown, splits, split_config, counts)
+    fields, subflavors = _fields(meta / (dataset_config or "dataset.yaml"), shown, cooked)
+    return PreparedSet(folder, tuple((tar, counts[tar]) for tar in tars), without, fields, subflavors)
+
+
+def all_tars(folder: Path) -> PreparedSet:
+    """The tars of all splits. Raises as :func:`read_prepared`."""
+    return read_prepared(folder, f"DIR {printable(folder)}", splits=None)
+
+
+def _counts(meta: Path, shown: str) -> dict[str, int]:
+    path = next(meta / name for name in INFO if (meta / name).is_file())
+    content = read_yaml(path, f"{shown}: {path}", MOST_BYTES)  # JSON is YAML
+    counts = content.get("shard_counts") if isinstance(content, dict) else None
+    right = isinstance(counts, dict) and all(
+        isinstance(name, str) and type(count) is int and count >= 0 for name, count in counts.items()
+    )
+    if not right or not counts:
+        raise ValueError(f"{shown}: {path} has no shard_counts: {{TAR: SAMPLES}}; run energon prepare again")
+    for name in counts:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"{shown}: {path} names {printable(name)}, which is not in the folder")
+    return counts
+
+
+def _split(
+    meta: Path, shown: str, splits: Sequence[str], config: str | None, counts: dict[str, int]
+) -> tuple[list[str], frozenset[tuple[str, str]]]:
+    """The tars of a split in their order, and the samples of them that are left out."""
+    path = meta / (config or "split.yaml")
+    if config is None and not path.is_file():
+        path = meta / "split.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{shown}: {meta / (config or 'split.yaml')} doesn't exist; run energon prepare again")
+    content = read_yaml(path, f"{shown}: {path}", MOST_BYTES)
+    parts = content.get("split_parts") if isinstance(content, dict) else None
+    excluded = content.get("exclude") or [] if isinstance(content, dict) else []
+    if not isinstance(parts, dict) or not all(map(_are_names, [*parts.values(), excluded])):
+        raise ValueError(f"{shown}: {path} must be like split_parts: {{train: [TAR, ...]}}, exclude: [TAR or TAR/KEY]")
+    chosen = next((name for name in splits if parts.get(name)), None)
+    if chosen is None:
+        there = ", ".join(name for name, tars in parts.items() if tars) or "none"
+        raise NoSuchSplit(f"{shown} has no split {' or '.join(splits)} in {path}; it has {there}")
+    try:
+        left_out = {name for pattern in excluded for name in expand_braces(pattern)}
+        names = [name for pattern in parts[chosen] for name in expand_braces(pattern)]
+    except ValueError as error:
+        raise ValueError(f"{shown}: {path}: {error}") from error
+    names = [name for name in names if name not in left_out]
+    if unknown := [printable(name) for name in names if name not in counts]:
+        raise ValueError(
+            f"{shown}: {path} names {name_few(unknown)}, of which {INFO[0]} knows nothing; prepare it again"
+        )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{shown}: {path} names {printable(twice)} twice in the split {chosen}")
+    if not names:
+        raise ValueError(f"{shown}: every tar of the split {chosen} is excluded in {path}")
+    # TAR/KEY, both of which may have slashes.
+    samples = {
+        (tar, name[len(tar) + 1 :]) for name in left_out for tar in _prefixes(name) if tar in counts and tar != name
+    }
+    return names, frozenset(samples)
+
+
+class NoSuchSplit(ValueError):
+    """The folder has no tars of the split that was asked for."""
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any]]:
+    """What a dataset.yaml says of a sample's members, and its subflavors."""
+    if not path.is_file():
+        if cooked:
+            return Fields(exact=True, whole=True), {}
+        raise FileNotFoundError(
+            f"{shown}: {path} doesn't exist; write it (sample_type and field_map: {{image: jpg, caption: txt}}), or "
+            f"give {COOKER}"
+        )
+    content = read_yaml(path, f"{shown}: {path}")
+    if not isinstance(content, dict):
+        raise ValueError(f"{shown}: {path} must be like sample_type: ..., field_map: {{image: jpg, caption: txt}}")
+    if unknown := [key for key in content if key not in _KNOWN]:
+        raise ValueError(f"{shown}: {path} has the unknown key {unknown[0]!r}; known here: {', '.join(_KNOWN)}")
+    subflavors = content.get("subflavors") or {}
+    parts = content.get("part_filter")
+    if not isinstance(subflavors, dict) or not (parts is None or isinstance(parts, str) or _are_names(parts)):
+        raise ValueError(f"{shown}: {path}: subflavors must be names with values, part_filter a list of endings")
+    listed = tuple(parts) if isinstance(parts, list) else None
+    if cooked:
+        return Fields(exact=True, whole=True, parts=listed), subflavors
+    if code := next((key for key in ("sample_loader", "part_filter") if isinstance(content.get(key), str)), None):
+        raise ValueError(
+            f"{shown}: {path} names Python code, {code}: {content[code]}, which is not run from a data folder; give a "
+            f"function of your own, {COOKER}, or a field_map in its place"
+        )
+    mapping = content.get("field_map")
+    if mapping is None and content.get("__class__") == _CRUDE:
+        return Fields(exact=True, parts=listed), subflavors
+    if not isinstance(mapping, dict) or not all(isinstance(v, str) for v in mapping.values()):
+        raise ValueError(f"{shown}: {path} needs a field_map like {{image: jpg, caption: txt}}, or give {COOKER}")
+    return _mapped(mapping, f"{shown}: {path}"), subflavors
+
+
+def _mapped(mapping: dict[str, str], where: str) -> Fields:
+    """``image: jpg,png`` and ``caption: json[texts][0],txt`` as fields."""
+    found: dict[str, tuple] = {"medium": (), "caption": (), "label": ()}
+    for name in ("video", "image", "caption", "label"):
+        if name in mapping:
+            found[_OF_FIELDS[name]] += tuple(_access(option) for option in mapping[name].split(","))
+    media = found["medium"]
+    if not media:
+        raise ValueError(f"{where}: its field_map has neither image nor video ({', '.join(mapping)}); give {COOKER}")
+    if nested := next((path for path in media if len(path) > 1), None):
+        raise ValueError(f"{where}: a picture inside of another member, {nested[0]}[{nested[1]}]; give {COOKER}")
+    for path in (*found["caption"], *found["label"]):
+        if suffix_of(path[0]) in _NOT_TEXT:
+            raise ValueError(f"{where}: .{path[0]} holds no text that is read without running it; give {COOKER}")
+    others = [name for name in mapping if name not in (*_OF_FIELDS, "label_name")]
+    if others and not found["caption"] and not found["label"]:
+        raise ValueError(
+            f"{where}: its field_map has neither caption nor label (it has {', '.join(mapping)}); map one, or give "
+            f"{COOKER}"
+        )
+    fields = Fields(tuple(path[0] for path in media), found["caption"], found["label"])
+    return replace(fields, exact=True)
+
+
+def _access(option: str) -> tuple[str, ...]:
+    """``json[a][0]`` -> json, a, 0."""
+    found = re.fullmatch(r"([^\[\]]+)((?:\[[^\[\]]+\])*)", option)
+    return (option,) if found is None else (found[1], *re.findall(r"\[([^\[\]]+)\]", found[2]))

@@ -1,0 +1,148 @@
+"""A folder that megatron-energon prepared, or a metadataset of several."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from opendit.common.rules import read_json
+from opendit.common.strict_files import checked
+from opendit.data.base import MediaDataset
+from opendit.data.blend import BlendedDataset
+from opendit.data.energon.cooked import CookedDataset, load_cooker
+from opendit.data.energon.indexes import open_indexes
+from opendit.data.energon.metadataset import (
+    ALONE,
+    REPETITIONS,
+    Leaf,
+    NoSuchSplitThere,
+    is_metadataset,
+    read_metadataset,
+)
+from opendit.data.energon.prepared import NoSuchSplit, PreparedSet, is_prepared, read_prepared
+from opendit.data.files import printable
+from opendit.data.shards.dataset import IndexedTar, ShardDataset
+from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex
+from opendit.data.shards.kept import KeptRows
+from opendit.data.sources.base import NoSplit, Request
+from opendit.data.yaml_file import read_yaml
+
+NAME = None
+TAKES = "an Energon folder or metadataset"
+
+_SPLITS = {"train": ("train",), "test": ("val", "test")}  # Energon's names
+
+
+def open_source(asked: Request) -> MediaDataset | None:
+    if asked.path.is_dir():
+        if not is_prepared(asked.path):
+            return None
+        found = [Leaf(asked.path, "")], ALONE
+    elif asked.path.suffix.lower() in (".yaml", ".yml") and is_metadataset(read_yaml(asked.path, asked.shown)):
+        try:
+            kind, leaves = read_metadataset(asked.path, _SPLITS[asked.split], asked.shown)
+        except NoSuchSplitThere as error:
+            raise _no_split(asked, error) from error
+        found = leaves, kind
+    else:
+        return None
+    leaves, kind = found
+    try:
+        parts = [_open_leaf(replace(asked, path=leaf.folder), leaf) for leaf in leaves]
+    except NoSuchSplit as error:
+        raise _no_split(asked, error) from error
+    if len(parts) == 1:
+        return parts[0]
+    weights = [leaf.share for leaf in leaves]
+    if kind == REPETITIONS:
+        weights = [share * len(part) for share, part in zip(weights, parts, strict=True)]
+    epoch = max(1, int(sum(weights))) if kind == REPETITIONS else None
+    return BlendedDataset(_names(leaves, asked.path), parts, [(0, weights)], shown=asked.shown, epoch=epoch)
+
+
+def _no_split(asked: Request, error: ValueError) -> ValueError:
+    return ValueError(str(error)) if asked.split == "train" else NoSplit(str(error))
+
+
+def _names(leaves: list[Leaf], above: Path) -> list[str]:
+    """Of each leaf one of its own, for the log."""
+    names: list[str] = []
+    for leaf in leaves:
+        folder = leaf.folder.resolve()
+        base = above.resolve().parent
+        name = str(folder.relative_to(base)) if folder.is_relative_to(base) else str(folder)
+        name = f"{name} ({leaf.split})" if leaf.split != "train" else name
+        number = 2
+        while (f"{name} #{number}" if name in names else name) in names:
+            number += 1
+        names.append(f"{name} #{number}" if name in names else name)
+    return names
+
+
+def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
+    """One prepared folder."""
+    shown = asked.shown if not leaf.split else f"{asked.shown}: {printable(leaf.folder)}"
+    cooker = load_cooker(asked.energon_cooker) if asked.energon_cooker else None
+    prepared = read_prepared(
+        leaf.folder,
+        shown,
+        splits=(leaf.split,) if leaf.split else _SPLITS[asked.split],
+        dataset_config=leaf.dataset_config,
+        split_config=leaf.split_config,
+        cooked=cooker is not None,
+    )
+    indexes = open_indexes(prepared, shown)
+    shards = _shards(prepared, indexes, leaf, shown)
+    names, path = (), leaf.folder / CLASS_NAMES
+    if path.exists():
+        names = checked(read_json(path, NAMES_OF_CLASSES.most_bytes), NAMES_OF_CLASSES, path)
+    if cooker is None:
+        return ShardDataset(shown, shards, asked.image_size, class_names=names, **asked.of_clips())
+    return CookedDataset(
+        shown,
+        shards,
+        asked.image_size,
+        cooker=cooker,
+        name=asked.energon_cooker,
+        fields=prepared.fields,
+        subflavors={**prepared.subflavors, **leaf.subflavors},
+        class_names=names,
+        **asked.of_clips(),
+    )
+
+
+def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
+    """The tars with the samples of them that the leaf has; its subset counts all that Energon counted."""
+    total = sum(count for _, count in prepared.tars)
+    first, last = 0, total
+    if leaf.subset is not None:
+        try:
+            first, last = leaf.subset.of(total)
+        except ValueError as error:
+            raise ValueError(f"{shown}: {error}") from error
+    without: dict[str, set[str]] = {}
+    for tar, key in prepared.without:
+        without.setdefault(tar, set()).add(key)
+    shards, before = [], 0
+    for (name, count), index in zip(prepared.tars, indexes, strict=True):
+        path = str(prepared.folder / name)
+        kept = _kept(index, first - before, last - before, without.get(name, set()))
+        before += count
+        if kept is None or len(kept):
+            shards.append(IndexedTar(path, path, index, kept))
+    if not shards:
+        raise ValueError(f"{shown}: no sample of its {total:,} is left by subset and exclude")
+    return shards
+
+
+def _kept(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
+    """The rows of the tar's samples ``first`` to before ``last``, those left out counted, but for these keys."""
+    rows, count = index.header.rows, index.header.rows + index.header.left_out
+    if first <= 0 and last >= count and not keys:
+        return None
+    start, end = max(0, first), min(max(0, last), count)
+    if index.header.left_out:
+        start, end = np.searchsorted(index.rows["number"], [start, end]).tolist()
+    start = min(start, end)
+    found = [row for row in range(rows) if index.key(row) in keys] if keys else []
+    return KeptRows(start, end, np.array([row for row in found if start <= row < end], np.int64))
