@@ -17,7 +17,12 @@ TEST = [
     "peft>=0.17",
     "playwright",
     "webdataset",
+    "braceexpand",
     *REMOTE,
+    "s3fs",
+    "moto[s3]",  # an S3-compatible server, which is flask's
+    "flask",
+    "flask-cors",
     *COMPLETION,
     *PAGE,
 ]
