@@ -51,8 +51,13 @@ def start(flags: TrainConfig) -> "Path | None":
             flags, mesh = choose_on_ranks(flags, mesh)
         flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
         spec = prepare(flags, mesh, notes)
+        evaluation = None
+        if flags.evaluate_every:
+            from opendit.evaluation.in_training import RunEvaluation
+
+            evaluation = RunEvaluation(spec)
         supervisor.started(RUN_ERRORS)
-        with build(spec, supervisor) as run:
+        with build(spec, supervisor, evaluation) as run:
             train(run)
         failed_writes = run.failed_writes()
     if failed_writes:
@@ -76,14 +81,16 @@ def train(run: "Run") -> None:
         due = run.agenda.due(run.skipped.skipping, run.skipped.failing)
         if due.refuse:
             run.checkpoints.refuse(done, "the gradients of this step were not finite")
-        with run.monitor.paused(due.validate):
+        with run.monitor.paused(due.validate or due.evaluate):
             validation = run.validation.after(done) if due.validate else {}
+            if due.evaluate:
+                validation |= run.evaluation.after(done, run.sampler, run.monitor)
         if due.log:
             run.log.write(done, epoch, lr, result, validation)
         with run.monitor.paused(due.save or due.draw):
             if due.save:
                 state = {"step": done, "epoch": epoch, "skipped": run.log.skipped, "fingerprint": run.fingerprint}
-                run.checkpoints.save(state | run.log.val_loss)
+                run.checkpoints.save(state | run.log.figures)
             if due.draw:
                 run.grids.draw(done)
         if stopping:

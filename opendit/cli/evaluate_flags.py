@@ -141,22 +141,7 @@ class EvaluateConfig(
         """As :meth:`TrainConfig.settled`."""
         check_values(self)
         notes = []
-        reference = self.reference
-        if reference is None and self.features == DIGITS:
-            reference = DIGITS
-        if reference == DIGITS and self.features != DIGITS:
-            raise ValueError("--reference digits is for --features digits; give both, or another reference")
-        if reference is None:
-            needing = [name for name in self.metrics if name in NEEDS_REFERENCE]
-            if needing:
-                raise ValueError(f"--metrics {needing[0]} compares samples with others: give --reference PATH")
-        elif reference != DIGITS:
-            check_exists(reference, "--reference", "a folder, .npz, .npy or CSV of samples, or statistics")
-        for name in ("features", "video_features", "clip_model"):
-            if (path := getattr(self, name)) is not None and (name, path) != ("features", DIGITS):
-                check_exists(path, f"--{name}", "a network's file or folder")
-        if "clip_score" in self.metrics and self.clip_model is None:
-            raise ValueError("--metrics clip_score needs --clip_model FOLDER, a folder of transformers with CLIP")
+        reference = self.check_what()
         if self.feature_precision == "tf32" and not has_gpu:
             raise ValueError("--feature_precision tf32 needs a GPU, and there is none: use fp32")
         check_writable(self.output, "--output")
@@ -184,6 +169,31 @@ class EvaluateConfig(
         used |= {item.name for part in (WhatFlags, ResultFlags) for item in dataclasses.fields(part)} - {"outputs"}
         refuse_idle(self.given, dict.fromkeys(sorted(drawing - used), "does nothing with --samples"))
         return replace(self, reference=reference, save_features=saved), notes
+
+    def check_what(self) -> str | None:
+        """--reference, or the one that is meant without it.
+
+        Raises:
+            ValueError: metrics, networks and a reference that don't go together.
+            FileNotFoundError: a file that is not there.
+        """
+        reference = self.reference
+        if reference is None and self.features == DIGITS:
+            reference = DIGITS
+        if reference == DIGITS and self.features != DIGITS:
+            raise ValueError("--reference digits is for --features digits; give both, or another reference")
+        if reference is None:
+            needing = [name for name in self.metrics if name in NEEDS_REFERENCE]
+            if needing:
+                raise ValueError(f"--metrics {needing[0]} compares samples with others: give --reference PATH")
+        elif reference != DIGITS:
+            check_exists(reference, "--reference", "a folder, .npz, .npy or CSV of samples, or statistics")
+        for name in ("features", "video_features", "clip_model"):
+            if (path := getattr(self, name)) is not None and (name, path) != ("features", DIGITS):
+                check_exists(path, f"--{name}", "a network's file or folder")
+        if "clip_score" in self.metrics and self.clip_model is None:
+            raise ValueError("--metrics clip_score needs --clip_model FOLDER, a folder of transformers with CLIP")
+        return reference
 
     def points(self) -> list["EvaluateConfig"]:
         """An evaluation for each pair of --num_sampling_steps and --cfg_scale; itself, where there is one of each."""

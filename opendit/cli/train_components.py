@@ -332,35 +332,6 @@ class GridFlags(Flags):
 
 
 @dataclass(frozen=True)
-class ValidationFlags(Flags):
-    """The loss on samples that are not trained on."""
-
-    group: ClassVar[str] = "Validation: the loss on samples that are not trained on"
-
-    validate_every: int | None = flag(
-        None,
-        "steps between losses of the EMA weights on held-out samples (default: as --ckpt_every)",
-        unit="steps",
-        **FROM_0,
-    )
-    validate_path: str | None = flag(
-        None, "those samples, as --data_path takes them (digits: its test split)", unit="data"
-    )
-    validate_share: float = flag(0.0, "hold this share of --data_path out of training, and validate on it", **SHARE)
-    validate_samples: int | None = flag(
-        None,
-        "losses that are averaged (default: at most 1,000, and few enough to cost little)",
-        at_least=10,
-        at_most=10_000_000,
-        unit="losses",
-    )
-
-    @property
-    def validates(self) -> bool:
-        return self.validate_path is not None or self.validate_share > 0
-
-
-@dataclass(frozen=True)
 class SaveFlags(Flags):
     """What a run saves and goes on from."""
 
@@ -379,7 +350,7 @@ class SaveFlags(Flags):
     )
     ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", unit="checkpoints", **FROM_0)
     ckpt_best: str | None = flag(
-        None, "also keep the checkpoint with the least of this, as checkpoints/best", choices=BEST
+        None, "also keep the checkpoint that is best by this, as checkpoints/best", choices=tuple(BEST)
     )
     checkpoint_format: str = flag(
         "auto",

@@ -1,6 +1,6 @@
 """The configuration of train.py: all of its flags, and the checks across them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from opendit.cli import train_components as component
@@ -14,10 +14,13 @@ from opendit.cli.checks import (
     settle_precision,
 )
 from opendit.cli.command_line import check_values, settle_idle
+from opendit.cli.evaluate_flags import EvaluateConfig
+from opendit.cli.measuring_flags import EvaluationFlags, ValidationFlags
 from opendit.cli.recipes import find_recipe
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.data.names import check_inline, named_sources
 from opendit.diffusion.names import DESCRIPTIONS
+from opendit.evaluation.names import DIGITS, of_training
 from opendit.models.names import KINDS, canonical_name, is_video
 from opendit.parallel.names import PLUGINS, check_precision
 from opendit.parallel.sizes import (
@@ -52,7 +55,8 @@ class TrainConfig(
     component.RunFlags,
     component.SaveFlags,
     component.GridFlags,
-    component.ValidationFlags,
+    ValidationFlags,
+    EvaluationFlags,
 ):
     """Trains a Diffusion Transformer. Run it with torchrun for several processes."""
 
@@ -100,6 +104,7 @@ class TrainConfig(
         notes += note
         flags._check_optimizer()
         flags._check_validation()
+        flags._check_evaluation()
         if flags.lora is not None:
             flags._check_lora()
         if flags.parallel != "auto" or flags.sequence_parallel_size > 1:
@@ -161,9 +166,31 @@ class TrainConfig(
         if len(set(self.ema_decays)) < len(self.ema_decays):
             raise ValueError(f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice")
 
+    def evaluating(self) -> EvaluateConfig:
+        """What ``opendit evaluate`` would be given to measure the samples of --evaluate_every."""
+        how = {
+            "features": self.evaluate_features,
+            "video_features": self.evaluate_video_features,
+            "reference": self.evaluate_reference or (DIGITS if self.evaluate_features == DIGITS else None),
+            "metrics": self.evaluate_metrics,
+        }
+        return EvaluateConfig(**how, intervals=False, given=frozenset(how))
+
+    def _check_evaluation(self) -> None:
+        if self.ckpt_best not in (None, "val_loss") and not self.evaluate_every:
+            raise ValueError(f"--ckpt_best {self.ckpt_best}: it is a figure of samples: give --evaluate_every N")
+        if not self.evaluate_every:
+            return
+        try:
+            self.evaluating().check_what()
+        except (ValueError, OSError) as error:
+            raise type(error)(of_training(str(error))) from error
+        if self.data_path == "mock":
+            raise ValueError("--evaluate_every: --data_path mock has no samples to learn from; leave it out")
+
     def _check_validation(self) -> None:
         asked = [name for name in ("validate_every", "validate_samples") if getattr(self, name)]
-        if self.ckpt_best is not None:
+        if self.ckpt_best == "val_loss":
             asked.append("ckpt_best")
         if asked and not self.validates:
             raise ValueError(
@@ -214,6 +241,9 @@ class TrainConfig(
             idle["gather_fp8"] = "does nothing without --fp8"
         if self.pipeline_parallel_size == 1:
             idle["pipeline_schedule"] = "does nothing without --pipeline_parallel_size above 1"
+        if not self.evaluate_every:
+            of_it = (item.name for item in fields(EvaluationFlags) if item.name != "evaluate_every")
+            idle |= dict.fromkeys(of_it, "does nothing without --evaluate_every")
         if not self.use_video:
             idle |= dict.fromkeys(("num_frames", "frame_interval", "short_clips"), "does nothing without --use_video")
         if not self.save:
@@ -356,4 +386,5 @@ class Components:
         self.run = flags.part(component.RunFlags)
         self.save = flags.part(component.SaveFlags)
         self.grids = flags.part(component.GridFlags)
-        self.validation = flags.part(component.ValidationFlags)
+        self.validation = flags.part(ValidationFlags)
+        self.evaluation = flags.part(EvaluationFlags)

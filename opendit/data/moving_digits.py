@@ -30,6 +30,13 @@ def name_digit(digit: int) -> str:
     return f"a{'n' * (digit == 8)} {DIGIT_NAMES[digit]}"
 
 
+def all_captions(moving: bool) -> list[str]:
+    """Of every digit, ``moving``: in every direction."""
+    if not moving:
+        return [name_digit(digit) for digit in range(10)]
+    return [caption(digit, direction) for direction in DIRECTIONS for digit in range(10)]
+
+
 def parse_caption(text: str) -> tuple[int, str]:
     """The inverse of ``caption``, whatever the case and spacing; raises ValueError if it is another sentence."""
     words = text.lower().split()

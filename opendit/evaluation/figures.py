@@ -148,6 +148,22 @@ def _without(name: str, layout: Layout, captions: bool) -> str | None:
     return None if features in layout and (captions or features != "caption") else _WITHOUT[features]
 
 
+def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tuple[str, ...]:
+    """What a metric's figures are called. clips, inception: as of :class:`MetricInputs`. digits: whether features are
+    those of the built-in digits."""
+    if metric == "pr":
+        return ("precision", "recall")
+    if metric not in ("fid", "sfid", "fvd"):
+        return (metric,)
+    if digits:
+        return ("frechet_distance",)
+    if metric == "fvd":
+        return ("fvd",)
+    # FID and sFID are of Inception's features, and of no others.
+    name = metric if inception else {"fid": "frechet_distance", "sfid": "spatial_frechet_distance"}[metric]
+    return (f"frame_{name}" if clips else name,)
+
+
 def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
     """The figures of a metric that :func:`plan` returned. Raises ValueError, naming it, for too few samples."""
     try:
@@ -173,16 +189,11 @@ def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs
                 f"{metric}: {len(rows):,} samples are not more than the {rows.shape[1]:,} numbers of their features: "
                 "the distance is much larger than that of many samples; kid does not depend on their number"
             )
-        name = metric
-        if network == "pictures":  # FID and sFID are of Inception's features, and of no others
-            name = {"fid": "frechet_distance", "sfid": "spatial_frechet_distance"}[metric]
-            name = ("frame_" if inputs.clips else "") + (metric if inputs.inception else name)
+        (name,) = figure_names(metric, inputs.clips, inputs.inception, inputs.real is not None)
         floor = None
-        if inputs.real is not None:
-            name = "frechet_distance"
-            if inputs.real.reference:
-                train = _rows(inputs.real.train[features], inputs.device)
-                floor = frechet_distance(Moments.of(train).gaussian(), reference)
+        if inputs.real is not None and inputs.real.reference:
+            train = _rows(inputs.real.train[features], inputs.device)
+            floor = frechet_distance(Moments.of(train).gaussian(), reference)
         yield Figure(name, value, network, interval, by, of_real=floor, note=note)
 
     return compute

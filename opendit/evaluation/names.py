@@ -1,5 +1,6 @@
 """The metrics by name, for the command line: nothing here imports torch."""
 
+import re
 from typing import NamedTuple
 
 
@@ -28,3 +29,8 @@ DIGITS = "digits"  # the built-in ones, as a reference; and their features
 RESIZES = ("tf", "torch", "clean")
 PRECISIONS = ("fp32", "tf32")
 LABELS = ("balanced", "drawn")
+
+
+def of_training(message: str) -> str:
+    """A message that names flags of ``opendit evaluate``, by the names that they have in train.py."""
+    return re.sub(r"--(?=(?:metrics|reference|features|video_features)\b)", "--evaluate_", message)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opendit.common.stages import Stages
-from opendit.data.moving_digits import DIRECTIONS, caption, name_digit
+from opendit.data.moving_digits import all_captions
 from opendit.encoders.video_vae import FrameCodec
 from opendit.evaluation.digits import AskedDigits, asked_of_captions, asked_of_labels
 from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_media, extract_run
@@ -140,9 +140,7 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
 
 def _ask_for_all_digits(sampling: SamplingRun) -> None:
     """Every digit, of clips in every direction, in the place of the checkpoint's own few captions."""
-    digits = [name_digit(digit) for digit in range(10)]
-    if sampling.model.config.is_video:
-        digits = [caption(digit, direction) for direction in DIRECTIONS for digit in range(10)]
+    digits = all_captions(sampling.model.config.is_video)
     sampling.names, sampling.conditions = digits, sampling.conditioner.encode(digits)
 
 

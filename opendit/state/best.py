@@ -1,31 +1,37 @@
-"""Which of a run's checkpoints is the best one, by the held-out loss that its state.json tells."""
+"""Which of a run's checkpoints is the best one, by a figure that its state.json tells."""
 
+import math
 from pathlib import Path
 
 from opendit.state.checkpoint import read_state, step_folder
 from opendit.state.files import point_to, step_of
+from opendit.state.names import BEST
 
 BEST_LINK = "best"
 
 
 class BestCheckpoint:
-    """Keeps ``checkpoints/best`` at the checkpoint with the least held-out loss. Use it on one rank.
+    """Keeps ``checkpoints/best`` at the checkpoint with the best figure. Use it on one rank.
 
-    Losses are compared only where they are of the same samples. Of a run that went back to an earlier checkpoint, those
-    of later steps, which are about to be written anew, are out.
+    Figures are compared only where they are of the same samples, drawn and measured alike. Of a run that went back to
+    an earlier checkpoint, those of later steps, which are about to be written anew, are out.
 
     Args:
         checkpoints: the folder of the run's checkpoints; they need not be there yet.
-        samples: says what the loss is of (``fingerprint["validation"]``).
+        name: of ``BEST``.
+        of: says what the figure is of: of the held-out loss ``fingerprint["validation"]`` of a checkpoint, of others
+            its ``evaluation["of"]``.
         last: the step that the run goes on from.
 
     Attributes:
-        folder: the best checkpoint; None while none has such a loss.
-        loss: its held-out loss.
+        folder: the best checkpoint; None while none has such a figure.
+        figure: its figure.
     """
 
-    def __init__(self, checkpoints: Path, samples: str, last: int):
-        self._samples, self.folder, self.loss = samples, None, float("inf")
+    def __init__(self, checkpoints: Path, name: str, of: str, last: int):
+        self._of, self._less, self._of_samples = of, BEST[name], name != "val_loss"
+        self._name = name
+        self.folder, self.figure = None, math.inf if self._less else -math.inf
         for folder in sorted(checkpoints.glob("step_*"), key=step_of):
             if 0 <= step_of(folder) <= last:
                 try:
@@ -40,7 +46,12 @@ class BestCheckpoint:
             point_to(checkpoints / BEST_LINK, self.folder)
 
     def _take(self, folder: Path, state: dict) -> None:
-        loss = state.get("val_loss")
-        same = state.get("fingerprint", {}).get("validation") == self._samples
-        if loss is not None and same and loss < self.loss:
-            self.folder, self.loss = folder, loss
+        if self._of_samples:
+            evaluation = state.get("evaluation", {"of": None, "figures": {}})
+            figure, of = evaluation["figures"].get(self._name), evaluation["of"]
+        else:
+            figure, of = state.get(self._name), state.get("fingerprint", {}).get("validation")
+        if figure is None or of != self._of:
+            return
+        if figure < self.figure if self._less else figure > self.figure:
+            self.folder, self.figure = folder, figure

@@ -184,6 +184,7 @@ STATE_FILE = FileKind(
             "global_batch": whole(1),
             "seed": whole(-(2**63), 2**64),
             "val_loss": number(-1e38, 1e38),
+            "evaluation": record({"of": string(64), "figures": mapping(string(64), number(-1e38, 1e38), 100)}),
             "objective": objective_rule,
             "fingerprint": mapping(string(64), plain(2), 1000),  # opendit.training.fingerprint
         },

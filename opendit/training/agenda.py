@@ -1,4 +1,4 @@
-"""What a run does besides training after a step: look at the device, validate, log, save, draw."""
+"""What a run does besides training after a step: look at the device, validate, evaluate, log, save, draw."""
 
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ class Due:
     refuse: bool
     draw: bool
     validate: bool = False
+    evaluate: bool = False
 
 
 class Agenda:
@@ -38,7 +39,8 @@ class Agenda:
         self._done, self._stopping = done, stopping
         self._last = stopping or done == self._last_step
         self._save_owed |= flags.save and _every(flags.ckpt_every, done)
-        looks = (flags.log_every, flags.max_bad_steps, self._validate_every if flags.validates else 0)
+        validate_every = self._validate_every if flags.validates else 0
+        looks = (flags.log_every, flags.max_bad_steps, validate_every, flags.evaluate_every)
         return self._last or self._save_owed or any(_every(steps, done) for steps in looks)
 
     def due(self, skipping: bool, failing: bool) -> Due:
@@ -51,16 +53,20 @@ class Agenda:
         self._save_owed &= not save
         ended = self._done == self._last_step
         at_end = ended and flags.sample_every != 0
-        # A run that was told to end has no time; of a checkpoint that may be the best one the loss is needed.
+        # A run that was told to end has no time; of a checkpoint that may be the best one the figure is needed.
+        by_loss = flags.ckpt_best == "val_loss"
         validate = _every(self._validate_every, self._done) or (ended and self._validate_every != 0)
-        validate = flags.validates and not self._stopping and (validate or (save and flags.ckpt_best is not None))
+        validate = flags.validates and not self._stopping and (validate or (save and by_loss))
+        evaluate = _every(flags.evaluate_every, self._done) or (ended and flags.evaluate_every > 0)
+        evaluate = not self._stopping and (evaluate or (save and flags.ckpt_best is not None and not by_loss))
         return Due(
             # (A resumed run starts a new mean at a save, too.)
-            log=save or last or validate or _every(flags.log_every, self._done),
+            log=save or last or validate or evaluate or _every(flags.log_every, self._done),
             save=save,
             refuse=flags.save and last and failing,
             draw=not self._stopping and (at_end or _every(self._draw_every, self._done)),
             validate=validate,
+            evaluate=evaluate,
         )
 
 

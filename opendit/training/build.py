@@ -4,7 +4,7 @@ log, loader, checkpoints."""
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from opendit.common.records import WriteFailures
 from opendit.data import BatchSchedule
@@ -17,7 +17,7 @@ from opendit.state.loading import load_checkpoint
 from opendit.state.saving import Checkpoints
 from opendit.training.agenda import Agenda
 from opendit.training.diagnosis import Diagnosis
-from opendit.training.drawing import SampleGrids
+from opendit.training.drawing import EMASampler, SampleGrids
 from opendit.training.engine import build_model_and_engine
 from opendit.training.inputs import Inputs
 from opendit.training.interrupt import Interrupt
@@ -33,6 +33,19 @@ from opendit.training.specification import RunSpecification
 from opendit.training.step_log import StepLog
 from opendit.training.summary import announce, announce_memory, summarise
 from opendit.training.validation import Validation
+
+
+class Evaluation(Protocol):
+    """What measures samples of the EMA weights; :mod:`opendit.evaluation` has it.
+
+    of: what decides the figures beside the weights.
+    """
+
+    of: str
+
+    def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
+        """What a step's line of the log says of them. Collective."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,8 +72,10 @@ class Run:
     profiler: StepProfiler
     log: StepLog
     checkpoints: Checkpoints
+    sampler: EMASampler
     grids: SampleGrids
     validation: Validation | None
+    evaluation: Evaluation | None
     fingerprint: dict[str, Any]
 
     def failed_writes(self) -> int:
@@ -69,8 +84,10 @@ class Run:
 
 
 @contextlib.contextmanager
-def build(spec: RunSpecification, supervisor: Supervisor) -> Iterator[Run]:
+def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation | None = None) -> Iterator[Run]:
     """The run of a specification, announced; at the end it is put away and summed up.
+
+    evaluation: of --evaluate_every.
 
     Whatever owns a process, a thread or a file is closed, however the run ends.
     """
@@ -99,11 +116,12 @@ def build(spec: RunSpecification, supervisor: Supervisor) -> Iterator[Run]:
             contextlib.closing(runner),
             open_monitor(spec, supervisor, failures) as monitor,
             open_loader(spec, supervisor) as loader,
-            open_checkpoints(spec, engine, ema, monitor, supervisor) as checkpoints,
+            open_checkpoints(spec, engine, ema, monitor, supervisor, evaluation and evaluation.of) as checkpoints,
             open_profiler(spec, monitor) as profiler,
             supervisor.announced(),
             Interrupt(mesh) as interrupt,
         ):
+            sampler = EMASampler(spec, engine, ema, monitor)
             yield Run(
                 mesh=mesh,
                 schedule=spec.schedule,
@@ -123,8 +141,10 @@ def build(spec: RunSpecification, supervisor: Supervisor) -> Iterator[Run]:
                     engine, loader, spec.schedule, checkpoints, monitor, pace, spec.first_step, spec.skipped_before
                 ),
                 checkpoints=checkpoints,
-                grids=SampleGrids(spec, engine, ema, monitor),
+                sampler=sampler,
+                grids=SampleGrids(spec, sampler, monitor),
                 validation=None if spec.validation is None else Validation(spec, engine, ema, runner, monitor),
+                evaluation=evaluation,
                 fingerprint=spec.fingerprint,
             )
             profiler.close()

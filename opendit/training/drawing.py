@@ -1,5 +1,6 @@
-"""The sample grids that a run draws from its EMA weights."""
+"""What a run draws from its EMA weights: samples, and its grids of them."""
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 
@@ -21,35 +22,37 @@ from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
 from opendit.training.specification import RunSpecification, example_captions
 
-PREVIEWS_AT_ONCE = 32
 
+class EMASampler:
+    """Draws samples from a run's EMA weights while it trains. Use it on every rank.
 
-class SampleGrids:
-    """Draws samples/NNNNNNN.png from the EMA weights; without the latents' VAE nothing."""
+    Attributes:
+        at_once: how many are drawn at a time.
+    """
+
+    at_once = 32
 
     def __init__(self, spec: RunSpecification, engine: Engine, ema: EMA, monitor: Monitor):
         self._spec, self._engine, self._ema, self._monitor = spec, engine, ema, monitor
         self._pipeline = None if spec.stages is None else PipelineForward(engine.mesh, spec.stages.chunks)
 
-    def draw(self, step: int) -> None:
-        """By rank 0 and those that share its samples; the others help to gather the weights.
+    @contextlib.contextmanager
+    def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
+        """Inside, a model with the EMA weights, on rank 0 and those that share its samples; ``everywhere``: on all
+        ranks. None on the others, which help to gather the weights. What this takes of the device is not counted as
+        training's. Collective.
 
         The training module itself takes them for the time; under a plugin that has cut it up, a second one does.
         """
-        if self._spec.codec is None:
-            return
-        trained, model = monitoring.allocated_gib(), self._model()
+        trained = monitoring.allocated_gib()
+        model = self._model() if everywhere or self._engine.mesh.dp_rank == 0 else None
         with self._ema.applied(model), self._engine.autocast():
-            if model is not None:
-                self._draw(model, step)
+            yield model
         self._monitor.forget_drawing(trained)
         self._engine.mesh.barrier()
 
-    def _model(self) -> DiT | None:
-        """What takes the averages; None on ranks that do not draw."""
+    def _model(self) -> DiT:
         spec, engine, mesh = self._spec, self._engine, self._engine.mesh
-        if mesh.dp_rank > 0:
-            return None
         if engine.whole:
             return engine.module
         with mesh.device:
@@ -59,10 +62,41 @@ class SampleGrids:
         allocate(model, mesh.device)
         return model.place(mesh.device, engine.dtype)
 
+    def batches(
+        self, model: DiT, y: Condition, index: Tensor, steps: int, cfg_scale: float
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(index, latents) of some samples at a time. index: (N,) numbers of samples, by which their noise is keyed; y:
+        their conditions. Collective over the ranks that share samples."""
+        spec, seed, null = self._spec, self._spec.flags.global_seed, self._spec.conditioner.null()
+        how = dict(steps=steps, sampler=spec.objective.preview_sampler, cfg_scale=cfg_scale)
+        if self._pipeline is not None:  # what is made beforehand for all steps is made of all blocks
+            how |= dict(objective=spec.objective, seed=seed, forward=partial(self._pipeline, model))
+            return sample_in_batches(model, y, null, index, self.at_once, **how)
+        # (An engine for this time alone: its recordings would take memory from training.)
+        record = spec.sequence is None and tensor_group(spec.mesh) is None  # ranks that train share memory, too
+        engine = SamplingEngine(model, spec.objective, record=record, say=self._monitor.say, **how)
+        return engine.batches(y, null, index, self.at_once, seed)
+
+
+class SampleGrids:
+    """Draws samples/NNNNNNN.png from the EMA weights; without the latents' VAE nothing."""
+
+    def __init__(self, spec: RunSpecification, sampler: EMASampler, monitor: Monitor):
+        self._spec, self._sampler, self._monitor = spec, sampler, monitor
+
+    def draw(self, step: int) -> None:
+        """By rank 0 and those that share its samples. Collective."""
+        if self._spec.codec is None:
+            return
+        with self._sampler.model() as model:
+            if model is not None:
+                self._draw(model, step)
+
     def _draw(self, model: DiT, step: int) -> None:
         spec, monitor = self._spec, self._monitor
         y, captions = self._what()
-        batches = self._batches(model, y, spec.conditioner.null(), torch.arange(len(captions)))
+        how = dict(steps=spec.flags.sample_steps, cfg_scale=spec.flags.sample_cfg_scale)
+        batches = self._sampler.batches(model, y, torch.arange(len(captions)), **how)
         pictures = np.concatenate([to_uint8(spec.codec.decode(latents)) for _, latents in batches])
         if not spec.mesh.is_main:
             return
@@ -74,22 +108,6 @@ class SampleGrids:
                 save_grid(path, pictures, captions, columns=grid_columns(captions))
             monitor.say(f"step {step}: drew {path}")
             monitor.picture(path, step)
-
-    def _batches(self, model: DiT, y: Condition, null: Condition, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(index, latents) of some samples at a time."""
-        spec, seed = self._spec, self._spec.flags.global_seed
-        how = dict(
-            steps=spec.flags.sample_steps,
-            sampler=spec.objective.preview_sampler,
-            cfg_scale=spec.flags.sample_cfg_scale,
-        )
-        if self._pipeline is not None:  # what is made beforehand for all steps is made of all blocks
-            how |= dict(objective=spec.objective, seed=seed, forward=partial(self._pipeline, model))
-            return sample_in_batches(model, y, null, index, PREVIEWS_AT_ONCE, **how)
-        # (An engine for this grid alone: its recordings would take memory from training.)
-        record = spec.sequence is None and tensor_group(spec.mesh) is None  # ranks that train share memory, too
-        engine = SamplingEngine(model, spec.objective, record=record, say=self._monitor.say, **how)
-        return engine.batches(y, null, index, PREVIEWS_AT_ONCE, seed)
 
     def _what(self) -> tuple[Condition, list[str]]:
         """The conditions of a sample grid, and what to write above the pictures."""

@@ -39,7 +39,9 @@ FREE = frozenset(
     "num_workers data_timeout max_bad max_bad_steps enable_cuda_graph keep_gathered recipe dry_run outputs load "
     "log_every ckpt_every save ckpt_keep checkpoint_format profile sample_every sample_steps sample_cfg_scale "
     "reshard offload gather_fp8 parallel hardware gpus_per_node "
-    "log_to validate_every validate_path validate_samples ckpt_best".split()
+    "log_to validate_every validate_path validate_samples ckpt_best "
+    "evaluate_every evaluate_samples evaluate_metrics evaluate_reference evaluate_features evaluate_video_features "
+    "evaluate_steps evaluate_cfg_scale".split()
 )
 OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions full_attention "

@@ -65,8 +65,14 @@ def open_loader(spec: RunSpecification, supervisor: Supervisor) -> BatchIterator
 
 
 def open_checkpoints(
-    spec: RunSpecification, engine: Engine, ema: EMA, monitor: Monitor, supervisor: Supervisor
+    spec: RunSpecification,
+    engine: Engine,
+    ema: EMA,
+    monitor: Monitor,
+    supervisor: Supervisor,
+    evaluated: str | None = None,
 ) -> Checkpoints:
+    """Where the run is saved. evaluated: what decides the figures of --evaluate_every beside the weights."""
     checkpoints = Checkpoints(
         spec.folder / "checkpoints",
         engine,
@@ -78,19 +84,22 @@ def open_checkpoints(
         say=monitor.say,
         enabled=spec.flags.save,
         write_failures=monitor.failures,
-        best=best_checkpoint(spec),
+        best=best_checkpoint(spec, evaluated),
     )
     supervisor.closes(checkpoints.abandon)
     return checkpoints
 
 
-def best_checkpoint(spec: RunSpecification) -> BestCheckpoint | None:
-    """What --ckpt_best keeps."""
-    if spec.flags.ckpt_best is None or not spec.mesh.is_main:
+def best_checkpoint(spec: RunSpecification, evaluated: str | None) -> BestCheckpoint | None:
+    """What --ckpt_best keeps. evaluated: as of :func:`open_checkpoints`."""
+    name = spec.flags.ckpt_best
+    if name is None or not spec.mesh.is_main:
         return None
-    best = BestCheckpoint(spec.folder / "checkpoints", spec.fingerprint["validation"], spec.first_step)
+    of = spec.fingerprint["validation"] if name == "val_loss" else evaluated
+    best = BestCheckpoint(spec.folder / "checkpoints", name, of, spec.first_step)
     if best.folder is not None:
-        Progress.write(f"--ckpt_best: so far {best.folder}, with a held-out loss of {best.loss:.5f}")
+        called = "held-out loss" if name == "val_loss" else name
+        Progress.write(f"--ckpt_best: so far {best.folder}, with a {called} of {best.figure:.5f}")
     return best
 
 

@@ -1,5 +1,7 @@
 """The lines of a run's log: what the monitor measures, and what only the loader, the saves and the optimizer know."""
 
+from typing import Any
+
 import torch
 
 from opendit.data import BatchIterator, BatchSchedule
@@ -18,8 +20,7 @@ class StepLog:
 
     Attributes:
         skipped: steps of the run that were skipped up to the last line, those before it was resumed included.
-        val_loss: what the last line says of it, as it is saved; empty if there was no validation, or none that is
-            finite.
+        figures: what the last line says of the held-out loss and of samples, as it is saved; those that are finite.
     """
 
     def __init__(
@@ -37,13 +38,18 @@ class StepLog:
         self._schedule = schedule
         self._monitor, self._pace = monitor, pace
         self._skipped_before = self.skipped = skipped_before
-        self.val_loss: dict[str, float] = {}
+        self.figures: dict[str, Any] = {}
         self._logged = first_step  # the step of the last line
 
-    def write(self, done: int, epoch: int, lr: float, result: StepResult, validation: dict) -> None:
-        """A line after ``done`` steps, with what ``validation`` adds to it. The host waits for the device."""
+    def write(self, done: int, epoch: int, lr: float, result: StepResult, measured: dict) -> None:
+        """A line after ``done`` steps, with what was ``measured`` of held-out samples and drawn ones. The host
+        waits for the device."""
         mesh = self._engine.mesh
-        self.val_loss = {k: v for k, v in validation.items() if k == "val_loss" and v is not None}
+        self.figures = {k: v for k, v in measured.items() if k == "val_loss" and v is not None}
+        if (of := measured.get("eval_of")) is not None:
+            names = {k: k.removeprefix("eval_") for k, v in measured.items() if k.startswith("eval_") and k != "eval_s"}
+            figures = {name: measured[k] for k, name in names.items() if isinstance(measured[k], float)}
+            self.figures["evaluation"] = {"of": of, "figures": figures}
         grad_norm = result.grad_norm.item() if result.finite else None
         self.skipped = self._skipped_before + int(self._engine.skipped)
         seen = torch.tensor([self._loader.skipped, self._loader.shortened], device=mesh.device)
@@ -53,4 +59,4 @@ class StepLog:
         counts |= self._schedule.log(done)
         counts |= self._pace.log(done, done - self._logged)
         self._logged = done
-        self._monitor.log(done, epoch, lr, grad_norm, **counts, **validation)
+        self._monitor.log(done, epoch, lr, grad_norm, **counts, **measured)

@@ -58,6 +58,7 @@ TRAIN = {
     "validate_every": {ZEROS: "only before saves that may be the best"},
     "validate_share": {ZEROS: "none is held out"},
     "sample_cfg_scale": {ZEROS: "the unconditional half alone"},
+    "evaluate_every": {ZEROS: "none"},
 }
 SAMPLE = {
     "class_labels": {ZEROS: "the first class"},

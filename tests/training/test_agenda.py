@@ -20,6 +20,7 @@ def flags_of(
     validate_every=0,
     validates=False,
     best=None,
+    evaluate_every=0,
 ):
     return SimpleNamespace(
         save=save,
@@ -30,6 +31,7 @@ def flags_of(
         validate_every=validate_every,
         validates=validates,
         ckpt_best=best,
+        evaluate_every=evaluate_every,
     )
 
 
@@ -46,6 +48,7 @@ def written_out(flags, last_step: int, happens) -> list[tuple[bool, Due]]:
         validate_every = flags.ckpt_every if flags.validate_every is None else flags.validate_every
         regularly = flags.validates and due(done, validate_every)
         looking = last or owed or due(done, flags.log_every) or due(done, flags.max_bad_steps) or regularly
+        looking |= due(done, flags.evaluate_every)
         skipping = bad and looking
         failing = skipping and fault
         saving = flags.save and ((last and not failing) or (owed and not skipping))
@@ -53,10 +56,12 @@ def written_out(flags, last_step: int, happens) -> list[tuple[bool, Due]]:
         drawing = due(done, every) or (done == last_step and flags.sample_every != 0)
         validating = flags.validates and not stopping
         at_end = done == last_step and validate_every != 0
-        validating &= regularly or at_end or (saving and flags.ckpt_best is not None)
-        log = saving or last or due(done, flags.log_every) or validating
+        validating &= regularly or at_end or (saving and flags.ckpt_best == "val_loss")
+        evaluating = due(done, flags.evaluate_every) or (flags.evaluate_every > 0 and done == last_step)
+        evaluating = not stopping and (evaluating or (saving and flags.ckpt_best == "fid"))
+        log = saving or last or due(done, flags.log_every) or validating or evaluating
         refusing, drawing = flags.save and last and failing, drawing and not stopping
-        found.append((looking, Due(log, saving, refusing, drawing, validating)))
+        found.append((looking, Due(log, saving, refusing, drawing, validating, evaluating)))
         owed = owed and not saving
         if stopping:
             break
@@ -77,12 +82,13 @@ def decided(flags, last_step: int, happens) -> list[tuple[bool, Due]]:
 
 SETTINGS = list(itertools.product((True, False), (0, 1, 5), (0, 1, 4), (1, 7), (None, 0, 3)))
 VALIDATING = [*itertools.product((True, False), (0, 5), (4,), (7,), (0,), (None, 0, 3), (True,), (None, "val_loss"))]
+EVALUATING = [*itertools.product((True, False), (0, 5), (4,), (7,), (0,), (0,), (False,), (None, "fid"), (0, 3))]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_decision_is_the_one_written_out(seed):
     numbers = random.Random(seed)
-    for setting in SETTINGS + VALIDATING:
+    for setting in SETTINGS + VALIDATING + EVALUATING:
         flags, happens, bad, fault = flags_of(*setting), [], False, False
         for _ in range(STEPS):
             bad = numbers.random() < (0.8 if bad else 0.2)  # they come in a row

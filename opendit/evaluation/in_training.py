@@ -1,0 +1,160 @@
+"""Figures of a run's EMA weights while it trains: of few samples, drawn and measured every so many steps."""
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opendit.common.hashing import hash_parts
+from opendit.data.moving_digits import all_captions
+from opendit.encoders.pictures import to_uint8
+from opendit.evaluation.digits import asked_of_captions, asked_of_labels
+from opendit.evaluation.extract import Features
+from opendit.evaluation.measuring import Measuring
+from opendit.evaluation.media import MediaOptions
+from opendit.evaluation.names import DIGITS, of_training
+from opendit.evaluation.results import Measurement, append_results, figure_text
+from opendit.evaluation.samples import Samples
+from opendit.models import DiT
+from opendit.training.drawing import EMASampler
+from opendit.training.monitor import Monitor
+from opendit.training.specification import RunSpecification, example_captions
+
+FOLDER = "evaluation"  # in the run's folder, where `opendit evaluate plot RUN` finds the figures
+PROMPTS = 64  # captions, at most, that samples are asked for: their embeddings wait on the device
+
+
+class RunEvaluation:
+    """Draws --evaluate_samples samples from the EMA weights and measures them, on all ranks.
+
+    The same figures on any number of data-parallel ranks: a sample's noise is keyed by its number, and the samples are
+    dealt out in the same batches. Networks and reference are loaded, and the metrics are checked, when this is made: on
+    every rank, before training begins.
+
+    Attributes:
+        of: what decides the figures beside the weights; those of two steps are compared where it is the same.
+
+    Raises:
+        ValueError, OSError: what was asked for can't be measured; the message names the flag.
+    """
+
+    def __init__(self, spec: RunSpecification):
+        self._spec, flags, config = spec, spec.flags.evaluating(), spec.model_config
+        if spec.codec is None:
+            raise ValueError("--evaluate_every: samples are decoded by the latents' VAE, which isn't there: give --vae")
+        self.count = spec.flags.evaluate_samples
+        with torch.no_grad():
+            latents = torch.zeros(1, config.in_channels, *config.input_size, device=spec.mesh.device)
+            shape = to_uint8(spec.codec.decode(latents)).shape[1:]
+        numbers = torch.arange(self.count)
+        if config.text is None:
+            self._prompts, self._choices = None, numbers % len(spec.dataset.class_names)
+            digits = len(spec.dataset.class_names) == 10
+            captions, asked = None, asked_of_labels(self._choices.numpy()) if digits else None
+        else:
+            of_digits = flags.features == DIGITS
+            self._prompts = all_captions(config.is_video) if of_digits else example_captions(spec.dataset, PROMPTS)
+            self._choices = numbers % len(self._prompts)
+            captions = [self._prompts[choice] for choice in self._choices.tolist()]
+            asked = asked_of_captions(captions)
+        side = shape[-2] if shape[-2] == shape[-3] else None
+        options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, spec.flags.frame_interval)
+        self._samples = Samples(self.count, shape, captions, self._told(), options, _not_by_itself, asked)
+        folder = spec.folder / FOLDER
+        try:
+            self._measuring = Measuring(flags, self._samples, folder, spec.mesh, self._note)
+        except (ValueError, OSError) as error:
+            raise type(error)(of_training(str(error))) from error
+        if not self._measuring.metrics:
+            raise ValueError(f"--evaluate_every: {self._measuring.nothing}")
+        self._layout = self._measuring.extractor.layout(shape)
+        drawn = {name: value for name, value in self._told().items() if name != "samples"}
+        reference = self._measuring.reference
+        parts = drawn, self._measuring.extractor.settings(), reference and reference.sha256, self.count
+        self.of = hash_parts(*map(repr, parts))[:16]
+        best = spec.flags.ckpt_best
+        if best not in (None, "val_loss", *self._measuring.figure_names):
+            known = ", ".join(self._measuring.figure_names)
+            raise ValueError(f"--ckpt_best {best}: --evaluate_every computes {known} here; name one of them")
+        if spec.mesh.is_main:
+            names = ", ".join(self._measuring.metrics)
+            self._note(
+                f"evaluation: {names} of {self.count:,} samples every {spec.flags.evaluate_every:,} steps; so few are "
+                "for comparing steps of one run, not with published figures"
+            )
+
+    def _told(self) -> dict[str, Any]:
+        spec, flags = self._spec, self._spec.flags
+        return {
+            "samples": spec.folder.name,
+            "samples_sha256": "",  # of weights that are not saved
+            "sampler": spec.objective.preview_sampler,
+            "steps": flags.evaluate_steps,
+            "guidance": flags.evaluate_cfg_scale,
+            "seed": flags.global_seed,
+            "labels": "balanced" if spec.model_config.text is None else "prompts",
+            "precision": flags.mixed_precision,
+            "vae": spec.codec.name,
+            "rounding": "round to nearest, clamped",
+        }
+
+    def _note(self, text: str) -> None:
+        if self._spec.mesh.is_main:
+            print(f"note: {text}", flush=True)
+
+    def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
+        """What ``step``'s line of the log says: ``eval_NAME`` of every figure, null if it is not finite or could not be
+        computed, how many samples and how many seconds. Collective."""
+        began, mesh = time.perf_counter(), self._spec.mesh
+        with sampler.model(everywhere=True) as model:
+            features = self._features(model, sampler)
+        figures: dict[str, float | None] = {}
+        if mesh.is_main:
+            with monitor.failures.survive(FOLDER, step):
+                figures = self._figures(features, step, monitor)
+        figures = mesh.broadcast_object(figures)
+        named = {f"eval_{name}": value for name, value in figures.items()}
+        return named | {"eval_of": self.of, "eval_samples": self.count, "eval_s": time.perf_counter() - began}
+
+    @torch.no_grad()
+    def _features(self, model: DiT, sampler: EMASampler) -> dict[str, Tensor]:
+        """Of all samples on every rank, on the CPU."""
+        spec, mesh = self._spec, self._spec.mesh
+        device, flags = mesh.device, spec.flags
+        found = {name: torch.zeros(self.count, *shape, device=device) for name, shape in self._layout.items()}
+        batches = torch.arange(self.count).split(sampler.at_once)
+        mine = torch.cat([torch.empty(0, dtype=torch.long), *batches[mesh.dp_rank :: mesh.dp_size]])
+        if len(mine):
+            choices = self._choices[mine].to(device)
+            y = choices if self._prompts is None else spec.conditioner.encode(self._prompts)[choices]
+            drawn = sampler.batches(model, y, mine, steps=flags.evaluate_steps, cfg_scale=flags.evaluate_cfg_scale)
+            for index, latents in drawn:
+                if mesh.leads_sharing:
+                    pixels = torch.from_numpy(to_uint8(spec.codec.decode(latents)))
+                    for name, rows in self._measuring.extractor(pixels).items():
+                        found[name][index.to(device)] = rows
+        return {name: mesh.sum(rows).cpu() for name, rows in found.items()}  # all but one rank's are 0: nothing rounds
+
+    def _figures(self, features: dict[str, Tensor], step: int, monitor: Monitor) -> dict[str, float | None]:
+        """Computed, written to the run's evaluation/results.jsonl, and shown. Rank 0's."""
+        problems: list[str] = []
+        rows: list[Measurement] = []
+        told = self._told() | {"samples": f"{self._spec.folder.name}/step_{step:07d}"}
+        for of_metric in self._measuring.of(features, told, problems):
+            rows += of_metric
+        for problem in problems:
+            monitor.say(f"note: evaluation: {problem}")
+        finite = [row for row in rows if math.isfinite(row.value)]
+        shown = ", ".join(f"{row.metric} {figure_text(row.value)}" for row in finite)
+        monitor.say(f"step {step}: {shown or 'no figure'} of {self.count:,} samples")
+        folder = self._spec.folder / FOLDER
+        folder.mkdir(exist_ok=True)
+        figures = dict.fromkeys(self._measuring.figure_names) | {row.metric: row.value for row in finite}
+        append_results(folder, finite)
+        return figures
+
+
+def _not_by_itself(_: Any) -> Features:
+    raise NotImplementedError("a run draws its own samples")

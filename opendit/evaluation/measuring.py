@@ -1,0 +1,236 @@
+"""From the features of samples to figures: the networks, the reference and the metrics of an evaluation."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from opendit.evaluation.clip_score import caption_embeddings, clip_scores
+from opendit.evaluation.digits import AskedDigits
+from opendit.evaluation.extract import Extractor, Layout
+from opendit.evaluation.figures import Figure, MetricInputs, RealSamples, check_features, figure_names, figures, plan
+from opendit.evaluation.known_files import find_default
+from opendit.evaluation.media import MediaOptions
+from opendit.evaluation.names import DIGITS, METRICS
+from opendit.evaluation.networks import FeatureNetwork, digits_network, load_network
+from opendit.evaluation.reference import clip_shape, open_reference, real_digits
+from opendit.evaluation.results import Measurement
+from opendit.evaluation.samples import Samples
+from opendit.parallel.mesh import Mesh
+from opendit.training.fingerprint import code
+from opendit.training.monitor import print_block
+
+if TYPE_CHECKING:
+    from opendit.cli.evaluate_flags import EvaluateConfig
+
+T = TypeVar("T")
+REAL = 1_000  # training digits, at most, beside which samples are judged: as many as there are samples
+
+
+class Measuring:
+    """An evaluation that is ready to begin: its networks, its reference, and the metrics that can be computed.
+
+    Collective to make, and to be made before any sample is drawn.
+
+    Args:
+        samples: what will be measured: their shape, options and captions, and what they are to show.
+        output: folder for the features of the reference.
+        say: takes a line for people.
+
+    Attributes:
+        extractor: computes the samples' features.
+        reference: what samples are compared with; None if no metric needs it.
+        metrics: the names of those that are computed.
+        figure_names: what their figures are called.
+        nothing: says why there are none.
+
+    Raises:
+        ValueError: a metric that was asked for can't be computed; the message says what it needs.
+        OSError: a file is not there.
+    """
+
+    def __init__(self, flags: "EvaluateConfig", samples: Samples, output: Path, mesh: Mesh, say: Callable[[str], None]):
+        self._flags, self._samples, self._device = flags, samples, mesh.device
+        self._of_clips = samples.options if samples.clips else None
+        self._networks = load_networks(flags, self._of_clips, mesh.device, say)
+        self._with_captions = samples.captions is not None and self._networks.captions is not None
+        self.extractor = self._networks.extractor(flags, mesh.device, samples.clips, self._with_captions)
+        layout = _usable(self.extractor.layout(samples.shape), samples)
+        check_features(flags.metrics, layout, self._with_captions)
+        self.reference = None
+        if flags.reference is not None and _compares(flags):
+            of_reference = self._networks.extractor(flags, mesh.device, samples.clips, captions=False)
+            self.reference = open_reference(
+                flags.reference, of_reference, samples.options, output, mesh, say, clips=samples.clips
+            )
+        self.metrics, left_out = _agreed(mesh, lambda: plan(flags.metrics, layout, self.reference, self._with_captions))
+        pictures = self._networks.pictures
+        kind = samples.clips, pictures is not None and pictures.inception, flags.features == DIGITS
+        self.figure_names = [name for metric in self.metrics for name in figure_names(metric, *kind)]
+        self.nothing = f"there is nothing to measure: {'; '.join(left_out) or 'no network, and no reference'}"
+        if self.metrics or flags.save_features is not None:
+            for line in left_out:
+                say(line)
+
+    def announce(self) -> None:
+        """Prints what will be measured, against what, and by which networks."""
+        samples, reference = self._samples, self.reference
+        rows = {
+            "samples": f"{samples.count:,} of {' x '.join(map(str, samples.shape[:-1]))}, {samples.told['samples']}"
+        }
+        if reference is not None:
+            count = "" if reference.count is None else f", {reference.count:,} samples"
+            rows["reference"] = f"{reference.name}{count}, SHA-256 {reference.sha256}"
+        for name in ("pictures", "clips", "captions"):
+            if (network := getattr(self._networks, name)) is not None:
+                rows[f"features of {name}"] = network.describe()
+        rows["metrics"] = ", ".join(self.metrics) or "none"
+        print_block("OpenDiT evaluation", rows)
+
+    def of(self, features: dict[str, Tensor], told: dict[str, Any], problems: list[str]) -> Iterator[list[Measurement]]:
+        """The figures of each metric. features: of all samples, by name. told: what every Measurement says of the
+        samples. problems: takes a line for each metric that could not be computed. Call it on rank 0."""
+        inputs = self._inputs(features)
+        for name in self.metrics:
+            try:
+                yield [self._measurement(figure, told) for figure in figures(name, inputs)]
+            except ValueError as error:
+                problems.append(str(error))
+
+    def _inputs(self, features: dict[str, Tensor]) -> MetricInputs:
+        flags, samples, pictures = self._flags, self._samples, self._networks.pictures
+        scores, truncated = None, None
+        if self._with_captions and "caption" in features and flags.clip_model and samples.captions is not None:
+            words, cut = caption_embeddings(Path(flags.clip_model), list(samples.captions), self._device)
+            scores, truncated = clip_scores(features["caption"].to(self._device), words), sum(cut)
+        inception = pictures is not None and pictures.inception
+        inputs = MetricInputs(
+            features, samples.clips, inception, self.reference, self._device, flags.intervals, scores, truncated
+        )
+        if flags.features != DIGITS:
+            return inputs
+        return beside_real_digits(inputs, samples.asked, self._of_clips, self.extractor, flags.reference == DIGITS)
+
+    def _measurement(self, figure: Figure, told: dict[str, Any]) -> Measurement:
+        network = None if figure.network is None else getattr(self._networks, figure.network)
+        told, samples, reference = dict(told), self._samples, self.reference
+        if network is not None:
+            told |= {
+                "features": network.name,
+                "features_sha256": network.sha256,
+                "features_known": network.known,
+                "resize": network.resize,
+                "feature_precision": network.precision,
+            }
+        if reference is not None and figure.compared:
+            told |= {
+                "reference": reference.name,
+                "reference_sha256": reference.sha256,
+                "reference_count": reference.count,
+            }
+        versions = code()
+        return Measurement(
+            metric=figure.metric,
+            value=figure.value,
+            count=samples.count,
+            size=" x ".join(map(str, samples.shape[:-1])),
+            interval=figure.interval,
+            interval_by=figure.interval_by,
+            truncated=figure.truncated,
+            of_real=figure.of_real,
+            note=figure.note,
+            commit=versions["commit"],
+            torch=versions["torch"],
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **told,
+        )
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Those of an evaluation; None: it needs none of this kind."""
+
+    pictures: FeatureNetwork | None
+    clips: FeatureNetwork | None
+    captions: FeatureNetwork | None
+
+    def extractor(self, flags: "EvaluateConfig", device: torch.device, motion: bool, captions: bool) -> Extractor:
+        """captions: whether samples have some for CLIP to compare with."""
+        shown = self.captions if captions else None
+        return Extractor(device, self.pictures, self.clips, shown, motion, flags.feature_batch_size)
+
+
+def load_networks(
+    flags: "EvaluateConfig", of_clips: MediaOptions | None, device: torch.device, say: Callable[[str], None]
+) -> Networks:
+    """Those that the metrics need.
+
+    of_clips: how clips are read; None: the samples are pictures. Raises FileNotFoundError if one is asked for and not
+    there."""
+    asked = {METRICS[name].features for name in flags.metrics or METRICS}
+    how = {"how": flags.resize, "precision": flags.feature_precision}
+
+    def load(path: str | None, clips: bool, flag: str) -> FeatureNetwork | None:
+        try:
+            return load_network(path or find_default(clips, flag), device, clips=clips, **how)
+        except FileNotFoundError as error:
+            if path is not None or flags.metrics or of_clips is None:
+                raise
+            say(f"{error}")
+            return None
+
+    if flags.features == DIGITS:
+        network = digits_network(device, clip_shape(of_clips) if of_clips else None)
+        return Networks(None if of_clips else network, network if of_clips else None, None)
+    pictures = load(flags.features, False, "--features") if asked & {"pool", "spatial", "logits"} else None
+    clips = load(flags.video_features, True, "--video_features") if of_clips and "clip" in asked else None
+    captions = None
+    if flags.clip_model is not None:
+        captions = load_network(flags.clip_model, device, precision=flags.feature_precision)
+    return Networks(pictures, clips, captions)
+
+
+def beside_real_digits(
+    inputs: MetricInputs,
+    asked: AskedDigits | None,
+    of_clips: MediaOptions | None,
+    extractor: Extractor,
+    reference: bool,
+) -> MetricInputs:
+    """With the features of real digits. asked: what the samples were to show. of_clips: as of :func:`load_networks`.
+    reference: whether the held-out digits are what samples are compared with."""
+    count = len(next(iter(inputs.features.values())))
+    train, held_out = real_digits("train", of_clips, min(count, REAL)), real_digits("test", of_clips)
+    found = [extractor(torch.from_numpy(real.media.whole(range(real.media.count)))) for real in (train, held_out)]
+    return replace(inputs, asked=asked, real=RealSamples(*found, held_out.asked, reference))
+
+
+def _usable(layout: Layout, samples: Samples) -> Layout:
+    """The features that figures can be computed of: without knowing what was asked for, not whether it is seen."""
+    missing = set() if samples.asked else {"digit", "moved"}
+    if samples.asked and samples.asked.directions is None:
+        missing = {"moved"}
+    return {name: shape for name, shape in layout.items() if name not in missing}
+
+
+def _compares(flags: "EvaluateConfig") -> bool:
+    """Whether any of the metrics looks at the reference."""
+    return not flags.metrics or any(METRICS[name].reference or name == "motion" for name in flags.metrics)
+
+
+def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
+    """What rank 0 decides, which alone has the features of the reference, on every rank; or its ValueError there."""
+    value, problem = None, None
+    if mesh.is_main:
+        try:
+            value = decide()
+        except ValueError as error:
+            problem = str(error)
+    value, problem = mesh.broadcast_object((value, problem))
+    if problem is not None:
+        raise ValueError(problem)
+    return cast(T, value)
