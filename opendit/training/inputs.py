@@ -12,7 +12,9 @@ from opendit.diffusion.random import Stream, normal, uniform
 from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
 from opendit.encoders.video_vae import VideoCodec
-from opendit.training.runners import MicroBatch
+from opendit.models import Condition
+from opendit.training.packing import Packing, same_size
+from opendit.training.runners import MicroBatch, PackedMicroBatch
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Inputs:
 
     Args:
         label_drop: share of the conditions that are replaced by the null condition.
+        packing: of a run of packs.
     """
 
     latents: Latents
@@ -64,13 +67,40 @@ class Inputs:
     device: torch.device
     seed: int
     label_drop: float
+    packing: Packing | None = None
 
-    def of(self, batch: Batch) -> MicroBatch:
+    def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
         """On the device. Nothing waits for it."""
-        device, seed, step = self.device, self.seed, batch.step
-        index = batch.index.to(device, non_blocking=True)
-        latents = self.latents.of(to_pixels(batch.x.to(device, non_blocking=True)), step, index)
-        t = self.objective.times(seed, step, index)
-        noise = normal(seed, step, index, Stream.NOISE, tuple(latents.shape[1:]))
-        dropped = uniform(seed, step, index, Stream.CONDITION_DROP) < self.label_drop
-        return MicroBatch(latents, t, noise, self.conditioner.drop(self.conditioner.of_batch(batch), dropped))
+        index = batch.index.to(self.device, non_blocking=True)
+        if not isinstance(batch.x, Tensor):
+            return self._packed(batch, index)
+        x0, noise = self._noised(batch.x.to(self.device, non_blocking=True), batch.step, index)
+        t = self.objective.times(self.seed, batch.step, index)
+        return MicroBatch(x0, t, noise, self._condition(batch, index))
+
+    def _noised(self, x: Tensor, step: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents and their noise, (B, C, ...) fp32 both, of samples x of one shape."""
+        latents = self.latents.of(to_pixels(x), step, index)
+        return latents, normal(self.seed, step, index, Stream.NOISE, tuple(latents.shape[1:]))
+
+    def _condition(self, batch: Batch, index: Tensor) -> Condition:
+        dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
+        return self.conditioner.drop(self.conditioner.of_batch(batch), dropped)
+
+    def _packed(self, batch: Batch, index: Tensor) -> PackedMicroBatch:
+        """The samples of a batch (a tuple of tensors, each of its own shape) as packs."""
+        x0, noise = [], []
+        for part in same_size(batch.x):
+            x = torch.stack([sample.to(self.device, non_blocking=True) for sample in batch.x[part]])
+            for found, made in zip((x0, noise), self._noised(x, batch.step, index[part]), strict=True):
+                found.append(made)
+        segments = self.packing.segments(tuple(group.shape[2:]) for group in x0 for _ in group)
+        shares = self.packing.shares(batch.weights, len(index), batch.segments_in_step)
+        return PackedMicroBatch(
+            self.packing.patches(x0),
+            self.objective.times(self.seed, batch.step, index),
+            self.packing.patches(noise),
+            self._condition(batch, index),
+            segments,
+            shares.to(self.device, non_blocking=True),
+        )

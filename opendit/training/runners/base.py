@@ -1,34 +1,14 @@
-"""What every runner offers to the loop, and what it gets of a micro-batch."""
+"""What every runner offers to the loop."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opendit.models import Condition, TextCondition
 from opendit.parallel.engines import Engine, StepResult
-
-
-class MicroBatch(NamedTuple):
-    """A micro-batch on the device: latents x0 and noise (B, C, ...) fp32, times t (B,) as of the objective's ``times``,
-    and the conditions of its samples."""
-
-    x0: Tensor
-    t: Tensor
-    noise: Tensor
-    condition: Condition
-
-    def tensors(self) -> list[Tensor]:
-        """All of them, in the same order for every micro-batch of a run."""
-        y = self.condition
-        return [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else [y.tokens, y.mask, y.pooled])]
-
-    def clone(self) -> "MicroBatch":
-        x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
-        return MicroBatch(x0, t, noise, y[0] if isinstance(self.condition, Tensor) else TextCondition(*y))
+from opendit.training.runners.micro_batch import MicroBatch, PackedMicroBatch
 
 
 class Runner(ABC):
@@ -46,7 +26,7 @@ class Runner(ABC):
         self.engine, self.micro_batches, self.note = engine, micro_batches, note
 
     def train_step(
-        self, micro_batches: Iterable[MicroBatch], before_update: Callable[[], None] = lambda: None
+        self, micro_batches: Iterable[MicroBatch | PackedMicroBatch], before_update: Callable[[], None] = lambda: None
     ) -> StepResult:
         """One step of the optimizer on the mean gradient of the micro-batches. Nothing waits for the device.
 
@@ -69,14 +49,14 @@ class Runner(ABC):
         return None
 
     @abstractmethod
-    def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
+    def micro_step(self, micro_batch: MicroBatch | PackedMicroBatch, *, first: bool, last: bool) -> Tensor:
         """Adds the gradients of a micro-batch, the step's first or last or neither, to the engine's. Returns its share
         of the step's loss, 0-dim and detached, which the next call may overwrite."""
 
     @abstractmethod
-    def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
+    def forward_backward(self, micro_batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
         """The same kernel by kernel, module by module, outside any count: for looking at it."""
 
     @abstractmethod
-    def losses(self, micro_batch: MicroBatch) -> Tensor:
+    def losses(self, micro_batch: MicroBatch | PackedMicroBatch) -> Tensor:
         """The loss of each sample, (B,), kernel by kernel."""

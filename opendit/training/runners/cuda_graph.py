@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from opendit.kernels.recording import GraphRecorder
-from opendit.training.runners.base import MicroBatch, Runner
+from opendit.training.runners.base import Runner
 from opendit.training.runners.eager import EagerRunner
+from opendit.training.runners.micro_batch import MicroBatch
 
 GRAPH_WARMUP = 3  # micro-batches before a recording: kernels get compiled, libraries set up, communicators connected
 

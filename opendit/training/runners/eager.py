@@ -6,7 +6,8 @@ from torch import Tensor
 
 from opendit.diffusion import Objective
 from opendit.parallel.engines import Engine
-from opendit.training.runners.base import MicroBatch, Runner
+from opendit.training.runners.base import Runner
+from opendit.training.runners.micro_batch import MicroBatch, PackedMicroBatch
 
 
 class EagerRunner(Runner):
@@ -22,18 +23,15 @@ class EagerRunner(Runner):
         super().__init__(engine, micro_batches)
         self.objective, self.after_forward = objective, after_forward
 
-    def losses(self, micro_batch: MicroBatch) -> Tensor:
-        x0, t, noise, condition = micro_batch
-        prepared = self.objective.prepare(x0, t, noise)
-        output = self.engine.forward(prepared.x_t, prepared.timestep, y=condition)
-        return self.objective.loss(output, prepared)
+    def losses(self, micro_batch: MicroBatch | PackedMicroBatch) -> Tensor:
+        return micro_batch.losses(self.objective, self.engine.forward)
 
-    def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
+    def forward_backward(self, micro_batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
         with self.engine.micro_batch(last=last):
-            loss = self.losses(micro_batch).mean() / self.micro_batches
+            loss = micro_batch.mean(self.losses(micro_batch)) / self.micro_batches
             self.after_forward()
             self.engine.backward(loss)
         return loss.detach()
 
-    def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
+    def micro_step(self, micro_batch: MicroBatch | PackedMicroBatch, *, first: bool, last: bool) -> Tensor:
         return self.forward_backward(micro_batch, last=last)

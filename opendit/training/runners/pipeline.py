@@ -18,7 +18,8 @@ from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.pipeline.executor import execute
 from opendit.parallel.pipeline.links import Links
 from opendit.parallel.pipeline.schedule import Action, make_schedule, one_by_one
-from opendit.training.runners.base import MicroBatch, Runner
+from opendit.training.runners.base import Runner
+from opendit.training.runners.micro_batch import MicroBatch
 
 
 class PipelineRunner(Runner):

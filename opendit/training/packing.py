@@ -1,0 +1,72 @@
+"""From a loader's batch of samples of unequal size to packs (``--pack_tokens``)."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from opendit.models import DiTConfig
+from opendit.models.segments import Segments, to_patches
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a run packs.
+
+    patch: of the model. tokens: of a micro-batch, which is one sequence. micro_batches: of a step, over all ranks that
+    have different samples.
+    """
+
+    patch: tuple[int, ...]
+    tokens: int
+    micro_batches: int
+
+    def segments(self, sizes: Iterable[tuple[int, ...]]) -> Segments:
+        """Of latents of these sizes."""
+        return Segments.of(list(sizes), self.patch, self.tokens)
+
+    def patches(self, latents: Sequence[Tensor]) -> Tensor:
+        """Latents (k, C, ...) of neighbours of one size, one group after the other, as (tokens, C, *patch) with zeros
+        at the end."""
+        found = [to_patches(group, self.patch).flatten(0, 1) for group in latents]
+        left = self.tokens - sum(map(len, found))
+        return torch.cat([*found, found[0].new_zeros(left, *found[0].shape[1:])])
+
+    def shares(self, weights: Tensor | None, samples: int, segments_in_step: int) -> Tensor:
+        """The share of each of ``samples`` segments in the micro-batch's loss, (S,) float32 on weights' device.
+
+        weights: (S,) of the samples' losses, None for 1. The mean over ranks and micro-batches is then the mean over
+        all samples of the step, however many of them a micro-batch has.
+        """
+        weights = torch.ones(samples) if weights is None else weights.float()
+        return weights * (self.micro_batches / segments_in_step)
+
+
+def same_size(samples: Sequence[Tensor]) -> list[slice]:
+    """Neighbours of one shape, as they are handled together."""
+    found, first = [], 0
+    for _, group in groupby(samples, key=lambda x: x.shape):
+        count = sum(1 for _ in group)
+        found.append(slice(first, first + count))
+        first += count
+    return found
+
+
+class PackWork:
+    """FLOPs of packs, from what their segments hold."""
+
+    def __init__(self, config: DiTConfig):
+        self._config, self._known = config, {}
+
+    def flops(self, segments: Segments) -> float:
+        """Of a training step of them, padding not counted."""
+        return 3.0 * sum(map(self._forward, segments.grids))
+
+    def _forward(self, grid: tuple[int, int, int]) -> int:
+        if grid not in self._known:
+            patch = self._config.patch
+            sides = tuple(side * p for side, p in zip(grid[-len(patch) :], patch, strict=True))
+            self._known[grid] = replace(self._config, input_size=sides).forward_flops()
+        return self._known[grid]

@@ -1,0 +1,69 @@
+"""What a runner gets of a micro-batch: samples of one size, or packs of samples of unequal size."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from opendit.diffusion import Objective
+from opendit.models import Condition, TextCondition
+from opendit.models.segments import Segments, segment_means
+
+
+class MicroBatch(NamedTuple):
+    """A micro-batch on the device: latents x0 and noise (B, C, ...) fp32, times t (B,) as of the objective's ``times``,
+    and the conditions of its samples."""
+
+    x0: Tensor
+    t: Tensor
+    noise: Tensor
+    condition: Condition
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in the same order for every micro-batch of a run."""
+        y = self.condition
+        return [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else [y.tokens, y.mask, y.pooled])]
+
+    def losses(self, objective: Objective, forward: Callable[..., Tensor]) -> Tensor:
+        """The loss of each sample, (B,); ``forward``: the model's, or an engine's."""
+        prepared = objective.prepare(self.x0, self.t, self.noise)
+        return objective.loss(forward(prepared.x_t, prepared.timestep, y=self.condition), prepared)
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """The micro-batch's loss, 0-dim."""
+        return losses.mean()
+
+    def clone(self) -> "MicroBatch":
+        x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
+        return MicroBatch(x0, t, noise, y[0] if isinstance(self.condition, Tensor) else TextCondition(*y))
+
+
+class PackedMicroBatch(NamedTuple):
+    """Packs on the device, as a single sequence of tokens (opendit.models.segments).
+
+    x0, noise: patches (N, C, *patch) fp32. t: (S,), of its S segments. shares: (S,) fp32, which share of the loss each
+    segment's is: over all micro-batches and ranks of a step the mean is then that of the step's samples.
+    """
+
+    x0: Tensor
+    t: Tensor
+    noise: Tensor
+    condition: Condition
+    segments: Segments
+    shares: Tensor
+
+    def losses(self, objective: Objective, forward: Callable[..., Tensor]) -> Tensor:
+        """The loss of each segment, (S,): that of its sample alone.
+
+        To the objective a token is a sample, at its segment's time: all that it does to x0 and to what the network
+        predicts is done number by number, and its loss is a mean, of which a segment's is the mean over its tokens.
+        """
+        rows = self.segments.place(self.x0.device)
+        prepared = objective.prepare(self.x0, self.t[rows.sample_of_row], self.noise)
+        timestep = prepared.timestep[rows.offsets[:-1]]
+        output = forward(prepared.x_t, timestep, y=self.condition, segments=self.segments)
+        return segment_means(objective.loss(output, prepared), self.segments)
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """The packs' share of the step's loss, 0-dim."""
+        return (losses * self.shares).sum()

@@ -1,0 +1,157 @@
+"""Training on packs is training on their samples one by one: losses, gradients, curves, on any number of ranks."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from opendit.data import Batch
+from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective, Objective
+from opendit.encoders.conditioner import LabelConditioner
+from opendit.models import DiTConfig, VDiTConfig, build_model
+from opendit.parallel.engines import build_engine
+from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.training.inputs import Inputs, Latents
+from opendit.training.packing import Packing, PackWork, same_size
+from opendit.training.runners import MicroBatch, PackedMicroBatch, build_runner
+from tests.models.packs import assert_same, with_vectors
+from tests.models.test_dit import randomised
+from tests.numbers import off_by
+from tests.parallel.test_sequence import strategy
+from tests.ranks import run_ranks
+
+SEED, CLASSES, TOKENS, LR, CLIP, STEPS = 3, 5, 32, 2e-3, 0.2, 5
+CONFIG = VDiTConfig((2, 4, 4), (2, 2, 2), 3, 36, 2, 6, num_classes=CLASSES)
+PICTURES = DiTConfig((4, 4), 2, 3, 36, 2, 6, num_classes=CLASSES, learn_sigma=False)
+# Two packs a step, of four samples and of three; the first of them ends with padding.
+SIZES = (((4, 4, 8), (2, 4, 4), (1, 4, 4), (1, 2, 2)), ((2, 8, 8), (2, 4, 8), (2, 4, 8)))
+SAMPLES = sum(map(len, SIZES))
+OBJECTIVES = {"ddpm": DDPMObjective(min_snr=5.0), "flow": FlowObjective(shift=3.0), "edm": EDMObjective()}
+CPU = torch.device("cpu")
+
+
+def batch(step: int, pack: int, sizes=SIZES, weights: Tensor | None = None) -> Batch:
+    """As the loader gives a pack: every sample's means and standard deviations, in a tensor of its own shape."""
+    first, generator = sum(map(len, sizes[:pack])), torch.Generator().manual_seed(100 * step + pack)
+    x = tuple(torch.randn(6, *size, generator=generator).abs() for size in sizes[pack])
+    index = torch.arange(first, first + len(x))
+    made = Batch(x, (index + step) % CLASSES, index, step, pack, epoch=0)
+    made.weights, made.segments_in_step = weights, sum(map(len, sizes))
+    return made
+
+
+def alone(made: Batch, number: int) -> Batch:
+    """One of its samples, as the loader gives it without packs."""
+    rows = slice(number, number + 1)
+    return Batch(made.x[number].unsqueeze(0), made.y[rows], made.index[rows], made.step, made.micro, epoch=0)
+
+
+def inputs(objective: Objective, config: DiTConfig, micro_batches: int = 2, tokens: int = TOKENS) -> Inputs:
+    latents = Latents(None, cached=(0.5, 0.1), sampled=True, seed=SEED)
+    packing = Packing(config.patch, tokens, micro_batches)
+    return Inputs(latents, objective, LabelConditioner(CLASSES, CPU), CPU, SEED, 0.3, packing)
+
+
+def model_of(config: DiTConfig = CONFIG):
+    torch.manual_seed(0)
+    return with_vectors(randomised(build_model(config)))
+
+
+def one_by_one(model, objective: Objective, made: Batch, given: Inputs) -> list[Tensor]:
+    """The loss of each sample, of a model that is called with it alone."""
+    found = []
+    for number in range(len(made.index)):
+        alone_here = given.of(alone(made, number))
+        assert isinstance(alone_here, MicroBatch)
+        found.append(alone_here.losses(objective, model).squeeze(0))
+    return found
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_and_gradients_are_those_of_the_samples_one_by_one(name):
+    objective = OBJECTIVES[name]
+    config = CONFIG if name == "ddpm" else VDiTConfig(**{**vars(CONFIG), "learn_sigma": False})
+    model, weights = model_of(config), torch.tensor([1.0, 0.5, 2.0, 3.0])
+    given, made = inputs(objective, config, micro_batches=2), batch(2, 0, weights=weights)
+    wanted = torch.stack(one_by_one(model, objective, made, given))
+    (wanted * weights).sum().mul(2 / SAMPLES).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    packed = given.of(made)
+    assert isinstance(packed, PackedMicroBatch) and packed.segments.filled < packed.segments.tokens == TOKENS
+    losses = packed.losses(objective, model)
+    assert off_by(losses.tolist(), wanted.tolist()) < 1e-5
+    packed.mean(losses).backward()
+    assert_same({n: p.grad for n, p in model.named_parameters()}, gradients, 1e-5)
+
+
+def plain_run() -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and first moments of one process in fp32 that never saw a pack: the mean over a step's samples."""
+    objective, model, losses = OBJECTIVES["ddpm"], model_of(), []
+    adam, given = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01), inputs(OBJECTIVES["ddpm"], CONFIG)
+    for step in range(STEPS):
+        parts = [one_by_one(model, objective, batch(step, pack), given) for pack in (0, 1)]
+        loss = sum(sum(parts, [])) / SAMPLES
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: adam.state[p]["exp_avg"] for name, p in model.named_parameters()}
+
+
+def packed_run(mesh: Mesh, plugin: str, kind: str | None, checkpointed: bool = False):
+    if kind is not None:
+        mesh = init_mesh(sequence_parallel=mesh.world_size)
+    model, micro_batches = model_of(), 2 // mesh.dp_size
+    model.use(sequence=strategy(mesh, kind, CONFIG) if kind else None)
+    model.grad_checkpoint = checkpointed
+    settings = dict(lr=LR, weight_decay=0.01, grad_clip=CLIP, grad_accumulation=micro_batches)
+    engine = build_engine(model, mesh, plugin=plugin, precision="fp32", **settings)
+    objective, losses = OBJECTIVES["ddpm"], []
+    runner = build_runner(engine, objective, micro_batches=micro_batches, packs=True, graph=True)
+    assert runner.note.startswith("off: every pack has other segments")
+    given = inputs(objective, CONFIG)
+    for step in range(STEPS):
+        packs = [mesh.dp_rank] if mesh.dp_size == 2 else [0, 1]
+        result = runner.train_step(given.of(batch(step, pack)) for pack in packs)
+        assert result.finite
+        losses.append((mesh.sum(result.loss) / mesh.world_size).item())
+    return losses, {name: engine.layout.gather(name, engine.moments(name)["exp_avg"]).clone() for name in engine.shapes}
+
+
+@functools.cache
+def wanted():
+    return plain_run()
+
+
+@pytest.mark.parametrize(
+    ("world", "plugin", "kind", "checkpointed"),
+    (
+        (1, "zero2", None, False),
+        (2, "zero2", None, False),
+        (2, "ddp", None, True),
+        (2, "fsdp", None, False),
+        (2, "zero2", "ulysses", False),
+        (2, "ddp", "fastseq", True),
+        (2, "zero2", "direct ulysses in groups", False),
+        (2, "fsdp", "direct fastseq", False),
+    ),
+)
+def test_curves_are_those_of_the_samples_one_by_one(world, plugin, kind, checkpointed):
+    for losses, moments in run_ranks(world, packed_run, plugin, kind, checkpointed):
+        assert off_by(losses, wanted()[0]) < 1e-5
+        assert_same(moments, wanted()[1], 1e-4)
+
+
+def test_neighbours_of_one_shape():
+    shapes = ((2, 3), (2, 3), (4, 1), (2, 3))
+    assert same_size([torch.zeros(shape) for shape in shapes]) == [slice(0, 2), slice(2, 3), slice(3, 4)]
+
+
+def test_work_is_that_of_the_samples():
+    work, segments = PackWork(CONFIG), Packing(CONFIG.patch, TOKENS, 1).segments(SIZES[0])
+    sizes = [size if size[0] > 1 else (2, *size[1:]) for size in SIZES[0]]
+    each = [3 * VDiTConfig(**{**vars(CONFIG), "input_size": size}).forward_flops() for size in sizes]
+    assert work.flops(segments) == sum(each) > 0
