@@ -1,13 +1,12 @@
 """From a loader's batch of samples of unequal size to packs (``--pack_tokens``)."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from opendit.models import DiTConfig
 from opendit.models.segments import Segments, to_patches
 
 
@@ -52,21 +51,3 @@ def same_size(samples: Sequence[Tensor]) -> list[slice]:
         found.append(slice(first, first + count))
         first += count
     return found
-
-
-class PackWork:
-    """FLOPs of packs, from what their segments hold."""
-
-    def __init__(self, config: DiTConfig):
-        self._config, self._known = config, {}
-
-    def flops(self, segments: Segments) -> float:
-        """Of a training step of them, padding not counted."""
-        return 3.0 * sum(map(self._forward, segments.grids))
-
-    def _forward(self, grid: tuple[int, int, int]) -> int:
-        if grid not in self._known:
-            patch = self._config.patch
-            sides = tuple(side * p for side, p in zip(grid[-len(patch) :], patch, strict=True))
-            self._known[grid] = replace(self._config, input_size=sides).forward_flops()
-        return self._known[grid]

@@ -13,7 +13,7 @@ from opendit.models import DiTConfig, VDiTConfig, build_model
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.training.inputs import Inputs, Latents
-from opendit.training.packing import Packing, PackWork, same_size
+from opendit.training.packing import Packing, same_size
 from opendit.training.runners import MicroBatch, PackedMicroBatch, build_runner
 from tests.models.packs import assert_same, with_vectors
 from tests.models.test_dit import randomised
@@ -148,10 +148,3 @@ def test_curves_are_those_of_the_samples_one_by_one(world, plugin, kind, checkpo
 def test_neighbours_of_one_shape():
     shapes = ((2, 3), (2, 3), (4, 1), (2, 3))
     assert same_size([torch.zeros(shape) for shape in shapes]) == [slice(0, 2), slice(2, 3), slice(3, 4)]
-
-
-def test_work_is_that_of_the_samples():
-    work, segments = PackWork(CONFIG), Packing(CONFIG.patch, TOKENS, 1).segments(SIZES[0])
-    sizes = [size if size[0] > 1 else (2, *size[1:]) for size in SIZES[0]]
-    each = [3 * VDiTConfig(**{**vars(CONFIG), "input_size": size}).forward_flops() for size in sizes]
-    assert work.flops(segments) == sum(each) > 0

@@ -1,0 +1,104 @@
+"""The fused operations on packs, modulation by segment, against the same operations on samples of one length, on a GPU.
+
+    python benchmarks/bench_packed_modulation.py [--operators layernorm_modulate] [--width 1152] [--record]
+
+Both have as many tokens, and read and write as many bytes; the ratio is dense time over packed time. The mixes are
+those of bench_packed_attention.py, and segments of 256 tokens alone; the dense samples have 8,192 tokens, or 256.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.bench_attention import median_ms
+from benchmarks.bench_packed_attention import LONGEST, MIXES, mixed
+from benchmarks.results import append
+from opendit.kernels.common import kernels_available
+from tests.kernels.cases import MODULATED, Operator, arguments_of, make_inputs, output_gradients
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def lengths_of(mix: str, longest: int) -> tuple[list[int], int]:
+    """(the segments' lengths, the length of the dense samples)."""
+    if mix != "short":
+        return MIXES[mix](longest), longest
+    length = max(1, longest // 32)
+    return [length] * (sum(mixed(longest)) // length), length
+
+
+def calls(op: Operator, lengths: list[int], length: int, args) -> dict[str, dict[str, Callable[[], object]]]:
+    """{forward, backward: {packed, dense: call}}."""
+    found: dict[str, dict] = {"forward": {}, "backward": {}}
+    for name in ("packed", "dense"):
+        how = {"lengths": tuple(lengths)} if name == "packed" else {}
+        shape = (0, 0) if name == "packed" else (sum(lengths) // length, length)
+        leaves, rows = make_inputs(op, *shape, args.width, DTYPES[args.dtype], args.device, **how)
+        arguments = [a if a.is_leaf else a.detach().requires_grad_() for a in arguments_of(op, leaves)]
+        extra = {} if rows is None else {"sample_of_row": rows}
+        weights = output_gradients(op, leaves)
+        outputs = op.function(*arguments, **extra)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+
+        def forward(arguments=arguments, extra=extra):
+            with torch.no_grad():
+                return op.function(*arguments, **extra)
+
+        def backward(outputs=outputs, arguments=arguments, weights=weights):
+            return torch.autograd.grad(outputs, arguments, weights, retain_graph=True)
+
+        found["forward"][name], found["backward"][name] = forward, backward
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--operators", nargs="+", choices=MODULATED, default=[*MODULATED])
+    parser.add_argument("--mixes", nargs="+", choices=[*MIXES, "short"], default=[*MIXES, "short"])
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the mix's longest samples")
+    parser.add_argument("--width", type=int, default=1152)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this program, interpreted"
+    )
+    parser.add_argument("--milliseconds", type=int, default=50, help="time for each measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of both")
+    parser.add_argument("--results", default=None, help="append the rows to this CSV file")
+    parser.add_argument("--record", action="store_true", help="append them to benchmarks/results.csv")
+    args = parser.parse_args(argv)
+    available, reason = kernels_available(args.device, DTYPES[args.dtype])
+    if not available:
+        raise SystemExit(f"no kernels to measure: {reason}")
+    rows = []
+    print(f"{'ms':64s} {'packed':>8s} {'dense':>8s} {'speed':>6s}")
+    for mix in args.mixes:
+        lengths, length = lengths_of(mix, args.longest)
+        for name in args.operators:
+            for direction, pair in calls(MODULATED[name], lengths, length, args).items():
+                times: dict[str, list[float]] = {"packed": [], "dense": []}
+                for _ in range(args.rounds):  # they take turns, so that a drift of the clocks meets both
+                    for which, call in pair.items():
+                        times[which].append(median_ms(call, args.milliseconds, args.device))
+                packed, dense = (statistics.median(times[which]) for which in ("packed", "dense"))
+                case = f"{name} {direction}, {mix} of {len(lengths)}, {sum(lengths)}x{args.width} {args.dtype}"
+                print(f"{case:64s} {packed:8.4f} {dense:8.4f} {dense / packed:6.2f}", flush=True)
+                rows.append({
+                    "bench": "packed_modulation", "case": case, "metric": "calls/s", "value": f"{1000 / packed:.4g}",
+                    "baseline": f"samples of {length} tokens", "baseline_value": f"{1000 / dense:.4g}",
+                })  # fmt: skip
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    if args.results:
+        append(rows, args.results)
+    if args.record:
+        append(rows)
+
+
+if __name__ == "__main__":
+    main()

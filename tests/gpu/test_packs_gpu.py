@@ -1,0 +1,88 @@
+"""Packs on a GPU: kernels by segment, varlen attention, models in bf16 and FP8, against their samples one by one."""
+
+import pytest
+import torch
+
+from opendit.cli.shared_flags import SpeedFlags
+from opendit.kernels.common import interpreting, kernels_available
+from opendit.kernels.recompute import recompute_in
+from opendit.kernels.select import select_kernels
+from opendit.kernels.varlen import resolve_varlen
+from opendit.models import DiT, TextConfig, build_model, model_config
+from opendit.models.segment_attention import segment_attention
+from opendit.models.segments import Segments
+from tests.kernels.cases import BOUNDS, DTYPES, MODULATED, check, make_inputs
+from tests.models.packs import Samples, assert_same, samples
+from tests.models.test_dit import randomised
+
+AVAILABLE, REASON = kernels_available("cuda", torch.bfloat16)
+pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason=REASON)
+CUDA = torch.device("cuda")
+SIZES = [(4, 16, 16)] * 3 + [(2, 16, 16)] * 2 + [(1, 16, 16)] * 5 + [(2, 8, 12), (1, 12, 8), (1, 4, 4), (1, 4, 4)]
+
+
+@pytest.mark.parametrize("op", MODULATED.values(), ids=MODULATED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", ((8192, 8192, 4096, 1024, 255, 256, 0, 17, 1, 1), (1,) * 700, (3000,)), ids=len)
+def test_operations_by_segment(op, dtype, lengths):
+    for width in (72, 1152):
+        check(op, *make_inputs(op, 0, 0, width, dtype, "cuda", lengths=lengths))
+
+
+@pytest.mark.parametrize("head_dim", (64, 72, 128))
+@pytest.mark.parametrize("lengths", ((512,) * 4 + (300, 300, 77, 33, 33, 1), (1024, 512, 512, 3)), ids=len)
+def test_attention_by_runs_and_varlen(head_dim, lengths):
+    varlen, why = resolve_varlen(CUDA, torch.bfloat16, head_dim)
+    assert varlen is not None, why
+    packed = Segments(tuple((1, 1, length) for length in lengths), sum(lengths) + 5).place(CUDA)
+    generator = torch.Generator("cuda").manual_seed(0)
+    qkv = torch.randn(1, sum(lengths) + 5, 3, 2, head_dim, device=CUDA, generator=generator).bfloat16()
+    leaves = [x.detach().requires_grad_() for x in qkv.permute(2, 0, 3, 1, 4).unbind()]
+    grad = torch.randn(1, 2, len(qkv[0]), head_dim, device=CUDA, generator=generator).bfloat16()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    out = segment_attention(*exact, packed, attend)
+    wanted = [out, *torch.autograd.grad(out, exact, grad.double())]
+    for kernel in (None, varlen):
+        out = segment_attention(*leaves, packed, attend, kernel)
+        for got, want in zip([out, *torch.autograd.grad(out, leaves, grad)], wanted, strict=True):
+            assert (got.double() - want).norm() / want.norm() < 1e-2
+        assert not out[:, :, sum(lengths) :].any()
+
+
+def case(dtype: torch.dtype, text: bool) -> tuple[DiT, DiT, Samples]:
+    """(the model in ``dtype``, itself in fp32, samples)."""
+    condition = {"text": TextConfig("t5", 32, 9, True)} if text else {"num_classes": 7}
+    config = model_config("vDiT-S/222", input_size=(16, 16), frames=4, in_channels=4, **condition)
+    torch.manual_seed(0)
+    exact = randomised(build_model(config)).cuda()
+    made = build_model(config).cuda()
+    made.load_state_dict(exact.state_dict())
+    given = samples(config, SIZES, torch.float32)
+    moved = [x.cuda() for x in given.latents], given.t.cuda(), given.y.to(CUDA), [w.cuda() for w in given.weights]
+    return made.place(CUDA, dtype), exact, Samples(*moved)
+
+
+@pytest.mark.parametrize("text", (False, True), ids=("labels", "captions"))
+@pytest.mark.parametrize("recompute", ("none", "mlp"))
+@pytest.mark.parametrize("how", ("kernels", "torch", "fp8"))
+def test_a_model_on_packs_is_the_model_one_by_one(how, recompute, text):
+    if how == "fp8" and recompute != "none":
+        pytest.skip("--recompute falls back to none with --fp8")
+    torch.set_float32_matmul_precision("highest")
+    model, exact, given = case(torch.bfloat16, text)
+    on = how != "torch"
+    flags = SpeedFlags(on, on, on, fp8=how == "fp8")
+    kernels = select_kernels(flags, CUDA, torch.bfloat16, model.config.head_dim, 1024, packs=True)
+    if how == "fp8" and not kernels.ops.float8:
+        pytest.skip(kernels.ops_note)
+    model.use(ops=kernels.ops, attend=kernels.attend, varlen=kernels.varlen)
+    recompute_in(model, recompute)
+    wanted = given.one_by_one(exact)
+    gradients = given.gradients(exact, wanted)
+    found = given.packed(model, padding=13)
+    bound = 10 * BOUNDS[torch.bfloat16] if how != "fp8" else 0.15
+    assert_same(found, wanted, bound, " (output)")
+    for name, gradient in given.gradients(model, found).items():
+        if not name.endswith("qkv.bias"):  # its keys' part is rounding noise
+            assert (gradient.float() - gradients[name]).norm() < 4 * bound * gradients[name].norm(), name
