@@ -3,6 +3,7 @@
 ``opendit.diffusion.sampling.sample_latents`` says in a few lines what is drawn; this draws the same.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
@@ -70,6 +71,8 @@ class SamplingEngine:
         recorder: GraphRecorder | None = None,
         say: Callable[[str], None] = print,
     ):
+        size = tuple(size or model.config.input_size)
+        objective = objective.for_tokens(math.prod(model.config.grid_of(size)))
         name = objective.choose(sampler)
         self.approximations = Approximations.of(guidance_every, cache, steps)
         if self.approximations.by_batch and (around is not None or model.sequence is not None):
@@ -82,7 +85,7 @@ class SamplingEngine:
             cfg_scale=cfg_scale,
             cfg_channels=cfg_channels,
             cfg_interval=cfg_interval,
-            size=tuple(size or model.config.input_size),
+            size=size,
             around=around,
             memory=table_bytes,
             approximations=self.approximations,

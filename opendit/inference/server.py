@@ -8,6 +8,7 @@ with SamplingServer(opendit.load("outputs/000-DiT-XL-2")) as server:
 import atexit
 import contextlib
 import itertools
+import math
 import threading
 import warnings
 from collections import OrderedDict
@@ -195,7 +196,8 @@ class SamplingServer:
             pipe, config = self.pipe, self.pipe.config
             channels, shape = (config.in_channels, config.out_channels), (config.in_channels, *kind.size)
             joint = self._joint.setdefault(kind.sampler, {})
-            made = StepTable(pipe.objective, kind.sampler, steps, channels, shape, joint, MOST_STEPS, pipe.model.device)
+            objective = pipe.objective.for_tokens(math.prod(config.grid_of(kind.size)))
+            made = StepTable(objective, kind.sampler, steps, channels, shape, joint, MOST_STEPS, pipe.model.device)
             while len(self._tables) >= TABLES:
                 self._tables.popitem(last=False)
             self._tables[key] = made

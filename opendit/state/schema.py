@@ -54,6 +54,7 @@ BOUNDS: dict[str, Rule] = {
     # of objectives
     "min_snr": number(0, 1e6, above=True),
     "shift": number(0, 1e6, above=True),
+    "shift_tokens": whole(1, 1 << 31),
     "mean": number(-100, 100),
     "std": number(0, 100, above=True),
     "sigma_data": number(0, 1e6, above=True),

@@ -2,6 +2,7 @@
 log, loader, checkpoints."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -109,7 +110,13 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
         )
         announce(spec, failures, engine, ema, runner.note)
         inputs = Inputs(
-            spec.latents, spec.objective, spec.conditioner, mesh.device, flags.global_seed, flags.label_drop
+            spec.latents,
+            spec.objective,
+            spec.conditioner,
+            mesh.device,
+            flags.global_seed,
+            flags.label_drop,
+            tokens_of=lambda size: math.prod(spec.model_config.grid_of(size)),
         )
         diagnosis = Diagnosis(engine, runner, inputs, spec.dataset, spec.schedule, flags.grad_accumulation)
         with (

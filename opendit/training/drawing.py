@@ -70,7 +70,8 @@ class EMASampler:
         spec, seed, null = self._spec, self._spec.flags.global_seed, self._spec.conditioner.null()
         how = dict(steps=steps, sampler=spec.objective.preview_sampler, cfg_scale=cfg_scale)
         if self._pipeline is not None:  # what is made beforehand for all steps is made of all blocks
-            how |= dict(objective=spec.objective, seed=seed, forward=partial(self._pipeline, model))
+            objective = spec.objective.for_tokens(spec.model_config.tokens)
+            how |= dict(objective=objective, seed=seed, forward=partial(self._pipeline, model))
             return sample_in_batches(model, y, null, index, self.at_once, **how)
         # (An engine for this time alone: its recordings would take memory from training.)
         record = spec.sequence is None and tensor_group(spec.mesh) is None  # ranks that train share memory, too

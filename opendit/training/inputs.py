@@ -1,5 +1,6 @@
 """What a step works on: the loader's batches as latents, with times, noise and conditions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,7 @@ class Inputs:
     Args:
         label_drop: share of the conditions that are replaced by the null condition.
         packing: of a run of packs.
+        tokens_of: how many tokens a sample of latents (C, ...) of a size has; None: the objective does not ask.
     """
 
     latents: Latents
@@ -68,6 +70,7 @@ class Inputs:
     seed: int
     label_drop: float
     packing: Packing | None = None
+    tokens_of: Callable[[tuple[int, ...]], int] | None = None
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
         """On the device. Nothing waits for it."""
@@ -75,7 +78,8 @@ class Inputs:
         if not isinstance(batch.x, Tensor):
             return self._packed(batch, index)
         x0, noise = self._noised(batch.x.to(self.device, non_blocking=True), batch.step, index)
-        t = self.objective.times(self.seed, batch.step, index)
+        tokens = None if self.tokens_of is None else [self.tokens_of(tuple(x0.shape[2:]))] * len(x0)
+        t = self.objective.times(self.seed, batch.step, index, tokens)
         return MicroBatch(x0, t, noise, self._condition(batch, index))
 
     def _noised(self, x: Tensor, step: int, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +102,7 @@ class Inputs:
         shares = self.packing.shares(batch.weights, len(index), batch.segments_in_step)
         return PackedMicroBatch(
             self.packing.patches(x0),
-            self.objective.times(self.seed, batch.step, index),
+            self.objective.times(self.seed, batch.step, index, segments.lengths),
             self.packing.patches(noise),
             self._condition(batch, index),
             segments,

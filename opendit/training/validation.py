@@ -49,9 +49,10 @@ class Validation:
         every, self.count = steps_between(spec), number_of_losses(spec)
         self.samples = FixedSamples(spec.validation, self.count, flags.batch_size)
         quantiles = self.samples.quantiles
-        self._times = spec.objective.times_at(quantiles)
+        objective = spec.objective.for_tokens(spec.model_config.tokens)
+        self._times = objective.times_at(quantiles)
         self._levels = (quantiles * LEVELS).long().tolist()
-        self.noise = noise_levels(spec.objective)
+        self.noise = noise_levels(objective)
         batches = len(self.samples.micro_batches)
         self._history = LossHistory(sorted(self.noise))
         if mesh.is_main:

@@ -113,6 +113,7 @@ BESIDE_OF_TRAIN = {
     "text_encoder": f"{TINY} --data_path mock", "max_text_tokens": f"{TINY} --data_path mock --text_encoder bytes",
     **dict.fromkeys(("data_parallel_replicate", "reshard", "reduce_dtype"), f"{TINY} --plugin fsdp"),
     "expert_capacity": f"{TINY} --model EC-DiT-Ti/2", "flow_shift": f"{TINY} --objective flow",
+    "flow_shift_tokens": f"{TINY} --objective flow",
     "flow_times": f"{TINY} --objective flow", "edm_mean": f"{TINY} --objective edm",
     "edm_std": f"{TINY} --objective edm", "edm_sigma_data": f"{TINY} --objective edm",
 }  # fmt: skip

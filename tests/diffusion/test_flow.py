@@ -134,6 +134,22 @@ def test_mode_times_peak_in_the_middle_and_reach_both_ends():
     torch.testing.assert_close(flow.mode_times(u, scale=0.0), 1 - u)
 
 
+def test_the_shift_follows_a_samples_tokens():
+    objective, index = FlowObjective(shift=3.0, times_are="logit_normal", shift_tokens=256), torch.arange(4)
+    for tokens in (64, 256, 1024):
+        alone = FlowObjective(shift=3.0 * math.sqrt(tokens / 256), times_are="logit_normal")
+        assert objective.for_tokens(tokens) == alone
+        torch.testing.assert_close(objective.times(1, 2, index, [tokens] * 4), alone.times(1, 2, index))
+    mixed = objective.times(1, 2, index, (64, 256, 1024, 64))
+    wanted = [objective.for_tokens(m).times(1, 2, index)[i] for i, m in enumerate((64, 256, 1024, 64))]
+    torch.testing.assert_close(mixed, torch.stack(wanted))
+    for unknown in (lambda: objective.times(1, 2, index), lambda: objective.trajectory(5)):
+        with pytest.raises(ValueError, match="--flow_shift_tokens"):
+            unknown()
+    assert objective_from_dict(objective.to_dict()) == objective and "shift_tokens" not in alone.to_dict()
+    assert FlowObjective().for_tokens(7) == FlowObjective()
+
+
 def test_times_depend_on_the_sample_alone():
     for objective in (DDPMObjective(), FlowObjective(shift=3.0)):
         whole = objective.times(5, 7, torch.arange(12))

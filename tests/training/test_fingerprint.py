@@ -99,6 +99,8 @@ CHANGED = {
     "ddpm_shift": ("", "--ddpm_shift 2", "--ddpm_shift 1.0 -> 2.0", CURVE),
     "prediction": ("", "--prediction v", "--prediction eps -> v", CURVE),
     "flow_shift": ("--objective flow", "--objective flow --flow_shift 3", "--flow_shift 1.0 -> 3.0", CURVE),
+    "flow_shift_tokens": (
+        "--objective flow", "--objective flow --flow_shift_tokens 4", "--flow_shift_tokens none -> 4", CURVE),
     "flow_times": (
         "--objective flow", "--objective flow --flow_times logit_normal", "uniform -> logit_normal", CURVE),
     "edm_mean": ("--objective edm", "--objective edm --edm_mean -1", "--edm_mean -1.2 -> -1.0", CURVE),

@@ -1,6 +1,7 @@
 """Training on packs is training on their samples one by one: losses, gradients, curves, on any number of ranks."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -27,7 +28,11 @@ PICTURES = DiTConfig((4, 4), 2, 3, 36, 2, 6, num_classes=CLASSES, learn_sigma=Fa
 # Two packs a step, of four samples and of three; the first of them ends with padding.
 SIZES = (((4, 4, 8), (2, 4, 4), (1, 4, 4), (1, 2, 2)), ((2, 8, 8), (2, 4, 8), (2, 4, 8)))
 SAMPLES = sum(map(len, SIZES))
-OBJECTIVES = {"ddpm": DDPMObjective(min_snr=5.0), "flow": FlowObjective(shift=3.0), "edm": EDMObjective()}
+OBJECTIVES = {
+    "ddpm": DDPMObjective(min_snr=5.0),
+    "flow": FlowObjective(shift=3.0, shift_tokens=8),
+    "edm": EDMObjective(),
+}
 CPU = torch.device("cpu")
 
 
@@ -50,7 +55,10 @@ def alone(made: Batch, number: int) -> Batch:
 def inputs(objective: Objective, config: DiTConfig, micro_batches: int = 2, tokens: int = TOKENS) -> Inputs:
     latents = Latents(None, cached=(0.5, 0.1), sampled=True, seed=SEED)
     packing = Packing(config.patch, tokens, micro_batches)
-    return Inputs(latents, objective, LabelConditioner(CLASSES, CPU), CPU, SEED, 0.3, packing)
+    conditioner = LabelConditioner(CLASSES, CPU)
+    return Inputs(
+        latents, objective, conditioner, CPU, SEED, 0.3, packing, lambda size: math.prod(config.grid_of(size))
+    )
 
 
 def model_of(config: DiTConfig = CONFIG):

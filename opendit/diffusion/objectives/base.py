@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import ClassVar
 
@@ -22,9 +23,14 @@ class Objective(ABC):
     preview_sampler: ClassVar[str]
     learn_sigma: ClassVar[bool]
 
-    def times(self, seed: int, step: int, index: Tensor) -> Tensor:
-        """The times (B,) of a training step's samples; ``index``: (B,) positions in the global batch."""
+    def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
+        """The times (B,) of a training step's samples; ``index``: (B,) positions in the global batch. tokens: of each
+        sample, for an objective that asks for them (:meth:`for_tokens`)."""
         return self.times_at(uniform(seed, step, index, Stream.TIMESTEP))
+
+    def for_tokens(self, tokens: int) -> "Objective":
+        """The objective for samples of so many tokens: itself, where they make no difference."""
+        return self
 
     @abstractmethod
     def times_at(self, u: Tensor) -> Tensor:

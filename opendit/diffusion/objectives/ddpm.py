@@ -65,7 +65,7 @@ class DDPMObjective(Objective):
     def schedule(self) -> DDPM:
         return _shifted(self.shift)
 
-    def times(self, seed, step, index):
+    def times(self, seed, step, index, tokens=None):
         return integers(seed, step, index, Stream.TIMESTEP, self.schedule.num_steps)
 
     def times_at(self, u):

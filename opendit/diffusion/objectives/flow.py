@@ -11,7 +11,7 @@ many times sooner: docs/log.md has the measurement.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.objectives.base import Objective, above_0, one_of
 from opendit.diffusion.prepared import Prepared
+from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
 
 PREDICTS = "velocity"
@@ -30,6 +31,13 @@ SETTINGS = {
         "default": 1.0,
         "help": "of flow's times, above 1 to more noise: large pictures, clips",
         "bounds": {"at_least": 0.01, "at_most": 100, "unit": "factor"},
+    },
+    "shift_tokens": {
+        "flag": "flow_shift_tokens",
+        "default": None,
+        "type": "int",
+        "help": "samples of so many tokens have --flow_shift, others by the root of theirs",
+        "bounds": {"at_least": 1, "at_most": 1_000_000_000, "unit": "tokens"},
     },
     "times_are": {
         "flag": "flow_times",
@@ -60,7 +68,7 @@ def mode_times(u: Tensor, scale: float = 1.29) -> Tensor:
 TIME_SAMPLING = {"uniform": uniform_times, "logit_normal": logit_normal_times, "mode": mode_times}
 
 
-def shift_times(t: Tensor, shift: float) -> Tensor:
+def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
     """[E] eq. 23, with ``shift`` for sqrt(m / n): moves times towards the noise, as much as keeps the uncertainty
     about the picture the same when one of n pixels is shown by m that repeat it. 1 changes nothing."""
     return shift * t / (1 + (shift - 1) * t)
@@ -117,7 +125,11 @@ class FlowTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class FlowObjective(Objective):
-    """Rectified flow. times_are: uniform, logit_normal or mode. shift: of training and sampling times alike."""
+    """Rectified flow. times_are: uniform, logit_normal or mode. shift: of training and sampling times alike.
+
+    shift_tokens: that shift is of samples of so many tokens; m tokens have shift * sqrt(m / shift_tokens) ([E] eq. 23),
+    so that a clip has more noise than a picture in the same pack or on the same model. None: all have the same.
+    """
 
     name: ClassVar[str] = "flow"
     preview_sampler: ClassVar[str] = "euler"
@@ -125,13 +137,36 @@ class FlowObjective(Objective):
 
     shift: float = SETTINGS["shift"]["default"]
     times_are: str = SETTINGS["times_are"]["default"]
+    shift_tokens: int | None = SETTINGS["shift_tokens"]["default"]
 
     def __post_init__(self):
         one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
         above_0("--flow_shift", self.shift)
+        if self.shift_tokens is not None:
+            above_0("--flow_shift_tokens", self.shift_tokens)
+
+    def times(self, seed, step, index, tokens=None):
+        if self.shift_tokens is None:
+            return super().times(seed, step, index)
+        if tokens is None:
+            raise ValueError("--flow_shift_tokens: how many tokens samples have must be known")
+        u = uniform(seed, step, index, Stream.TIMESTEP)
+        shifts = torch.tensor([self._shift_of(m) for m in tokens], dtype=torch.float64)
+        return shift_times(TIME_SAMPLING[self.times_are](u), shifts.to(u.device))
+
+    def for_tokens(self, tokens):
+        return self if self.shift_tokens is None else replace(self, shift=self._shift_of(tokens), shift_tokens=None)
+
+    def _shift_of(self, tokens: int) -> float:
+        return self.shift * math.sqrt(tokens / self.shift_tokens)
 
     def times_at(self, u):
+        self._check_resolved()
         return shift_times(TIME_SAMPLING[self.times_are](u), self.shift)
+
+    def _check_resolved(self) -> None:
+        if self.shift_tokens is not None:
+            raise ValueError("--flow_shift_tokens: of which number of tokens? ask for_tokens first")
 
     def prepare(self, x0, t, noise):
         """x_t, 1000 t in float32, and the velocity to predict."""
@@ -150,11 +185,16 @@ class FlowObjective(Objective):
         return error.square().flatten(1).mean(1)
 
     def trajectory(self, steps, even_in_noise=False):
+        self._check_resolved()
         return FlowTrajectory(sampling_times(steps, self.shift))
 
     def noise_level(self, timestep):
         t = timestep / TIME_SCALE
         return t / (1 - t)  # infinite at 1, where no signal is left
+
+    def to_dict(self):
+        """Without shift_tokens where there is none, as checkpoints from before it say it."""
+        return {name: value for name, value in super().to_dict().items() if (name, value) != ("shift_tokens", None)}
 
 
 OBJECTIVE = FlowObjective
