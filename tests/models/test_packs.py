@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
+from opendit.models.segment_attention import segment_attention
 from opendit.models.segments import Segments
 from tests.models.packs import assert_same, samples, with_vectors
 from tests.models.test_dit import randomised
@@ -98,6 +99,21 @@ def test_attention_is_one_call_a_run():
     model.use()
     wanted = [(2, 2, 16, 24), (2, 2, 6, 24), (1, 2, 1, 24), (1, 2, 12, 24), (1, 2, 1, 24)]
     assert seen == wanted * len(model.blocks)
+
+
+def test_attention_written_out():
+    """As one product of all tokens with all, where only a segment's own count; padding gets zeros."""
+    segments = Segments(((1, 3, 2), (1, 3, 2), (2, 1, 1), (1, 1, 1)), 18)
+    packed, generator = segments.place(torch.device("cpu")), torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 18, 4, dtype=torch.float64, generator=generator).unbind()
+    rows = packed.sample_of_row.clone()
+    rows[segments.filled :] = -torch.arange(1, 1 + 18 - segments.filled)
+    scores = (q @ k.mT / 2).masked_fill(rows[:, None] != rows, -torch.inf)
+    wanted = torch.softmax(scores, dim=-1) @ v
+    wanted[:, :, segments.filled :] = 0
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for varlen in (None, Varlen()):
+        torch.testing.assert_close(segment_attention(q, k, v, packed, attend, varlen), wanted)
 
 
 class Varlen:
