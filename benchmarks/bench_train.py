@@ -68,8 +68,9 @@ class Latents:
 def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = False):
     """Meta's recipe with today's switches: fp32 weights, autocast bf16, fused AdamW, EMA over all weights.
 
-    compiled: by torch.compile, with cuDNN's attention. (Its gradients are wrong there, see docs/log.md; its speed is
-    what such a run has.) fused: with the five lines of docs/api.md.
+    compiled: by torch.compile, with cuDNN's attention. (Its gradients are wrong there, see
+    docs/log/2026-11-21-cudnn-attention-under-compile.md; its speed is what such a run has.)
+    fused: with the five lines of docs/api.md.
     """
     plain = PlainVDiT if config.is_video else fused_dit().PlainDiT if fused else PlainDiT
     model = plain(

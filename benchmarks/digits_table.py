@@ -53,7 +53,7 @@ class Architecture:
 OBJECTIVES = (
     # Clips by velocity: the loss of noise prediction has next to no weight where a clip is decided. Frames repeat each
     # other, so that is at more noise than for a picture: the schedules are shifted, and EDM's noise levels spread
-    # around 6 = exp(1.8) (docs/log.md).
+    # around 6 = exp(1.8) (docs/log/2026-11-21-st-dit-moving-digits.md).
     Objective(
         "DDPM, DDIM 50",
         "--objective ddpm",

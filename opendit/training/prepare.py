@@ -263,7 +263,7 @@ def _codec(
         return None
     if isinstance(dataset, MockDataset):
         return None
-    # fp16 keeps Stable Diffusion's VAE within 0.14 % of fp32, bf16 within 1.2 % (docs/log.md).
+    # fp16 keeps Stable Diffusion's VAE much nearer to fp32 than bf16 does (docs/log/2026-11-21-vae-precision.md).
     dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
     load = load_video_codec if data.use_video else load_codec
     try:

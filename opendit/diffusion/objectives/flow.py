@@ -7,7 +7,7 @@ x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise), and the velocity t
 ([E] eq. 13 and the text below it). The network gets ``1000 t``, the range that timestep embeddings are made for.
 Its loss weighs an error in the predicted x_0 by 1/t^2 where that of eps-prediction weighs it by the signal-to-noise
 ratio; so what is decided at high noise (what a clip shows at all, since its frames repeat each other) is learned
-many times sooner: docs/log.md has the measurement.
+much sooner (docs/log/2026-11-21-moving-digits-objective.md).
 """
 
 import math
