@@ -17,7 +17,7 @@ from opendit.data import Batch, BatchSchedule, MediaDataset
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import Engine
 from opendit.training.inputs import Inputs
-from opendit.training.runners import Runner
+from opendit.training.runners import MicroBatch, PackedMicroBatch, Runner
 
 KEPT = 8  # micro-batches of a step, at most
 NAMED = 5  # samples
@@ -97,19 +97,19 @@ class Diagnosis:
         found = None
         for batch in list(self._batches):
             micro_batch = self.inputs.of(batch)
-            here = self._of(batch, "the latents were not finite", micro_batch.x0) or self._of(
-                batch, "the noise was not finite", micro_batch.noise
+            here = self._of(batch, micro_batch, "the latents were not finite", micro_batch.x0) or self._of(
+                batch, micro_batch, "the noise was not finite", micro_batch.noise
             )
-            with torch.no_grad(), _watched(self.engine.module, len(batch.index)) as outputs, _eagerly():
+            with torch.no_grad(), _watched(self.engine.module, micro_batch) as outputs, _eagerly():
                 loss = self.runner.losses(micro_batch)
             if here is None and outputs:
                 name, bad = outputs[0]
                 here = f"the output of {name} was not finite{self._samples(batch, bad)}"
-            found = found or here or self._of(batch, "the loss was not finite", loss)
+            found = found or here or self._of(batch, micro_batch, "the loss was not finite", loss)
         return found
 
-    def _of(self, batch: Batch, text: str, tensor: Tensor) -> str | None:
-        bad = _bad_samples(tensor, len(batch.index))
+    def _of(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch, text: str, tensor: Tensor) -> str | None:
+        bad = _bad_samples(tensor, micro_batch)
         return None if bad is None else text + self._samples(batch, bad)
 
     def _samples(self, batch: Batch, bad: list[int]) -> str:
@@ -136,7 +136,7 @@ def _eagerly() -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def _watched(module: nn.Module, batch: int) -> Iterator[list[tuple[str, list[int]]]]:
+def _watched(module: nn.Module, micro_batch: MicroBatch | PackedMicroBatch) -> Iterator[list[tuple[str, list[int]]]]:
     """Collects (module, samples) whose output is not finite, in the order in which they end: the innermost first."""
     found: list[tuple[str, list[int]]] = []
 
@@ -144,7 +144,7 @@ def _watched(module: nn.Module, batch: int) -> Iterator[list[tuple[str, list[int
         def look(_module, _inputs, output) -> None:
             if not found:
                 for tensor in _tensors(output):
-                    if (bad := _bad_samples(tensor, batch)) is not None:
+                    if (bad := _bad_samples(tensor, micro_batch)) is not None:
                         found.append((name or "the model", bad))
                         return
 
@@ -170,14 +170,12 @@ def _tensors(output: Any) -> Iterator[Tensor]:
         yield from _tensors([getattr(output, field.name) for field in dataclasses.fields(output)])
 
 
-def _bad_samples(tensor: Tensor, batch: int) -> list[int] | None:
-    """Samples of a batch in which a tensor is not finite, all of them where it is not laid out by samples; None if it
-    is finite."""
+def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> list[int] | None:
+    """Samples of a micro-batch in which a tensor is not finite, all of them where it is not laid out by samples; None
+    if it is finite."""
     if tensor.dtype not in FLOATS or tensor.numel() == 0:
         return None
     finite = tensor.isfinite()
     if finite.all():
         return None
-    if tensor.dim() == 0 or tensor.shape[0] % batch:
-        return list(range(batch))
-    return (~finite.reshape(batch, -1).all(dim=1)).nonzero().flatten().tolist()
+    return micro_batch.samples_of(~finite)

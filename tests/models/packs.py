@@ -34,11 +34,12 @@ class Samples:
         sizes = [tuple(x.shape[1:]) for x in self.latents]
         return Segments.of(sizes, config.patch, Segments.of(sizes, config.patch, 1 << 30).filled + padding)
 
-    def gradients(self, model: DiT, outputs: list[Tensor]) -> dict[str, Tensor]:
-        """Of every parameter, of sum <output, weight>."""
+    def gradients(self, model: DiT, outputs: list[Tensor], trained: bool = False) -> dict[str, Tensor]:
+        """Of every parameter, of sum <output, weight>; ``trained``: of those that are."""
         model.zero_grad()
         torch.autograd.backward(outputs, [w.to(o.dtype) for w, o in zip(self.weights, outputs, strict=True)])
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        parameters = ((n, p) for n, p in model.named_parameters() if p.requires_grad or not trained)
+        return {name: parameter.grad.clone() for name, parameter in parameters}
 
 
 def samples(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
+from opendit.models.lora import Lora, add_lora
 from opendit.models.segment_attention import segment_attention
 from opendit.models.segments import Segments
 from tests.models.packs import assert_same, samples, with_vectors
@@ -66,6 +67,19 @@ def test_blocks_that_are_cut_or_recomputed(cut):
         model.grad_checkpoint = model.modulate_in_blocks = False
         for hook in hooks:
             hook.remove()
+
+
+def test_what_lora_adds():
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = with_vectors(randomised(build_model(CONFIGS["vDiT, captions"][0])))
+    add_lora(model, Lora(3, 6.0, "base"), (), seed=0)
+    model, given = randomised(model).double(), made("vDiT, captions")[1]
+    wanted, found = given.one_by_one(model), given.packed(model, padding=5)
+    assert_same(found, wanted, 1e-6)
+    gradients = given.gradients(model, wanted, trained=True)
+    assert len(gradients) == 2 * 2 * 7  # of two matrices in two blocks: qkv, proj; q, kv, proj; fc1, fc2
+    assert_same(given.gradients(model, found, trained=True), gradients, 1e-6)
 
 
 def test_nothing_comes_out_of_padding():

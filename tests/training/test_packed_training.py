@@ -153,6 +153,16 @@ def test_curves_are_those_of_the_samples_one_by_one(world, plugin, kind, checkpo
         assert_same(moments, wanted()[1], 1e-4)
 
 
+def test_samples_are_told_by_tokens_and_by_segments():
+    packed = inputs(OBJECTIVES["flow"], CONFIG).of(batch(0, 0))
+    assert packed.segments.lengths == (16, 4, 4, 1)
+    marks = torch.zeros(TOKENS, 7, dtype=torch.bool)
+    marks[[3, 21, 24], 2] = True
+    assert packed.samples_of(marks) == packed.samples_of(marks.unsqueeze(0)) == [0, 2, 3]
+    assert packed.samples_of(torch.tensor([False, True, False, True])) == [1, 3]
+    assert packed.samples_of(torch.tensor(True)) == packed.samples_of(torch.ones(3, dtype=torch.bool)) == [0, 1, 2, 3]
+
+
 def test_neighbours_of_one_shape():
     shapes = ((2, 3), (2, 3), (4, 1), (2, 3))
     assert same_size([torch.zeros(shape) for shape in shapes]) == [slice(0, 2), slice(2, 3), slice(3, 4)]

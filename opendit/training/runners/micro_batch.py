@@ -33,6 +33,14 @@ class MicroBatch(NamedTuple):
         """The micro-batch's loss, 0-dim."""
         return losses.mean()
 
+    def samples_of(self, marked: Tensor) -> list[int]:
+        """The samples in whose part of a tensor something is ``marked``, bool and not empty; all of them where it is
+        not laid out by samples."""
+        count = len(self.x0)
+        if marked.dim() == 0 or marked.shape[0] % count:
+            return list(range(count))
+        return _rows_of(marked.reshape(count, -1))
+
     def clone(self) -> "MicroBatch":
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         return MicroBatch(x0, t, noise, y[0] if isinstance(self.condition, Tensor) else TextCondition(*y))
@@ -67,3 +75,17 @@ class PackedMicroBatch(NamedTuple):
     def mean(self, losses: Tensor) -> Tensor:
         """The packs' share of the step's loss, 0-dim."""
         return (losses * self.shares).sum()
+
+    def samples_of(self, marked: Tensor) -> list[int]:
+        """As of :class:`MicroBatch`, of tensors by token or by segment."""
+        count, tokens = len(self.segments.grids), self.segments.tokens
+        if marked.dim() > 1 and marked.shape[:2] == (1, tokens):
+            marked = marked[0]
+        if marked.dim() and len(marked) == tokens:
+            owners = self.segments.place(marked.device).sample_of_row[marked.reshape(tokens, -1).any(dim=1)]
+            return owners.unique().tolist()
+        return _rows_of(marked.reshape(count, -1)) if marked.dim() and len(marked) == count else list(range(count))
+
+
+def _rows_of(marked: Tensor) -> list[int]:
+    return marked.any(dim=1).nonzero().flatten().tolist()
