@@ -1,0 +1,68 @@
+"""docs/architecture.md names only files and classes that exist, and its packages are the floors of test_imports."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_imports import PROGRAMS, ROOMS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs/architecture.md").read_text()
+OF_A_RUN = {"config.json"}  # files that a run writes
+FILE = re.compile(r"[\w./-]+\.(?:py|sh|md|csv|json|toml|txt)|(?:opendit|tests|benchmarks|docs|scripts)(?:/[\w.-]+)*/?")
+
+
+def quoted(page: str) -> list[str]:
+    """What stands between backticks, but in blocks of code."""
+    return re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S))
+
+
+def files(page: str) -> set[str]:
+    return {text for text in quoted(page) if FILE.fullmatch(text)} - OF_A_RUN
+
+
+def missing(page: str) -> set[str]:
+    """The files a page names that are not there; of one called NAME the folder is looked for."""
+    return {name for name in files(page) if not (ROOT / re.sub(r"NAME\.py$", "", name)).exists()}
+
+
+def classes(page: str) -> set[str]:
+    """Names in CamelCase, of two parts at least or followed by a method."""
+    return {found[1] for text in quoted(page) if (found := re.fullmatch(r"([A-Z][a-z]+\w*)(?:\.\w+\(.*\))?", text))}
+
+
+def test_named_files_exist():
+    assert missing(PAGE) == set() and len(files(PAGE)) > 60
+
+
+def test_named_classes_exist():
+    known = {
+        node.name
+        for path in (ROOT / "opendit").rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert classes(PAGE) - known == set() and len(classes(PAGE)) > 20
+
+
+def test_packages_are_the_floors():
+    table = PAGE.split("## The packages")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `opendit/(\w+)` \|", table, flags=re.M) == ROOMS
+    assert all(f"`opendit/{name}`" in table for name in PROGRAMS)
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        ("`opendit/models/dit.py`, `tests/`, `docs/log/README.md`", set()),
+        ("`opendit/models/unet.py` and `bloks.py`", {"opendit/models/unet.py", "bloks.py"}),
+        ("`opendit/modles`", {"opendit/modles"}),
+        ("`opendit/models/NAME.py` and `opendit/modles/NAME.py`", {"opendit/modles/NAME.py"}),
+        ("`DiT-XL/2`, `config.json`, `opendit.fused`, `q/k`", set()),
+        ("```bash\npython nothing.py\n```\n`train.py`", set()),
+    ],
+)
+def test_a_missing_file_is_seen(page, expected):
+    assert missing(page) == expected
