@@ -7,6 +7,8 @@ from setuptools.command.build_py import build_py
 
 REMOTE = ["fsspec", "aiohttp"]  # tars behind http:// and https://
 COMPLETION = ["shtab>=1.7"]
+# The documentation as a site; mkdocs 2 has another format of plugins.
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.30"]
 PAGE = ["gradio>=6"]  # which takes no pillow 13 yet
 TEST = [
     "pytest",
@@ -25,6 +27,7 @@ TEST = [
     "flask-cors",
     *COMPLETION,
     *PAGE,
+    *DOCS,
 ]
 SCRIPTS = ("train.py", "sample.py", "preprocess.py")
 
@@ -87,6 +90,7 @@ setup(
         "flash": ["flash-attn"],
         "completion": COMPLETION,
         "page": PAGE,
+        "docs": DOCS,
         "wandb": ["wandb"],
         "mlflow": ["mlflow>=3"],
         "remote": REMOTE,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -41,16 +42,17 @@ def model_config(
     text: TextConfig | None = None,
     learn_sigma: bool = True,
     revision: int | None = None,
-    **options,
+    **options: Any,
 ) -> DiTConfig:
     """Configuration of a named model for latents of ``input_size`` (height, width).
 
     Args:
-        num_classes, text: what it is conditioned on, one of the two.
+        num_classes: of a model that is conditioned on classes.
+        text: of a model that is conditioned on captions; give one of the two.
         frames: of the latents, for a model of clips (1 for pictures).
         learn_sigma: predict a variance too, in as many channels again (see opendit.diffusion.objectives).
         revision: of a checkpoint whose weights this is for; None, or where it makes no difference: the newest.
-        options: more fields of the configuration (qk_norm, adaln_lora, bias, positions, ...); None is the kind's own.
+        **options: more fields of the configuration (qk_norm, adaln_lora, bias, positions, ...); None is the kind's own.
 
     Raises:
         ValueError: unknown name, a size that the patch does not divide, frames for a model of pictures or none for one
