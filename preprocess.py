@@ -20,10 +20,9 @@ is run again.
 
 import sys
 
-from opendit.cli.console import name_of, prepare_console
-from opendit.cli.errors import speaks
+from opendit.cli.console import prepare_console
+from opendit.cli.errors import say, speaks
 from opendit.cli.preprocess_flags import build_parser, check
-from opendit.cli.values import one_line
 
 
 def run(command: str, options: dict) -> None:
@@ -67,18 +66,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check(command, options, given)
     except ValueError as error:
-        return refuse(command, error) if speaks(error) else 2
+        return refuse(error) if speaks(error) else 2
     from opendit.data.base import DataError  # torch and the rest, which the usage doesn't need
 
     try:
         run(command, options)
     except (ValueError, OSError, DataError) as error:
-        return refuse(command, error)
+        return refuse(error)
     return 0
 
 
-def refuse(command: str, error: Exception) -> int:
-    print(one_line(f"{name_of('preprocess.py')} {command}: error: {error}"), file=sys.stderr)
+def refuse(error: Exception) -> int:
+    say(error)
     return 2
 
 

@@ -6,9 +6,21 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests import markers
+from tests.kernels import interpreted
+
 # A busy machine takes longer than hypothesis' 200 ms for an example now and then; that is no failure of a test's.
 settings.register_profile("opendit", deadline=None)
 settings.load_profile("opendit")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Puts a test into its groups before ``-m`` chooses among them; see tests/markers.py."""
+    if not isinstance(item, pytest.Function):
+        return
+    in_interpreter = item.path.name in interpreted.FILES or item.path.name == interpreted.RUNNER
+    for name in markers.groups_of(item.path, item.function, item.fixturenames, in_interpreter, FAST_FILES):
+        item.add_marker(name)
 
 
 def pytest_collection_finish() -> None:
@@ -20,6 +32,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or Triton's bindings report leaks at the end
+
+
+FAST_FILES = markers.fast_files()
 
 
 @pytest.fixture

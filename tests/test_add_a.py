@@ -58,10 +58,10 @@ def test_flags_know_what_was_added(house):
     ):
         assert words in help, words
     for argv, says in (
-        ("--model Example-Ti/2 --plugin example --mixed_precision bf16", "--plugin example works in fp32 only"),
-        ("--example_power 2", "--example_power belongs to --objective example"),
-        ("--objective example --example_power 3", "--example_power 3.0: must be from 0.5 to 2"),
-        ("--example_strength 2", "--example_strength does nothing without --model Example-..."),
+        ("--model Example-Ti/2 --plugin example --mixed_precision bf16", "--plugin example: works in fp32 only"),
+        ("--example_power 2", "--example_power: belongs to --objective example"),
+        ("--objective example --example_power 3", "--example_power 3.0: out of range; give a number from 0.5 to 2"),
+        ("--example_strength 2", "--example_strength: does nothing without --model Example-..."),
         ("--model Example-Ti/2 --data_path exampel", "--data_path exampel"),
     ):
         ended = run(house, "train.py", *argv.split())
@@ -82,4 +82,4 @@ def test_it_trains_and_is_sampled_from(house):
     assert drawn.returncode == 0, drawn.stdout + drawn.stderr
     assert (house / "samples").is_dir() and "example" in drawn.stdout
     wrong = run(house, "sample.py", "--num_samples", "2", "--sampler", "ddim")
-    assert wrong.returncode and "is sampled by example or euler or heun" in wrong.stderr
+    assert wrong.returncode and "; give example or euler or heun" in wrong.stderr

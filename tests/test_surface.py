@@ -106,7 +106,7 @@ def test_train_and_load(tmp_path, no_ranks):
 
 
 def test_what_can_not_be_trained_is_an_exception(tmp_path, no_ranks, capsys):
-    with pytest.raises(ValueError, match="--lr -1: must be above 0"):
+    with pytest.raises(ValueError, match="--lr -1: out of range; give a number above 0"):
         opendit.train(opendit.TrainConfig(lr=-1))
     with pytest.raises(ValueError, match="--plugin ddp.*|--num_classes"):
         opendit.train(opendit.TrainConfig(**TINY, num_classes=3, outputs=str(tmp_path)))

@@ -1,12 +1,16 @@
 """Checks of values that the programs share; all raise ValueError with a message that names the flag and the fix."""
 
+import difflib
+import itertools
 import os
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from opendit.cli.errors import OnThisMachine
 from opendit.data.names import inline_sources, is_address, named_sources
 
+MOST_NAMES = 10_000  # of a folder in which a mistyped one is looked for
 VAES = ("ema", "mse", "none")  # by name; others are folders
 
 
@@ -18,7 +22,7 @@ def settle_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[st
     if has_gpu or precision == "fp32" or (precision == "bf16" and asked_for):
         return precision, []
     if asked_for:
-        raise ValueError(f"--mixed_precision {precision} needs a GPU, and there is none: use --mixed_precision fp32")
+        raise ValueError(f"--mixed_precision {precision}: needs a GPU, and there is none; use --mixed_precision fp32")
     return "fp32", [f"precision: fp32, because there is no GPU (the default {precision} needs one)"]
 
 
@@ -26,7 +30,7 @@ def check_interval(interval: list[float]) -> None:
     """Raises ValueError unless ``interval`` is two noise levels of --cfg_interval, the lower one first."""
     if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
         given = " ".join(f"{level:g}" for level in interval)
-        raise ValueError(f"--cfg_interval {given}: takes two noise levels, LOW HIGH, with 0 <= LOW < HIGH")
+        raise ValueError(f"--cfg_interval {given}: no two noise levels; give LOW HIGH with 0 <= LOW < HIGH")
 
 
 def check_workers(number: int, asked_for: bool) -> None:
@@ -53,13 +57,13 @@ def check_writable(folder: str, flag_name: str) -> None:
 def check_vae(name: str) -> None:
     """Raises ValueError for a --vae that is neither a known name nor there."""
     if name not in VAES:
-        check_exists(name, "--vae", f"{', '.join(VAES)} or a folder with a VAE")
+        check_exists(name, "--vae", f"{', '.join(VAES)} or a folder with a VAE", VAES)
 
 
 def check_no_folder(file: str, flag_name: str) -> None:
     """Raises ValueError for a file to be written that is a folder."""
     if os.path.isdir(file) or file.endswith(os.sep):
-        raise OnThisMachine(f"{flag_name} {file} is a folder: name a file in it")
+        raise OnThisMachine(f"{flag_name} {file}: is a folder; name a file in it")
 
 
 def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
@@ -89,21 +93,22 @@ def check_can_be_made(folder: Path, flag_name: str) -> None:
         ) from error
 
 
-def check_exists(path: str, flag_name: str, what: str) -> None:
-    """Raises ValueError unless there is something of this name; ``what`` says what would be right."""
+def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = ()) -> None:
+    """Raises ValueError unless there is something of this name; ``what`` says what would be right. names: what the flag
+    takes besides, one of which may be meant."""
     try:
         there = Path(path).expanduser().exists()
     except (OSError, RuntimeError) as error:  # a name that is too long, ~ of nobody
         raise OnThisMachine(f"{flag_name} {path}: can't be looked for ({_reason(error)}); give {what}") from error
     if not there:
-        raise OnThisMachine(f"{flag_name} {path} doesn't exist; give {what}")
+        raise OnThisMachine(f"{flag_name} {path}: doesn't exist; {_meant(path, names)}give {what}")
 
 
 def check_data(path: str | None, flag_name: str) -> None:
     """Raises ValueError unless a data set can be there: every source of several, a name, an address or a path."""
     for source, _ in inline_sources(path or "") or [(path, "")]:
         if source is not None and source not in named_sources() and not is_address(source):
-            check_exists(source, flag_name, "digits, or a folder or CSV that does")
+            check_exists(source, flag_name, "digits, or a folder or CSV that does", tuple(named_sources()))
 
 
 def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
@@ -125,7 +130,21 @@ def check_file(path: str, flag_name: str, what: str) -> None:
     """As :func:`check_exists`, of something that is no folder."""
     check_exists(path, flag_name, what)
     if Path(path).expanduser().is_dir():
-        raise OnThisMachine(f"{flag_name} {path} is a folder; give {what}")
+        raise OnThisMachine(f"{flag_name} {path}: is a folder; give {what}")
+
+
+def _meant(path: str, known: Collection[str]) -> str:
+    """ "did you mean imagenet? Or ", if the folder that ``path`` would lie in has something of a name like it."""
+    wanted = Path(path).expanduser()
+    try:
+        with os.scandir(wanted.parent) as found:
+            names = [entry.name for entry in itertools.islice(found, MOST_NAMES)]
+    except OSError:
+        return ""
+    if like := difflib.get_close_matches(path, known, n=1, cutoff=0.6):
+        return f"did you mean {like[0]}? Or "
+    like = difflib.get_close_matches(wanted.name, names, n=1, cutoff=0.75)
+    return f"did you mean {Path(path).with_name(like[0])}? Or " if like else ""
 
 
 def _reason(error: Exception) -> str:

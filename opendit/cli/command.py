@@ -11,7 +11,9 @@ from types import ModuleType
 
 from opendit import __version__
 from opendit.cli import console
+from opendit.cli.errors import say
 from opendit.cli.programs import program
+from opendit.cli.values import show
 from opendit.models.names import nearest
 
 SCRIPTS = {
@@ -51,9 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"opendit {__version__}")
         return 0
     if command not in COMMANDS:
-        print(
-            f"opendit: error: {command!r}: no such command; did you mean {nearest(command, COMMANDS)}?", file=sys.stderr
-        )
+        say(f"{show(command)}: no such command; did you mean {nearest(command, COMMANDS)}?")
         return 2
     with console.started_as(command):
         return module_of(command).main(words[1:]) or 0

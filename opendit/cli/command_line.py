@@ -133,7 +133,7 @@ def refuse_idle(given: Collection[str], idle: dict[str, str], off: Collection[st
     for name, why in idle.items():
         if name in given:
             fix = "leave one of them out" if " with " in why else "add that, or leave it out"
-            raise ValueError(f"--{'no_' if name in off else ''}{name} {why}; {fix}")
+            raise ValueError(f"--{'no_' if name in off else ''}{name}: {why}; {fix}")
 
 
 def read_flags(cls: type[T], argv: Sequence[str]) -> T:

@@ -9,9 +9,9 @@ import torch
 
 from opendit.cli.auto_parallel import Circumstances, budget, choose, report
 from opendit.cli.command_line import overridden
+from opendit.cli.errors import say
 from opendit.cli.train_components import BatchFlags
 from opendit.cli.train_flags import Components, TrainConfig
-from opendit.cli.values import one_line
 from opendit.data import DataError, MediaDataset, build_schedule
 from opendit.data.mock import MockDataset
 from opendit.models import DiTConfig
@@ -46,7 +46,7 @@ def dry_run(flags: TrainConfig) -> None:
     try:
         _dry_run(flags)
     except (ValueError, OSError, DataError) as error:
-        print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
+        say(error)
         sys.exit(2)
 
 

@@ -143,7 +143,7 @@ class EvaluateConfig(
         notes = []
         reference = self.check_what()
         if self.feature_precision == "tf32" and not has_gpu:
-            raise ValueError("--feature_precision tf32 needs a GPU, and there is none: use fp32")
+            raise ValueError("--feature_precision tf32: needs a GPU, and there is none; use fp32")
         check_writable(self.output, "--output")
         saved = self.save_features
         if saved is not None:
@@ -152,14 +152,14 @@ class EvaluateConfig(
             check_output_file(saved, "--save_features")
         if self.samples is None and len(points := self.points()) > 1:
             if saved is not None:
-                raise ValueError("--save_features keeps the features of one evaluation; leave it out of a sweep")
+                raise ValueError("--save_features: keeps the features of one evaluation; leave it out of a sweep")
             notes += [point.settled(world_size, has_gpu)[1] for point in points][0]
             return replace(self, reference=reference), notes
         if self.samples is None:
             sampling, more = self.sampling().settled(world_size, has_gpu)
             notes += more
             if self.class_labels and "label_sampling" in self.given:
-                raise ValueError("--label_sampling does nothing with --class_labels; leave one of them out")
+                raise ValueError("--label_sampling: does nothing with --class_labels; leave one of them out")
             return replace(
                 self, reference=reference, save_features=saved, mixed_precision=sampling.mixed_precision
             ), notes
@@ -181,18 +181,20 @@ class EvaluateConfig(
         if reference is None and self.features == DIGITS:
             reference = DIGITS
         if reference == DIGITS and self.features != DIGITS:
-            raise ValueError("--reference digits is for --features digits; give both, or another reference")
+            raise ValueError("--reference digits: is for --features digits; give both, or another reference")
         if reference is None:
             needing = [name for name in self.metrics if name in NEEDS_REFERENCE]
             if needing:
-                raise ValueError(f"--metrics {needing[0]} compares samples with others: give --reference PATH")
+                raise ValueError(f"--metrics {needing[0]}: compares samples with others; give --reference PATH")
         elif reference != DIGITS:
             check_exists(reference, "--reference", "a folder, .npz, .npy or CSV of samples, or statistics")
         for name in ("features", "video_features", "clip_model"):
             if (path := getattr(self, name)) is not None and (name, path) != ("features", DIGITS):
                 check_exists(path, f"--{name}", "a network's file or folder")
         if "clip_score" in self.metrics and self.clip_model is None:
-            raise ValueError("--metrics clip_score needs --clip_model FOLDER, a folder of transformers with CLIP")
+            raise ValueError(
+                "--metrics clip_score: needs a network; give --clip_model FOLDER, a folder of transformers with CLIP"
+            )
         return reference
 
     def points(self) -> list["EvaluateConfig"]:

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
             save(found, path)
             print("\n".join([*table(found), f"kept in {path}"]))
     except (ValueError, OSError) as error:
-        parser.fail(error, hint=False)
+        parser.fail(error)
     finally:
         close_mesh()
 

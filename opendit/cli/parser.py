@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from opendit.cli.errors import speaks
+from opendit.cli.errors import say, speaks
 from opendit.cli.help_page import REQUIRED, HelpEntry, Section, about_of, entry, examples_of, page
-from opendit.cli.values import Value, one_line, show
+from opendit.cli.values import Value, show
 from opendit.models.names import nearest
 
 
@@ -128,27 +128,39 @@ class CommandLine(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Says what argparse found, in this program's words, and ends it."""
         message = re.sub(r"^argument ([^:/]+)(/[^:]+)?: ", r"\1: ", message)
+        name = message.partition(":")[0]
         if choice := re.match(r"(.+): invalid choice: '(.*)' \(choose from (.+)\)$", message, re.DOTALL):
             names = [name.strip("'\" ") for name in choice[3].split(",")]
-            message = f"{choice[2]}: must be one of {', '.join(names)}; did you mean {nearest(choice[2], names)}?"
+            message = f"{choice[2]}: no such {choice[1].lower()}; did you mean {nearest(choice[2], names)}?"
         elif re.search(": expected (at least )?one argument$", message):
-            message = message.partition(": expected")[0] + " needs a value"
+            message = f"{name}: no value; give {self._wanted(name)}"
+        elif missing := re.match(r"the following arguments are required: ([^,\s]+)", message):
+            message = f"{missing[1]}: missing; give {self._wanted(missing[1])}"
         elif "ignored explicit argument" in message:
-            name = message.partition(":")[0]
-            off = f", or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else ""
-            message = f"{name} takes no value: write {name}{off}"
+            message = f"{name}: takes no value; write {self._both(name)}"
         elif value := re.match(r"(-\S+|[A-Za-z]\S*): (.*)$", message, re.DOTALL):
             message = f"{value[1]} {value[2]}"  # Value.read's, which begins with the value itself
         self.fail(message)
 
-    def fail(self, error: Exception | str, *, hint: bool = True) -> NoReturn:
+    def fail(self, error: Exception | str) -> NoReturn:
         """Ends the program with exit code 2 and one line."""
-        more = f" ({self.prog} --help shows all flags)" if hint and "--help" not in str(error) else ""
         if speaks(error):
-            print(one_line(f"{self.prog}: error: {error}{more}"), file=sys.stderr, flush=True)
+            say(error)
         elif "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(5)  # torchrun ends all processes once one has ended, and the one that speaks may be slower
         self.exit(2)
+
+    def _wanted(self, name: str) -> str:
+        """What a flag or positional argument takes, in words."""
+        for action, takes in self.taken:
+            if name in action.option_strings or name == action.metavar:
+                text = takes.kind is str and takes.choices is None
+                return f"{name} {action.metavar or 'TEXT'}" if text and name.startswith("-") else takes.describe()
+        return "one of " + ", ".join(self.commands)
+
+    def _both(self, name: str) -> str:
+        """A switch in both directions."""
+        return f"{name}, or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else name
 
     def _refuse_strangers(self, words: list[str]) -> None:
         """Ends the program for a flag that there is not, and for a value of one that takes none."""
@@ -159,19 +171,18 @@ class CommandLine(argparse.ArgumentParser):
                 if word.partition("=")[0] not in self._option_string_actions:
                     self.fail(self._meant(word))
             elif flag_before is not None and flag_before.nargs == 0 and not named:
-                off = f", or --no_{before[2:]}" if f"--no_{before[2:]}" in self._option_string_actions else ""
-                self.fail(f"{before} takes no value, not {show(word)}: write {before}{off}")
+                self.fail(f"{before} {show(word)}: takes no value; write {self._both(before)}")
 
     def _meant(self, word: str) -> str:
         """What to say of a word that is no flag: the one most like it, also for another program's ``optim.lr=1e-4``."""
-        flags = sorted(self._option_string_actions)
+        flags, shows_all = sorted(self._option_string_actions), f"({self.prog} --help all shows all)"
         name, equals, value = word.partition("=")
         if word.startswith("-"):
-            return f"{name}: no such flag; did you mean {nearest(name, flags)}? (--help shows all)"
+            return f"{name}: no such flag; did you mean {nearest(name, flags)}? {shows_all}"
         if equals:
             flag_name = nearest(f"--{name.split('.')[-1]}", flags)
-            return f"{word}: flags are written --name value; did you mean {flag_name} {value}? (--help shows all)"
-        return f"{word}: a value without a flag; flags are written --name value (--help shows all)"
+            return f"{word}: no flag; did you mean {flag_name} {value}? {shows_all}"
+        return f"{word}: a value without a flag; write --name value {shows_all}"
 
 
 def underscored(word: str) -> str:

@@ -164,10 +164,10 @@ def _check_latents(options: dict, given: set[str]) -> None:
     refuse_idle(given, idle)
     data, vae, encoder = (options[name] for name in ("data_path", "vae", "text_encoder"))
     if vae == "none":
-        raise ValueError("--vae none has no latents to cache: train on the pictures themselves")
+        raise ValueError("--vae none: has no latents to cache; train on the pictures themselves")
     check_vae(vae)
     if encoder == "bytes":
-        raise ValueError("--text_encoder bytes is trained with the model, so it can't be cached: leave it out")
+        raise ValueError("--text_encoder bytes: is trained with the model, so it can't be cached; leave it out")
     check_inline(data)
     check_data(data, "--data_path")
     check_writable(options["output"], "--output")

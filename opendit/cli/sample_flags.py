@@ -177,8 +177,8 @@ class SampleConfig(
         check_tensor_parallel_size(self.tensor_parallel_size, self.sequence_parallel_size, world_size)
         if self.tensor_parallel_size > 1 and self.fp8:
             raise ValueError(
-                f"--tensor_parallel_size {self.tensor_parallel_size} does not work with --fp8, whose operations read a "
-                "projection's whole weight; leave one of them out"
+                f"--tensor_parallel_size {self.tensor_parallel_size}: does not work with --fp8, whose operations "
+                "read a projection's whole weight; leave one of them out"
             )
         asked = Approximations.of(self.guidance_every, self.cache, self.num_sampling_steps)
         sizes = ("tensor_parallel_size", "sequence_parallel_size")

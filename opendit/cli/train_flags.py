@@ -121,7 +121,7 @@ class TrainConfig(
         )
         if flags.keep_gathered and flags.sequence_parallel_type not in ("auto", "fastseq"):
             kind = flags.sequence_parallel_type
-            raise ValueError(f"--keep_gathered: --sequence_parallel_type {kind} gathers nothing")
+            raise ValueError(f"--keep_gathered: --sequence_parallel_type {kind} gathers nothing; leave it out")
         flags._check_files()
         return flags, notes + flags._recipe_notes()
 
@@ -138,7 +138,7 @@ class TrainConfig(
     def _check_kind(self) -> None:
         if is_video(self.model) != self.use_video:
             raise ValueError(
-                f"--model {self.model} takes clips: add --use_video"
+                f"--model {self.model}: takes clips; add --use_video"
                 if is_video(self.model)
                 else f"--use_video: --model {self.model} takes pictures; clips need a vDiT, e.g. vDiT-XL/222"
             )
@@ -151,20 +151,22 @@ class TrainConfig(
                 "leave it out"
             )
         if self.deterministic and self.attention == "cudnn":
-            raise ValueError("--attention cudnn adds gradients in any order; use flash with --deterministic")
+            raise ValueError("--attention cudnn: adds gradients in any order; use flash with --deterministic")
         if self.enable_flashattn and self.attention == "math":
             raise ValueError(
-                "--attention math builds the N x N matrix, which --enable_flashattn rules out; leave one out"
+                "--attention math: builds the N x N matrix, which --enable_flashattn rules out; leave one out"
             )
         if self.fp8 and "fp8" in PLUGINS[self.plugin].refuses:
             other = next(name for name, plugin in PLUGINS.items() if "fp8" not in plugin.refuses)
             raise ValueError(
-                f"--fp8 does not work with --plugin {self.plugin}; use --plugin {other}, or leave --fp8 out"
+                f"--fp8: does not work with --plugin {self.plugin}; use --plugin {other}, or leave --fp8 out"
             )
 
     def _check_optimizer(self) -> None:
         if len(set(self.ema_decays)) < len(self.ema_decays):
-            raise ValueError(f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice")
+            raise ValueError(
+                f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice; give each once"
+            )
 
     def evaluating(self) -> EvaluateConfig:
         """What ``opendit evaluate`` would be given to measure the samples of --evaluate_every."""
@@ -178,7 +180,7 @@ class TrainConfig(
 
     def _check_evaluation(self) -> None:
         if self.ckpt_best not in (None, "val_loss") and not self.evaluate_every:
-            raise ValueError(f"--ckpt_best {self.ckpt_best}: it is a figure of samples: give --evaluate_every N")
+            raise ValueError(f"--ckpt_best {self.ckpt_best}: it is a figure of samples; give --evaluate_every N")
         if not self.evaluate_every:
             return
         try:
@@ -194,7 +196,7 @@ class TrainConfig(
             asked.append("ckpt_best")
         if asked and not self.validates:
             raise ValueError(
-                f"--{asked[0]} {getattr(self, asked[0])}: say on which samples: --validate_path DATA, or "
+                f"--{asked[0]} {getattr(self, asked[0])}: no samples to validate on; give --validate_path DATA, or "
                 "--validate_share 0.01 of the training data"
             )
         if self.validate_path is not None and self.validate_share > 0:
@@ -293,7 +295,7 @@ class TrainConfig(
 
     def _check_lora(self) -> None:
         if self.pretrained is None:
-            raise ValueError("--lora adds to trained weights: say which with --pretrained")
+            raise ValueError("--lora: adds to trained weights; say which with --pretrained")
         clashes = {
             f"--plugin {self.plugin}": "lora" in PLUGINS[self.plugin].refuses,
             "--fp8": self.fp8,
@@ -302,7 +304,7 @@ class TrainConfig(
         }
         for name, clash in clashes.items():
             if clash:
-                raise ValueError(f"--lora does not work with {name}; leave one of them out")
+                raise ValueError(f"--lora: does not work with {name}; leave one of them out")
 
     def _check_tensor_parallel(self, world_size: int) -> None:
         check_tensor_parallel_size(self.tensor_parallel_size, self.sequence_parallel_size, world_size)
@@ -334,7 +336,7 @@ class TrainConfig(
         """Raises ValueError that names the first of ``clashes``, flag and reason -> whether it is there."""
         for what, clash in clashes.items():
             if clash:
-                raise ValueError(f"--{flag} {getattr(self, flag)} does not work with {what}; leave one of them out")
+                raise ValueError(f"--{flag} {getattr(self, flag)}: does not work with {what}; leave one of them out")
 
     def _check_expert_parallel(self, world_size: int) -> None:
         size = self.expert_parallel_size

@@ -27,6 +27,9 @@ GUIDANCE: Bounds = {"at_least": 0, "at_most": 1000, "unit": "scale"}
 LONGEST = 400  # characters of a message that are shown: a value may be a file's whole contents
 
 
+NUMBERS = {int: "whole number", float: "number"}
+
+
 @dataclass(frozen=True)
 class Value:
     """The values of a flag.
@@ -57,7 +60,7 @@ class Value:
         """As :meth:`read`, for numbers of any size: a configuration checks all of its own, however they came there."""
         value = text if self.kind is str else _number(self.kind, text)
         if value is None:
-            raise argparse.ArgumentTypeError(f"{show(text)}: must be {self.describe()}")
+            raise argparse.ArgumentTypeError(f"{show(text)}: no {NUMBERS[self.kind]}; give {self.describe()}")
         if self.choices is not None and (problem := self.problem(value)):
             raise argparse.ArgumentTypeError(f"{show(text)}: {problem}")
         return value
@@ -65,19 +68,20 @@ class Value:
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value, None if nothing is."""
         if self.choices is not None and value not in self.choices:
-            return f"must be one of {', '.join(self.choices)}; did you mean {nearest(str(value), self.choices)}?"
+            words, meant = ", ".join(self.choices), nearest(str(value), self.choices)
+            return f"not known; give one of {words}; did you mean {meant}?"
         if self.kind is str:
             return None if self.free else _problem_of_name(value)
         fits = isinstance(value, int | float) and not math.isnan(value) and (self.infinite or abs(value) != math.inf)
         fits = fits and (self.at_least is None or value >= self.at_least) and (self.above is None or value > self.above)
         fits = fits and (self.at_most is None or value <= self.at_most) and (self.below is None or value < self.below)
-        return None if fits else f"must be {self._bounds()}"
+        return None if fits else f"out of range; give {self.describe()}"
 
     def describe(self) -> str:
         """ "a whole number from 1 to 16,384", "a number above 0 and at most 100", ..."""
         if self.kind is str:
             return "one of " + ", ".join(self.choices) if self.choices else "text"
-        return " ".join(["a whole number" if self.kind is int else "a number", self._bounds()]).strip()
+        return f"a {NUMBERS[self.kind]} {self._bounds()}".strip()
 
     def _bounds(self) -> str:
         if self.at_least is not None and self.at_most is not None:
@@ -130,9 +134,9 @@ def one_line(message: str) -> str:
 
 def _problem_of_name(name: str) -> str | None:
     if not name.strip():
-        return "must not be empty"
+        return "empty; give a name"
     longest = max(map(len, os.fsencode(name).split(b"/")))
-    return "is too long for the name of a file" if longest > 255 or len(name) > 4000 else None
+    return "too long for the name of a file; give a shorter one" if longest > 255 or len(name) > 4000 else None
 
 
 def _number(kind: type, text: str) -> int | float | None:

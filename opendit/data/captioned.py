@@ -56,7 +56,7 @@ class CaptionedDataset(MediaDataset):
         rows = [(row, row.is_picture) for row in read_csv(csv_path)]
         used = [(row, is_picture) for row, is_picture in rows if use_video or is_picture]
         if not used:
-            raise ValueError(f"--data_path {printable(csv_path)} holds clips only: add --use_video")
+            raise ValueError(f"--data_path {printable(csv_path)}: holds clips only; add --use_video")
         self.csv_path, self.left_out = str(csv_path), len(rows) - len(used)
         # In arrays, which forked workers share; see PathTable.
         self.paths, self.texts = PathTable([str(row.path) for row, _ in used]), PathTable([row.text for row, _ in used])

@@ -101,9 +101,9 @@ def check_window(num_frames: int, frame_interval: int, short_clips: str) -> None
     """Raises ValueError, naming the flag, unless such windows of clips can be read."""
     for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
         if value < 1:
-            raise ValueError(f"--{flag} {value} must be positive")
+            raise ValueError(f"--{flag} {value}: not positive; give 1 or more")
     if short_clips not in SHORT_CLIPS:
-        raise ValueError(f"--short_clips {short_clips} must be one of {', '.join(SHORT_CLIPS)}")
+        raise ValueError(f"--short_clips {short_clips}: no such way; give one of {', '.join(SHORT_CLIPS)}")
 
 
 def read_clip(

@@ -61,18 +61,18 @@ def read_csv(path: str | Path, name: str | None = None) -> list[TableRow]:
     path = Path(path)
     name = name or f"--data_path {printable(path)}"
     if not os.path.lexists(path):
-        raise FileNotFoundError(f"{name} doesn't exist")
+        raise FileNotFoundError(f"{name}: doesn't exist; give a CSV of path,text")
     if (why := problem(path)) is not None:
-        raise ValueError(f"{name} can't be read: {why}")
+        raise ValueError(f"{name}: can't be read ({why}); give another CSV")
     try:
         lines = list(_split(path, name))
     except OSError as error:
-        raise ValueError(f"{name} can't be read: {error.strerror or error}") from error
+        raise ValueError(f"{name}: can't be read ({error.strerror or error}); give another CSV") from error
     if not lines:
-        raise ValueError(f"{name} is empty; it needs lines of path,text")
+        raise ValueError(f"{name}: is empty; it needs lines of path,text")
     table = _Table(path.parent, name, *_header(path.parent, name, lines))
     if not table.lines:
-        raise ValueError(f"{name} has a header and no rows")
+        raise ValueError(f"{name}: has a header and no rows; add some")
     return [table.row(number, cells) for number, cells in table.lines]
 
 
@@ -82,7 +82,7 @@ def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
         start = file.read(4)
     for begin, what in _BINARY.items():
         if start.startswith(begin):
-            raise ValueError(f"{name} is {what}")
+            raise ValueError(f"{name}: is {what}")
     # Names of files are bytes of any kind; captions are checked row by row.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(_lines(file, name), strict=True)
@@ -91,7 +91,7 @@ def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                raise ValueError(f"{name}, line {number}: not a CSV ({_explain(error)})") from error
+                raise ValueError(f"{name}, line {number}: not a CSV ({_explain(error)}); correct the line") from error
             if cells is None:
                 return
             if any(cell.strip() for cell in cells):
@@ -103,9 +103,9 @@ def _lines(file, name: str) -> Iterator[str]:
     while line := file.readline(MAX_LINE):
         number += 1
         if "\0" in line:
-            raise ValueError(f"{name}, line {number} holds a NUL character: it is no text in UTF-8; save it as UTF-8")
+            raise ValueError(f"{name}, line {number}: holds a NUL character, and is no text in UTF-8; save it as UTF-8")
         if len(line) == MAX_LINE:
-            raise ValueError(f"{name}, line {number} has more than {MAX_LINE:,} characters: it is no CSV of path,text")
+            raise ValueError(f"{name}, line {number} has more than {MAX_LINE:,} characters; it is no CSV of path,text")
         yield line
 
 
@@ -183,7 +183,7 @@ class _Table:
             raise ValueError(f"{here}: the path is empty; name a file or remove the line")
         for column, cell in ("text", values["text"]), *values.items():
             if not cell.isascii() and cell != cell.encode("utf-8", "replace").decode():
-                raise ValueError(f"{here} isn't UTF-8 ({column}: {printable(cell)[:60]}); save it as UTF-8")
+                raise ValueError(f"{here}: isn't UTF-8 ({column}: {printable(cell)[:60]}); save it as UTF-8")
         if suffix_of(path) not in picture_suffixes() and suffix_of(path) not in CLIPS:
             self._check_doubtful(number, path, cells, values["text"].strip())
         medium = self._locate(here, path)

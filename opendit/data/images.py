@@ -98,7 +98,7 @@ def find_pictures(folder: str) -> PictureFolder:
             raise _unreadable(folder, ignored.unreadable)
         found = f"holds no pictures ({ignored})" if ignored else "holds no pictures" if folders else "is empty"
         raise FileNotFoundError(
-            f"--data_path {printable(folder)} {found}: give a folder with one subfolder of pictures a class, or with "
+            f"--data_path {printable(folder)}: {found}; give a folder with one subfolder of pictures a class, or with "
             "pictures directly inside (.jpg, .png, .webp or any other suffix that Pillow knows)"
         )
     paths = [os.path.join(folder, name) for name in loose]
@@ -131,7 +131,7 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
         train = os.path.join(folder, "train")
         if all(os.path.dirname(path) != train for path in pictures["train"]):
             raise ValueError(
-                f"--data_path {printable(folder)} holds splits, not classes: pass --data_path {printable(train)}"
+                f"--data_path {printable(folder)}: holds splits, not classes; pass --data_path {printable(train)}"
             )
     empty = [name for name, paths in pictures.items() if not paths]
     unreadable = [line for name in empty for line in others[name].unreadable]
@@ -158,8 +158,8 @@ def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
     if len(bad) > max_bad * len(rows):
         share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
         raise ValueError(
-            f"--data_path {printable(folder)}: of {len(rows):,} pictures checked {share}: {name_few(bad)}. Remove or "
-            "repair them."
+            f"--data_path {printable(folder)}: of {len(rows):,} pictures checked {share} ({name_few(bad)}); remove or "
+            "repair them"
         )
 
 

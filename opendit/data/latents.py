@@ -118,15 +118,17 @@ class LatentDataset(MediaDataset):
         self.folder = Path(folder)
         index = read_index(self.folder)
         if index is None:
-            raise FileNotFoundError(f"--data_path {folder} holds no {INDEX} of cached latents")
+            raise FileNotFoundError(
+                f"--data_path {folder}: holds no {INDEX} of cached latents; make them with preprocess.py latents"
+            )
         if index["image_size"] != image_size:
             raise ValueError(
-                f"--data_path {folder} holds latents made at --image_size {index['image_size']}, but this run has "
-                f"--image_size {image_size}: pass --image_size {index['image_size']} or make latents for {image_size}"
+                f"--data_path {folder}: holds latents made at --image_size {index['image_size']}, but this run has "
+                f"--image_size {image_size}; pass --image_size {index['image_size']} or make latents for {image_size}"
             )
         self._check_clips(index.get("video"), use_video, num_frames, frame_interval)
         if random_flip and not index["flips"]:
-            raise ValueError(f"--data_path {folder} holds no mirrored latents: make them again without --no_flip")
+            raise ValueError(f"--data_path {folder}: holds no mirrored latents; make them again with --flip")
         self.index, self.seed, self.vae = index, seed, index["vae"]
         self.random_flip = index["flips"] if random_flip is None else random_flip
         self.class_names = index["class_names"]
@@ -152,16 +154,16 @@ class LatentDataset(MediaDataset):
     def _check_clips(self, made: dict | None, use_video: bool, num_frames: int, frame_interval: int) -> None:
         if use_video != (made is not None):
             raise ValueError(
-                f"--data_path {self.folder} holds latents of clips: add --use_video"
+                f"--data_path {self.folder}: holds latents of clips; add --use_video"
                 if made
-                else f"--data_path {self.folder} holds latents of pictures: make them again with preprocess.py latents "
-                "--use_video, or leave --use_video out"
+                else f"--data_path {self.folder}: holds latents of pictures; make them again with preprocess.py "
+                "latents --use_video, or leave --use_video out"
             )
         for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
             if made and made[flag] != value:
                 raise ValueError(
-                    f"--data_path {self.folder} holds latents made at --{flag} {made[flag]}, but this run has "
-                    f"--{flag} {value}: pass --{flag} {made[flag]} or make latents for {value}"
+                    f"--data_path {self.folder}: holds latents made at --{flag} {made[flag]}, but this run has "
+                    f"--{flag} {value}; pass --{flag} {made[flag]} or make latents for {value}"
                 )
 
     def __len__(self) -> int:

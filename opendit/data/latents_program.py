@@ -44,7 +44,7 @@ def run(
     """
     place = find_place()
     rank, world_size = place.rank, place.world_size
-    supervisor, stack = Supervisor((ValueError, DataError), "preprocess.py latents: "), ExitStack()
+    supervisor, stack = Supervisor((ValueError, DataError)), ExitStack()
     if world_size > 1:
         stack.enter_context(supervisor)
     with stack:
@@ -67,7 +67,7 @@ def run(
             energon_cooker=energon_cooker,
         )
         if dataset.kind != "pixels":
-            raise ValueError(f"--data_path {data_path} holds latents already")
+            raise ValueError(f"--data_path {data_path}: holds latents already; give pictures or clips")
         codec = (load_video_codec if use_video else load_codec)(
             vae, channels=dataset.sample_shape[0], device=device, dtype=dtype
         )
@@ -120,6 +120,6 @@ def pick_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
     """auto: fp16 on a GPU, whose ten bits of mantissa are what the latents are stored with, else fp32."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
-            raise ValueError(f"--mixed_precision {mixed_precision} needs a GPU; this machine has none: leave it out")
+            raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")
         return torch.float32
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(mixed_precision, torch.float16)

@@ -132,7 +132,7 @@ def _take_index(output: Path, world_size: int, rank: int) -> dict[str, str]:
         except ValueError:  # damaged, or another version's: it is written anew
             index = {"shards": []}
         if index is None:
-            raise ValueError(f"--output {output} holds an {INDEX} of something else: pass another folder")
+            raise ValueError(f"--output {output}: holds an {INDEX} of something else; pass another folder")
         found[0] = {shard["file"]: shard["sha256"] for shard in index["shards"] if "sha256" in shard}
         (output / INDEX).unlink()
     if world_size > 1:
@@ -221,7 +221,7 @@ def _complete_shards(output: Path, settings: dict) -> set[str]:
         if other:
             changes = (f"{key} {str(header[1].get(key))[:12]} there, {str(settings[key])[:12]} now" for key in other)
             raise ValueError(
-                f"--output {output} holds latents of other settings ({'; '.join(changes)}): pass another folder or "
+                f"--output {output}: holds latents of other settings ({'; '.join(changes)}); pass another folder or "
                 "empty this one"
             )
         kept.add(path.name)

@@ -44,7 +44,7 @@ class MockDataset(MediaDataset):
             frames = [latent_frames(num_frames, temporal)]
         if image_size % downscale:
             raise ValueError(
-                f"--image_size {image_size} does not divide by {downscale} (--vae {vae}); use "
+                f"--image_size {image_size}: does not divide by {downscale} (--vae {vae}); use "
                 f"{max(1, round(image_size / downscale)) * downscale}"
             )
         self.sample_shape = (2 * channels, *frames, image_size // downscale, image_size // downscale)

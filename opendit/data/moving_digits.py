@@ -98,7 +98,7 @@ def make_demo(
     if known.exists() and (found := _read_settings(known)) != settings:
         changes = ", ".join(f"{k} {found.get(k)} there, {v} now" for k, v in settings.items() if found.get(k) != v)
         raise ValueError(
-            f"--output {folder} holds a demo of other settings ({changes}): pass another folder or delete {known} "
+            f"--output {folder}: holds a demo of other settings ({changes}); pass another folder or delete {known} "
             "and the clips"
         )
     images, labels = digits_split(split)

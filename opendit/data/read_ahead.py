@@ -181,9 +181,9 @@ class ReadAhead:
                 dead.append(f"exit code {worker.exitcode}{where}")
         if dead:
             raise DataError(
-                f"a process that reads the data died, {'; '.join(dict.fromkeys(dead))}. Usual causes: out of "
+                f"a process that reads the data died, {', '.join(dict.fromkeys(dead))}; usual causes: out of "
                 "memory (-9: lower --num_workers), too small a /dev/shm in a container (-7: raise its size), a damaged "
-                "file that crashes its decoder (-11: --num_workers 0 shows where)."
+                "file that crashes its decoder (-11: --num_workers 0 shows where)"
             ) from cause
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ def build_dataset(data_path: str, image_size: int, **options) -> MediaDataset:
     Raises ValueError or FileNotFoundError, naming the flag and what to do.
     """
     if image_size < 1:
-        raise ValueError(f"--image_size {image_size} must be positive")
+        raise ValueError(f"--image_size {image_size}: not positive; give 1 or more")
     if inline := inline_sources(data_path):
         check_inline(data_path)
         from opendit.data.sources.several import open_inline  # which opens its sources by this function
@@ -53,7 +53,7 @@ def build_dataset(data_path: str, image_size: int, **options) -> MediaDataset:
                     "it out"
                 )
             return dataset
-    raise ValueError(f"{asked.shown} is {_file_advice(path)}")
+    raise ValueError(f"{asked.shown}: is {_file_advice(path)}")
 
 
 def _locate(data_path: str) -> Path:
@@ -62,24 +62,24 @@ def _locate(data_path: str) -> Path:
     Raises ValueError or FileNotFoundError, naming the flag and what to do."""
     shown = f"--data_path {printable(data_path)}"
     if not data_path.strip():
-        raise ValueError(f"--data_path is empty; give {taken()}")
+        raise ValueError(f"--data_path: empty; give {taken()}")
     try:
         path = Path(data_path).expanduser() if data_path[0] == "~" else Path(data_path)
         kind = kind_of(os.stat(path).st_mode)
         if kind == "a folder":
             os.scandir(path).close()
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{shown} doesn't exist{_name_advice(data_path)}; give {taken()}") from error
+        raise FileNotFoundError(f"{shown}: doesn't exist{_name_advice(data_path)}; give {taken()}") from error
     except PermissionError as error:
-        raise ValueError(f"{shown} can't be read ({error.strerror}); allow it (chmod -R u+rX)") from error
+        raise ValueError(f"{shown}: can't be read ({error.strerror}); allow it (chmod -R u+rX)") from error
     except RuntimeError as error:
         raise ValueError(f"{shown}: the home folder of that user is not known; write the path out") from error
     except (OSError, ValueError) as error:  # too long, a circle of links, a NUL
         raise ValueError(
-            f"{shown} can't be read ({getattr(error, 'strerror', None) or error}); give {taken()}"
+            f"{shown}: can't be read ({getattr(error, 'strerror', None) or error}); give {taken()}"
         ) from error
     if kind not in (None, "a folder"):
-        raise ValueError(f"{shown} is {kind}; give {taken()}")
+        raise ValueError(f"{shown}: {kind}; give {taken()}")
     return path
 
 

@@ -48,7 +48,7 @@ def embed(encoder, captions: list[str]) -> list[tuple[Tensor, Tensor]]:
     parts = [(row[kept], vector) for row, kept, vector in zip(tokens, mask, pooled, strict=True)]
     for caption, (row, vector) in zip(captions, parts, strict=True):
         if not (row.isfinite().all() and vector.isfinite().all()):
-            raise DataError(f"the embedding of the caption {caption!r} overflows float16: take another --text_encoder")
+            raise DataError(f"the embedding of the caption {caption!r} overflows float16; take another --text_encoder")
     return parts
 
 

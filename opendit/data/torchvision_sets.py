@@ -99,7 +99,7 @@ def find_known(path: Path) -> tuple[KnownSet, Path] | None:
                     break
     if len(found) > 1:
         choices = " or ".join(f"--data_path {folder}" for _, folder in found)
-        raise ValueError(f"--data_path {path} holds several data sets: pass {choices}")
+        raise ValueError(f"--data_path {path}: holds several data sets; pass {choices}")
     return found[0] if found else None
 
 
@@ -121,7 +121,9 @@ class ArrayDataset(MediaDataset):
         try:
             images, labels, self.class_names = known.read(folder, split)
         except Exception as error:  # torchvision's own message, which doesn't say which flag led there
-            raise ValueError(f"--data_path {folder}: {known.name} can't be read: {error}") from error
+            raise ValueError(
+                f"--data_path {folder}: {known.name} can't be read ({error}); download it again"
+            ) from error
         if len(images) == 0 or len(images) != len(labels) or 0 in images.shape:
             raise ValueError(
                 f"--data_path {folder}: {known.name} is damaged: {len(images):,} pictures and {len(labels):,} labels; "

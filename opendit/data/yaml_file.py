@@ -16,4 +16,4 @@ def read_yaml(path: Path, shown: str, most: int = MOST_BYTES) -> Any:
         return yaml.load(read_bounded(path, most), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{shown} is not YAML that can be read: {reason}") from error
+        raise ValueError(f"{shown}: not YAML that can be read ({reason}); correct it") from error

@@ -163,7 +163,7 @@ def check_tokens(name: str, kind: str, longest: int, tokens: int) -> None:
     least = 2 if kind == "clip" else 1
     if tokens < least or (kind == "clip" and tokens > longest):
         bounds = f"{least} to {longest}" if kind == "clip" else f"at least {least}"
-        raise ValueError(f"--max_text_tokens {tokens}: --text_encoder {name} takes {bounds}")
+        raise ValueError(f"--max_text_tokens {tokens}: out of range of --text_encoder {name}; give {bounds}")
 
 
 def load_text_encoder(
@@ -179,7 +179,7 @@ def load_text_encoder(
     max_tokens: captions are padded and cut to this many, by default the longest that CLIP knows, and 120 with T5.
     Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such encoder."""
     if name == "bytes":
-        raise ValueError("--text_encoder bytes is a part of the model, there is nothing to load")
+        raise ValueError("--text_encoder bytes: a part of the model, with nothing to load; take it from there")
     kind, width, longest = text_geometry(name)
     tokens = longest if max_tokens is None else max_tokens
     check_tokens(name, kind, longest, tokens)
@@ -263,7 +263,7 @@ def _read_config(name: str, folder: Path) -> dict:
     found = config.get("model_type")
     if found not in CLASSES:
         raise ValueError(
-            f"--text_encoder {name} is a model of type {shown(found)}, not {', '.join(CLASSES)}; {_needs()}"
+            f"--text_encoder {name}: is a model of type {shown(found)}, not {', '.join(CLASSES)}; {_needs()}"
         )
     if CLASSES[found][0] == "t5" and "d_model" not in config:
         raise ValueError(

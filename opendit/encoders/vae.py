@@ -86,9 +86,7 @@ class ImageCodec(Codec):
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:
         """(C, h, w) of a square picture's latent; raises ValueError if the size doesn't divide."""
         if image_size < 1 or image_size % self.downscale:
-            raise ValueError(
-                f"--image_size {image_size} isn't a multiple of {self.downscale}, as --vae {self.name} needs"
-            )
+            raise ValueError(f"--image_size {image_size}: no multiple of {self.downscale}; --vae {self.name} needs one")
         side = image_size // self.downscale
         return self.latent_channels, side, side
 

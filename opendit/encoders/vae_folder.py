@@ -143,7 +143,7 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict]
             f"--vae {name}: {path} isn't the configuration of a VAE: {reason(path, error)}; {_needs()}"
         ) from error
     if found not in classes:
-        raise ValueError(f"--vae {name} is a {found}, not an {' or '.join(classes)}; {_needs()}")
+        raise ValueError(f"--vae {name}: is a {found}, not an {' or '.join(classes)}; {_needs()}")
     return found, config
 
 

@@ -42,9 +42,7 @@ class VideoCodec(Codec):
         count = latent_frames(frames, self.temporal_downscale, f"--vae {self.name}")
         for side in (height, width):
             if side < 1 or side % self.downscale:
-                raise ValueError(
-                    f"--image_size {side} isn't a multiple of {self.downscale}, as --vae {self.name} needs"
-                )
+                raise ValueError(f"--image_size {side}: no multiple of {self.downscale}; --vae {self.name} needs one")
         return self.latent_channels, count, height // self.downscale, width // self.downscale
 
     @abstractmethod

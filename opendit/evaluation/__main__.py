@@ -64,7 +64,7 @@ def _plot(words: Sequence[str]) -> int:
             print(f"note: {note}")
         print(f"{output}: {len(options['runs'])} runs")
     except (ValueError, OSError) as error:
-        parser.fail(error, hint=False)
+        parser.fail(error)
     return 0
 
 

@@ -94,7 +94,7 @@ def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None
     or none at all."""
     for name in asked:
         if (problem := _without(name, layout, captions)) is not None:
-            raise ValueError(f"--metrics {name}: {problem}")
+            raise ValueError(f"--metrics {name}: {problem}; leave it out")
     if not layout:
         raise ValueError(f"there is nothing to measure: {_WITHOUT['pool']}")
 
@@ -113,7 +113,7 @@ def plan(
         if problem is None:
             found.append(name)
         elif asked:
-            raise ValueError(f"--metrics {name}: {problem}")
+            raise ValueError(f"--metrics {name}: {problem}; leave it out")
         elif METRICS[name].features in layout:  # of pictures nobody expects what is of clips
             left_out.append(f"{name} is left out: {problem}")
     return found, left_out

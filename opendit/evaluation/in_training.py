@@ -43,7 +43,7 @@ class RunEvaluation:
     def __init__(self, spec: RunSpecification):
         self._spec, flags, config = spec, spec.flags.evaluating(), spec.model_config
         if spec.codec is None:
-            raise ValueError("--evaluate_every: samples are decoded by the latents' VAE, which isn't there: give --vae")
+            raise ValueError("--evaluate_every: samples are decoded by the latents' VAE, which isn't there; give --vae")
         self.count = spec.flags.evaluate_samples
         with torch.no_grad():
             latents = torch.zeros(1, config.in_channels, *config.input_size, device=spec.mesh.device)

@@ -59,7 +59,7 @@ def find_default(clips: bool, flag: str) -> Path:
         if (path := default_folder() / file.name).is_file():
             return path
     raise FileNotFoundError(
-        f"{flag}: no network of features is there. Fetch {files[0].address} and put it into {default_folder()}, or "
+        f"{flag}: no network of features is there; fetch {files[0].address} and put it into {default_folder()}, or "
         f"give {flag} PATH"
     )
 

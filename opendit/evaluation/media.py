@@ -78,7 +78,9 @@ def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise FileNotFoundError(f"{flag} {printable(path)} does not exist")
+        raise FileNotFoundError(
+            f"{flag} {printable(path)}: does not exist; give a folder, .npz, .npy or .csv of samples"
+        )
     try:
         if path.is_dir():
             return _folder(path, flag, options)
@@ -88,7 +90,7 @@ def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -
             return _table(path, options)
     except (ValueError, FileNotFoundError) as error:
         raise type(error)(str(error).replace("--data_path", flag)) from error
-    raise ValueError(f"{flag} {printable(path)} is no folder, .npz, .npy or .csv of samples")
+    raise ValueError(f"{flag} {printable(path)}: not known as samples; give a folder, .npz, .npy or .csv")
 
 
 def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, said: np.ndarray | None = None) -> Media:
@@ -124,7 +126,10 @@ def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
     names = npz_names(path, flag)
     key = SAMPLES if SAMPLES in names else next(iter(names), "")
     if key == "" or (SAMPLES not in names and len(names) > 1):
-        raise ValueError(f"{flag} {printable(path)} has no {SAMPLES} (of {', '.join(sorted(names)) or 'nothing'})")
+        raise ValueError(
+            f"{flag} {printable(path)}: has no {SAMPLES}, only {', '.join(sorted(names)) or 'nothing'}; "
+            f"name the pixels {SAMPLES}"
+        )
     said = None
     if LABELS in names:
         said = _loaded(path, lambda: np.load(path, allow_pickle=False)[LABELS], flag)
@@ -137,7 +142,7 @@ def npz_names(path: Path, flag: str) -> set[str]:
         with zipfile.ZipFile(path) as archive:
             return {name.removesuffix(".npy") for name in archive.namelist()}
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{flag} {printable(path)} is no .npz: {error}") from error
+        raise ValueError(f"{flag} {printable(path)}: no .npz ({error}); write it again") from error
 
 
 def npz_member(path: Path, name: str) -> np.ndarray:
@@ -169,7 +174,7 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
     try:
         return load()
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{flag} {printable(path)} can't be read: {error}") from error
+        raise ValueError(f"{flag} {printable(path)}: can't be read ({error}); write it again") from error
 
 
 # ------------------------------------------------------------------------------------------ files
@@ -216,7 +221,7 @@ def _files(name: str, files: list[str], clips: list[bool], captions: list[str] |
     if missing:
         raise FileNotFoundError(f"{name}: {len(missing):,} of {len(files):,} files are missing: {name_few(missing)}")
     if clips[0] and options.image_size is None:
-        raise ValueError(f"{name} holds clips: say with --image_size to how many pixels they are cropped and resized")
+        raise ValueError(f"{name} holds clips; give --image_size, the pixels to which they are cropped and resized")
     picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
     read = _read_clip if clips[0] else _read_picture
 

@@ -45,7 +45,10 @@ def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDi
     """
     span = (shape.frames - 1) * shape.interval + 1
     if span > FILE_FRAMES:
-        raise ValueError(f"--features digits: moving digits have {FILE_FRAMES} frames, fewer than {span}")
+        raise ValueError(
+            f"--features digits: moving digits have {FILE_FRAMES} frames, fewer than {span}; lower --num_frames "
+            "or --frame_interval"
+        )
     images, labels = digits_split(split)
     first, names = (FILE_FRAMES - span) // 2, list(DIRECTIONS)
     random, clips, asked = np.random.default_rng(SEEDS[split]), [], []

@@ -222,7 +222,7 @@ def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ())
     known = dict.fromkeys(row.metric for run in runs for row in run.figures)
     for metric in metrics:
         if metric not in known:
-            raise ValueError(f"--metrics {metric}: these runs have {', '.join(known) or 'no figures'}")
+            raise ValueError(f"--metrics {metric}: not measured; these runs have {', '.join(known) or 'no figures'}")
     found, notes = panels(runs, metrics)
     if not found:
         raise ValueError(

@@ -77,7 +77,7 @@ def open_reference(
     media = open_media(path, "--reference", options) if not gaussians else _pictures_of(path)
     if media.clips != clips:
         kinds = ("pictures", "clips")
-        raise ValueError(f"--reference {printable(path)} holds {kinds[media.clips]}; {kinds[clips]} are evaluated")
+        raise ValueError(f"--reference {printable(path)}: holds {kinds[media.clips]}; {kinds[clips]} are evaluated")
     return _reference_of(media, extractor, output, mesh, say, gaussians)
 
 
@@ -104,7 +104,7 @@ def real_digits(split: str, clips: MediaOptions | None, count: int | None = None
 def clip_shape(options: MediaOptions) -> ClipShape:
     """Raises ValueError for clips that are not square."""
     if options.image_size is None:
-        raise ValueError("--features digits: moving digits are square, and these clips are not")
+        raise ValueError("--features digits: moving digits are square, and these clips are not; give --reference")
     return ClipShape(options.num_frames, options.frame_interval, options.image_size)
 
 
@@ -123,7 +123,7 @@ def _statistics(path: Path, names: set[str]) -> dict[str, Gaussian]:
         if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
             raise ValueError(
                 f"--reference {printable(path)}: {mean} {tuple(mu.shape)} and {covariance} {tuple(sigma.shape)} are no "
-                "mean and covariance"
+                "mean and covariance; write them again"
             )
         found[name] = Gaussian(mu, sigma, count)
     return found
@@ -134,7 +134,9 @@ def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], 
     different = [name for name in there if name in here and there[name] != here[name]]
     if different:
         told = "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in different)
-        raise ValueError(f"--reference {printable(path)} holds features of other networks: {told}")
+        raise ValueError(
+            f"--reference {printable(path)}: holds features of other networks ({told}); evaluate with the same"
+        )
     arrays = {
         name.removeprefix(FEATURES): torch.from_numpy(np.array(npz_member(path, name)))
         for name in sorted(names)

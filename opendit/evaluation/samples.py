@@ -73,7 +73,7 @@ def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> S
     media = open_media(flags.samples, "--samples", options)
     if flags.num_samples is not None:
         if flags.num_samples > media.count:
-            raise ValueError(f"--num_samples {flags.num_samples:,}: {media.name} holds {media.count:,}")
+            raise ValueError(f"--num_samples {flags.num_samples:,}: {media.name} holds {media.count:,}; lower it")
         media = replace(media, count=flags.num_samples)
     with ThreadPoolExecutor(1) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]

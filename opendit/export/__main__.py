@@ -8,7 +8,6 @@ opendit export opendit --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --output weig
 """
 
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from opendit.cli.command_line import refuse_idle
 from opendit.cli.console import name_of, prepare_console
 from opendit.cli.parser import CommandLine
 from opendit.cli.values import Value, one_of
+from opendit.common.sizes import read_size
 from opendit.models.names import canonical_name
 
 MAX_SHARD_SIZE = "50GB"  # as transformers' save_pretrained since its version 5
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     to, ckpt, output, model, vae = (options[name] for name in ("to", "ckpt", "output", "model", "vae"))
     try:
         check(to, ckpt, output, model, vae, given)
-        most_bytes = bytes_of(options["max_shard_size"] or MAX_SHARD_SIZE, "--max_shard_size")
+        most_bytes = read_size(options["max_shard_size"] or MAX_SHARD_SIZE, "--max_shard_size")
     except ValueError as error:
         parser.fail(error)
     try:
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
             print(f"{output} is there already and will be replaced", flush=True)
         convert(to, ckpt, Path(output), model, vae, most_bytes)
     except (ValueError, OSError) as error:
-        parser.fail(error, hint=False)
+        parser.fail(error)
 
 
 def check(to: str, ckpt: str, output: str, model: str | None, vae: str | None, given: set[str]) -> None:
@@ -70,7 +70,7 @@ def check(to: str, ckpt: str, output: str, model: str | None, vae: str | None, g
         check_vae(vae)
     check_weights(ckpt, "--ckpt", pipeline=True)
     if Path(output).exists() and os.path.samefile(ckpt, output):
-        raise ValueError(f"--output {output} is what --ckpt names; name another place")
+        raise ValueError(f"--output {output}: is what --ckpt names; name another place")
     if to != "diffusers":
         if to == "opendit" and not output.endswith(".safetensors"):
             raise ValueError(f"--output {output}: OpenDiT's weights are a .safetensors file; name one")
@@ -78,17 +78,8 @@ def check(to: str, ckpt: str, output: str, model: str | None, vae: str | None, g
         return
     path = Path(output)
     if path.is_dir() and os.listdir(path) and not (path / "model_index.json").is_file():
-        raise ValueError(f"--output {output} is a folder of something else, no pipeline; name another folder")
+        raise ValueError(f"--output {output}: is a folder of something else, no pipeline; name another folder")
     check_can_be_made(path, "--output")
-
-
-def bytes_of(size: str, flag: str) -> int:
-    """Bytes of a size as transformers takes it: 5GB, 300MB, 2GiB. Raises ValueError."""
-    found = re.fullmatch(r"([0-9]{1,9})([KMGT])(i?)B", size)
-    if found is None or not int(found[1]):
-        raise ValueError(f"{flag} {size}: takes a size such as 5GB, 300MB or 2GiB")
-    number, power, binary = int(found[1]), "KMGT".index(found[2]) + 1, bool(found[3])
-    return number * (1024 if binary else 1000) ** power
 
 
 def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int) -> None:

@@ -37,7 +37,7 @@ class TaylorCache:
     def check(self, steps: int) -> None:
         """Raises ValueError if a sampler of so many steps has no use for it."""
         if 2 * self.every > steps:
-            raise ValueError(f"--cache {self}: K must be at most half the {steps} sampling steps")
+            raise ValueError(f"--cache {self}: K is too large; at most half the {steps} sampling steps")
 
     def plan(self, run: range, levels: Sequence[float]) -> list["Step"]:
         """Steps that may use each other's evaluations, and the noise level where each of them begins."""
@@ -85,16 +85,19 @@ def parse_cache(text: str) -> Cache:
     if name == "first_block" and (rest or text == name):
         threshold = _number(rest or str(THRESHOLD))
         if threshold is None or not 0 <= threshold <= 10:
-            raise ValueError(f"--cache {text}: THRESHOLD is a relative change from 0 (exact) to 10, as {THRESHOLD}")
+            raise ValueError(
+                f"--cache {text}: THRESHOLD is out of range; give a relative change from 0 (exact) to 10, "
+                f"as {THRESHOLD}"
+            )
         return FirstBlockCache(threshold)
     found = re.fullmatch(r"taylor:([0-9]{1,6})(?::([0-9]{1,6}))?", text)
     if found is None:
-        raise ValueError(f"--cache {text}: must be {FORMS}, as taylor:3")
+        raise ValueError(f"--cache {text}: no such form; give {FORMS}, as taylor:3")
     every, order = int(found[1]), int(found[2] or TaylorCache.order)
     if not 2 <= every <= 1000:
-        raise ValueError(f"--cache {text}: K, the steps to one evaluation of the blocks, is 2 to 1,000")
+        raise ValueError(f"--cache {text}: K is out of range; give 2 to 1,000 steps to one evaluation of the blocks")
     if order > MOST_ORDER:
-        raise ValueError(f"--cache {text}: ORDER, of the extrapolation, is 0 to {MOST_ORDER}")
+        raise ValueError(f"--cache {text}: ORDER is out of range; give 0 to {MOST_ORDER} for the extrapolation")
     return TaylorCache(every, order)
 
 
@@ -145,7 +148,7 @@ class Approximations:
         for settings that leave nothing out, and for two that can't be combined."""
         found = cls(guidance_every, None if cache is None else parse_cache(cache))
         if guidance_every > max(1, steps - 1):
-            raise ValueError(f"--guidance_every {guidance_every}: must be below the {steps} sampling steps")
+            raise ValueError(f"--guidance_every {guidance_every}: too many; give less than the {steps} sampling steps")
         if found.cache is not None:
             found.cache.check(steps)
         return found
@@ -157,7 +160,7 @@ class Approximations:
 
     def __post_init__(self):
         if self.guidance_every < 1:
-            raise ValueError(f"--guidance_every {self.guidance_every}: must be 1 or more")
+            raise ValueError(f"--guidance_every {self.guidance_every}: out of range; give 1 or more")
         if self.guidance_every > 1 and self.cache is not None:
             raise ValueError(
                 f"--guidance_every {self.guidance_every}: --cache {self.cache} saves work in both halves of guidance; "

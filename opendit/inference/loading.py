@@ -103,7 +103,7 @@ def text_encoder_of(name: str | None, weights: Weights) -> str:
     kind, width, _ = text_geometry(name)
     if (kind, width) != (text.name, text.width):
         raise ValueError(
-            f"--text_encoder {name} is a {kind} of width {width}; {weights.path} was trained with a {text.name} of "
+            f"--text_encoder {name}: is a {kind} of width {width}; {weights.path} was trained with a {text.name} of "
             f"width {text.width}"
         )
     return name
@@ -166,7 +166,7 @@ def latent_size(
     else:
         channels, downscale = codec_geometry(vae, config.in_channels)
     if channels != config.in_channels:
-        raise ValueError(f"--vae {vae} has {channels} channels, the model {config.in_channels}; name the model's VAE")
+        raise ValueError(f"--vae {vae}: has {channels} channels, the model {config.in_channels}; name the model's VAE")
     pixels = (height * downscale, width * downscale)
     if image_size not in (None, pixels[0], pixels):
         raise ValueError(
@@ -175,7 +175,7 @@ def latent_size(
     grid = config.grid_of((*frames, height, width))  # raises ValueError if the patch does not divide the frames
     if config.positions == "learned" and grid[0] > config.grid[0]:  # (the other sides are the model's own)
         most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
-        raise ValueError(f"--num_frames {num_frames}: {weights.path} has learned the positions of {most} at most")
+        raise ValueError(f"--num_frames {num_frames}: {weights.path} has learned fewer positions; give {most} at most")
     return (*frames, height, width)
 
 

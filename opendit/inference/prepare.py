@@ -213,7 +213,7 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
                 raise ValueError(f"--{name}: {path} draws pictures; leave the flag out")
     check_text_encoder(flags.text_encoder, config, weights)
     if flags.cfg_channels is not None and flags.cfg_channels > config.in_channels:
-        raise ValueError(f"--cfg_channels {flags.cfg_channels}: {path} has {config.in_channels} channels")
+        raise ValueError(f"--cfg_channels {flags.cfg_channels}: {path} has {config.in_channels} channels; lower it")
 
 
 def samples_at_once(flags: "SampleConfig") -> int:
@@ -239,7 +239,9 @@ def read_prompts(given: list[str]) -> list[str]:
         try:
             lines = Path(given[0]).read_text(encoding="utf-8").splitlines()
         except OSError as error:
-            raise ValueError(f"--prompt {given[0]}: can't be read ({error.strerror})") from error
+            raise ValueError(
+                f"--prompt {given[0]}: can't be read ({error.strerror}); give captions, or a file of them"
+            ) from error
         given = [line.strip() for line in lines if line.strip()]
         if not given:
             raise ValueError("--prompt: the file holds no caption; one a line is expected")
@@ -250,7 +252,7 @@ def choose(flags: "SampleConfig", num_classes: int) -> Tensor:
     """The label of every sample, (N,) int64. Raises ValueError for labels the model does not have."""
     bad = [label for label in flags.class_labels if not 0 <= label < num_classes]
     if bad:
-        raise ValueError(f"--class_labels {bad[0]}: the model has labels 0 to {num_classes - 1}")
+        raise ValueError(f"--class_labels {bad[0]}: no class of the model; give labels from 0 to {num_classes - 1}")
     if flags.class_labels:
         given = torch.tensor(flags.class_labels)
         return given[torch.arange(flags.num_samples or len(given)) % len(given)]

@@ -83,8 +83,8 @@ def open_parts(sampling: SamplingRun) -> tuple[Parts, bool]:
             earlier = found is not None
             if earlier and (differences := found.differences(job.settings)):
                 raise ValueError(
-                    f"--output {output} holds {found.there:,} of {found.count:,} samples of a job that did not end, "
-                    f"and this one is another: {'; '.join(differences)}. Start it as it was to go on, give another "
+                    f"--output {output}: holds {found.there:,} of {found.count:,} samples of a job that did not end, "
+                    f"and this one is another: {', '.join(differences)}; start it as it was to go on, give another "
                     "--output, or add --overwrite to drop what is there"
                 )
             if earlier:

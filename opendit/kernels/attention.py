@@ -158,7 +158,9 @@ def resolve_attention(
     shape = f"{str(dtype).removeprefix('torch.')}, head size {head_dim}, {length} tokens"
     LocalAttention(requested)  # checks the name
     if tiled and requested == "math":
-        raise ValueError("attention 'math' builds the N x N matrix, which --enable_flashattn rules out")
+        raise ValueError(
+            "attention 'math' builds the N x N matrix, which --enable_flashattn rules out; leave one of them out"
+        )
     if device.type != "cuda":
         if requested in ("auto", "math"):
             return requested, "asked for" if requested == "math" else f"torch's own choice on {device.type}"

@@ -98,7 +98,9 @@ def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
 def check_widths(weight: Tensor) -> None:
     """Raises ValueError for a weight (out, in) that the tensor cores don't take in float8."""
     if weight.shape[0] % 16 or weight.shape[1] % 16:
-        raise ValueError(f"--fp8 needs widths that are multiples of 16, not a weight of {tuple(weight.shape)}")
+        raise ValueError(
+            f"--fp8: a weight of {tuple(weight.shape)} has a width that is no multiple of 16; leave it out"
+        )
 
 
 def _stand_in(like: Tensor, width: int) -> Tensor:

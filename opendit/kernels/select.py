@@ -99,7 +99,7 @@ def _attention(flags, device, dtype, head_dim, tokens):
         )  # fmt: skip
     except ValueError as error:
         if asked:
-            raise ValueError(f"--attention: {error}") from None
+            raise ValueError(f"--attention {flags.attention}: {error}; choose another") from None
         return LocalAttention(), f"torch's own choice: {error}"
     return LocalAttention(backend), f"{backend}: {why}"
 

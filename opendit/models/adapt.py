@@ -76,7 +76,9 @@ def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path) -> None:
     if found.kind != wanted.kind and kinds != (DiTConfig.kind, VDiTConfig.kind):
         differs.insert(0, f"kind {found.kind} there, {wanted.kind} here")
     if differs:
-        raise ValueError(f"--pretrained: {path} has other blocks than this run's model: {'; '.join(differs)}")
+        raise ValueError(
+            f"--pretrained: {path} has other blocks than this run's model ({', '.join(differs)}); repeat its flags"
+        )
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ def encode_bytes(captions: list[str], max_tokens: int) -> Tensor:
     Raises ValueError unless max_tokens leaves room for the begin token.
     """
     if max_tokens < 1:
-        raise ValueError(f"--max_text_tokens {max_tokens}: at least the begin token has to fit")
+        raise ValueError(f"--max_text_tokens {max_tokens}: not even the begin token fits; give 1 or more")
     ids = torch.full((len(captions), max_tokens), PADDING)
     for row, caption in zip(ids, captions, strict=True):
         cut = caption.encode("utf-8", errors="replace")[: max_tokens - 1]

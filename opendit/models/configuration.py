@@ -133,9 +133,12 @@ class DiTConfig:
         if (self.num_classes is None) == (self.text is None):
             raise ValueError("a model is conditioned on num_classes or on text: give one of them")
         if self.positions not in POSITIONS:
-            raise ValueError(f"--positions {self.positions}: choose one of {', '.join(POSITIONS)}")
+            raise ValueError(f"--positions {self.positions}: no such positions; choose one of {', '.join(POSITIONS)}")
         if self.adaln_lora is not None and not 0 < self.adaln_lora < self.hidden_size:
-            raise ValueError(f"--adaln_lora {self.adaln_lora}: a rank from 1 to below the width, {self.hidden_size}")
+            raise ValueError(
+                f"--adaln_lora {self.adaln_lora}: out of range; give a rank from 1 to below the width, "
+                f"{self.hidden_size}"
+            )
         if self.positions == "rope":
             rotary_shares(self.head_dim, len(self.patch))
 
@@ -168,9 +171,9 @@ class DiTConfig:
         """Raises ValueError if the blocks can't run in FP8, or by parts again in the backward pass."""
         if fp8 and not (self.float8 and self.bias):
             why = "--no_bias" if self.float8 else f"{self.kind} models"
-            raise ValueError(f"--fp8 does not work with {why}; leave it out")
+            raise ValueError(f"--fp8: does not work with {why}; leave it out")
         if recompute != "none" and not self.recompute:
-            raise ValueError(f"--recompute {recompute} does not work with {self.kind} models; use --grad_checkpoint")
+            raise ValueError(f"--recompute {recompute}: does not work with {self.kind} models; use --grad_checkpoint")
 
     def forward_flops(self) -> int:
         """FLOPs of one sample's forward pass in its matrix products (2 a multiply-add); training is 3x. The sum of the

@@ -42,7 +42,10 @@ class ECDiTConfig(DiTConfig):
     def check(self) -> None:
         super().check()
         if not 0 < self.expert_capacity <= self.experts:
-            raise ValueError(f"--expert_capacity {self.expert_capacity}: above 0, up to the {self.experts} experts")
+            raise ValueError(
+                f"--expert_capacity {self.expert_capacity}: out of range; give more than 0 and at most the "
+                f"{self.experts} experts"
+            )
 
     def block_parameters(self) -> int:
         d = self.hidden_size

@@ -44,7 +44,7 @@ def check_peft() -> None:
     try:
         import peft  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"--lora needs the package peft ({error}): pip install 'opendit[lora]'") from error
+        raise ValueError(f"--lora: needs the package peft ({error}); pip install 'opendit[lora]'") from error
 
 
 def targets(model: DiT) -> list[str]:

@@ -60,7 +60,8 @@ def rotary_shares(head_dim: int, axes: int) -> list[int]:
     pairs = head_dim // 2
     if head_dim % 2 or pairs < axes:
         raise ValueError(
-            f"--positions rope along {axes} axes needs an even head size from {2 * axes} on, not {head_dim}"
+            f"--positions rope: a head size of {head_dim} can't be divided among {axes} axes; take an even one "
+            f"from {2 * axes} on"
         )
     return [pairs - pairs // axes * (axes - 1)] + [pairs // axes] * (axes - 1)
 

@@ -64,13 +64,15 @@ def model_config(
     if isinstance(patch, int):
         if frames is not None:
             clips = kind_name if kind.clips else "vDiT"
-            raise ValueError(f"--model {name} takes pictures; for clips use {clips}-{size}/1{patch}{patch} or the like")
+            raise ValueError(
+                f"--model {name}: takes pictures; for clips use {clips}-{size}/1{patch}{patch} or the like"
+            )
         input_size = tuple(input_size)
     else:
         if frames is None:
             pictures = kind_name if kind.pictures else "DiT"
             raise ValueError(
-                f"--model {name} takes clips (--use_video); for pictures use {pictures}-{size}/2 or the like"
+                f"--model {name}: takes clips (--use_video); for pictures use {pictures}-{size}/2 or the like"
             )
         input_size = (frames, *input_size)
     if kind.cross_attention and text is not None:
@@ -79,7 +81,7 @@ def model_config(
     unknown = options.keys() - {field.name for field in fields(made.config)}
     for key in sorted(unknown):
         owners = " or ".join(k for k, v in CLASSES.items() if key in {field.name for field in fields(v.config)})
-        raise ValueError(f"--{key} is not for --model {name}" + (f"; it is for {owners}" if owners else ""))
+        raise ValueError(f"--{key}: is not for --model {name}; it is for {owners or 'no model'}")
     config = made.config(
         input_size=input_size,
         patch_size=patch,
@@ -97,7 +99,9 @@ def model_config(
         config.grid_of(input_size)
     except ValueError as error:
         sides = " x ".join(map(str, input_size))
-        raise ValueError(f"--model {name}: latents of {sides} don't divide by patch {patch}") from error
+        raise ValueError(
+            f"--model {name}: latents of {sides} don't divide by patch {patch}; take another --image_size or patch"
+        ) from error
     config.check()
     return config
 

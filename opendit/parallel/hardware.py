@@ -180,7 +180,8 @@ def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, s
         model = load(Path(asked)) if Path(asked).is_file() else of_card(asked)
         if model is None:
             raise ValueError(
-                f"--hardware {asked}: neither a file of python -m opendit.cli.links nor one of {', '.join(CARDS)}"
+                f"--hardware {asked}: neither a file nor a known card; give a file of opendit links, or "
+                f"one of {', '.join(CARDS)}"
             )
         return model, f"{model.name}: {model.origin}"
     path = default_path()

@@ -258,7 +258,7 @@ def init_mesh(
     if torch.cuda.is_available():
         if local >= torch.cuda.device_count():
             raise ValueError(
-                f"process {local} of this machine has no GPU: there are {torch.cuda.device_count()}; "
+                f"process {local} of this machine has no GPU, there are {torch.cuda.device_count()}; "
                 "lower torchrun's --nproc_per_node"
             )
         device = torch.device("cuda", local)

@@ -63,6 +63,6 @@ def check_precision(plugin: str, precision: str) -> None:
     if precision not in works:
         other = next(name for name, line in PLUGINS.items() if precision in line.precisions)
         raise ValueError(
-            f"--plugin {plugin} works in {' and '.join(works)} only: use --mixed_precision {works[0]}, or --plugin "
+            f"--plugin {plugin}: works in {' and '.join(works)} only; use --mixed_precision {works[0]}, or --plugin "
             f"{other} for {precision}"
         )

@@ -182,15 +182,15 @@ def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -
 def check_sequence_parallel(size: int, world_size: int) -> None:
     """Raises ValueError unless ``world_size`` processes can be cut into sequence groups of ``size``."""
     if size < 1:
-        raise ValueError(f"--sequence_parallel_size {size}: must be above 0")
+        raise ValueError(f"--sequence_parallel_size {size}: out of range; give 1 or more")
     if size > 1 and world_size == 1:
         raise ValueError(
-            f"--sequence_parallel_size {size} needs {size} processes and there is one: start it with "
+            f"--sequence_parallel_size {size}: needs {size} processes and there is one; start it with "
             f"torchrun --standalone --nproc_per_node={size}, or leave the flag out"
         )
     if world_size % size:
         raise ValueError(
-            f"--sequence_parallel_size {size} does not divide the {world_size} processes; change it or torchrun's "
+            f"--sequence_parallel_size {size}: does not divide the {world_size} processes; change it or torchrun's "
             "--nproc_per_node"
         )
 
@@ -211,18 +211,18 @@ def check_pipeline_parallel_size(size: int, sequence_parallel: int, tensor_paral
 def _check_shares(flag: str, size: int, others: dict[str, int], world_size: int) -> None:
     """Raises ValueError unless ``world_size`` divides by ``size`` times those of the ``others``, by flag."""
     if size < 1:
-        raise ValueError(f"{flag} {size}: must be above 0")
+        raise ValueError(f"{flag} {size}: out of range; give 1 or more")
     ranks = size * math.prod(others.values())
     more = " and ".join(f"{other} {number}" for other, number in others.items() if number > 1)
     more = more and f" with {more}"
     if size > 1 and world_size == 1:
         raise ValueError(
-            f"{flag} {size}{more} needs {ranks} processes and there is one: start it with torchrun "
+            f"{flag} {size}{more}: needs {ranks} processes and there is one; start it with torchrun "
             f"--standalone --nproc_per_node={ranks}, or leave the flag out"
         )
     if world_size % ranks:
         raise ValueError(
-            f"{flag} {size}{more} does not divide the {world_size} processes; change it or torchrun's --nproc_per_node"
+            f"{flag} {size}{more}: does not divide the {world_size} processes; change it or torchrun's --nproc_per_node"
         )
 
 
@@ -248,21 +248,21 @@ def check_expert_parallel_size(
     experts, too."""
     flag = f"--expert_parallel_size {size}"
     if size < 1:
-        raise ValueError(f"{flag}: must be above 0")
+        raise ValueError(f"{flag}: out of range; give 1 or more")
     if tensor_parallel > 1 and size not in (1, tensor_parallel):
         raise ValueError(
             f"{flag}: the ranks of --tensor_parallel_size {tensor_parallel} divide the experts already; leave it out"
         )
     if size > 1 and world_size == 1:
         raise ValueError(
-            f"{flag} needs {size} processes and there is one: start it with torchrun --standalone "
+            f"{flag}: needs {size} processes and there is one; start it with torchrun --standalone "
             f"--nproc_per_node={size}, or leave the flag out"
         )
     if world_size // (copies * stages) % size:
         more = f", of which --data_parallel_replicate makes {copies} copies" if copies > 1 else ""
         more += f", in {stages} stages of --pipeline_parallel_size" if stages > 1 else ""
         raise ValueError(
-            f"{flag} does not divide the {world_size} processes{more}; change it or torchrun's --nproc_per_node"
+            f"{flag}: does not divide the {world_size} processes{more}; change it or torchrun's --nproc_per_node"
         )
 
 
@@ -272,7 +272,7 @@ def check_replicate(copies: int, sharing: int, world_size: int) -> None:
     if world_size % (copies * sharing):
         size = f" in groups of {sharing} that share samples" if sharing > 1 else ""
         raise ValueError(
-            f"--data_parallel_replicate {copies} does not divide the {world_size} processes{size}; change it or "
+            f"--data_parallel_replicate {copies}: does not divide the {world_size} processes{size}; change it or "
             "torchrun's --nproc_per_node"
         )
 
@@ -286,6 +286,7 @@ def check_cfg_parallel(sequence_parallel: int, tensor_parallel: int, world_size:
         given = " and ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
         size = f" with {given}" if given else ""
         raise ValueError(
-            f"--cfg_parallel{size} needs a multiple of {ranks} processes and there {'are' if world_size > 1 else 'is'} "
-            f"{world_size}: start it with torchrun --standalone --nproc_per_node={ranks}, or leave --cfg_parallel out"
+            f"--cfg_parallel{size}: needs a multiple of {ranks} processes and there "
+            f"{'are' if world_size > 1 else 'is'} {world_size}; start it with torchrun "
+            f"--standalone --nproc_per_node={ranks}, or leave --cfg_parallel out"
         )

@@ -46,15 +46,13 @@ class Supervisor:
 
     Args:
         user_errors: classes of exceptions whose message is all that a user needs.
-        program: stands in front of ``error:``.
 
     Attributes:
         place: which of the processes this is.
     """
 
-    def __init__(self, user_errors: tuple[type[Exception], ...], program: str = ""):
+    def __init__(self, user_errors: tuple[type[Exception], ...]):
         self.user_errors = (*user_errors, *ALWAYS)
-        self.program = program
         self.place = Place()
         self._code = NOT_STARTED
         self._watch: RankWatch | None = None
@@ -199,13 +197,13 @@ class Supervisor:
 
     def _write_error(self, text: str) -> None:
         """Not by print: the main thread may be inside one, with its lock."""
-        os.write(2, f"\n{self.program}error: {text}\n".encode(errors="backslashreplace"))
+        os.write(2, f"\nerror: {text}\n".encode(errors="backslashreplace"))
 
     def _print_error(self, text: str) -> None:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         with contextlib.suppress(OSError):
-            print(f"{self.program}error: {text}", file=sys.stderr, flush=True)
+            print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 def _note(text: str) -> None:

@@ -146,14 +146,18 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
             raise ValueError(problem)
         if problem is None:
             if state["model"] != model:
-                raise ValueError(f"--load {load}: {folder} is a checkpoint of {state['model']}, not of --model {model}")
+                raise ValueError(
+                    f"--load {load}: {folder} is a checkpoint of {state['model']}, not of {model}; give its --model"
+                )
             return Checkpoint(folder.resolve(), state, files, tuple(damaged))
         damaged.append(problem)
     if one:
         earlier = mesh.broadcast_object(intact_before(folders[0]) if mesh.is_main else None)
         instead = f"intact is --load {earlier}" if earlier else "there is no intact checkpoint before it"
         raise ValueError(f"--load: {damaged[0]}; {instead}")
-    raise ValueError(f"--load {load}: {folders[0].parent.parent} has no intact checkpoint: {'; '.join(damaged)}")
+    raise ValueError(
+        f"--load {load}: {folders[0].parent.parent} has no intact checkpoint ({', '.join(damaged)}); load another run"
+    )
 
 
 def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, str | None]:
@@ -237,7 +241,7 @@ def read_state(folder: Path) -> dict:
     except OSError as error:
         raise ValueError(f"{path} can't be read ({error.strerror})") from error
     raise AnotherVersion(
-        f"{folder} has checkpoint version {version}, this program reads {' and '.join(map(str, VERSIONS))}: resume it "
+        f"{folder} has checkpoint version {version}, this program reads {' and '.join(map(str, VERSIONS))}; resume it "
         f"with the OpenDiT that wrote it, or start a new run from its weights with --pretrained "
         f"{folder / (AVERAGE_SET + WHOLE)}"
     )

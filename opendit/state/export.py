@@ -43,11 +43,14 @@ def refuse_unless_plain(config: DiTConfig, info: dict, target: str) -> None:
     """Raises ValueError for models that Meta's DiT, and so diffusers', can't express."""
     if config.kind != DiTConfig.kind:
         what = "video DiT" if config.is_video else f"{config.kind} model"
-        raise ValueError(f"{target} has no {what}: a {config.kind} can't be exported")
+        raise ValueError(f"{target} has no {what}; a {config.kind} can't be exported")
     if config.options != PLAIN or config.positions != "sincos":
-        raise ValueError(f"{target}'s DiT has no --qk_norm, --adaln_lora, --no_bias and other --positions than sincos")
+        raise ValueError(
+            f"{target}'s DiT has no --qk_norm, --adaln_lora, --no_bias and other --positions than sincos; "
+            "this model can't be exported"
+        )
     if config.text is not None:
-        raise ValueError(f"{target} has no DiT conditioned on captions: this model can't be exported")
+        raise ValueError(f"{target} has no DiT conditioned on captions; this model can't be exported")
     if config.input_size[0] != config.input_size[1]:
         raise ValueError(f"{target}'s DiT takes square latents, this model {' x '.join(map(str, config.input_size))}")
     predicts = objective_from_dict(info.get("objective")).predicts
@@ -150,7 +153,7 @@ def export_diffusers(
     try:
         pipeline.save_pretrained(output, max_shard_size=most_bytes)
     except SafetensorError as error:  # of a full disk, too
-        raise OSError(f"--output {output}: can't be written ({error})") from error
+        raise OSError(f"--output {output}: can't be written ({error}); name another place") from error
     return deviation
 
 
@@ -202,7 +205,7 @@ def _read(path: Path, model: str | None) -> Weights:
     those of its newest that is intact. Meta's .pt needs the name of its ``model``; a LoRA is merged into its base."""
     stands = find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:
-        raise ValueError("--model: Meta's .pt does not say which model it is, name it, e.g. --model DiT-XL/2")
+        raise ValueError("--model: Meta's .pt does not say which model it is; name it, e.g. --model DiT-XL/2")
     notes: list[str] = []
     weights = read_newest(path, notes=notes)
     if "lora" in weights.info or "config" not in weights.info:

@@ -24,7 +24,7 @@ def infer_config(state: dict[str, Tensor], name: str, path: Path, num_classes: i
         ValueError: the weights are another model's; the message names the model they fit, if any.
     """
     if is_video(name):
-        raise ValueError(f"{path} says nothing of the frames that --model {name} takes: give a checkpoint of OpenDiT")
+        raise ValueError(f"{path} says nothing of the frames that --model {name} takes; give a checkpoint of OpenDiT")
     dimensions = {"x_embedder.proj.weight": 4, "pos_embed": 3, LABELS: 2, "final_layer.linear.weight": 2}
     for key, number in dimensions.items():
         if key not in state:
@@ -58,8 +58,8 @@ def infer_config(state: dict[str, Tensor], name: str, path: Path, num_classes: i
     if (config.hidden_size, config.depth, config.patch_size) != (hidden, depth, patch):
         fits = [f"DiT-{k}/{patch}" for k, v in SIZES.items() if v[:2] == (hidden, depth)]
         raise ValueError(
-            f"--model {name} does not fit {path}: it holds {depth} blocks of width {hidden}, patch {patch}"
-            + (f"; use --model {fits[0]}" if fits else "")
+            f"--model {name}: does not fit {path}, which holds {depth} blocks of width {hidden}, patch {patch}; use "
+            f"{f'--model {fits[0]}' if fits else 'other weights'}"
         )
     return config
 

@@ -50,7 +50,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
             except Unloadable:
                 raise
             except ValueError as error:
-                raise Unloadable(f"--load: {error}") from error
+                raise Unloadable(f"--load: {error}; load another checkpoint") from error
 
         # Together, for the others would go on without a rank that can't.
         ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
@@ -96,10 +96,11 @@ def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: 
             found[prefix + name] = file, name
     for name, shape in shapes.items():
         if name not in found:
-            raise Unloadable(f"--load: {folder} does not fit this model: it has no {name}")
+            raise Unloadable(f"--load: {folder} does not fit this model, it has no {name}; load another checkpoint")
         file, stored = found[name]
         if file.shapes[stored] != shape:
             raise Unloadable(
-                f"--load: {folder} does not fit this model: {name} is {file.shapes[stored]} there and {shape} here"
+                f"--load: {folder} does not fit this model, {name} is {file.shapes[stored]} there and {shape} here; "
+                "load another checkpoint"
             )
     return found

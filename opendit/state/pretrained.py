@@ -296,7 +296,7 @@ def load_pretrained(
         config = weights.config
         if config is None:
             if name is None:
-                raise ValueError(f"{weights.path} does not say which model it is: name it with --model, e.g. DiT-XL/2")
+                raise ValueError(f"{weights.path} does not say which model it is; name it with --model, e.g. DiT-XL/2")
             weights.num_classes = num_classes or weights.num_classes
             config = infer_config(weights.state, name, weights.path, weights.num_classes)
         else:
@@ -323,14 +323,14 @@ def _divide(model: DiT, mesh: Mesh) -> Layout | None:
 def check_name(weights: Weights, name: str | None) -> None:
     """Raises ValueError if weights that say which model they are are of another one than ``name``."""
     if name is not None and weights.info["model"] != canonical_name(name):
-        raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of --model {name}")
+        raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of {name}; give its --model")
 
 
 def _base_of(added: Weights) -> Weights:
     """The weights that a checkpoint of --lora adds to."""
     base = Path(added.info["lora"]["base"])
     if not base.is_file():
-        raise ValueError(f"{added.path} adds to {base}, which is not there: give its new place to --ckpt, and --lora")
+        raise ValueError(f"{added.path} adds to {base}, which is not there; give its new place to --ckpt, and --lora")
     return read_weights(base)
 
 

@@ -102,7 +102,10 @@ def _open(asked: Components, training: MediaDataset) -> MediaDataset:
     ):
         theirs, ours = (getattr(each, what, None) for each in (found, training))
         if theirs != ours:
-            raise ValueError(f"--validate_path {path} has {name.format(_shown(theirs), _shown(ours))}")
+            raise ValueError(
+                f"--validate_path {path}: has {name.format(_shown(theirs), _shown(ours))}; give "
+                "samples like the training data"
+            )
     return found
 
 
@@ -124,7 +127,7 @@ def settle_captions(
         cached = getattr(dataset, "text_encoder", None)
         given = captions.text_encoder
         if cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached:
-            raise ValueError(f"--text_encoder {given}: {data_path} was made with {cached}")
+            raise ValueError(f"--text_encoder {given}: {data_path} was made with {cached}; leave it out, or give that")
         return replace(captions, text_encoder=given or cached or "bytes"), []
     notes, unused = [], {}
     for name in ("text_encoder", "cross_attention", "max_text_tokens"):
@@ -175,7 +178,7 @@ def plan_model(asked: Components, dataset: MediaDataset) -> ModelPlan:
     notes += idle_stages(asked.plugin.pipeline_schedule, pipeline, micro_batches)
     rank = asked.start.lora
     if rank is not None and rank >= config.hidden_size:
-        raise ValueError(f"--lora {rank}: a rank from 1 to below the width, {config.hidden_size}")
+        raise ValueError(f"--lora {rank}: out of range; give a rank from 1 to below the width, {config.hidden_size}")
     return ModelPlan(captions, objective, config, vae, notes)
 
 
@@ -217,7 +220,9 @@ def check_pretrained(
     Raises ValueError or FileNotFoundError if there are none that this model can start from."""
     weights = read_newest(pretrained, notes=notes, mesh=mesh)
     if "lora" in weights.info:
-        raise ValueError(f"--pretrained {pretrained} holds what --lora adds to {weights.info['lora']['base']}")
+        raise ValueError(
+            f"--pretrained {pretrained}: holds what --lora adds to {weights.info['lora']['base']}; give that"
+        )
     # What the file says, or what its shapes say of Meta's files.
     found = weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
     config = config if resumed else of_revision(config, model, found.revision)

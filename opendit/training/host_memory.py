@@ -39,7 +39,7 @@ def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
     needed, there = ranks * (needs.total + needs.host_total), host_memory()
     if needed > there:
         raise ValueError(
-            f"training needs about {needed / GIB:,.0f} GiB and this machine has {there / GIB:,.0f}: lower "
+            f"training needs about {needed / GIB:,.0f} GiB and this machine has {there / GIB:,.0f}; lower "
             "--image_size, --num_frames, --batch_size or --num_classes, or take a smaller --model"
         )
 
@@ -64,9 +64,9 @@ def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves
     fixes = [f"--offload {less}" for less in ("average", "none") if _host_total(config, setup, batch, less) < state]
     fixes += ["--no_save"] * (saves and ranks * state <= USABLE_OF_A_HOST * there) + ["more machines"]
     raise ValueError(
-        f"--offload {setup.offload} keeps {ranks * state / GIB:,.1f} GiB in host memory"
+        f"--offload {setup.offload}: keeps {ranks * state / GIB:,.1f} GiB in host memory"
         + (f", saves take {ranks * buffers / GIB:,.1f} more," if saves else "")
-        + f" and of the {there / GIB:,.1f} GiB of this machine {USABLE_OF_A_HOST:.0%} can be used: take "
+        + f" and of the {there / GIB:,.1f} GiB of this machine {USABLE_OF_A_HOST:.0%} can be used; take "
         + " or ".join(fixes)
     )
 

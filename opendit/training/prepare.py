@@ -311,7 +311,7 @@ def _lora(start: StartFlags, initial: Weights, resume: Checkpoint | None, notes:
         stored = Lora(**read_info(resume.model)["lora"])
         if (stored.rank, stored.alpha) != (lora.rank, lora.alpha):
             made = f"--lora {stored.rank} --lora_alpha {stored.alpha:g}"
-            raise ValueError(f"--load: {resume.folder} was made with {made}")
+            raise ValueError(f"--load: {resume.folder} was made with {made}; repeat that")
         if stored.base != lora.base and "pretrained" not in stored_fingerprint(resume.state):
             notes.append(f"--pretrained {lora.base}: the checkpoint was made for {stored.base}")
     return lora

@@ -29,14 +29,16 @@ def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective
             for key, value in found.to_dict().items()
             if value != config.to_dict()[key]
         ]
-        raise ValueError(f"--load: {folder} is a checkpoint of another model: {'; '.join(differences)}")
+        raise ValueError(
+            f"--load: {folder} is a checkpoint of another model ({', '.join(differences)}); give that model's flags"
+        )
     if not adds:
         _check_shapes(checkpoint, config)
     then = objective_from_dict(info.get("objective") or checkpoint.state.get("objective")).predicts
     if then != objective.predicts:
         flags = " ".join(f"--{name} {value}" for name, value in then.items())
         raise ValueError(
-            f"--load: the model in {folder} learned another objective: repeat its {flags}, or give it to --pretrained "
+            f"--load: the model in {folder} learned another objective; repeat its {flags}, or give it to --pretrained "
             "to start from its weights"
         )
     if not checkpoint.damaged:

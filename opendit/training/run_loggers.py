@@ -125,7 +125,7 @@ def check_loggers(names: list[str]) -> None:
     """Raises ValueError if a library of these is not installed."""
     for name in names:
         if importlib.util.find_spec(name) is None:
-            raise ValueError(f"--log_to {name} needs the package {name}: pip install {name}")
+            raise ValueError(f"--log_to {name}: needs the package {name}; pip install {name}")
 
 
 def _image(png: bytes):

@@ -17,6 +17,6 @@ def test_both_train_or_none(second, code):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stderr
     if code:
-        assert "--plugin nothing: must be one of" in done.stderr and not done.stdout
+        assert "--plugin nothing: not known; give one of" in done.stderr and not done.stdout
     else:
         assert "ratio " in done.stdout and ", of 2 from " in done.stdout

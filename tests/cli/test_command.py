@@ -38,7 +38,7 @@ def test_the_wheel_has_them():
         ([], 0, "usage: opendit COMMAND"),
         (["-h"], 0, "sample      draws pictures"),
         (["--version"], 0, f"opendit {__version__}"),
-        (["sampel"], 2, "opendit: error: 'sampel': no such command; did you mean sample?"),
+        (["sampel"], 2, "error: sampel: no such command; did you mean sample?"),
     ],
 )
 def test_what_it_says(argv, code, said, capsys):
@@ -52,20 +52,20 @@ def test_what_it_says(argv, code, said, capsys):
     ["train --lr nan", "sample --steps 3", "preprocess latents --no", "preprocess check nowhere --output x", "export",
      "models --world 0", "page --outputs nowhere", "evaluate --metrics x"],
 )  # fmt: skip
-def test_mistakes_name_the_command_as_it_was_started(argv, capsys):
+def test_mistakes_are_one_line(argv, capsys):
     try:
         code = command.main(argv.split())
     except SystemExit as stop:
         code = stop.code
     said = capsys.readouterr().err
-    assert code == 2 and said.startswith(f"opendit {argv.split()[0]}") and said.count("\n") == 1
+    assert code == 2 and said.startswith("error: ") and said.count("\n") == 1
     assert name_of("train.py") == "train.py"  # again
 
 
 def test_python_m_opendit_under_torchrun():
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "opendit"]
     done = subprocess.run([*start, "train", "--lr", "inf"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 and done.stderr.count("opendit train: error: --lr inf") == 1
+    assert done.returncode != 0 and done.stderr.count("error: --lr inf") == 1
 
 
 def test_programs_that_are_not_there(monkeypatch, tmp_path):

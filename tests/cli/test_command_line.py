@@ -26,26 +26,25 @@ def refused(argv: list[str], capsys) -> str:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--plugin", "zero3"], "--plugin zero3: must be one of zero2, gemini, ddp, fsdp; did you mean zero2?"),
-        (["--batch_size"], "--batch_size needs a value"),
-        (["--outputs", "--load", "latest"], "--outputs needs a value"),
-        (["--fp8=true"], "--fp8 takes no value: write --fp8, or --no_fp8"),
-        (["--fp8", "true"], "--fp8 takes no value, not true: write --fp8, or --no_fp8"),
-        (["--lr", "-1e-3"], "--lr -0.001: must be above 0"),
+        (["--plugin", "zero3"], "--plugin zero3: not known; give one of zero2, gemini, ddp, fsdp; did you mean zero2?"),
+        (["--batch_size"], "--batch_size: no value; give"),
+        (["--outputs", "--load", "latest"], "--outputs: no value; give"),
+        (["--fp8=true"], "--fp8: takes no value; write --fp8, or --no_fp8"),
+        (["--fp8", "true"], "--fp8 true: takes no value; write --fp8, or --no_fp8"),
+        (["--lr", "-1e-3"], "--lr -0.001: out of range; give a number above 0"),
         (["--batch_size", "64", "--batch_size", "0"], "--batch_size 0"),  # the last one holds
-        (["--image_size", "1000000"], "--image_size 1000000: must be from 1 to 16,384"),
-        (["--global_seed", str(2**70)], "must be from 0 to 9,223,372,036,854,775,807"),
-        (["--sample_steps", "5000"], "--sample_steps 5000: must be from 1 to 1,000"),
+        (["--image_size", "1000000"], "--image_size 1000000: out of range; give a whole number from 1 to 16,384"),
+        (["--global_seed", str(2**70)], "give a whole number from 0 to 9,223,372,036,854,775,807"),
+        (["--sample_steps", "5000"], "--sample_steps 5000: out of range; give a whole number from 1 to 1,000"),
         (["--num_workers", "250"], "--num_workers 250: this machine has"),
-        (["--pretrained", "nowhere"], "--pretrained nowhere doesn't exist"),
+        (["--pretrained", "nowhere"], "--pretrained nowhere: doesn't exist"),
         (["--data_path", "~nobody/at/all"], "--data_path ~nobody/at/all"),
         (["--model", "DiT-\nXL/2"], "--model DiT-\\nXL/2: no such model"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_fix(argv, message, capsys):
     said = refused(argv, capsys)
-    assert said.startswith("train.py: error: ") and message in said and said.count("\n") == 1
-    assert "train.py --help" in said
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
 
 
 def test_of_all_ranks_the_first_speaks(capsys, monkeypatch):
@@ -68,14 +67,14 @@ def test_under_torchrun_the_silent_rank_waits_for_the_one_that_speaks(rank, monk
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stop:
         train.main(["--lr", "inf"])
-    said = "--lr inf: must be above 0" in capsys.readouterr().err
+    said = "--lr inf: out of range; give a number above 0" in capsys.readouterr().err
     assert stop.value.code == 2 and said == (not waits) == (rank == "0")
 
 
 def test_two_processes_say_it_once():
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*start, "train.py", "--lr", "inf"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 and done.stderr.count("--lr inf: must be above 0") == 1
+    assert done.returncode != 0 and done.stderr.count("--lr inf: out of range; give a number above 0") == 1
     assert "Traceback" not in done.stderr.partition("--lr inf")[0]
 
 

@@ -87,7 +87,7 @@ def test_the_command_line_overrides_wherever_it_stands():
         (["--recipe", "LIST"], "did you mean list?"),
         (["--BATCH_SIZE", "3"], "--BATCH_SIZE: no such flag; did you mean --batch_size?"),
         (["--recipe", "digits", "--bach_size", "3"], "--bach_size: no such flag; did you mean --batch_size?"),
-        (["--recipe", "digits", "optim.lr=3"], "flags are written --name value; did you mean --lr 3?"),
+        (["--recipe", "digits", "optim.lr=3"], "no flag; did you mean --lr 3?"),
         (["--recipe", "digits", "fast"], "fast: a value without a flag"),
     ],
 )
@@ -153,12 +153,15 @@ def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, caps
     ("argv", "message"),
     [
         ("--image_size 10 --vae none --model DiT-Ti/4", "use 8"),
-        ("--recipe pretrain_xl --image_size 250", "--image_size 250 does not divide by 8 .* use 248"),
+        ("--recipe pretrain_xl --image_size 250", "--image_size 250: does not divide by 8 .* use 248"),
         ("--dry_run 4 --sequence_parallel_size 3", "does not divide the 4 processes"),
         ("--dry_run 3 --global_batch_size 64", "use 63"),
         ("--dry_run -1", "--dry_run -1"),
         ("--lora 4", "--pretrained"),
-        ("--recipe digits --lora 128 --pretrained nowhere", "--lora 128: a rank from 1 to below the width, 128"),
+        (
+            "--recipe digits --lora 128 --pretrained nowhere",
+            "--lora 128: out of range; give a rank from 1 to below the width, 128",
+        ),
         (
             "8 --recipe st_dit_xl_768p --sequence_parallel_size 4 --sequence_parallel_type ring",
             "stdit models have no attention to all tokens",
@@ -168,7 +171,7 @@ def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, caps
             "3 --recipe pretrain_xl --sequence_parallel_size 3 --sequence_parallel_type ulysses",
             "16 heads can't be shared out over 3 ranks that way; use ring or auto",
         ),
-        ("--adam_beta2 1", "--adam_beta2 1.0: must be at least 0 and below 1"),
+        ("--adam_beta2 1", "--adam_beta2 1.0: out of range; give a number at least 0 and below 1"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(argv, message, capsys):
@@ -190,7 +193,7 @@ def test_a_dry_run_compares_the_blocks_of_pretrained_weights(tmp_path, capsys):
     assert "DiT-Ti/2: " in dry_run(argv, capsys)
     with pytest.raises(SystemExit):
         dry_run([*argv, "--qk_norm"], capsys)
-    assert "has other blocks than this run's model: qk_norm False there, True here" in capsys.readouterr().err
+    assert "has other blocks than this run's model (qk_norm False there, True here)" in capsys.readouterr().err
     assert "isn't there: its blocks are not compared" in dry_run([*argv[:-1], str(tmp_path / "none")], capsys)
 
 

@@ -42,7 +42,7 @@ def test_too_short_a_clip(tmp_path):
         assert numbers(clip.pixels) == clip_window(20, frames, used, None) and clip.interval == used
         assert clip_window(20, frames, used + 1, None) is None  # the largest that fits
     assert clips.read_clip(str(path), 7, 3, 16, start=None, short_clips="interval").interval == 3  # 19 frames
-    with pytest.raises(ValueError, match="--short_clips longer must be one of skip, interval"):
+    with pytest.raises(ValueError, match="--short_clips longer: no such way; give one of skip, interval"):
         read_clip(str(path), 2, 1, 16, start=None, short_clips="longer")
 
 

@@ -90,7 +90,7 @@ def test_pictures_only(csv):
     assert [data.caption(row) for row in range(PICTURES)] == [f"a, picture{i}.png" for i in range(PICTURES)]
     assert "11 pictures with captions (14 clips left out: no --use_video), 3x16x16" in data.describe()
     clips = rewrite(csv, "clips.csv", lambda line: line if "mp4" in line else None)
-    with pytest.raises(ValueError, match="clips.csv holds clips only: add --use_video"):
+    with pytest.raises(ValueError, match="clips.csv: holds clips only; add --use_video"):
         CaptionedDataset(clips, 16, seed=0)
 
 
@@ -129,7 +129,7 @@ def test_short_clips_can_be_read_at_a_smaller_interval(csv):
     assert numbers(data.load(clip, False)) == clip_window(20, 16, 1, None) and data.shortened == 1
     with pytest.raises(ValueError, match="--short_clips both"):
         video(csv, short_clips="both")
-    with pytest.raises(ValueError, match="--frame_interval 0 must be positive"):
+    with pytest.raises(ValueError, match="--frame_interval 0: not positive"):
         video(csv, frame_interval=0)
 
 
@@ -220,7 +220,7 @@ def test_data_path(csv):
         build_dataset(str(csv.parent), 16, seed=1, use_video=True)
     with pytest.raises(ValueError, match="--use_video.*python preprocess.py demo"):
         build_dataset("digits", 16, seed=1, use_video=True)
-    with pytest.raises(FileNotFoundError, match="--data_path none.csv doesn't exist"):
+    with pytest.raises(FileNotFoundError, match="--data_path none.csv: doesn't exist"):
         build_dataset("none.csv", 16, seed=1)
 
 

@@ -78,9 +78,9 @@ def test_errors_name_the_flag_and_the_line(tmp_path, content, says):
 
 
 def test_other_encodings_and_missing_files(tmp_path):
-    with pytest.raises(ValueError, match="--data_path .* isn't UTF-8 .*save it as UTF-8"):
+    with pytest.raises(ValueError, match="--data_path .*: isn't UTF-8 .*save it as UTF-8"):
         read_csv(write(tmp_path, "a.mp4,Möwe\n", "latin-1"))
-    with pytest.raises(FileNotFoundError, match="--data_path .*none.csv doesn't exist"):
+    with pytest.raises(FileNotFoundError, match="--data_path .*none.csv: doesn't exist"):
         read_csv(tmp_path / "none.csv")
 
 

@@ -101,7 +101,7 @@ def test_mirroring_can_be_turned_off_or_left_out(pictures, codec, made, tmp_path
     make(pictures, codec, tmp_path, flips=False)
     plain = build_dataset(str(tmp_path), 16, seed=3)
     assert not plain.random_flip and torch.equal(plain[SampleKey(5, 0, 0)].x, data[SampleKey(5, 0, 0)].x)
-    with pytest.raises(ValueError, match="no mirrored latents.*--no_flip"):
+    with pytest.raises(ValueError, match="no mirrored latents.*--flip"):
         build_dataset(str(tmp_path), 16, seed=3, random_flip=True)
 
 
@@ -149,7 +149,7 @@ def test_other_settings_are_refused_and_nothing_is_touched(pictures, codec, made
         codec = VAECodec(codec.vae, name="small")
         codec.scaling_factor = 0.4
     options = dict(image_size=16, flips=True, batch_size=4, num_workers=0, shard_size=10)
-    with pytest.raises(ValueError, match=f"--output {made} holds latents of other settings .*there, .*now"):
+    with pytest.raises(ValueError, match=f"--output {made}: holds latents of other settings .*there, .*now"):
         make_latents(data, codec, made, **(options | change))
     assert contents(made) == before
 
@@ -238,5 +238,5 @@ def test_precision():
     assert pick_dtype("auto", torch.device("cpu")) == pick_dtype("fp32", torch.device("cpu")) == torch.float32
     assert pick_dtype("auto", torch.device("cuda")) == torch.float16
     assert pick_dtype("bf16", torch.device("cuda")) == torch.bfloat16
-    with pytest.raises(ValueError, match="--mixed_precision fp16 needs a GPU"):
+    with pytest.raises(ValueError, match="--mixed_precision fp16: needs a GPU"):
         pick_dtype("fp16", torch.device("cpu"))

@@ -139,6 +139,6 @@ def test_the_demo_is_balanced_the_same_again_and_resumed(tmp_path):
 
 def test_a_demo_of_other_settings_is_not_mixed_in(tmp_path):
     make_demo(tmp_path, clips=1, size=16, frames=2)
-    with pytest.raises(ValueError, match="--output .* holds a demo of other settings \\(size 16 there, 18 now\\)"):
+    with pytest.raises(ValueError, match="--output .*: holds a demo of other settings \\(size 16 there, 18 now\\)"):
         make_demo(tmp_path, clips=1, size=18, frames=2)
     assert json.loads((tmp_path / "demo.json").read_text())["size"] == 16

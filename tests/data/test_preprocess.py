@@ -133,16 +133,16 @@ def test_two_processes_make_what_one_makes(job, tmp_path):
 def test_mistakes_are_told_in_one_line(job, tmp_path, capsys):
     flags, _ = job
     for change, message in [
-        (["--data_path", "/no/such"], "--data_path /no/such doesn't exist"),
-        (["--vae", "none"], "--vae none has no latents to cache"),
+        (["--data_path", "/no/such"], "--data_path /no/such: doesn't exist"),
+        (["--vae", "none"], "--vae none: has no latents to cache"),
         (["--vae", str(tmp_path)], "--vae PATH"),
-        (["--image-size=33"], "--image_size 33 isn't a multiple of 2"),
+        (["--image-size=33"], "--image_size 33: no multiple of 2"),
         (["--mixed_precision", "fp16"], "needs a GPU"),
         (["--data_path", str(job[1])], "holds latents already"),
     ]:
         assert preprocess.main([*flags, "--output", str(tmp_path / "out"), *change]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("preprocess.py latents: error: ") and message in error, error
+        assert error.startswith("error: ") and message in error, error
     with pytest.raises(SystemExit) as stopped:
         preprocess.main([*flags, "--output", "x", "--batch_size", "0"])
     assert stopped.value.code == 2
@@ -177,7 +177,7 @@ def test_a_demo_is_made_listed_and_checked(tmp_path, capsys):
     assert "too small: 4 (" in capsys.readouterr().out
     assert preprocess.main([*flags, "--frame-interval=4"]) == 2  # 61 frames of 48
     output = capsys.readouterr()
-    assert "too short: 4 (" in output.out and "preprocess.py check: error: no row of" in output.err
+    assert "too short: 4 (" in output.out and "error: no row of" in output.err
 
 
 def test_a_demo_of_the_test_digits(tmp_path, capsys):
@@ -199,11 +199,11 @@ def test_mistakes_with_tables_are_told_in_one_line(tmp_path, capsys):
         (["ucf101", str(tmp_path / "no"), *output], "ROOT "),
         (["ucf101", str(tmp_path), *output], "holds no clips in folders of their classes"),
         (["folder", str(tmp_path), *output], "holds no clips or pictures"),
-        (["check", "/no/such.csv", *output], "CSV /no/such.csv doesn't exist"),
+        (["check", "/no/such.csv", *output], "CSV /no/such.csv: doesn't exist"),
     ]:
         assert preprocess.main(flags) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"preprocess.py {flags[0]}: error: ") and message in error, error
+        assert error.startswith("error: ") and message in error, error
     for flags in (["folder", "x"], ["check", "x", *output, "--min_size", "-1"], ["demo", "--clips", "0"]):
         with pytest.raises(SystemExit) as stopped:
             preprocess.main(flags)

@@ -13,19 +13,19 @@ from opendit.data.sources import latents
 @pytest.mark.parametrize(
     ("data_path", "says"),
     [
-        ("", "--data_path is empty; give a CSV of captioned media, an Energon folder or metadataset, a folder"),
-        ("  ", "--data_path is empty"),
-        ("digit", r"--data_path digit doesn't exist \(is digits meant\?\)"),
-        ("CIFAR-10", r"--data_path CIFAR-10 doesn't exist \(a torchvision data set is named by the folder"),
+        ("", "--data_path: empty; give a CSV of captioned media, an Energon folder or metadataset, a folder"),
+        ("  ", "--data_path: empty"),
+        ("digit", r"--data_path digit: doesn't exist \(is digits meant\?\)"),
+        ("CIFAR-10", r"--data_path CIFAR-10: doesn't exist \(a torchvision data set is named by the folder"),
         ("~nobody-at-all/pictures", "the home folder of that user is not known; write the path out"),
-        ("a\0b", r"--data_path a\\x00b can't be read \(embedded null"),
+        ("a\0b", r"--data_path a\\x00b: can't be read \(embedded null"),
         ("x" * 300, r"can't be read \(File name too long\)"),
-        ("pipe", "--data_path pipe is a named pipe; give a CSV"),
-        ("pipe.csv", "--data_path pipe.csv is a named pipe"),
-        ("/dev/zero", "--data_path /dev/zero is a device"),
-        ("socket", "--data_path socket is a socket"),
-        ("circle", "--data_path circle can't be read .Too many levels"),
-        ("cat.png", "--data_path cat.png is a picture; give the folder that it is in"),
+        ("pipe", "--data_path pipe: a named pipe; give a CSV"),
+        ("pipe.csv", "--data_path pipe.csv: a named pipe"),
+        ("/dev/zero", "--data_path /dev/zero: a device"),
+        ("socket", "--data_path socket: a socket"),
+        ("circle", "--data_path circle: can't be read .Too many levels"),
+        ("cat.png", "--data_path cat.png: is a picture; give the folder that it is in"),
         ("cat.mp4", "is a clip; give a CSV of clips: python preprocess.py folder"),
         ("data.zip", "is an archive; unpack it"),
         ("data.tsv", "is a file; captions come as a .csv of path,text"),
@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(resolve.os, "scandir", deny)  # tests may run as root, whom nothing is denied
-    with pytest.raises(ValueError, match=f"--data_path {tmp_path} can't be read .Permission denied.; allow it .chmod"):
+    with pytest.raises(ValueError, match=f"--data_path {tmp_path}: can't be read .Permission denied.; allow it .chmod"):
         build_dataset(str(tmp_path), 8, seed=0)
 
 

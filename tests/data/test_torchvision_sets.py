@@ -77,7 +77,7 @@ def test_cifar10_is_mirrored_by_default(tmp_path, unchecked):
 
 def test_a_damaged_cifar10_is_refused_unopened(tmp_path):
     fake_cifar10(tmp_path)  # its checksums are wrong, and a pickle with a wrong checksum must not be loaded
-    with pytest.raises(ValueError, match=r"--data_path .*cifar-10-batches-py: CIFAR-10 can't be read: .*corrupted"):
+    with pytest.raises(ValueError, match=r"--data_path .*cifar-10-batches-py: CIFAR-10 can't be read .*corrupted"):
         build_dataset(str(tmp_path), 32, seed=0)
 
 
@@ -96,7 +96,7 @@ def test_mnist_like_sets_keep_one_channel(tmp_path, name):
 def test_a_root_of_several_sets_asks_which(tmp_path):
     fake_mnist(tmp_path, "MNIST")
     fake_mnist(tmp_path, "FashionMNIST")
-    with pytest.raises(ValueError, match=r"several data sets: pass --data_path .*/MNIST/raw or .*/FashionMNIST/raw"):
+    with pytest.raises(ValueError, match=r"several data sets; pass --data_path .*/MNIST/raw or .*/FashionMNIST/raw"):
         build_dataset(str(tmp_path), 28, seed=0)
     assert "Fashion" in build_dataset(str(tmp_path / "FashionMNIST"), 28, seed=0).describe()
 
@@ -125,10 +125,10 @@ def test_svhn(tmp_path, unchecked):
 
 
 def test_paths_that_name_nothing(tmp_path):
-    with pytest.raises(FileNotFoundError, match="--data_path /no/such/place doesn't exist"):
+    with pytest.raises(FileNotFoundError, match="--data_path /no/such/place: doesn't exist"):
         build_dataset("/no/such/place", 32, seed=0)
     (tmp_path / "list.txt").write_text("-")
-    with pytest.raises(ValueError, match="--data_path .*list.txt is a file"):
+    with pytest.raises(ValueError, match="--data_path .*list.txt: is a file"):
         build_dataset(str(tmp_path / "list.txt"), 32, seed=0)
     with pytest.raises(ValueError, match="--image_size 0"):
         build_dataset("digits", 0, seed=0)

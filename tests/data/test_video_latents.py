@@ -204,14 +204,14 @@ def test_a_shard_may_be_empty(csv, codec, made, tmp_path):
 
 def test_reading_errors_name_the_flag_and_the_fix(csv, codec, made, tmp_path):
     for change, message in [
-        ({"use_video": False}, "holds latents of clips: add --use_video"),
-        ({"num_frames": 8}, "made at --num_frames 4, but this run has --num_frames 8: pass --num_frames 4"),
+        ({"use_video": False}, "holds latents of clips; add --use_video"),
+        ({"num_frames": 8}, "made at --num_frames 4, but this run has --num_frames 8; pass --num_frames 4"),
         ({"frame_interval": 1}, "made at --frame_interval 2, but"),
     ]:
         with pytest.raises(ValueError, match=message):
             build_dataset(str(made), 16, seed=0, **VIDEO | change)
     make(csv, codec.codec, tmp_path / "pictures", source=build_dataset(str(csv), 16, seed=0))
-    with pytest.raises(ValueError, match="holds latents of pictures: .* leave --use_video out"):
+    with pytest.raises(ValueError, match="holds latents of pictures; .* leave --use_video out"):
         build_dataset(str(tmp_path / "pictures"), 16, seed=0, **VIDEO)
     (tmp_path / "pictures" / "empty-caption.safetensors").unlink()
     with pytest.raises(ValueError, match="empty-caption.safetensors can't be read"):
@@ -240,14 +240,14 @@ def test_preprocess_encodes_a_csv(csv, vae, tmp_path, capsys, monkeypatch):
     assert "12 clips in 2 shards: train with --data_path" in capsys.readouterr().out
     assert build_dataset(str(tmp_path / "out"), 16, seed=0, **VIDEO).sample_shape == (8, FRAMES, 8, 8)
     for more, message in [
-        ([*clips, "--text_encoder", "bytes"], "--text_encoder bytes is trained with the model"),
+        ([*clips, "--text_encoder", "bytes"], "--text_encoder bytes: is trained with the model"),
         ([*clips, "--text_encoder", str(tmp_path / "none")], "--text_encoder"),
         (["--data_path", "digits", "--text_encoder", "clip"], "--data_path digits has no captions"),
-        ([*clips, "--image_size", "17"], "--image_size 17 isn't a multiple of 2"),
+        ([*clips, "--image_size", "17"], "--image_size 17: no multiple of 2"),
     ]:
         assert preprocess.main([*flags, *more]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("preprocess.py latents: error: ") and message in error, error
+        assert error.startswith("error: ") and message in error, error
 
 
 # ---------------------------------------------------------------- captions in shards

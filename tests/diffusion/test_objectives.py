@@ -63,13 +63,16 @@ def test_checkpoints_from_before_there_was_a_choice_load_and_resume_unnoted():
     ("stored", "message"),
     [
         ({"name": "edm2"}, "'edm2': this version knows ddpm, edm, flow"),
-        ({"name": "ddpm", "prediction": "x0"}, "--prediction x0: this version knows eps, v"),
-        ({"name": "ddpm", "min_snr": 0.0}, "--min_snr 0.0: must be a number above 0"),
-        ({"name": "ddpm", "shift": 0.0}, "--ddpm_shift 0.0: must be a number above 0"),
-        ({"name": "flow", "times_are": "beta"}, "--flow_times beta: this version knows uniform, logit_normal, mode"),
-        ({"name": "flow", "shift": -1.0}, "--flow_shift -1.0: must be a number above 0"),
-        ({"name": "edm", "std": 0.0}, "--edm_std 0.0: must be a number above 0"),
-        ({"name": "edm", "sigma_data": float("nan")}, "--edm_sigma_data nan: must be a number above 0"),
+        ({"name": "ddpm", "prediction": "x0"}, "--prediction x0: not known to this version; give one of eps, v"),
+        ({"name": "ddpm", "min_snr": 0.0}, "--min_snr 0.0: out of range; give a number above 0"),
+        ({"name": "ddpm", "shift": 0.0}, "--ddpm_shift 0.0: out of range; give a number above 0"),
+        (
+            {"name": "flow", "times_are": "beta"},
+            "--flow_times beta: not known to this version; give one of uniform, logit_normal, mode",
+        ),
+        ({"name": "flow", "shift": -1.0}, "--flow_shift -1.0: out of range; give a number above 0"),
+        ({"name": "edm", "std": 0.0}, "--edm_std 0.0: out of range; give a number above 0"),
+        ({"name": "edm", "sigma_data": float("nan")}, "--edm_sigma_data nan: out of range; give a number above 0"),
         ({"name": "edm", "rho": 7.0}, "edm has no rho: this version knows mean, std, sigma_data"),
     ],
 )
@@ -165,19 +168,19 @@ def test_training_follows_the_plain_loop_and_the_checkpoint_draws(argv, stored, 
     assert not np.array_equal(part, drawn[first]) and not np.array_equal(part, plain)
     with pytest.raises(SystemExit):
         draw(run, tmp_path, "wrong", "--sampler", "ddim" if stored["name"] == "edm" else "heun")
-    assert f"is sampled by {' or '.join(objective.samplers)}" in capsys.readouterr().err
+    assert f"; give {' or '.join(objective.samplers)}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--edm_mean", "0"], "--edm_mean belongs to --objective edm"),
-        (["--objective", "flow", "--edm_sigma_data", "1"], "--edm_sigma_data belongs to --objective edm"),
-        (["--objective", "edm", "--prediction", "v"], "--prediction belongs to --objective ddpm"),
-        (["--objective", "flow", "--min_snr", "5"], "--min_snr belongs to --objective ddpm"),
-        (["--objective", "edm", "--edm_std", "0"], "--edm_std 0.0: must be from"),
-        (["--min_snr", "-5"], "--min_snr -5.0: must be from"),
-        (["--objective", "flow", "--ddpm_shift", "2"], "--ddpm_shift belongs to --objective ddpm"),
+        (["--edm_mean", "0"], "--edm_mean: belongs to --objective edm"),
+        (["--objective", "flow", "--edm_sigma_data", "1"], "--edm_sigma_data: belongs to --objective edm"),
+        (["--objective", "edm", "--prediction", "v"], "--prediction: belongs to --objective ddpm"),
+        (["--objective", "flow", "--min_snr", "5"], "--min_snr: belongs to --objective ddpm"),
+        (["--objective", "edm", "--edm_std", "0"], "--edm_std 0.0: out of range; give a number from"),
+        (["--min_snr", "-5"], "--min_snr -5.0: out of range; give a number from"),
+        (["--objective", "flow", "--ddpm_shift", "2"], "--ddpm_shift: belongs to --objective ddpm"),
     ],
 )
 def test_flags_that_do_not_fit(argv, message, tmp_path):
@@ -188,7 +191,7 @@ def test_flags_that_do_not_fit(argv, message, tmp_path):
 @pytest.mark.parametrize("levels", [["1"], ["1", "2", "3"], ["2", "1"], ["nan", "1"]])
 def test_an_interval_is_two_levels(levels, tmp_path):
     flags = parse(SampleConfig, ["--cfg_interval", *levels, "--output", str(tmp_path)])
-    with pytest.raises(ValueError, match=f"--cfg_interval {' '.join(levels)}: takes two noise levels, LOW HIGH"):
+    with pytest.raises(ValueError, match=f"--cfg_interval {' '.join(levels)}: no two noise levels; give LOW HIGH"):
         flags.settled(1, False)
 
 

@@ -201,7 +201,9 @@ def test_a_path_that_is_no_encoder(clip, tmp_path):
 
 def test_lengths_that_do_not_fit(clip, t5):
     for tokens in (0, 1, 31):  # CLIP's begin and end take two
-        with pytest.raises(ValueError, match=f"--max_text_tokens {tokens}: --text_encoder .* takes 2 to 30"):
+        with pytest.raises(
+            ValueError, match=f"--max_text_tokens {tokens}: out of range of --text_encoder .*; give 2 to 30"
+        ):
             load_text_encoder(clip[0], device="cpu", max_tokens=tokens)
     assert load_text_encoder(clip[0], device="cpu", max_tokens=2).encode(["a b c", ""]).mask.all()
     with pytest.raises(ValueError, match="--max_text_tokens 0: .*at least 1"):
@@ -259,5 +261,7 @@ def test_a_length_that_does_not_fit_is_known_before_anything_is_loaded(tokens, t
     argv = f"--model DiT-Ti/2 --data_path mock --image_size 32 --text_encoder clip --max_text_tokens {tokens}".split()
     asked = Components(parse(TrainConfig, argv))
     dataset = open_data(asked.data, asked.captions, None, max_bad=0.05, seed=0)
-    with pytest.raises(ValueError, match=f"--max_text_tokens {tokens}: --text_encoder clip takes 2 to 77"):
+    with pytest.raises(
+        ValueError, match=f"--max_text_tokens {tokens}: out of range of --text_encoder clip; give 2 to 77"
+    ):
         plan_model(asked, dataset)

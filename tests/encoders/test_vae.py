@@ -158,7 +158,7 @@ def test_geometry_needs_no_weights(folder, tmp_path):
     assert codec_geometry("ema", 3) == codec_geometry("mse", 3) == (4, 8)
     codec = load_codec(str(folder), channels=3, device="cpu")
     assert (codec.latent_channels, codec.downscale) == (4, 4) and codec.latent_shape(32) == (4, 8, 8)
-    with pytest.raises(ValueError, match="--image_size 30 isn't a multiple of 4"):
+    with pytest.raises(ValueError, match="--image_size 30: no multiple of 4"):
         codec.latent_shape(30)
 
 

@@ -195,7 +195,7 @@ def test_what_is_no_digit_was_not_asked_for():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("--samples noise.npz --reference digits", "--reference digits is for --features digits; give both"),
+        ("--samples noise.npz --reference digits", "--reference digits: is for --features digits; give both"),
         ("--samples noise.npz --features digits --metrics accuracy", "--metrics accuracy: it needs --features digits"),
         ("--samples noise.npz --features digits --metrics fvd", "there are no features of clips"),
         ("--samples noise.npz --features digits --metrics direction", "clips whose directions are known"),

@@ -156,11 +156,11 @@ def test_clips_and_captions(tmp_path, no_ranks):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        ("--evaluate_samples 30", "--evaluate_samples does nothing without --evaluate_every"),
-        ("--ckpt_best fid", "--ckpt_best fid: it is a figure of samples: give --evaluate_every N"),
-        ("--evaluate_every 2 --evaluate_metrics kid", "--evaluate_metrics kid compares samples with others"),
-        ("--evaluate_every 2 --evaluate_reference {tmp}/nowhere", "--evaluate_reference .*/nowhere doesn't exist"),
-        ("--evaluate_every 2 --evaluate_reference digits", "--evaluate_reference digits is for --evaluate_features"),
+        ("--evaluate_samples 30", "--evaluate_samples: does nothing without --evaluate_every"),
+        ("--ckpt_best fid", "--ckpt_best fid: it is a figure of samples; give --evaluate_every N"),
+        ("--evaluate_every 2 --evaluate_metrics kid", "--evaluate_metrics kid: compares samples with others"),
+        ("--evaluate_every 2 --evaluate_reference {tmp}/nowhere", "--evaluate_reference .*/nowhere: doesn't exist"),
+        ("--evaluate_every 2 --evaluate_reference digits", "--evaluate_reference digits: is for --evaluate_features"),
         ("--evaluate_every 2 --evaluate_features digits --data_path mock", "mock"),
         ("--evaluate_every 2 --evaluate_features digits --evaluate_metrics is", "--evaluate_metrics is: "),
         ("--evaluate_every 2 --evaluate_features digits --ckpt_best fvd", "--ckpt_best fvd: --evaluate_every computes"),

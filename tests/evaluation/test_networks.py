@@ -182,7 +182,7 @@ def test_known_files_are_checked_by_name(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError) as missing:
         known_files.find_default(False, "--features")
     said = str(missing.value)
-    assert "Fetch https://github.com/mseitzer/pytorch-fid" in said and str(tmp_path / "hub" / "checkpoints") in said
+    assert "fetch https://github.com/mseitzer/pytorch-fid" in said and str(tmp_path / "hub" / "checkpoints") in said
     (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
     there = tmp_path / "hub" / "checkpoints" / "weights-inception-2015-12-05-6726825d.pth"
     there.touch()

@@ -113,10 +113,10 @@ def test_a_png_of_runs(capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("nowhere", "RUN nowhere doesn't exist"),
+        ("nowhere", "RUN nowhere: doesn't exist"),
         ("empty", "empty holds neither results.jsonl with figures nor log.jsonl of a run"),
         ("single", "there is nothing to draw"),
-        ("single --metrics kid", "--metrics kid: these runs have fid"),
+        ("single --metrics kid", "--metrics kid: not measured; these runs have fid"),
         ("single --output no/x.png", "--output no/x.png: its folder does not exist"),
         ("single --metric fid", "did you mean --metrics?"),
     ],
@@ -127,5 +127,5 @@ def test_mistakes_are_one_line(argv, said, capsys):
     with pytest.raises(SystemExit) as stop:
         command.main(["evaluate", "plot", *argv.split()])
     told = capsys.readouterr().err
-    assert stop.value.code == 2 and told.startswith("opendit evaluate plot: error: ") and told.count("\n") == 1
+    assert stop.value.code == 2 and told.startswith("error: ") and told.count("\n") == 1
     assert said in told

@@ -86,7 +86,7 @@ def test_flags_of_guidance_are_for_the_pairs_that_have_some():
         (2, 5, True),
     ]
     flags.settled(1, False)
-    with pytest.raises(ValueError, match="--cfg_channels does nothing with --cfg_scale 1"):
+    with pytest.raises(ValueError, match="--cfg_channels: does nothing with --cfg_scale 1"):
         parse(EvaluateConfig, words[:-1]).settled(1, False)
 
 

@@ -44,7 +44,7 @@ def test_the_other_half_of_guidance_sees_it(text, tmp_path):
     ("kind", "argv", "message"),
     [
         ("classes", ["--negative_prompt", "blurred"], "is conditioned on classes"),
-        ("words", ["--negative_prompt", "x", "--cfg_scale", "1"], "--negative_prompt does nothing with --cfg_scale 1"),
+        ("words", ["--negative_prompt", "x", "--cfg_scale", "1"], "--negative_prompt: does nothing with --cfg_scale 1"),
     ],
 )
 def test_refused_where_it_means_nothing(kind, argv, message, tmp_path, capsys):

@@ -122,7 +122,7 @@ def test_metas_weights(tmp_path, weights):
     model = randomised(DiT(config)).eval()
     torch.save(model.state_dict(), tmp_path / "metas--ckpt.pt")
     with pytest.raises(
-        ValueError, match="metas--ckpt.pt does not say which model it is: name it with model, e.g. DiT-XL/2"
+        ValueError, match="metas--ckpt.pt does not say which model it is; name it with model, e.g. DiT-XL/2"
     ):
         load(tmp_path / "metas--ckpt.pt")
     small_vae().save_pretrained(tmp_path / "vae")
@@ -230,7 +230,11 @@ def test_callback_sees_every_step_and_can_end_it(weights, capsys):
         ("classes", {"interval": (1, 2), "guidance": 1}, "interval does nothing with guidance 1"),
         ("classes", {"guidance_every": 2, "guidance": 1}, "guidance_every does nothing with guidance 1"),
         ("classes", {"guidance_every": 0}, "guidance_every 0: must be a whole number"),
-        ("classes", {"cache": "taylor"}, r"cache taylor: must be first_block\[:THRESHOLD\] or taylor:K\[:ORDER\]"),
+        (
+            "classes",
+            {"cache": "taylor"},
+            r"cache taylor: no such form; give first_block\[:THRESHOLD\] or taylor:K\[:ORDER\]",
+        ),
         ("classes", {"sampler": "heun"}, "sampler heun: this model was trained by objective ddpm"),
         ("classes", {"size": 16}, "size 16: .* draws 8 x 8; leave it out"),
         ("classes", {"size": (8, 4)}, r"size \(8, 4\)"),

@@ -268,7 +268,7 @@ def test_other_flags_are_told_and_lose_nothing(flags, differences, unfinished, c
         sample.main(argv(ckpt, unfinished, *flags.format(ckpt=ckpt.parent).split()))
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 2 and differences in line and "add --overwrite to drop what is there" in line
-    assert line.startswith(f"error: --output {unfinished} holds 22 of 22 samples of a job that did not end")
+    assert line.startswith(f"error: --output {unfinished}: holds 22 of 22 samples of a job that did not end")
     assert content(unfinished / FOLDER) | {path.name: b"" for path in unfinished.glob("*.png")} == before
 
 

@@ -93,13 +93,13 @@ def test_more_processes_than_samples(tmp_path, ckpt):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        ("--class_labels 1 5", "--class_labels 5: the model has labels 0 to 4"),
+        ("--class_labels 1 5", "--class_labels 5: no class of the model; give labels from 0 to 4"),
         ("--image_size 16", "draws 8 x 8"),
         ("--model DiT-S/2", "checkpoint of DiT-Ti/2"),
-        ("--num_sampling_steps 2000", "--num_sampling_steps 2000: must be from 1 to 1,000"),
+        ("--num_sampling_steps 2000", "--num_sampling_steps 2000: out of range; give a whole number from 1 to 1,000"),
         ("--mixed_precision fp16", "needs a GPU"),
         ("--npz {tmp}/no/such/s.npz", "--npz"),
-        ("--ckpt {tmp}/nowhere", "nowhere doesn't exist"),
+        ("--ckpt {tmp}/nowhere", "nowhere: doesn't exist"),
         ("--ckpt latest --outputs {tmp}", "no run with a checkpoint"),
         ("--vae {tmp}", "--vae"),
     ],
@@ -128,7 +128,7 @@ def test_frames_that_have_no_learned_positions(frames, frames_a_patch, tmp_path,
     )
     with pytest.raises(SystemExit) as stop:
         sample.main([*argv, str(known + frames_a_patch)])
-    message = f"--num_frames {known + frames_a_patch}: {path} has learned the positions of {known} at most"
+    message = f"--num_frames {known + frames_a_patch}: {path} has learned fewer positions; give {known} at most"
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 

@@ -297,30 +297,30 @@ def test_sample_py_writes_the_pictures_of_one_process(world, tmp_path, weights, 
 @pytest.mark.parametrize(
     "world,argv,message",
     [
-        (1, "--cfg_parallel", "--cfg_parallel needs a multiple of 2 processes and there is 1: start it with torchrun"),
-        (3, "--cfg_parallel", "--cfg_parallel needs a multiple of 2 processes and there are 3"),
+        (1, "--cfg_parallel", "--cfg_parallel: needs a multiple of 2 processes and there is 1; start it with torchrun"),
+        (3, "--cfg_parallel", "--cfg_parallel: needs a multiple of 2 processes and there are 3"),
         (
             6,
             "--cfg_parallel --sequence_parallel_size 2",
-            "--cfg_parallel with --sequence_parallel_size 2 needs a multiple of 4 processes and there are 6: start it "
+            "--cfg_parallel with --sequence_parallel_size 2: needs a multiple of 4 processes and there are 6; start it "
             "with torchrun --standalone --nproc_per_node=4, or leave --cfg_parallel out",
         ),
         (2, "--cfg_parallel --cfg_scale 1", "--cfg_parallel: --cfg_scale 1 is no guidance"),
-        (1, "--sequence_parallel_size 2", "--sequence_parallel_size 2 needs 2 processes and there is one"),
-        (4, "--sequence_parallel_size 3", "--sequence_parallel_size 3 does not divide the 4 processes"),
+        (1, "--sequence_parallel_size 2", "--sequence_parallel_size 2: needs 2 processes and there is one"),
+        (4, "--sequence_parallel_size 3", "--sequence_parallel_size 3: does not divide the 4 processes"),
         (
             6,
             "--cfg_parallel --tensor_parallel_size 2",
-            "--cfg_parallel with --tensor_parallel_size 2 needs a multiple of 4 processes and there are 6",
+            "--cfg_parallel with --tensor_parallel_size 2: needs a multiple of 4 processes and there are 6",
         ),
-        (2, "--tensor_parallel_size 2 --fp8", "--tensor_parallel_size 2 does not work with --fp8"),
+        (2, "--tensor_parallel_size 2 --fp8", "--tensor_parallel_size 2: does not work with --fp8"),
         (2, "--tensor_parallel_size 2 --cache first_block", "--tensor_parallel_size shares out; use taylor:3"),
-        (4, "--tensor_parallel_size 3", "--tensor_parallel_size 3 does not divide the 4 processes"),
-        (2, "--sequence_parallel_size 0", "--sequence_parallel_size 0: must be from 1 to"),
+        (4, "--tensor_parallel_size 3", "--tensor_parallel_size 3: does not divide the 4 processes"),
+        (2, "--sequence_parallel_size 0", "--sequence_parallel_size 0: out of range; give a whole number from 1 to"),
         (
             2,
             "--sequence_parallel_type ring",
-            "--sequence_parallel_type does nothing without --sequence_parallel_size above 1",
+            "--sequence_parallel_type: does nothing without --sequence_parallel_size above 1",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The tests of INTERPRETED need TRITON_INTERPRET=1 from before triton's import, which would also turn the kernels of
+"""The tests of interpreted.py need TRITON_INTERPRET=1 from before triton's import, which would also turn the kernels of
 every other test in the process into interpreted ones. So they run in processes of their own (test_interpreter.py), one
 for each tuple."""
 
@@ -7,30 +7,10 @@ import os
 
 import torch
 
+from tests.kernels.interpreted import FILES
+
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-INTERPRETED = (
-    ("test_operators.py",),
-    (  # those with ranks
-        "test_kernels_in_models.py",
-        "test_packed_models.py",
-        "test_fp8.py",
-        "test_fp8_sequence.py",
-        "test_recompute.py",
-        "test_fp8_shards.py",
-        "test_fp8_fsdp.py",
-        "test_tensor_parallel.py",
-    ),
-    (
-        "test_add_table.py",
-        "test_philox.py",
-        "test_sampling_step.py",
-        "test_short_attention.py",
-        "test_split_heads.py",
-        "test_exchange_heads.py",
-        "test_sum_parts.py",
-    ),
-)
-collect_ignore = [] if INTERPRETING else [name for names in INTERPRETED for name in names]
+collect_ignore = [] if INTERPRETING else sorted(FILES)
 
 
 def let_old_interpreters_loop() -> None:

@@ -1,4 +1,4 @@
-"""Runs conftest.INTERPRETED where Triton interprets kernels on the CPU. To see the cases one by one:
+"""Runs the files of interpreted.py where Triton interprets kernels on the CPU. To see the cases one by one:
 ``TRITON_INTERPRET=1 python -m pytest tests/kernels``."""
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendit.kernels.common import TRITON, interpreting
-from tests.kernels.conftest import INTERPRETED
+from tests.kernels.interpreted import INTERPRETED
 
 
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")

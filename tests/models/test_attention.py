@@ -74,7 +74,7 @@ def test_every_pair_of_channels_is_rotated():
         table = rotary_table(torch.ones(1, axes, dtype=torch.int64), head_dim)
         assert table.shape == (1, head_dim // 2, 2) and (table[..., 1] > 0).all()
     for head_dim, axes in ((9, 2), (4, 3)):
-        with pytest.raises(ValueError, match="--positions rope along"):
+        with pytest.raises(ValueError, match="--positions rope: a head size"):
             rotary_table(torch.ones(1, axes, dtype=torch.int64), head_dim)
 
 
@@ -126,5 +126,7 @@ def test_pairs_of_a_head_are_shared_by_the_axes(head, axes, shares):
 
 @pytest.mark.parametrize(("head", "axes"), [(7, 1), (9, 2), (2, 2), (4, 3)])
 def test_heads_too_small_or_odd_to_rotate(head, axes):
-    with pytest.raises(ValueError, match=f"along {axes} axes needs an even head size from {2 * axes} on, not {head}"):
+    with pytest.raises(
+        ValueError, match=f"a head size of {head} can't .* among {axes} axes; take an even one from {2 * axes}"
+    ):
         rotary_shares(head, axes)

@@ -32,10 +32,10 @@ def test_more_gpus_share_the_states(capsys):
     [
         (["DiT-XXL/2"], "did you mean DiT-XL/2"),
         (["--image_size", "250"], "don't divide by patch 2"),
-        (["--image_size", "0"], "--image_size 0: must be from 1 to "),
-        (["--num_frames", "0"], "--num_frames 0: must be from 1 to "),
-        (["--batch_size", "-4"], "--batch_size -4: must be from 1 to "),
-        (["--world", "0"], "--world 0: must be from 1 to "),
+        (["--image_size", "0"], "--image_size 0: out of range; give a whole number from 1 to "),
+        (["--num_frames", "0"], "--num_frames 0: out of range; give a whole number from 1 to "),
+        (["--batch_size", "-4"], "--batch_size -4: out of range; give a whole number from 1 to "),
+        (["--world", "0"], "--world 0: out of range; give a whole number from 1 to "),
     ],
 )
 def test_errors(argv, message, capsys):

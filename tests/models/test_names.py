@@ -190,10 +190,14 @@ def test_options_by_name():
     )  # fmt: skip
     assert build("EC-DiT-1B/2", num_classes=3, expert_capacity=4.0).expert_capacity == 4
     for name, options, message in (
-        ("DiT-S/2", {"full_attention": True}, "--full_attention is not for --model DiT-S/2; it is for ST-DiT"),
+        ("DiT-S/2", {"full_attention": True}, "--full_attention: is not for --model DiT-S/2; it is for ST-DiT"),
         ("ST-DiT-B/122", {"expert_capacity": 2.0}, "--expert_capacity is not for .* it is for EC-DiT"),
-        ("DiT-S/2", {"adaln_lora": 384}, "--adaln_lora 384: a rank from 1 to below the width, 384"),
-        ("DiT-S/2", {"positions": "alibi"}, "--positions alibi: choose one of sincos, learned, rope"),
+        ("DiT-S/2", {"adaln_lora": 384}, "--adaln_lora 384: out of range; give a rank from 1 to below the width, 384"),
+        (
+            "DiT-S/2",
+            {"positions": "alibi"},
+            "--positions alibi: no such positions; choose one of sincos, learned, rope",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             build(name, num_classes=3, **options)
@@ -209,9 +213,11 @@ def test_what_can_not_be_combined():
         build("EC-DiT-1B/2", num_classes=3).check_sequence_parallel(kind)
         build("DiT-S/2", num_classes=3, qk_norm=True, positions="rope", bias=False).check_sequence_parallel(kind)
     for name, options in (("EC-DiT-Ti/2", {}), ("MovieGen-Ti/2", {}), ("DiT-S/2", {"bias": False})):
-        with pytest.raises(ValueError, match="--fp8 does not work with"):
+        with pytest.raises(ValueError, match="--fp8: does not work with"):
             build(name, num_classes=3, **options).check_speed(True, "none")
-    with pytest.raises(ValueError, match="--recompute cheap does not work with moviegen models; use --grad_checkpoint"):
+    with pytest.raises(
+        ValueError, match="--recompute cheap: does not work with moviegen models; use --grad_checkpoint"
+    ):
         build("MovieGen-Ti/2", num_classes=3).check_speed(False, "cheap")
     build("DiT-S/2", num_classes=3, bias=False).check_speed(False, "cheap")
     build("ST-DiT-Ti/222", num_classes=3, qk_norm=True).check_speed(True, "none")

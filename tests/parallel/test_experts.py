@@ -150,9 +150,9 @@ def test_ranks_give_what_one_process_gives(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((2, 1, 1, 1, 1), "--expert_parallel_size 2 needs 2 processes and there is one"),
-        ((3, 1, 1, 1, 8), "--expert_parallel_size 3 does not divide the 8 processes; change it"),
-        ((8, 1, 1, 2, 8), "--expert_parallel_size 8 does not divide the 8 processes, .*_replicate makes 2 copies"),
+        ((2, 1, 1, 1, 1), "--expert_parallel_size 2: needs 2 processes and there is one"),
+        ((3, 1, 1, 1, 8), "--expert_parallel_size 3: does not divide the 8 processes; change it"),
+        ((8, 1, 1, 2, 8), "--expert_parallel_size 8: does not divide the 8 processes, .*_replicate makes 2 copies"),
         ((4, 1, 2, 1, 8), "--expert_parallel_size 4: the ranks of --tensor_parallel_size 2 divide the experts already"),
     ],
 )

@@ -62,7 +62,7 @@ def test_whose_figures_are_taken(tmp_path, monkeypatch):
     assert find_hardware(None, "NVIDIA A100")[0].name == "A100"  # the file is another card's
     assert find_hardware(None, None)[0] == H200  # of a plan without a GPU: only where it is named
     assert find_hardware(str(hardware.default_path()), None)[0] == mine
-    with pytest.raises(ValueError, match="--hardware V100: neither a file of .* nor one of H200, H100"):
+    with pytest.raises(ValueError, match="--hardware V100: neither a file .* or one of H200, H100"):
         find_hardware("V100", None)
 
 

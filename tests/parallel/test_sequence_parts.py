@@ -164,10 +164,10 @@ def test_a_recording_that_fails_in_a_layer_does_not_stop_the_next_one(monkeypatc
 @pytest.mark.parametrize(
     "size,world,message",
     [
-        (2, 1, "needs 2 processes and there is one: .*nproc_per_node=2"),
+        (2, 1, "needs 2 processes and there is one; .*nproc_per_node=2"),
         (2, 3, "does not divide the 3 processes"),
         (8, 4, "does not divide the 4 processes"),
-        (0, 4, "must be above 0"),
+        (0, 4, "out of range; give 1 or more"),
     ],
 )
 def test_sizes_that_do_not_fit_the_processes(size, world, message):
@@ -182,10 +182,10 @@ def test_train_answers_before_anything_is_made(tmp_path, no_ranks, capsys, monke
         "opendit.training.from_flags.build_dataset", lambda *args, **kwargs: pytest.fail("a data set was made")
     )
     for words, message in (
-        (["--sequence_parallel_size", "2"], "error: --sequence_parallel_size 2 needs 2 processes"),
+        (["--sequence_parallel_size", "2"], "error: --sequence_parallel_size 2: needs 2 processes"),
         (
             ["--sequence_parallel_type", "ring"],
-            "error: --sequence_parallel_type does nothing without --sequence_parallel_size",
+            "error: --sequence_parallel_type: does nothing without --sequence_parallel_size",
         ),
     ):
         with pytest.raises(SystemExit) as stop:

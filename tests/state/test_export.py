@@ -169,8 +169,8 @@ def test_what_can_be_seen_at_once_is_said_before_weights_are_read(folder, ckpt, 
     assert "folder of something else" in refusal("diffusers", *from_ckpt, folder / "full")
     assert "can't write there" in refusal("diffusers", *from_ckpt, folder / "full" / "else.txt")
     assert "doesn't exist" in refusal("meta", "--ckpt", folder / "nowhere", "--output", folder / "m.pt")
-    assert "--vae does nothing" in refusal("meta", *from_ckpt, folder / "m.pt", "--vae", "ema")
-    assert "--output '': must not be empty" in refusal("meta", *from_ckpt, "")
+    assert "--vae: does nothing" in refusal("meta", *from_ckpt, folder / "m.pt", "--vae", "ema")
+    assert "--output '': empty; give a name" in refusal("meta", *from_ckpt, "")
     assert "did you mean DiT-XL/2" in refusal("meta", *from_ckpt, folder / "m.pt", "--model", "DiT-XXL/2")
 
 

@@ -100,7 +100,7 @@ def test_sampling_without_a_null_class(tmp_path, no_ranks, capsys):
     assert drawn["arr_1"].tolist() == [3, 0] and (drawn["arr_0"][0] != drawn["arr_0"][1]).any()
     with pytest.raises(SystemExit):  # with a null class there are three classes
         sample.main([*given, "--cfg_scale", "1", "--class_labels", "3"])
-    assert "labels 0 to 2" in capsys.readouterr().err
+    assert "labels from 0 to 2" in capsys.readouterr().err
     sample.main([*given, "--class_labels", "2"])
     said = capsys.readouterr().out
     assert "the last of its 4 rows is taken for the null class" in said and "--num_classes 4" in said

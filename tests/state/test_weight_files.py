@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 import sample
 import train
-from opendit.export.__main__ import bytes_of, main
+from opendit.common.sizes import read_size
+from opendit.export.__main__ import main
 from opendit.state.pretrained import find_weights, load_pretrained, read_config
 from opendit.state.tensor_set import open_set
 from opendit.state.weight_files import shared_out, write_weights
@@ -99,11 +100,11 @@ def test_tensors_are_shared_out_as_by_huggingface_hub(most):
     assert sorted(map(sorted, shared_out(kinds, most))) == sorted(map(sorted, theirs.filename_to_tensors.values()))
 
 
-@pytest.mark.parametrize("size", ["", "5", "5gb", "5 GB", "0GB", "-1GB", "1.5GB", "GB", "5PB", "9999999999GB"])
+@pytest.mark.parametrize("size", ["", "5 GB", "0GB", "-1GB", "GB", "5PB", "9999999999GB"])
 def test_a_size_that_is_none_is_refused(size):
     with pytest.raises(ValueError, match="--max_shard_size"):
-        bytes_of(size, "--max_shard_size")
-    assert (bytes_of("5GB", ""), bytes_of("2GiB", ""), bytes_of("300MB", "")) == (5 * 10**9, 2**31, 3 * 10**8)
+        read_size(size, "--max_shard_size")
+    assert (read_size("5GB", ""), read_size("2GiB", ""), read_size("300MB", "")) == (5 * 10**9, 2**31, 3 * 10**8)
 
 
 BROKEN = {

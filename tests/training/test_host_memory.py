@@ -51,8 +51,8 @@ def test_offload_that_the_machine_has_no_room_for_is_refused(monkeypatch):
     assert checked("average", 5.01 * one) is None and checked("state", 7.01 * one) is None
     assert checked("state", 3.01 * one, saves=False) is None and checked("none", 0.1) is None
     said = checked("state", 6.9 * one)
-    assert said.startswith("--offload state keeps 3.8 GiB in host memory, saves take 5.0 more, and of the 10.8 GiB")
-    assert said.endswith("80% can be used: take --offload average or --offload none or --no_save or more machines")
+    assert said.startswith("--offload state: keeps 3.8 GiB in host memory, saves take 5.0 more, and of the 10.8 GiB")
+    assert said.endswith("80% can be used; take --offload average or --offload none or --no_save or more machines")
     said = checked("average", 0.9 * one, saves=False)
     assert said.endswith("take --offload none or more machines") and "saves" not in said
     assert "--no_save" not in checked("state", 2.9 * one)

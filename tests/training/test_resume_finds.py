@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_named_before_anything_is_changed(run, no_ranks, ca
     save_file({**whole, name: whole[name][1:].clone()}, first)
     assert f"{name} is (383, 128) there and (384, 128) here" in refused()
     first.unlink()
-    assert "does not fit this model: it has no exp_avg." in refused()
+    assert "does not fit this model, it has no exp_avg." in refused()
 
 
 def test_a_file_that_is_swapped_after_it_was_verified_is_not_read(run):

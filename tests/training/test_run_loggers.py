@@ -145,5 +145,5 @@ def test_a_broken_library_ends_no_run_and_changes_no_weight(libraries, tmp_path,
 def test_a_library_that_is_missing_is_named_before_any_work(tmp_path, no_ranks, capsys):
     with patch("importlib.util.find_spec", lambda name: None), pytest.raises(SystemExit):
         train.main([*FLAGS, "--log_to", "mlflow", "--outputs", str(tmp_path)])
-    assert "--log_to mlflow needs the package mlflow: pip install mlflow" in capsys.readouterr().err
+    assert "--log_to mlflow: needs the package mlflow; pip install mlflow" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())

@@ -82,8 +82,8 @@ def test_a_resume_keeps_what_the_network_predicts(tmp_path, no_ranks, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--flow_shift", "2"], "--flow_shift belongs to --objective flow"),
-        (["--objective", "flow", "--flow_shift", "0"], "--flow_shift 0.0: must be from 0.01"),
+        (["--flow_shift", "2"], "--flow_shift: belongs to --objective flow"),
+        (["--objective", "flow", "--flow_shift", "0"], "--flow_shift 0.0: out of range; give a number from 0.01"),
     ],
 )
 def test_flags_that_do_not_fit(argv, message, tmp_path, no_ranks, capsys):

@@ -110,7 +110,7 @@ def test_a_frozen_encoder_and_a_vae_live_and_from_cached_latents(clips, tmp_path
         ("--model vDiT-Ti/222", "add --use_video"),
         ("--use_video --model DiT-Ti/2", "clips need a vDiT"),
         ("--use_video --model vDiT-Ti/244 --num_frames 3", "--num_frames 3: 3 latent frames do not divide by the 2"),
-        ("--use_video --model vDiT-Ti/244 --image_size 18", "--image_size 18 does not divide by 4"),
+        ("--use_video --model vDiT-Ti/244 --image_size 18", "--image_size 18: does not divide by 4"),
         ("--use_video --model vDiT-Ti/244 --text_encoder {tmp}/none", "--text_encoder"),
         ("--use_video --model vDiT-Ti/244 --num_classes 3", "--num_classes"),
         ("--use_video --model vDiT-Ti/244 --data_path digits", "preprocess.py demo"),

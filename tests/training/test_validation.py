@@ -214,17 +214,20 @@ def test_quantiles_are_equal_shares_of_what_training_draws(objective):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        ("--validate_every 5", "--validate_every 5: say on which samples: --validate_path DATA, or --validate_share"),
-        ("--ckpt_best val_loss", "--ckpt_best val_loss: say on which samples"),
-        ("--ckpt_best fid --validate_share 0.1", "--ckpt_best fid: it is a figure of samples: give --evaluate_every N"),
+        (
+            "--validate_every 5",
+            "--validate_every 5: no samples to validate on; give --validate_path DATA, or --validate_share",
+        ),
+        ("--ckpt_best val_loss", "--ckpt_best val_loss: no samples to validate on"),
+        ("--ckpt_best fid --validate_share 0.1", "--ckpt_best fid: it is a figure of samples; give --evaluate_every N"),
         ("--validate_path digits --validate_share 0.1", "--validate_share: --validate_path names the samples already"),
         ("--validate_share 0.1 --no_save --ckpt_best val_loss", "--ckpt_best val_loss: --no_save keeps no checkpoint"),
         ("--validate_share 0.1 --data_path mock", "--data_path mock has random samples; use --validate_path mock"),
         ("--validate_share 0.9999", "--validate_share 0.9999: of 1,438 samples 1,438 are held out, and none is left"),
-        ("--validate_path {tmp}/nowhere", "--validate_path .*/nowhere doesn't exist"),
+        ("--validate_path {tmp}/nowhere", "--validate_path .*/nowhere: doesn't exist"),
         ("--validate_path {tmp}/pictures --data_path {tmp}/pictures --batch_size 1", "samples that are trained on"),
-        ("--validate_path {tmp}/pictures", "--validate_path .* has samples of shape 3x8x8 where .* have 1x8x8"),
-        ("--validate_path mock", "--validate_path mock has latents where --data_path has pixels"),
+        ("--validate_path {tmp}/pictures", "--validate_path .*: has samples of shape 3x8x8 where .* have 1x8x8"),
+        ("--validate_path mock", "--validate_path mock: has latents where --data_path has pixels"),
     ],
 )
 def test_errors_come_before_any_weight_is_made(argv, message, tmp_path, no_ranks, capsys, monkeypatch):
@@ -237,5 +240,5 @@ def test_errors_come_before_any_weight_is_made(argv, message, tmp_path, no_ranks
     with pytest.raises(SystemExit) as stop:
         train.main([*TINY, "--outputs", str(tmp_path / "out"), *given])
     error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code != 0 and error.startswith(("error: ", "train.py: error: "))
+    assert stop.value.code != 0 and error.startswith(("error: ", "error: "))
     assert re.search(message, error), error

@@ -98,7 +98,7 @@ class CookedDataset(ShardDataset):
         first = self._first()
         self._video = "video" in first
         if self._video and not self.use_video:
-            raise ValueError(f"{shown}: {FLAG} {name} gives clips: add --use_video")
+            raise ValueError(f"{shown}: {FLAG} {name} gives clips; add --use_video")
         self.conditioning = "text" if "caption" in first else "label"
         if "label" in first and not class_names:
             raise ValueError(f"{shown}: {FLAG} {name} gives labels; name the classes in class_names.json in the folder")
@@ -113,7 +113,7 @@ class CookedDataset(ShardDataset):
                 return self._cook(row)
             except BadSample as bad:
                 reason = reason or bad
-        raise ValueError(f"{self.shown}: {FLAG} {self.name} reads none of the first samples: {reason}")
+        raise ValueError(f"{self.shown}: {FLAG} {self.name} reads none of the first samples ({reason}); correct it")
 
     def _cook(self, row: int) -> dict[str, Any]:
         """image or video, and caption or label. Raises BadSample."""

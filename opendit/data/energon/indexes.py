@@ -32,7 +32,7 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
         try:
             places[path] = _place(path, prepared.plan, folder)
         except OSError as error:
-            raise ValueError(f"{shown}: {printable(path)} can't be read: {error.strerror}") from error
+            raise ValueError(f"{shown}: {printable(path)} can't be read ({error.strerror}); allow it") from error
     if any(not place.exists() for place in places.values()):
         try:
             with _alone(folder):  # of all ranks that start here

@@ -102,7 +102,7 @@ def _counts(meta: Path, shown: str) -> dict[str, int]:
         raise ValueError(f"{shown}: {path} has no shard_counts: {{TAR: SAMPLES}}; run energon prepare again")
     for name in counts:
         if name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"{shown}: {path} names {printable(name)}, which is not in the folder")
+            raise ValueError(f"{shown}: {path} names {printable(name)}, which is not in the folder; prepare it again")
     return counts
 
 
@@ -119,16 +119,18 @@ def _split(
     parts = content.get("split_parts") if isinstance(content, dict) else None
     excluded = content.get("exclude") or [] if isinstance(content, dict) else []
     if not isinstance(parts, dict) or not all(map(_are_names, [*parts.values(), excluded])):
-        raise ValueError(f"{shown}: {path} must be like split_parts: {{train: [TAR, ...]}}, exclude: [TAR or TAR/KEY]")
+        raise ValueError(
+            f"{shown}: {path} is no split; write split_parts: {{train: [TAR, ...]}}, exclude: [TAR or TAR/KEY]"
+        )
     chosen = next((name for name in splits if parts.get(name)), None)
     if chosen is None:
         there = ", ".join(name for name, tars in parts.items() if tars) or "none"
-        raise NoSuchSplit(f"{shown} has no split {' or '.join(splits)} in {path}; it has {there}")
+        raise NoSuchSplit(f"{shown}: has no split {' or '.join(splits)} in {path}; it has {there}")
     try:
         left_out = {name for pattern in excluded for name in expand_braces(pattern)}
         names = [name for pattern in parts[chosen] for name in expand_braces(pattern)]
     except ValueError as error:
-        raise ValueError(f"{shown}: {path}: {error}") from error
+        raise ValueError(f"{shown}: {error} in {path}; correct it") from error
     names = [name for name in names if name not in left_out]
     if unknown := [printable(name) for name in names if name not in counts]:
         raise ValueError(
@@ -136,9 +138,9 @@ def _split(
         )
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{shown}: {path} names {printable(twice)} twice in the split {chosen}")
+        raise ValueError(f"{shown}: {path} names {printable(twice)} twice in the split {chosen}; name it once")
     if not names:
-        raise ValueError(f"{shown}: every tar of the split {chosen} is excluded in {path}")
+        raise ValueError(f"{shown}: every tar of the split {chosen} is excluded in {path}; leave some")
     # TAR/KEY, both of which may have slashes.
     samples = {
         (tar, name[len(tar) + 1 :]) for name in left_out for tar in _prefixes(name) if tar in counts and tar != name
@@ -170,13 +172,17 @@ def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any
         )
     content = read_yaml(path, f"{shown}: {path}")
     if not isinstance(content, dict):
-        raise ValueError(f"{shown}: {path} must be like sample_type: ..., field_map: {{image: jpg, caption: txt}}")
+        raise ValueError(
+            f"{shown}: {path} is of another form; write sample_type: ..., field_map: {{image: jpg, caption: txt}}"
+        )
     if unknown := [key for key in content if key not in _KNOWN]:
         raise ValueError(f"{shown}: {path} has the unknown key {unknown[0]!r}; known here: {', '.join(_KNOWN)}")
     subflavors = content.get("subflavors") or {}
     parts = content.get("part_filter")
     if not isinstance(subflavors, dict) or not (parts is None or isinstance(parts, str) or _are_names(parts)):
-        raise ValueError(f"{shown}: {path}: subflavors must be names with values, part_filter a list of endings")
+        raise ValueError(
+            f"{shown}: {path} is of another form; subflavors are names with values, part_filter a list of endings"
+        )
     listed = tuple(parts) if isinstance(parts, list) else None
     if cooked:
         return Fields(exact=True, whole=True, parts=listed), subflavors
@@ -189,7 +195,9 @@ def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any
     if mapping is None and content.get("__class__") == _CRUDE:
         return Fields(exact=True, parts=listed), subflavors
     if not isinstance(mapping, dict) or not all(isinstance(v, str) for v in mapping.values()):
-        raise ValueError(f"{shown}: {path} needs a field_map like {{image: jpg, caption: txt}}, or give {COOKER}")
+        raise ValueError(
+            f"{shown}: {path} has no field_map; write one like {{image: jpg, caption: txt}}, or give {COOKER}"
+        )
     return _mapped(mapping, f"{shown}: {path}"), subflavors
 
 

@@ -110,7 +110,7 @@ class ShardDataset(MediaDataset):
 
     def _find_pictures(self) -> np.ndarray:
         if not self.pictures:
-            raise ValueError(f"{self.shown} holds clips only: add --use_video")
+            raise ValueError(f"{self.shown}: holds clips only; add --use_video")
         return np.flatnonzero(self._shapes() == PICTURE)
 
     def _shapes(self) -> np.ndarray:
@@ -316,12 +316,14 @@ def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:
             f"{shown}: {first.name} has {words[one]} and {second.name} {words[other]}; train on them one by one"
         )
     if not kinds:
-        raise DataError(f"{shown} holds no tars")
+        raise DataError(f"{shown}: holds no tars; give a folder of tars with their indexes")
     return "text" if "text" in kinds else "label"
 
 
 def _class_names(shown: str, headers, names: Sequence[str]) -> list[str]:
     count = max(1, *(header.num_classes for header in headers)) if headers else 1
     if names and len(names) < count:
-        raise ValueError(f"{shown}: class_names.json names {len(names):,} classes, the labels go to {count - 1:,}")
+        raise ValueError(
+            f"{shown}: class_names.json names {len(names):,} classes, the labels go to {count - 1:,}; name all"
+        )
     return list(names) or [str(label) for label in range(count)]

@@ -29,7 +29,10 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
     if left_out:
         print(f"left out {len(left_out):,} files: {name_few(left_out)}")
     if not entries:
-        raise DataError(f"--data_path {printable(data_path)}: no file of it can be packed")
+        raise DataError(
+            f"--data_path {printable(data_path)}: no file of it can be packed; preprocess.py check says "
+            "what is wrong with them"
+        )
     folder = Path(output)
     jobs = plan_jobs(entries, folder, shard_size)
     others = sorted({tar.name for tar in folder.glob("*.tar")} - {job.tar.name for job in jobs})

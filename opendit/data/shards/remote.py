@@ -29,7 +29,9 @@ def expand(address: str) -> list[str]:
         return [address]
     first, last = int(found[1]), int(found[2])
     if not first <= last < first + MOST_TARS:
-        raise ValueError(f"--data_path {printable(address)}: {found[0]} must go upwards, over at most {MOST_TARS:,}")
+        raise ValueError(
+            f"--data_path {printable(address)}: {found[0]} is no range; let it go upwards, over at most {MOST_TARS:,}"
+        )
     width = len(found[1]) if found[1].startswith("0") else 0
     ends = [f"{number:0{width}d}" for number in range(first, last + 1)]
     return [tar for end in ends for tar in expand(address[: found.start()] + end + address[found.end() :])]

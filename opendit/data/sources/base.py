@@ -51,4 +51,4 @@ class Request:
     def check_split(self) -> None:
         """Raises NoSplit for a split of a source that has none."""
         if self.split != "train":
-            raise NoSplit(f"{self.shown} has no split {self.split!r}: give the folder of that split instead")
+            raise NoSplit(f"{self.shown}: has no split {self.split!r}; give the folder of that split instead")

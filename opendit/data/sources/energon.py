@@ -131,7 +131,7 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
         if kept is None or len(kept):
             shards.append(IndexedTar(path, path, index, kept))
     if not shards:
-        raise ValueError(f"{shown}: no sample of its {total:,} is left by subset and exclude")
+        raise ValueError(f"{shown}: no sample of its {total:,} is left by subset and exclude; leave some")
     return shards
 
 

@@ -15,7 +15,7 @@ def open_source(asked: Request) -> LatentDataset | None:
     if read_index(asked.path) is None:
         if any(asked.path.glob("latents-*.safetensors")):
             raise ValueError(
-                f"{asked.shown} holds unfinished latents: run the preprocess.py command that made them again"
+                f"{asked.shown}: holds unfinished latents; run the preprocess.py command that made them again"
             )
         return None
     asked.check_split()

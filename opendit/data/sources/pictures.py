@@ -13,7 +13,7 @@ def open_source(asked: Request) -> FolderDataset | None:
         return None
     if asked.use_video:
         raise ValueError(
-            f"{asked.shown} is a folder; --use_video needs a CSV of clips. To make one of the clips in it "
+            f"{asked.shown}: is a folder; --use_video needs a CSV of clips: to make one of the clips in it "
             f"run: python preprocess.py folder {printable(asked.data_path)} --output videos.csv"
         )
     asked.check_split()

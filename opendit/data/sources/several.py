@@ -74,7 +74,9 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
         weights = [epochs * len(part) for epochs, part in zip(amounts, parts, strict=True)]
         epoch = int(sum(weights))
     if asked.energon_cooker and not any(is_prepared(Path(path)) for path in paths):
-        raise ValueError(f"--energon_cooker {asked.energon_cooker}: no source of {shown} was prepared by Energon")
+        raise ValueError(
+            f"--energon_cooker {asked.energon_cooker}: no source of {shown} was prepared by Energon; leave it out"
+        )
     return BlendedDataset(
         names,
         parts,

@@ -91,8 +91,7 @@ class Objective(ABC):
         """The sampler to use. Raises ValueError for one that can't draw from models of this objective."""
         if sampler is not None and sampler not in self.samplers:
             raise ValueError(
-                f"--sampler {sampler}: this model was trained by --objective {self.name}, which is sampled by "
-                f"{' or '.join(self.samplers)}"
+                f"--sampler {sampler}: not for a model of --objective {self.name}; give {' or '.join(self.samplers)}"
             )
         return sampler or self.samplers[0]
 
@@ -108,10 +107,10 @@ class Objective(ABC):
 def one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
     """Raises ValueError for a value of a flag that is none of those known."""
     if value not in known:
-        raise ValueError(f"{flag} {value}: this version knows {', '.join(known)}")
+        raise ValueError(f"{flag} {value}: not known to this version; give one of {', '.join(known)}")
 
 
 def above_0(flag: str, value: float) -> None:
     """Raises ValueError for a value of a flag that is no number above 0."""
     if not 0 < value < math.inf:
-        raise ValueError(f"{flag} {value}: must be a number above 0")
+        raise ValueError(f"{flag} {value}: out of range; give a number above 0")

@@ -149,7 +149,7 @@ class FlowObjective(Objective):
         if self.shift_tokens is None:
             return super().times(seed, step, index)
         if tokens is None:
-            raise ValueError("--flow_shift_tokens: how many tokens samples have must be known")
+            raise ValueError("--flow_shift_tokens: the samples' numbers of tokens are not known; give them")
         u = uniform(seed, step, index, Stream.TIMESTEP)
         shifts = torch.tensor([self._shift_of(m) for m in tokens], dtype=torch.float64)
         return shift_times(TIME_SAMPLING[self.times_are](u), shifts.to(u.device))
@@ -166,7 +166,7 @@ class FlowObjective(Objective):
 
     def _check_resolved(self) -> None:
         if self.shift_tokens is not None:
-            raise ValueError("--flow_shift_tokens: of which number of tokens? ask for_tokens first")
+            raise ValueError("--flow_shift_tokens: the number of tokens is not known; ask for_tokens first")
 
     def prepare(self, x0, t, noise):
         """x_t, 1000 t in float32, and the velocity to predict."""

@@ -125,7 +125,7 @@ def boost(
     elif plugin == "ddp":
         built = TorchDDPPlugin(broadcast_buffers=False, gradient_as_bucket_view=True)
     else:
-        raise ValueError(f"--plugin {plugin}: choose zero2, ddp or gemini")
+        raise ValueError(f"--plugin {plugin}: none of Colossal-AI's; choose zero2, ddp or gemini")
     if group is not None and plugin == "zero2":
         built.zero_optim_kwargs["dp_process_group"] = group
     elif group is not None:

@@ -43,7 +43,9 @@ def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> l
         ValueError: an unknown schedule, or one that can't be made of so many micro-batches.
     """
     if schedule not in PIPELINE_SCHEDULES:
-        raise ValueError(f"--pipeline_schedule {schedule}: choose one of {', '.join(PIPELINE_SCHEDULES)}")
+        raise ValueError(
+            f"--pipeline_schedule {schedule}: no such schedule; choose one of {', '.join(PIPELINE_SCHEDULES)}"
+        )
     chunks = chunks_of(schedule)
     check_micro_batches(schedule, ranks, micro_batches)
     forwards = list(_passes(True, chunks, ranks, micro_batches))
@@ -63,7 +65,7 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
     """Raises ValueError, which names the flags, unless the schedule can be made of so many micro-batches."""
     if chunks_of(schedule) > 1 and micro_batches % ranks:
         raise ValueError(
-            f"--pipeline_schedule {schedule} takes micro-batches in groups of --pipeline_parallel_size {ranks}, and "
+            f"--pipeline_schedule {schedule}: takes micro-batches in groups of --pipeline_parallel_size {ranks}, and "
             f"--grad_accumulation {micro_batches} does not divide by it; use "
             f"{max(ranks, round(micro_batches / ranks) * ranks)}, or 1f1b"
         )

@@ -165,7 +165,7 @@ def make_plan(
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:
-        raise ValueError(f"--sequence_parallel_type {kind}: choose one of {', '.join(SEQUENCE_TYPES)}")
+        raise ValueError(f"--sequence_parallel_type {kind}: no such type; choose one of {', '.join(SEQUENCE_TYPES)}")
     if shape.types == (AXIAL,):
         if kind != "auto":
             why = "this model attends along the axes of a grid only, not to all tokens"

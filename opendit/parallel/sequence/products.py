@@ -68,7 +68,7 @@ class Float8Products(Products):
         made = weight_in_float8(weight, None if group is None else lambda rows: own_rows(rows, group))
         if made.data.shape[0] % 16 or made.data.shape[1] % 16:
             rows = f"{tuple(made.data.shape)}, of the heads of one rank"
-            raise ValueError(f"--fp8 needs widths that are multiples of 16, not a weight of {rows}")
+            raise ValueError(f"--fp8: a weight of {rows} has a width that is no multiple of 16; leave it out")
         return made.data, made.descale
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:

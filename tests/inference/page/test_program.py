@@ -51,7 +51,7 @@ def test_a_password_where_others_can_come(tmp_path, monkeypatch):
         ("--ckpt nowhere", "--ckpt nowhere"),
         ("--vae nowhere", "--vae"),
         ("--password short", "at least 8 characters"),
-        ("--port 65536", "--port 65536: must be from 0 to 65,535"),
+        ("--port 65536", "--port 65536: out of range; give a whole number from 0 to 65,535"),
         ("--host 300.1.1.1 --password long-enough", "--host 300.1.1.1 --port 7860"),
         ("--most_samples 0", "--most_samples"),
     ],

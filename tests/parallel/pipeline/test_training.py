@@ -46,8 +46,8 @@ def test_train_py_gives_the_single_process_curve_and_goes_on_without(tmp_path):
 @pytest.mark.parametrize(
     "argv,message",
     [
-        ("4 --pipeline_parallel_size 3", "--pipeline_parallel_size 3 does not divide the 4 processes"),
-        ("4 --pipeline_parallel_size 2 --tensor_parallel_size 4", "2 with --tensor_parallel_size 4 does not divide"),
+        ("4 --pipeline_parallel_size 3", "--pipeline_parallel_size 3: does not divide the 4 processes"),
+        ("4 --pipeline_parallel_size 2 --tensor_parallel_size 4", "2 with --tensor_parallel_size 4: does not divide"),
         ("4 --pipeline_parallel_size 2 --plugin gemini", "does not work with --plugin gemini"),
         ("4 --pipeline_parallel_size 2 --lora 2 --pretrained x", "does not work with --lora"),
         ("4 --pipeline_parallel_size 2 --checkpoint_format whole", "does not work with --checkpoint_format whole"),

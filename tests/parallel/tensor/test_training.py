@@ -66,7 +66,7 @@ def drawn_in(outputs: Path, step: int) -> np.ndarray:
     "argv,message",
     [
         ("4 --tensor_parallel_size 3", "does not divide the 4 processes"),
-        ("4 --tensor_parallel_size 2 --sequence_parallel_size 4", "with --sequence_parallel_size 4 does not divide"),
+        ("4 --tensor_parallel_size 2 --sequence_parallel_size 4", "with --sequence_parallel_size 4: does not divide"),
         ("4 --tensor_parallel_size 2 --plugin gemini", "does not work with --plugin gemini"),
         ("4 --tensor_parallel_size 2 --fp8", "does not work with --fp8"),
         ("4 --tensor_parallel_size 2 --compile", "does not work with --compile"),

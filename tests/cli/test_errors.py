@@ -1,0 +1,205 @@
+"""One shape of every error that a user can meet: ``error: --flag value: what is wrong; what to do``.
+
+All texts of exceptions in the source are walked: those that name a flag have the shape as far as it can be seen there.
+And real commands, with the line that each prints.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opendit.cli import command, console
+from tests.cli.test_light import ROOT
+
+SOURCES = [*sorted((ROOT / "opendit").rglob("*.py")), *(ROOT / f"{name}.py" for name in command.SCRIPTS)]
+# A flag, perhaps with its value, a colon, what is wrong, a semicolon, what to do; braces stand for what is filled in.
+NAMED = re.compile(r"(--\w*(\{\}\w*)*|\{flag\w*\})[^:;]*: \S.*; \S.*[^.]", re.DOTALL)
+# Texts that begin with something else but say which flag helps: what is wrong, a semicolon, what to do.
+HELPED = re.compile(r"[^;]*\S; \S.*[^.]", re.DOTALL)
+FLAG = re.compile(r"--[a-z]")
+# A flag in front of another exception's text, or of one that a function makes: what they say can't be seen here.
+PASSED_ON = re.compile(r"(--\w*(\{\})?|\{flag\w*\})( [\w{}]+)?:( is)? \{\}")
+WAITING = {
+    (f"opendit/models/{name}.py", "--positions learned: {} patches, but positions for {}") for name in ("dit", "packs")
+}
+
+
+def template(node: ast.expr) -> str | None:
+    """A text with {} for what is filled in, {flag} for a variable that holds one; None if it can't be seen."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_part(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = template(node.left), template(node.right)
+        return None if left is None and right is None else f"{'{}' if left is None else left}{right or '{}'}"
+    return None
+
+
+def _part(part: ast.expr) -> str:
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    value = part.value
+    named = ast.unparse(value).rpartition(".")[2] in ("flag", "flag_name", "shown")
+    return "{flag}" if named else "{}"
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """(line, template) of every exception that is raised with a text, both branches of a conditional one."""
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args):
+            continue
+        first = node.exc.args[0]
+        for branch in (first.body, first.orelse) if isinstance(first, ast.IfExp) else (first,):
+            if (text := template(branch)) is not None:
+                yield node.lineno, text
+
+
+def fits(text: str) -> bool:
+    """Whether a text that names no flag, or one that does, is as it should be."""
+    if text.startswith(("--", "{flag}")):
+        return bool(NAMED.fullmatch(text) or PASSED_ON.fullmatch(text))
+    return not FLAG.search(text) or HELPED.fullmatch(text) is not None
+
+
+def test_every_text_that_names_a_flag_has_the_shape():
+    found, wrong = [], []
+    for path in SOURCES:
+        name = str(path.relative_to(ROOT))
+        for line, text in texts(path.read_text(encoding="utf-8")):
+            found.append((name, text))
+            if not fits(text) and (name, text) not in WAITING:
+                wrong.append(f"{name}:{line}: {text}")
+    assert not wrong, "should be '--flag value: what is wrong; what to do':\n" + "\n".join(wrong)
+    assert WAITING <= set(found) and sum(FLAG.search(text) is not None for _, text in found) > 150
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("--lr {}: out of range; give a number above 0", True),
+        ("{flag} {}: doesn't exist; give {}", True),
+        ("--{}: does nothing without --lora; add that, or leave it out", True),
+        ("{} is a folder; give --output another place", True),
+        ("a shape of {}", True),  # no flag's
+        ("--lr {} must be above 0", False),
+        ("--lr {}: must be above 0", False),
+        ("--lr {} is wrong; give another", False),
+        ("--lr {}: out of range; give another.", False),
+        ("the loss is not finite: lower --lr", False),
+    ],
+)
+def test_the_check_tells_good_from_bad(text, good):
+    assert fits(text) == good
+    assert [text for _, text in texts(f"raise ValueError({text!r} if x else f'--a {{b}}')")] == [text, "--a {}"]
+
+
+# Command line -> the line, after "error: ".
+LINES = {
+    "train --lr nan": "--lr nan: out of range; give a number above 0 and at most 1e+38",
+    "train --lr abc": "--lr abc: no number; give a number above 0 and at most 1e+38",
+    "train --batch_size 1.5": "--batch_size 1.5: no whole number; give a whole number from 1 to 65,536",
+    "train --plugin zero3": "--plugin zero3: not known; give one of zero2, gemini, ddp, fsdp; did you mean zero2?",
+    "train --bacth_size 4": (
+        "--bacth_size: no such flag; did you mean --batch_size? (opendit train --help all shows all)"
+    ),
+    "train --batch-size": "--batch_size: no value; give a whole number from 1 to 65,536",
+    "train --outputs": "--outputs: no value; give --outputs FOLDER",
+    "train --outputs ''": "--outputs '': empty; give a name",
+    "train --fp8 yes": "--fp8 yes: takes no value; write --fp8, or --no_fp8",
+    "train --no_fp8=1": "--no_fp8: takes no value; write --no_fp8",
+    "train optim.lr=1e-4": "optim.lr=1e-4: no flag; did you mean --lr 1e-4? (opendit train --help all shows all)",
+    "train 4": "4: a value without a flag; write --name value (opendit train --help all shows all)",
+    "train --recipe digit": "--recipe digit: no such recipe; did you mean digits? (--recipe list shows all)",
+    "train --vae emma": "--vae emma: doesn't exist; did you mean ema? Or give ema, mse, none or a folder with a VAE",
+    "train --data_path digit": (
+        "--data_path digit: doesn't exist; did you mean digits? Or give digits, or a folder or CSV that does"
+    ),
+    "train --data_path picturs": (
+        "--data_path picturs: doesn't exist; did you mean pictures? Or give digits, or a folder or CSV that does"
+    ),
+    "train --lora_alpha 3": "--lora_alpha: does nothing without --lora; add that, or leave it out",
+    "train --lora 4": "--lora: adds to trained weights; say which with --pretrained",
+    "train --use_video": "--use_video: --model DiT-XL/2 takes pictures; clips need a vDiT, e.g. vDiT-XL/222",
+    "train --model vDiT-S/222": "--model vDiT-S/222: takes clips; add --use_video",
+    "train --sequence_parallel_size 2": (
+        "--sequence_parallel_size 2: needs 2 processes and there is one; start it with torchrun --standalone "
+        "--nproc_per_node=2, or leave the flag out"
+    ),
+    "train --ema_decay 0.9 0.9": "--ema_decay 0.9 0.9: a decay is given twice; give each once",
+    "train --load nowhere": "--load nowhere: doesn't exist; give latest, a run folder or a checkpoint folder",
+    "train --help optimiser": "--help optimiser: no such heading or flag; did you mean optimizer?",
+    "sample --ckpt nowhere": (
+        "--ckpt nowhere: doesn't exist; give a .safetensors or .pt file, a checkpoint folder or a run "
+        "folder, or a pipeline"
+    ),
+    "sample --ckpt pictures": (
+        "--ckpt pictures: no checkpoint there; give a .safetensors or .pt file, a checkpoint folder or a run "
+        "folder, or a pipeline"
+    ),
+    "sample --cfg_interval 3 1": "--cfg_interval 3 1: no two noise levels; give LOW HIGH with 0 <= LOW < HIGH",
+    "sample --cfg_parallel --cfg_scale 1": (
+        "--cfg_parallel: --cfg_scale 1 is no guidance and has one half; leave one of them out"
+    ),
+    "sample --cache tailor:3": (
+        "--cache tailor:3: no such form; give first_block[:THRESHOLD] or taylor:K[:ORDER], as taylor:3"
+    ),
+    "sample --npz pictures": "--npz pictures: is a folder; name a file in it",
+    "evaluate --metrics fidd": (
+        "--metrics fidd: not known; give one of fid, sfid, is, pr, kid, fvd, motion, accuracy, direction, "
+        "copies, clip_score; did you mean fid?"
+    ),
+    "evaluate --metrics fid": "--metrics fid: compares samples with others; give --reference PATH",
+    "evaluate --samples pictures --batch_size 3": "--batch_size: does nothing with --samples; leave one of them out",
+    "evaluate plot nowhere": "RUN nowhere: doesn't exist; give a run, the folder of an evaluation, or a results.jsonl",
+    "preprocess latent": "latent: no such command; did you mean latents?",
+    "preprocess latents --output x": "--data_path: missing; give --data_path PATH",
+    "preprocess latents --data_path digits --output x --vae none": (
+        "--vae none: has no latents to cache; train on the pictures themselves"
+    ),
+    "preprocess check nowhere --output x": "CSV nowhere: doesn't exist; give a CSV of path,text",
+    "preprocess shards --data_path pictures --output x --shard_size 3XB": (
+        "--shard_size 3XB: no size; give one such as 200MB or 1GB"
+    ),
+    "export difusers --ckpt x --output y": (
+        "FORMAT difusers: not known; give one of diffusers, meta, opendit; did you mean diffusers?"
+    ),
+    "export meta --output y": "--ckpt: missing; give --ckpt PATH",
+    "export opendit --ckpt pictures/a.pt --output y": "--output y: OpenDiT's weights are a .safetensors file; name one",
+    "models DiT-XL/3": None,  # too long for this table
+    "models --world 0": "--world 0: out of range; give a whole number from 1 to 1,048,576",
+    "page --outputs nowhere": "--outputs nowhere: no such folder; name the one that train.py wrote its runs to",
+    "links --gpus_per_node 0": "--gpus_per_node 0: out of range; give a whole number from 1 to 4,096",
+    "completion fish": "SHELL fish: not known; give one of bash, zsh, tcsh; did you mean zsh?",
+    "sampel": "sampel: no such command; did you mean sample?",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_line_of_a_real_command(line, tmp_path, monkeypatch, capsys, no_ranks):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.pt").touch()
+    words = [word.strip("'") for word in line.split()]
+    try:
+        code = command.main(words)
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith("error: ") and said.count("\n") == 1
+    assert LINES[line] is None or said == f"error: {LINES[line]}\n"
+    assert re.fullmatch(r"error: \S.*?: \S.*; \S.*[^.]\n", said)
+    assert console.name_of("train.py") == "train.py"
+
+
+def test_errors_are_said_through_one_door():
+    """Nobody else writes ``error:`` in front of a line, but the supervisor of several ranks, below this floor."""
+    others = {
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if re.search(r"""f?["'](\\n)?(\{[^"']*\})?error: """, Path(path).read_text(encoding="utf-8"))
+    }
+    assert others == {"opendit/cli/errors.py", "opendit/parallel/supervisor.py"}

@@ -1,0 +1,26 @@
+"""The tests that run in Triton's interpreter: in processes of their own, one for each tuple (test_interpreter.py)."""
+
+INTERPRETED = (
+    ("test_operators.py",),
+    (  # those with ranks
+        "test_kernels_in_models.py",
+        "test_packed_models.py",
+        "test_fp8.py",
+        "test_fp8_sequence.py",
+        "test_recompute.py",
+        "test_fp8_shards.py",
+        "test_fp8_fsdp.py",
+        "test_tensor_parallel.py",
+    ),
+    (
+        "test_add_table.py",
+        "test_philox.py",
+        "test_sampling_step.py",
+        "test_short_attention.py",
+        "test_split_heads.py",
+        "test_exchange_heads.py",
+        "test_sum_parts.py",
+    ),
+)
+FILES = frozenset(name for names in INTERPRETED for name in names)
+RUNNER = "test_interpreter.py"

@@ -1,0 +1,81 @@
+"""Which groups a test belongs to, found out from where it lies, what it uses and how long its file was seen to take.
+
+gpu          lies in tests/gpu
+browser      looks at the page with Chromium
+ranks        starts several processes that meet as ranks
+interpreter  runs kernels in Triton's interpreter
+fast         none of these, and in a file of fast.txt, which tests/choose_fast.py writes
+
+pyproject.toml declares them; ``pytest -m fast``, ``pytest -m "not ranks"``.
+"""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+HERE = Path(__file__).parent
+FAST = HERE / "fast.txt"
+SLOW = ("gpu", "browser", "ranks", "interpreter")
+FIXTURES = {"chromium": "browser", "start": "ranks"}  # what uses one of these, also by way of another fixture
+STARTERS = {("tests.ranks", "run_ranks"), ("tests.ranks", "context")}
+LAUNCHER = "torch.distributed.run"  # torchrun's module, in a command line
+
+
+def fast_files() -> frozenset[str]:
+    """The files of the group ``fast``, as paths below tests/."""
+    lines = FAST.read_text(encoding="utf-8").splitlines() if FAST.exists() else []
+    return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
+def groups_of(path: Path, function: Any, fixtures: list[str], interpreted: bool, fast: frozenset[str]) -> set[str]:
+    """The names of the markers of one test.
+
+    path: its file. fixtures: all that it uses. interpreted: whether its file is run in Triton's interpreter, or it runs
+    such files. fast: :func:`fast_files`.
+    """
+    inside = path.relative_to(HERE)
+    found = {FIXTURES[name] for name in fixtures if name in FIXTURES}
+    if inside.parts[0] == "gpu":
+        found.add("gpu")
+    if interpreted:
+        found.add("interpreter")
+    module = inspect.getmodule(function)
+    used = [function, *(getattr(module, name) for name in fixtures if hasattr(module, name))]
+    if any(starts_ranks(inspect.unwrap(each), set()) for each in used):
+        found.add("ranks")
+    if inside.as_posix() in fast and not found:
+        found.add("fast")
+    return found
+
+
+def starts_ranks(function: Any, seen: set[int]) -> bool:
+    """Whether a function of the tests, or one of the tests that it names, starts ranks."""
+    if id(function) in seen:
+        return False
+    seen.add(id(function))
+    if (getattr(function, "__module__", None), getattr(function, "__qualname__", None)) in STARTERS:
+        return True
+    if inspect.isclass(function):
+        return any(starts_ranks(each, seen) for each in vars(function).values() if inspect.isfunction(each))
+    if not inspect.isfunction(function):
+        return False
+    for code in _codes(function.__code__):
+        if LAUNCHER in code.co_consts or any(LAUNCHER in each for each in code.co_consts if isinstance(each, tuple)):
+            return True
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, (list, tuple)) and LAUNCHER in value:
+                return True
+            if (getattr(value, "__module__", None) or "").startswith("tests.") and starts_ranks(value, seen):
+                return True
+    return False
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions in it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
