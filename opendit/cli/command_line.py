@@ -103,6 +103,11 @@ def value_of(item: dataclasses.Field) -> Value | None:
     return None if kind is bool else Value(kind, **item.metadata["bounds"])
 
 
+def default_of(item: dataclasses.Field) -> Any:
+    """A flag's default; a new list of one that takes several values."""
+    return item.default_factory() if item.default is dataclasses.MISSING else item.default
+
+
 def check_values(config) -> None:
     """Raises ValueError for the first flag whose value is out of its range, wherever that value came from."""
     for item in flags_of(type(config)):
@@ -121,9 +126,9 @@ def settle_idle(config, idle: dict[str, str]) -> list[str]:
     """
     off = {name for name in idle if getattr(config, name, None) is False}
     refuse_idle(config.given, idle, off)
-    defaults = {item.name: item.default for item in flags_of(type(config))}
+    defaults = {item.name: default_of(item) for item in flags_of(type(config))}
     recipe = getattr(config, "recipe", None)
-    changed = [name for name in idle if recipe and getattr(config, name, None) != defaults.get(name)]
+    changed = [name for name in idle if recipe and name in defaults and getattr(config, name) != defaults[name]]
     return [f"--{name} of --recipe {recipe} {idle[name]}" for name in changed]
 
 
@@ -195,7 +200,7 @@ def build_parser(cls: type) -> CommandLine:
 
 def _add(parser: CommandLine, item: dataclasses.Field) -> None:
     told, takes = item.metadata, value_of(item)
-    default = item.default if item.default is not dataclasses.MISSING else item.default_factory()
+    default = default_of(item)
     if takes is None:
         return parser.switch(f"--{item.name}", told["help"], default, told["common"])
     options = {}

@@ -191,7 +191,7 @@ def test_options_by_name():
     assert build("EC-DiT-1B/2", num_classes=3, expert_capacity=4.0).expert_capacity == 4
     for name, options, message in (
         ("DiT-S/2", {"full_attention": True}, "--full_attention: is not for --model DiT-S/2; it is for ST-DiT"),
-        ("ST-DiT-B/122", {"expert_capacity": 2.0}, "--expert_capacity is not for .* it is for EC-DiT"),
+        ("ST-DiT-B/122", {"expert_capacity": 2.0}, "--expert_capacity: is not for .* it is for EC-DiT"),
         ("DiT-S/2", {"adaln_lora": 384}, "--adaln_lora 384: out of range; give a rank from 1 to below the width, 384"),
         (
             "DiT-S/2",

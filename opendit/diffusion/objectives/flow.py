@@ -32,18 +32,18 @@ SETTINGS = {
         "help": "of flow's times, above 1 to more noise: large pictures, clips",
         "bounds": {"at_least": 0.01, "at_most": 100, "unit": "factor"},
     },
+    "times_are": {
+        "flag": "flow_times",
+        "default": "uniform",
+        "help": "of flow's training samples",
+        "bounds": {"choices": ("uniform", "logit_normal", "mode")},
+    },
     "shift_tokens": {
         "flag": "flow_shift_tokens",
         "default": None,
         "type": "int",
         "help": "samples of so many tokens have --flow_shift, others by the root of theirs",
         "bounds": {"at_least": 1, "at_most": 1_000_000_000, "unit": "tokens"},
-    },
-    "times_are": {
-        "flag": "flow_times",
-        "default": "uniform",
-        "help": "of flow's training samples",
-        "bounds": {"choices": ("uniform", "logit_normal", "mode")},
     },
 }
 
