@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from opendit.cli.checks import (
+    check_file,
     check_interval,
     check_no_folder,
     check_output_file,
@@ -65,6 +66,9 @@ class DrawFlags(Flags):
     negative_prompt: str | None = flag(
         None, "guide away from this caption, not from the empty one", free=True, unit="caption"
     )
+    image: list[str] = flag([], "pictures that clips begin with, of a model with given frames", free=True, unit="file")
+    clip: list[str] = flag([], "clips whose last frames are gone on from, of such a model", free=True, unit="file")
+    clip_frames: int | None = flag(None, "of --clip, of a model of any number of given frames", **FRAMES)
     num_samples: int | None = flag(
         None,
         "pictures (default: one a label, or up to 16)",
@@ -193,6 +197,9 @@ class SampleConfig(
         for path, name in ((self.ckpt, "ckpt"), (self.lora, "lora")):
             if path not in (None, "latest"):
                 check_weights(path, f"--{name}", pipeline=name == "ckpt")
+        for name, what in (("image", "a picture"), ("clip", "a clip")):
+            for path in getattr(self, name):
+                check_file(path, f"--{name}", what)
         check_writable(self.output, "--output")
         if self.vae is not None:
             check_vae(self.vae)

@@ -22,7 +22,7 @@ from opendit.common.settings import Setting
 from opendit.data.names import taken
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.kernels.names import RECOMPUTE
-from opendit.models.names import KINDS, POSITIONS
+from opendit.models.names import GIVEN, KINDS, POSITIONS
 from opendit.parallel.names import OFFLOAD, PIPELINE_SCHEDULES, PLUGINS, PRECISIONS, REDUCE_DTYPES, RESHARD, plugin_help
 from opendit.state.names import BEST, CHECKPOINT_FORMATS
 from opendit.training.run_loggers import LOGGERS
@@ -54,6 +54,7 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
         None, "rank of what a block adds to a modulation that all share", at_least=1, at_most=16_384, unit="rank"
     )
     bias: bool | None = flag(None, "biases in the blocks' linear layers (default: all but MovieGen's)")
+    given_frames: str | None = flag(None, f"of clips, image-to-video and continuation: {GIVEN}", unit="frames")
     positions: str | None = flag(
         None, "how tokens know their places (default: sincos; MovieGen: learned)", choices=POSITIONS
     )

@@ -21,7 +21,7 @@ from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.data.names import check_inline, named_sources
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.evaluation.names import DIGITS, of_training
-from opendit.models.names import KINDS, canonical_name, is_video
+from opendit.models.names import KINDS, canonical_name, is_video, parse_given
 from opendit.parallel.names import PLUGINS, check_precision
 from opendit.parallel.sizes import (
     check_expert_parallel_size,
@@ -93,6 +93,8 @@ class TrainConfig(
         for name in ("data_path", "validate_path"):
             check_inline(getattr(self, name) or "", f"--{name}")
         flags = replace(self, model=canonical_name(self.model))
+        if flags.given_frames is not None:
+            parse_given(flags.given_frames)
         flags._check_kind()
         notes = settle_idle(flags, flags._idle()) + flags._check_steps()
         if flags.plugin != "fsdp":  # it may be a recipe's
@@ -247,7 +249,8 @@ class TrainConfig(
             of_it = (item.name for item in fields(EvaluationFlags) if item.name != "evaluate_every")
             idle |= dict.fromkeys(of_it, "does nothing without --evaluate_every")
         if not self.use_video:
-            idle |= dict.fromkeys(("num_frames", "frame_interval", "short_clips"), "does nothing without --use_video")
+            of_clips = ("num_frames", "frame_interval", "short_clips", "given_frames")
+            idle |= dict.fromkeys(of_clips, "does nothing without --use_video")
         if not self.save:
             idle |= dict.fromkeys(("ckpt_keep", "checkpoint_format"), "does nothing with --no_save")
             if mock or self.sample_every is not None:  # otherwise grids follow it

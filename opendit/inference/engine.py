@@ -119,6 +119,7 @@ class SamplingEngine:
         index: Tensor,
         seed: int,
         *,
+        given: Tensor | None = None,
         progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
         callback: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
@@ -128,24 +129,31 @@ class SamplingEngine:
             y: what to draw, B rows, on the model's device.
             null: the condition of guidance's other half: one row, or, of negative prompts, B.
             index: (B,) int64 numbers of the samples in the whole job; noise depends on ``seed`` and these only.
+            given: mask ++ given (B, 1 + C, T, H, W) of clips, of a model with given frames; these are in the result.
             progress: wraps the iterable of steps, e.g. tqdm.
             callback: ``callback(i, x)`` gets the sampler's x (B, C, ...) after step i, to look at before it returns.
 
-        Raises ValueError if y and index differ in length, or if null does not fit y.
+        Raises ValueError if y and index differ in length, if null does not fit y, or for frames that are given to a
+        model that takes none.
         """
         if len(y) != len(index):
             raise ValueError(f"{len(y)} conditions for {len(index)} samples")
+        if given is not None and self.settings.model.config.given_frames is None:
+            raise ValueError("given frames: the model was trained without --given_frames")
         if self.settings.cfg_scale != 1.0 and (len(null) not in (1, len(y)) or null.shape[1:] != y.shape[1:]):
             raise ValueError(f"null_y {tuple(null.shape)} does not expand to y {tuple(y.shape)}")
         loop = self.loop_of(len(index))
-        loop.begin(y, null, index.to(self.settings.model.device), seed)
+        device = self.settings.model.device
+        given = None if given is None else given.to(device)
+        loop.begin(y, null, index.to(device), seed, given)
         steps = range(self.settings.steps)
         for i in steps if progress is None else progress(steps):
             self._advance(loop, i)
             if callback is not None:
                 callback(i, loop.latents())
         self.evaluated, self._whole = self.evaluated + loop.evaluated, self._whole + loop.whole
-        return loop.latents()
+        latents = loop.latents()
+        return latents if given is None else torch.where(given[:, :1] > 0, given[:, 1:], latents)
 
     @property
     def share_evaluated(self) -> float:

@@ -42,10 +42,11 @@ def usable(model: DiT, size: tuple[int, ...]) -> bool:
 
 
 def takes(model: DiT, size: tuple[int, ...]) -> bool:
-    """Whether the kernels are made for a model's patches, and no other rank shares its samples."""
+    """Whether the kernels are made for a model's patches, which given frames are no part of, and no other rank shares
+    its samples."""
     patch = model.config.patch
     repeated = size[:-2] == (1,) and patch[0] > 1  # a picture in a clip model, see DiT.forward
-    return model.sequence is None and not repeated
+    return model.sequence is None and not repeated and model.config.given_frames is None
 
 
 class FusedSteps:

@@ -25,6 +25,7 @@ from opendit.encoders.video_vae import VideoCodec
 from opendit.inference.arguments import MOST_SAMPLES, arguments_named, check_number
 from opendit.inference.clip import VideoClip
 from opendit.inference.engine import SamplingEngine
+from opendit.inference.given import given_latents, rows_of
 from opendit.inference.loading import (
     VaeLoader,
     check_guidance,
@@ -205,6 +206,9 @@ class Pipeline:
         cache: str | None = None,
         size: int | tuple[int, int] | None = None,
         frames: int | None = None,
+        image: Any = None,
+        clip: Any = None,
+        clip_frames: int | None = None,
         batch_size: int = 32,
         progress: bool = True,
         callback: Callable[[int, Tensor], None] | None = None,
@@ -227,6 +231,10 @@ class Pipeline:
             guided_channels: so many of the latents' first channels are guided; None for all (Meta's figures: 3).
             size: pixels, (height, width) or a side. A model draws one size: this only checks it.
             frames: of a clip; None for as many as the model was trained on.
+            image: what clips begin with, of a model with given frames: a file, a ``PIL.Image``, uint8 (H, W, 3), or a
+                list of these, of which sample number i has number i, beginning again after the last.
+            clip: what clips go on from: a file, a :class:`VideoClip`, uint8 (T, H, W, 3), or a list of these. They
+                begin with its last frames: as many as the model was trained on, or ``clip_frames``.
             batch_size: samples at a time.
             progress: shows a bar.
             callback: ``callback(step, latents)`` after every step of every batch: how many steps are done, and the
@@ -256,6 +264,7 @@ class Pipeline:
             order = self.order(what, settings)
             engine = self._engine(order.plan)
             y, index, drawn = order.y, torch.arange(len(order.y)), []
+            given = self._given(order.plan.size, image, clip, clip_frames)
             total, said = steps * math.ceil(len(y) / batch_size), engine.approximations.note.partition(": ")[0] or None
             with tqdm(total=total, unit=" steps", desc=said, disable=not progress) as bar:
 
@@ -266,8 +275,15 @@ class Pipeline:
 
                 for first in range(0, len(y), batch_size):
                     rows = slice(first, first + batch_size)
-                    drawn += self.shown(engine.sample(y[rows], order.null, index[rows], seed, callback=after_step))
+                    how = dict(given=rows_of(given, index[rows]), callback=after_step)
+                    drawn += self.shown(engine.sample(y[rows], order.null, index[rows], seed, **how))
         return drawn
+
+    def _given(self, size: tuple[int, ...], image: Any, clip: Any, frames: int | None) -> Tensor | None:
+        """The given frames of the samples, see :func:`given_latents`."""
+        what = dict(image=image, clip=clip, frames=frames, interval=self.weights.info.get("frame_interval", 1))
+        with arguments_named():
+            return given_latents(self.config, self.codec, size, self.device, path=str(self.weights.path), **what)
 
     def order(self, what: int | str | Sequence[int | str], settings: DrawSettings) -> "Order":
         """What a call with these arguments draws, checked and encoded; raises as the call does."""

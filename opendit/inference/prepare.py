@@ -16,6 +16,7 @@ from opendit.encoders.conditioner import Conditioner, preview_labels
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.inference.engine import SamplingEngine
+from opendit.inference.given import given_latents
 from opendit.inference.loading import (
     VaeLoader,
     check_guidance,
@@ -62,6 +63,7 @@ class SamplingRun:
     conditioner: Conditioner
     conditions: Condition  # of every class or prompt
     null: Condition  # of guidance's other half, one row
+    given: Tensor | None  # frames: sample number i has row i of them, beginning again after the last
     choices: Tensor
     names: list[str]  # of every class or prompt
     size: tuple[int, ...]  # of the latents
@@ -171,6 +173,17 @@ def _load(
         conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)
         null = null_of(conditioner, flags.negative_prompt)
         conditions, choices, names = what_to_draw(flags, config, weights, conditioner)
+    given = given_latents(
+        config,
+        codec,
+        size,
+        mesh.device,
+        image=flags.image or None,
+        clip=flags.clip or None,
+        frames=flags.clip_frames,
+        interval=flags.frame_interval or weights.info.get("frame_interval", 1),
+        path=str(weights.path),
+    )
     if len(choices) < replica.count:
         notes.append(
             f"processes: {replica.count - len(choices)} of the {replica.count} groups have nothing to draw; "
@@ -188,6 +201,7 @@ def _load(
         conditioner=conditioner,
         conditions=conditions,
         null=null,
+        given=given,
         choices=choices,
         names=names,
         size=size,
@@ -230,7 +244,8 @@ def what_to_draw(
         names = class_names(config, weights)
         return torch.arange(len(names), device=conditioner.device), choose(flags, len(names)), names
     prompts = read_prompts(flags.prompt) or weights.info.get("captions") or [""]
-    return conditioner.encode(prompts), torch.arange(flags.num_samples or len(prompts)) % len(prompts), prompts
+    count = flags.num_samples or max(len(prompts), len(flags.image), len(flags.clip))
+    return conditioner.encode(prompts), torch.arange(count) % len(prompts), prompts
 
 
 def read_prompts(given: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from opendit.inference.gathered import GatheredContexts, GatheredModulations, se
 from opendit.kernels.common import kernels_available
 from opendit.kernels.step_rows import gather_rows
 from opendit.models import Condition, DiT
+from opendit.models.given_frames import with_given
 
 PRODUCT_ROWS = 256  # of the products that make modulations
 
@@ -68,6 +69,10 @@ class PreparedModel:
         self._keep("positions", [] if positions is None else [positions])
         self._keep_context(context)
         self._make_table(len(both))
+
+    def give(self, given: Tensor | None) -> None:
+        """Takes mask ++ given (B, 1 + C, T, H, W) of the batch's clips; None: no frames are given."""
+        self._keep("given", [] if given is None else [given])
 
     def _keep_context(self, context) -> None:
         """What cross-attention attends to, for every row of the batch: by block, if that fits."""
@@ -181,6 +186,8 @@ class PreparedModel:
         modulations = GatheredModulations(self._table, table_rows, self._widths)
         positions = self._static["positions"]
         position = positions[0] if positions else None
+        for given in self._static.get("given", []):  # both halves of guidance have the same
+            x = with_given(x, given[rows % self.samples])
         return self.model.predict(x, modulations, self._context(rows), position, self.stack)
 
     def _context(self, rows: Tensor) -> GatheredContexts | None:

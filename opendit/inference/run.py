@@ -24,6 +24,7 @@ from opendit.common.stages import Stages
 from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
+from opendit.inference.given import rows_of
 from opendit.inference.job import GRID_PICTURES, SHEET_CLIPS, digest_of_weights, job_of
 from opendit.inference.output import OutputFolder, file_name, texts, write_npz
 from opendit.inference.output_pipeline import OutputPipeline, Writers
@@ -267,7 +268,8 @@ def draw_batch(sampling: SamplingRun, batch: range) -> tuple[Tensor, Tensor]:
     index = torch.arange(batch.start, batch.stop)
     y = sampling.conditions[sampling.choices[index].to(sampling.mesh.device)]
     progress = sampling.staged_steps(len(index)) if sampling.flags.profile else None
-    return index, sampling.engine.sample(y, sampling.null, index, sampling.flags.seed, progress=progress)
+    given = rows_of(sampling.given, index)
+    return index, sampling.engine.sample(y, sampling.null, index, sampling.flags.seed, given=given, progress=progress)
 
 
 def writer_threads(mesh: Mesh) -> int:

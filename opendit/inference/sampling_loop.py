@@ -120,10 +120,13 @@ class SamplingLoop:
         parts = self.network, settings.objective, settings.sampler, guided, self.state, self.step
         return fused_steps(*parts, settings.cfg_scale, settings.cfg_channels)
 
-    def begin(self, y: Condition, null: Condition, index: Tensor, seed: int | Tensor) -> None:
+    def begin(
+        self, y: Condition, null: Condition, index: Tensor, seed: int | Tensor, given: Tensor | None = None
+    ) -> None:
         """Takes the conditions and the noise of a batch; ``index`` (B,) int64 on the model's device, ``seed`` one for
-        all or (B,) int64 there."""
+        all or (B,) int64 there, ``given`` as of :meth:`PreparedModel.give`."""
         self.network.condition(y, null if self.network.guided else None)
+        self.network.give(given)
         if self._fused is not None:
             if self._fused.capacity != self.network.capacity:
                 self._fused.reserve(self.network.capacity)

@@ -22,6 +22,7 @@ from opendit.models.weights import Weights
 # Fields of a configuration that decide what stands before and after the blocks; all others must agree.
 AROUND_THE_BLOCKS = {
     "input_size", "patch_size", "in_channels", "num_classes", "null_class", "learn_sigma", "text", "positions",
+    "given_frames",
 }  # fmt: skip
 TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.", "x_embedder.proj.weight"
 
@@ -96,9 +97,10 @@ def adapt(
     Same name and shape: as it is, unless it belongs to another text encoder. Label table of other classes: the null
     class, where the file has one, and the classes whose names (``class_names``, and the file's) are the same; the
     others are fresh. Head: the channels of a learned variance are dropped, or added as zeros. Patches of several frames
-    from a DiT's: its filter, spread over the frames. Learned positions: interpolated linearly along each axis; between
-    pictures and clips rows go to rows and columns to columns, and the table of frames is fresh or left out. Sine-cosine
-    tables are those of the new size, counted from 0 as always: they are computed, not interpolated.
+    from a DiT's: its filter, spread over the frames; of given frames: zeros behind the filters of the others. Learned
+    positions: interpolated linearly along each axis; between pictures and clips rows go to rows and columns to columns,
+    and the table of frames is fresh or left out. Sine-cosine tables are those of the new size, counted from 0 as
+    always: they are computed, not interpolated.
 
     Nothing is read of the file but what is resized: a label table, filters of patches, a head, learned positions.
 
@@ -177,8 +179,8 @@ def _resized(
     name: str, shape: tuple[int, ...], value: Tensor, found: DiTConfig, config: DiTConfig
 ) -> tuple[Tensor | None, str]:
     """``value`` in another shape and how; None if there is no sensible way."""
-    if name == PATCHES and value.dim() == 4 and shape[:2] + shape[3:] == value.shape:
-        return (value.unsqueeze(2) / shape[2]).expand(shape), "a picture's filter, spread over the frames"
+    if name == PATCHES and found.in_channels == config.in_channels and shape[-2:] == value.shape[-2:]:
+        return _filters(shape, value)
     if name.startswith(HEAD) and found.in_channels == config.in_channels and found.patch[-2:] == config.patch[-2:]:
         channels, rest = min(found.out_channels, config.out_channels), value.shape[1:]
         rows = value.view(-1, found.out_channels, *rest)[:, :channels]  # of a patch's places, frames first
@@ -191,6 +193,22 @@ def _resized(
         table = F.interpolate(value.float().t()[None], shape[0], mode="linear", align_corners=True)
         return table[0].t(), "interpolated linearly"
     return None, ""
+
+
+def _filters(shape: tuple[int, ...], value: Tensor) -> tuple[Tensor | None, str]:
+    """The filters of patches (D, channels, [frames,] rows, columns) with other channels or more frames."""
+    how = []
+    if value.dim() < len(shape):
+        value = (value.unsqueeze(2) / shape[2]).expand(*value.shape[:2], *shape[2:])
+        how.append("a picture's filter, spread over the frames")
+    if value.shape[2:] != shape[2:] or len(value) != shape[0]:
+        return None, ""
+    if value.shape[1] != shape[1]:
+        made, kept = torch.zeros(shape, device="cpu"), min(value.shape[1], shape[1])
+        made[:, :kept] = value[:, :kept]
+        how.append("of given frames, which begin at zero" if kept < shape[1] else "without those of given frames")
+        value = made
+    return value, ", ".join(how)
 
 
 def _variance(found: DiTConfig, config: DiTConfig) -> str:

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from opendit.models import bytes_text
 from opendit.models.conditioning import TextConfig
+from opendit.models.given_frames import given_channels
 from opendit.models.layers import TIME_FREQUENCIES, Options
-from opendit.models.names import POSITIONS
+from opendit.models.names import POSITIONS, parse_given
 from opendit.models.positions import rotary_shares
 
 # The newest meaning of a configuration. Its fields don't say everything, and what they leave out has changed:
@@ -50,6 +51,7 @@ class DiTConfig:
     positions: str = "sincos"  # sincos, learned or rope
     revision: int = REVISION
     null_class: bool = True  # whether the label table has a row for guidance's null class; models made here do
+    given_frames: str | None = None  # first, prefix:K (of latent frames) or random: see opendit.models.given_frames
 
     @property
     def options(self) -> Options:
@@ -114,6 +116,16 @@ class DiTConfig:
     def out_channels(self) -> int:
         return self.in_channels * (2 if self.learn_sigma else 1)
 
+    @property
+    def given_channels(self) -> int:
+        """Channels of what is given beside the noisy latents: mask ++ given frames."""
+        return given_channels(self.in_channels) if self.given_frames else 0
+
+    @property
+    def embedded_channels(self) -> int:
+        """Channels of what patches are cut out of."""
+        return self.in_channels + self.given_channels
+
     def to_dict(self) -> dict:
         return {"kind": self.kind, **asdict(self)}
 
@@ -139,6 +151,15 @@ class DiTConfig:
                 f"--adaln_lora {self.adaln_lora}: out of range; give a rank from 1 to below the width, "
                 f"{self.hidden_size}"
             )
+        if self.given_frames is not None:
+            count = parse_given(self.given_frames)
+            if not self.is_video:
+                raise ValueError(f"--given_frames {self.given_frames}: this model takes pictures; use a vDiT")
+            if self.input_size[0] <= (count or 1):
+                raise ValueError(
+                    f"--given_frames {self.given_frames}: a clip's latents have {self.input_size[0]} in all, and "
+                    "one at least is to be drawn; give fewer, or raise --num_frames"
+                )
         if self.positions == "rope":
             rotary_shares(self.head_dim, len(self.patch))
 
@@ -185,7 +206,7 @@ class DiTConfig:
     def parameters(self) -> int:
         """Number of trainable weights, without building the model."""
         d, patch = self.hidden_size, math.prod(self.patch)
-        embed = (patch * self.in_channels + 1) * d + (TIME_FREQUENCIES + 1 + d + 1) * d
+        embed = (patch * self.embedded_channels + 1) * d + (TIME_FREQUENCIES + 1 + d + 1) * d
         final = 2 * d * d + 2 * d + (d + 1) * patch * self.out_channels
         if self.positions == "learned":
             embed += sum(self.grid) * d

@@ -105,7 +105,7 @@ class DiT(nn.Module):
         config.check()
         self.config = config
         dim, text = config.hidden_size, config.text
-        self.x_embedder = PatchEmbed(config.patch, config.in_channels, dim)
+        self.x_embedder = PatchEmbed(config.patch, config.in_channels, dim, config.given_channels)
         self.t_embedder = TimestepEmbedder(dim)
         self.text_encoder = BytesEncoder(text) if text and text.inside else None
         labels = None if text else LabelEmbedder(config.num_classes, dim, config.null_class)
@@ -209,7 +209,7 @@ class DiT(nn.Module):
         frame, not one for each repeat, and every frame of the patch is trained.
 
         Args:
-            x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype.
+            x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
             t: (B,) timesteps.
             y: (B,) int64 labels, ``num_classes`` being the null class, if there is one; of a text model a
                 TextCondition, or with the bytes encoder the ids (B, L) int64.

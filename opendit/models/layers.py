@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from opendit.models.given_frames import without_any
 from opendit.models.positions import add_table
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, d) to (B, H, N, d)
@@ -294,15 +295,20 @@ class SwiGlu(Mlp):
 
 
 class PatchEmbed(nn.Module):
-    """(B, C, H, W) to tokens (B, H/p * W/p, D), rows first; with patches (t, h, w), (B, C, T, H, W), frames first."""
+    """(B, C, H, W) to tokens (B, H/p * W/p, D), rows first; with patches (t, h, w), (B, C, T, H, W), frames first.
 
-    def __init__(self, patch: tuple[int, ...], in_channels: int, dim: int):
+    ``given`` more channels may follow the ``in_channels``; where they are left out they are zeros."""
+
+    def __init__(self, patch: tuple[int, ...], in_channels: int, dim: int, given: int = 0):
         super().__init__()
+        self.in_channels, self.given = in_channels, given
         convolution = {2: nn.Conv2d, 3: nn.Conv3d}[len(patch)]
-        self.proj = convolution(in_channels, dim, patch, stride=patch)
+        self.proj = convolution(in_channels + given, dim, patch, stride=patch)
 
     def patches(self, x: Tensor) -> Tensor:
         """The patches' values (B, N, C * prod(patch)), in the order of the convolution's weight."""
+        if self.given and x.shape[1] == self.in_channels:
+            x = without_any(x, self.given)
         patch = self.proj.kernel_size
         sides = [part for side, p in zip(x.shape[2:], patch, strict=True) for part in (side // p, p)]
         grid, inside = range(2, 2 + len(sides), 2), range(3, 3 + len(sides), 2)

@@ -25,6 +25,7 @@ SIZES = {
     "7B": (3072, 32, 24),
     "28B": (6144, 32, 48),
 }
+GIVEN = "first, prefix:K or random"  # frames: what --given_frames takes
 PATCHES = (2, 4, 8)  # of pictures; of clips, three numbers of 1 to 8
 
 
@@ -131,3 +132,17 @@ def patch_size(name: str) -> int | tuple[int, int, int]:
     """Patch side of a model of pictures, (frames, rows, columns) of one of clips. Raises ValueError for an unknown
     model."""
     return parse_name(name)[2]
+
+
+def parse_given(text: str) -> int | None:
+    """The frames at the beginning that are given: 1 for "first", K for "prefix:K", None for "random".
+
+    Raises ValueError, naming the flag, for anything else."""
+    if text == "random":
+        return None
+    if text == "first":
+        return 1
+    found = re.fullmatch(r"prefix:([1-9][0-9]{0,4})", text)
+    if found is None:
+        raise ValueError(f"--given_frames {text}: must be {GIVEN}, K being a number of frames from 1 on")
+    return int(found[1])

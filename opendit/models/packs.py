@@ -10,6 +10,7 @@ from torch import Tensor
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Context, Modulation
 from opendit.models.configuration import times
+from opendit.models.given_frames import without_any
 from opendit.models.positions import rotary_table
 from opendit.models.segments import PlacedSegments, Segments
 
@@ -22,14 +23,16 @@ def predict_pack(
 ) -> Tensor:
     """What ``model`` predicts of every patch, (N, out_channels, *patch) in the weights' dtype.
 
-    x: (N, C, *patch) noised patches. modulations, context: of the S segments. Of a frame that is repeated to fill a
-    patch the prediction is the mean over the repeats, as ``DiT.forward`` says, in each of them.
+    x: (N, C, *patch) noised patches, also ``with_given(x, given)``. modulations, context: of the S segments. Of a frame
+    that is repeated to fill a patch the prediction is the mean over the repeats, as ``DiT.forward`` says, in each.
 
     Raises ValueError for a model that can't take packs, or another number of patches than the pack's tokens.
     """
     config = model.config
     config.check_packs()
-    if x.shape != (segments.tokens, config.in_channels, *config.patch):
+    if config.given_frames and x.shape[1] == config.in_channels:
+        x = without_any(x, config.given_channels)
+    if x.shape != (segments.tokens, config.embedded_channels, *config.patch):
         wanted = (segments.tokens, config.in_channels, *config.patch)
         raise ValueError(f"a pack of {segments.tokens:,} tokens is {times(wanted)} numbers, not {times(x.shape)}")
     packed = segments.place(x.device)

@@ -117,6 +117,7 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
             flags.global_seed,
             flags.label_drop,
             tokens_of=lambda size: math.prod(spec.model_config.grid_of(size)),
+            given_frames=spec.model_config.given_frames,
         )
         diagnosis = Diagnosis(engine, runner, inputs, spec.dataset, spec.schedule, flags.grad_accumulation)
         with (

@@ -45,7 +45,7 @@ FREE = frozenset(
 )
 OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions full_attention "
-    "expert_capacity use_video lora lora_alpha".split()
+    "expert_capacity use_video lora lora_alpha given_frames".split()
 )
 # Flags that are compared as what was made of them, under which names.
 MADE_INTO = {

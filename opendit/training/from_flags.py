@@ -18,7 +18,7 @@ from opendit.encoders.video_vae import latent_frames, video_geometry
 from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
 from opendit.models.lora import lora_parameters
-from opendit.models.names import patch_size
+from opendit.models.names import parse_given, patch_size
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.mesh import Mesh
@@ -167,6 +167,7 @@ def plan_model(asked: Components, dataset: MediaDataset) -> ModelPlan:
         in_channels=channels,
         frames=frames,
         learn_sigma=objective.learn_sigma,
+        given_frames=_given_frames(model.given_frames, data.num_frames, frames),
         **_condition(captions, model.num_classes, data.data_path, dataset),
         **model.architecture,
     )
@@ -180,6 +181,21 @@ def plan_model(asked: Components, dataset: MediaDataset) -> ModelPlan:
     if rank is not None and rank >= config.hidden_size:
         raise ValueError(f"--lora {rank}: out of range; give a rank from 1 to below the width, {config.hidden_size}")
     return ModelPlan(captions, objective, config, vae, notes)
+
+
+def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str | None:
+    """--given_frames in latent frames, of clips of ``num_frames`` that are ``latent`` ones. Raises ValueError for
+    frames that are not whole latent ones."""
+    if asked is None or latent is None or not asked.startswith("prefix:"):
+        return asked
+    count, temporal = parse_given(asked), (num_frames - 1) // max(1, latent - 1) or 1
+    if (count - 1) % temporal:
+        whole = max(0, (count - 1) // temporal) * temporal + 1
+        raise ValueError(
+            f"--given_frames {asked}: the VAE makes one latent frame of the first frame and of {temporal} frames each "
+            f"after it; use prefix:{whole} or prefix:{whole + temporal}"
+        )
+    return f"prefix:{(count - 1) // temporal + 1}"
 
 
 def sequence_shape(

@@ -9,6 +9,7 @@ from torch import Tensor
 from opendit.data import Batch
 from opendit.data.base import to_pixels
 from opendit.diffusion import Objective
+from opendit.diffusion.given_frames import draw_given
 from opendit.diffusion.random import Stream, normal, uniform
 from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
@@ -61,6 +62,7 @@ class Inputs:
         label_drop: share of the conditions that are replaced by the null condition.
         packing: of a run of packs.
         tokens_of: how many tokens a sample of latents (C, ...) of a size has; None: the objective does not ask.
+        given_frames: the model's: which frames of a clip it is given.
     """
 
     latents: Latents
@@ -71,6 +73,7 @@ class Inputs:
     label_drop: float
     packing: Packing | None = None
     tokens_of: Callable[[tuple[int, ...]], int] | None = None
+    given_frames: str | None = None
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
         """On the device. Nothing waits for it."""
@@ -80,12 +83,15 @@ class Inputs:
         x0, noise = self._noised(batch.x.to(self.device, non_blocking=True), batch.step, index)
         tokens = None if self.tokens_of is None else [self.tokens_of(tuple(x0.shape[2:]))] * len(x0)
         t = self.objective.times(self.seed, batch.step, index, tokens)
-        return MicroBatch(x0, t, noise, self._condition(batch, index))
+        return MicroBatch(x0, t, noise, self._condition(batch, index), self._given(x0, batch.step, index))
 
     def _noised(self, x: Tensor, step: int, index: Tensor) -> tuple[Tensor, Tensor]:
         """Latents and their noise, (B, C, ...) fp32 both, of samples x of one shape."""
         latents = self.latents.of(to_pixels(x), step, index)
         return latents, normal(self.seed, step, index, Stream.NOISE, tuple(latents.shape[1:]))
+
+    def _given(self, latents: Tensor, step: int, index: Tensor) -> Tensor | None:
+        return draw_given(self.given_frames, latents, self.seed, step, index)
 
     def _condition(self, batch: Batch, index: Tensor) -> Condition:
         dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
@@ -93,11 +99,12 @@ class Inputs:
 
     def _packed(self, batch: Batch, index: Tensor) -> PackedMicroBatch:
         """The samples of a batch (a tuple of tensors, each of its own shape) as packs."""
-        x0, noise = [], []
+        x0, noise, given = [], [], []
         for part in same_size(batch.x):
             x = torch.stack([sample.to(self.device, non_blocking=True) for sample in batch.x[part]])
             for found, made in zip((x0, noise), self._noised(x, batch.step, index[part]), strict=True):
                 found.append(made)
+            given.append(self._given(x0[-1], batch.step, index[part]))
         segments = self.packing.segments(tuple(group.shape[2:]) for group in x0 for _ in group)
         shares = self.packing.shares(batch.weights, len(index), batch.segments_in_step)
         return PackedMicroBatch(
@@ -107,4 +114,5 @@ class Inputs:
             self._condition(batch, index),
             segments,
             shares.to(self.device, non_blocking=True),
+            None if self.given_frames is None else self.packing.patches(given),
         )

@@ -70,7 +70,7 @@ def test_a_sample_is_the_same_in_whichever_micro_batch_it_is(objective):
     make = inputs(objective)
     whole = make.of(batch())
     parts = [make.of(batch(rows, micro)) for micro, rows in enumerate((slice(0, 7), slice(7, 20), slice(20, 64)))]
-    for wanted, *found in zip(whole, *parts, strict=True):
+    for wanted, *found in zip(whole.tensors(), *(part.tensors() for part in parts), strict=True):
         torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-6, atol=1e-6)
     later = make.of(Batch(**{**vars(batch()), "step": STEP + 1}))
     assert not torch.equal(later.noise, whole.noise) and not torch.equal(later.t, whole.t)

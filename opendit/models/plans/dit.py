@@ -234,7 +234,7 @@ def _caption_keys(config: "DiTConfig") -> int:
 
 
 def _patches(config: "DiTConfig") -> int:
-    return 2 * config.tokens * math.prod(config.patch) * config.in_channels * config.hidden_size
+    return 2 * config.tokens * math.prod(config.patch) * config.embedded_channels * config.hidden_size
 
 
 def _time(config: "DiTConfig") -> int:

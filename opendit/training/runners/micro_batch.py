@@ -7,27 +7,31 @@ from torch import Tensor
 
 from opendit.diffusion import Objective
 from opendit.models import Condition, TextCondition
+from opendit.models.given_frames import with_given
 from opendit.models.segments import Segments, segment_means
 
 
 class MicroBatch(NamedTuple):
     """A micro-batch on the device: latents x0 and noise (B, C, ...) fp32, times t (B,) as of the objective's ``times``,
-    and the conditions of its samples."""
+    and the conditions of its samples. given: mask ++ given (B, 1 + C, T, H, W) of a model with given frames."""
 
     x0: Tensor
     t: Tensor
     noise: Tensor
     condition: Condition
+    given: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """All of them, in the same order for every micro-batch of a run."""
         y = self.condition
-        return [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else [y.tokens, y.mask, y.pooled])]
+        parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else [y.tokens, y.mask, y.pooled])]
+        return parts if self.given is None else [*parts, self.given]
 
     def losses(self, objective: Objective, forward: Callable[..., Tensor]) -> Tensor:
         """The loss of each sample, (B,); ``forward``: the model's, or an engine's."""
         prepared = objective.prepare(self.x0, self.t, self.noise)
-        return objective.loss(forward(prepared.x_t, prepared.timestep, y=self.condition), prepared)
+        x = with_given(prepared.x_t, self.given)
+        return objective.loss(forward(x, prepared.timestep, y=self.condition), prepared)
 
     def mean(self, losses: Tensor) -> Tensor:
         """The micro-batch's loss, 0-dim."""
@@ -43,14 +47,16 @@ class MicroBatch(NamedTuple):
 
     def clone(self) -> "MicroBatch":
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
-        return MicroBatch(x0, t, noise, y[0] if isinstance(self.condition, Tensor) else TextCondition(*y))
+        given = None if self.given is None else y.pop()
+        return MicroBatch(x0, t, noise, y[0] if isinstance(self.condition, Tensor) else TextCondition(*y), given)
 
 
 class PackedMicroBatch(NamedTuple):
     """Packs on the device, as a single sequence of tokens (opendit.models.segments).
 
     x0, noise: patches (N, C, *patch) fp32. t: (S,), of its S segments. shares: (S,) fp32, which share of the loss each
-    segment's is: over all micro-batches and ranks of a step the mean is then that of the step's samples.
+    segment's is: over all micro-batches and ranks of a step the mean is then that of the step's samples. given: patches
+    (N, 1 + C, *patch) of mask ++ given, of a model with given frames.
     """
 
     x0: Tensor
@@ -59,6 +65,7 @@ class PackedMicroBatch(NamedTuple):
     condition: Condition
     segments: Segments
     shares: Tensor
+    given: Tensor | None = None
 
     def losses(self, objective: Objective, forward: Callable[..., Tensor]) -> Tensor:
         """The loss of each segment, (S,): that of its sample alone.
@@ -69,7 +76,7 @@ class PackedMicroBatch(NamedTuple):
         rows = self.segments.place(self.x0.device)
         prepared = objective.prepare(self.x0, self.t[rows.sample_of_row], self.noise)
         timestep = prepared.timestep[rows.offsets[:-1]]
-        output = forward(prepared.x_t, timestep, y=self.condition, segments=self.segments)
+        output = forward(with_given(prepared.x_t, self.given), timestep, y=self.condition, segments=self.segments)
         return segment_means(objective.loss(output, prepared), self.segments)
 
     def mean(self, losses: Tensor) -> Tensor:

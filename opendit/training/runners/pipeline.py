@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from opendit.diffusion import Objective
 from opendit.diffusion.prepared import Prepared
+from opendit.models.given_frames import with_given
 from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.pipeline.executor import execute
 from opendit.parallel.pipeline.links import Links
@@ -115,7 +116,8 @@ class Passes:
         micro_batch, prepared = self._micro_batch(action.micro_batch)
         if tokens is not None and torch.is_grad_enabled():
             tokens.requires_grad_()
-        x, shape = prepared.x_t if tokens is None else tokens, tuple(micro_batch.x0.shape)
+        x = with_given(prepared.x_t, micro_batch.given) if tokens is None else tokens
+        shape = tuple(micro_batch.x0.shape)
         with self._engine.micro_batch(last=False):
             output = self._engine.forward(
                 x, prepared.timestep, y=micro_batch.condition, chunk=action.chunk, shape=shape

@@ -1,0 +1,31 @@
+"""Which frames of a clip a model is given: what ``--given_frames`` says, and how it enters the network.
+
+A model with given frames gets, beside the noisy latents x_t (C channels), one channel that is 1 in the given frames and
+0 in the others, and C channels with the latents of the given frames and 0 elsewhere: x_t ++ mask ++ given.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def given_channels(in_channels: int) -> int:
+    """Channels that come behind the C noisy ones: the mask, and the given latents."""
+    return 1 + in_channels
+
+
+def give(latents: Tensor, lengths: Tensor) -> Tensor:
+    """mask ++ given (B, 1 + C, T, H, W) of clips (B, C, T, H, W) whose first ``lengths`` (B,) frames are given."""
+    frames = torch.arange(latents.shape[2], device=latents.device)
+    mask = (frames < lengths.to(latents.device).unsqueeze(1)).to(latents.dtype)[:, None, :, None, None]
+    return torch.cat([mask.expand(-1, 1, -1, *latents.shape[3:]), latents * mask], dim=1)
+
+
+def with_given(x: Tensor, given: Tensor | None) -> Tensor:
+    """What a network gets: x (B, C, T, H, W) as it is without ``given``, else x ++ ``given`` of :func:`give`."""
+    return x if given is None else torch.cat([x, given.to(x.dtype)], dim=1)
+
+
+def without_any(x: Tensor, given: int) -> Tensor:
+    """x (B, C, ...) with ``given`` channels of zeros behind it: what a network gets where no frames are given."""
+    return pad(x, (0, 0) * (x.dim() - 2) + (0, given))
