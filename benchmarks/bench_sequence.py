@@ -5,12 +5,12 @@
 
 Every kind of sequence parallelism, and two blocking baselines (benchmarks/sequence_baselines.py), take turns with
 *compute only*: the same layer without any communication, on numbers that mean nothing. The figure is the time of
-compute only over the time: 1 is communication that costs nothing. *In step* is compute only whose ranks wait for each
-other at attention's inputs and outputs, and exchange nothing: what it costs that they are not equally fast. *Whole* is
-the layer over the whole sequence on every rank alone. *Plain* is what compute only should take: the model's own block
-on a rank's tokens, its attention's time replaced by that of attention to all tokens with a rank's heads. On GPUs every
-variant is a CUDA graph, so that the host's launches don't count. First, on a short sequence, each kind's output and
-gradients are compared with one rank's.
+compute only over the time: 1 is communication that costs nothing. *Synchronised* is compute only whose ranks wait for
+each other at attention's inputs and outputs, and exchange nothing: what it costs that they are not equally fast.
+*Whole* is the layer over the whole sequence on every rank alone. *Plain* is what compute only should take: the
+model's own block on a rank's tokens, its attention's time replaced by that of attention to all tokens with a rank's
+heads. On GPUs every variant is a CUDA graph, so that the host's launches don't count. First, on a short sequence,
+each kind's output and gradients are compared with one rank's.
 """
 
 import argparse
@@ -45,8 +45,8 @@ from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
 from opendit.parallel.sizes import environment_world_size
 
-LEAST_STEPS = 4  # of a turn, however long it takes then
-WHOLE, COMPUTE_ONLY, IN_STEP = "whole", "compute only", "in step"
+LEAST_STEPS = 4  # of a trial, however long it takes then
+WHOLE, COMPUTE_ONLY, SYNCHRONISED = "whole", "compute only", "synchronised"
 PLAIN, PLAIN_ATTENTION, RANKS_ATTENTION = "plain", "plain attention", "a rank's attention"
 BLOCKING = {"blocking fastseq": BlockingFastSeq, "blocking ulysses": BlockingUlysses}
 
@@ -148,10 +148,10 @@ class Layer:
         return torch.autograd.grad(seen, parts, torch.ones_like(seen))
 
     def strategy(self, name: str) -> SequenceParallel:
-        if name in (COMPUTE_ONLY, IN_STEP, *BLOCKING):
+        if name in (COMPUTE_ONLY, SYNCHRONISED, *BLOCKING):
             group, strategy = Group.of(self.mesh.sp_group), ComputeOnly()
             if name != COMPUTE_ONLY:
-                strategy = InStep(group, self.mesh.device) if name == IN_STEP else BLOCKING[name](group)
+                strategy = InStep(group, self.mesh.device) if name == SYNCHRONISED else BLOCKING[name](group)
             return SequenceParallel(group, StrategyChoice(name, ""), strategy)
         kind, *how = name.split()
         groups = int(how[1]) if how[:1] == ["x"] else None
@@ -172,7 +172,7 @@ class Layer:
 
 def names(mesh: Mesh, heads: int) -> list[str]:
     """The variants that the number of heads and the machine allow."""
-    found, ranks = [COMPUTE_ONLY, IN_STEP], mesh.world_size
+    found, ranks = [COMPUTE_ONLY, SYNCHRONISED], mesh.world_size
     if heads % ranks == 0:
         found += [*BLOCKING, "fastseq nccl", "ulysses nccl"]
         if connect(Group.of(mesh.sp_group), mesh.device)[0] is not None:
@@ -252,9 +252,9 @@ def measure(
     trace_to: str | None = None,
     clocks: Clocks | None = None,
 ) -> dict[str, float]:
-    """Seconds a step of every variant; they take turns. ``budget``: seconds a turn may take, about.
+    """Seconds a step of every variant; in interleaved trials. ``budget``: seconds of a trial, about.
 
-    At its power limit a GPU's clock wanders by several percent within seconds. So compute only has a turn before and
+    At its power limit a GPU's clock wanders by several percent within seconds. So compute only has a trial before and
     after each of the others, whose seconds are the median of their ratio to these two, times compute only's median.
     """
     mesh = layer.mesh
@@ -307,9 +307,11 @@ def main() -> None:
     dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
     for hidden, heads in zip(args.hidden, args.heads, strict=True):
         variants = names(mesh, heads)
-        variants = [name for name in variants if not args.only or name in (COMPUTE_ONLY, IN_STEP, *args.only)]
+        variants = [name for name in variants if not args.only or name in (COMPUTE_ONLY, SYNCHRONISED, *args.only)]
         short = Layer(mesh, 16 * mesh.world_size * 3 + 5, hidden, heads, dtype)
-        errors = {name: None if name == IN_STEP else short.error(name) for name in variants[1:]}  # its numbers are any
+        errors = {
+            name: None if name == SYNCHRONISED else short.error(name) for name in variants[1:]
+        }  # its numbers are any
         for tokens in args.tokens:
             layer = Layer(mesh, tokens, hidden, heads, dtype)
             clocks = Clocks(mesh.world_size) if args.clocks and mesh.is_main else None

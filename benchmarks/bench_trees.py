@@ -5,7 +5,7 @@
     python benchmarks/bench_trees.py --gpus 0 1 --second="--plugin fsdp" -- --model DiT-XL/2 ...
 
 Each side is a run of its tree's train.py that stands still, its cached memory given back, while the other one trains:
-both must fit a GPU together but for their activations. The first steps of a turn are not timed. Prints the median of
+both must fit a GPU together but for their activations. The first steps of a trial are not timed. Prints the median of
 the ratios of neighbouring turns, first side's time over second's: above 1 the second is faster.
 """
 
@@ -87,8 +87,8 @@ def main() -> None:
     parser.add_argument("--first", default="", help="flags of the first side alone")
     parser.add_argument("--second", default="")
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=10, help="of a turn")
-    parser.add_argument("--warmup", type=int, default=2, help="steps of a turn that are not timed, at least 1")
+    parser.add_argument("--steps", type=int, default=10, help="of a trial")
+    parser.add_argument("--warmup", type=int, default=2, help="steps of a trial that are not timed, at least 1")
     parser.add_argument("--limit", type=float, default=600, help="seconds")
     parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

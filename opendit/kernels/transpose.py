@@ -1,4 +1,4 @@
-"""A matrix turned round, at the memory's speed: torch's copy of a transposed view takes about seven times as long."""
+"""A matrix transposed at the memory's speed: torch's copy of a transposed view takes about seven times as long."""
 
 import torch
 from torch import Tensor

@@ -52,7 +52,7 @@ class HardwareModel:
     gather: tuple[tuple[int, float], ...] = ((2, 240 * GIB), (4, 305 * GIB), (8, 327 * GIB))
     copies: float = 270 * GIB  # bytes/s that copy engines bring beside matrix products
     latency: float = 20e-6  # s, of a collective or a hop
-    barrier: float = 5e-6  # s, of an exchange through each other's memory
+    barrier: float = 5e-6  # s, of an exchange through symmetric memory
     part: float = 10e-6  # s, of another rank's tokens in FastSeq, each way: a copy's start, and smaller products
     group: float = 40e-6  # s, of each further group of heads: more and smaller kernels, in both directions
     tail: float = 0.03  # of an SM wave of attention, that some wait at the end of each further group of heads

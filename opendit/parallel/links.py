@@ -58,7 +58,7 @@ class _Timer:
 def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: int = TRIALS) -> HardwareModel:
     """The hardware of the ranks of ``mesh``, ``node`` of them on each machine. Collective.
 
-    What needs more ranks than there are, and what is not measured (launches, exchanges through each other's memory,
+    What needs more ranks than there are, and what is not measured (launches, exchanges through symmetric memory,
     how far computation hides communication), is the card's of opendit/parallel/hardware.py, or an H200's.
 
     Raises:

@@ -142,7 +142,7 @@ class Checkpoints:
         final = step_folder(self.folder, step)
         try:
             problem = self._write_together(final, files, state)
-        except Exception as error:  # of the side channel: a rank is gone, and the others can't go on either
+        except Exception as error:  # of the control group: a rank is gone, and the others can't go on either
             problem = f"the ranks lost each other ({error})"
         self.write_s = time.perf_counter() - started
         if problem is None:

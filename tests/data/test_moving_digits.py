@@ -1,4 +1,4 @@
-"""The video demo's clips: what they show, that they survive H.264, and that they can be made again."""
+"""The video demo's clips: what they show, that they survive H.264, and that they are the same when made twice."""
 
 import json
 

@@ -129,7 +129,7 @@ def sequence_parallel(
         shape: of the model's sequences; auto chooses by it, any other length works too.
         keep_gathered: see :class:`FastSeq`.
         groups: see :class:`DirectUlysses`; None: by the cost model.
-        direct: through each other's memory where that is possible; otherwise by collectives.
+        direct: through symmetric memory where that is possible; otherwise by collectives.
 
     Raises:
         ValueError: the number of heads forbids this kind, or these groups; or layers are not plain, and this kind reads
