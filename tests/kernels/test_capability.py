@@ -70,6 +70,9 @@ def test_the_documented_table_is_what_the_checks_say():
         "`--fp8`": "float8",
         "attention of its own for few and short samples": "short_attention",
     }
+    for row, feature in features.items():
+        with pretended((7, 0)):
+            assert (cells[row]["V100"] == "no") == (missing(feature) is not None), row
     for card, capability in CARDS.items():
         assert cells["compute capability"][card] == ".".join(map(str, capability))
         with pretended(capability):
