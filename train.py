@@ -90,6 +90,7 @@ def train(run: "Run") -> None:
         with run.monitor.paused(due.save or due.draw):
             if due.save:
                 state = {"step": done, "epoch": epoch, "skipped": run.log.skipped, "fingerprint": run.fingerprint}
+                state["packs"] = run.schedule.state(done)
                 run.checkpoints.save(state | run.log.figures)
             if due.draw:
                 run.grids.draw(done)

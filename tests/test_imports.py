@@ -22,6 +22,7 @@ EXCEPTIONS = {
     ("opendit.training.from_flags", "cli"): "takes the flags",
     ("opendit.training.history", "cli"): "writes the flags into config.json",
     ("opendit.training.prepare", "cli"): "takes the flags",
+    ("opendit.training.shapes", "cli"): "takes the flags",
     ("opendit.training.specification", "cli"): "holds the flags",
     ("opendit.training.summary", "cli"): "prints what a preset came to",
 }

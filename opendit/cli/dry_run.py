@@ -10,9 +10,8 @@ import torch
 from opendit.cli.auto_parallel import Circumstances, budget, choose, report
 from opendit.cli.command_line import overridden
 from opendit.cli.errors import say
-from opendit.cli.train_components import BatchFlags
 from opendit.cli.train_flags import Components, TrainConfig
-from opendit.data import DataError, MediaDataset, build_schedule
+from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.models import DiTConfig
 from opendit.parallel.hardware import find_hardware
@@ -30,6 +29,7 @@ from opendit.training.host_memory import save_buffers
 from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch, parts, settle_sharding
 from opendit.training.memory_stages import stage_setups
 from opendit.training.monitor import print_block
+from opendit.training.shapes import make_schedule, samples_at_once, shape_samples
 from opendit.training.step_cost import step_cost, tokens_per_second
 
 CARDS = {"80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}  # as torch counts an H100's and an H200's memory
@@ -66,6 +66,9 @@ def _dry_run(flags: TrainConfig) -> None:
     batch, start = asked.batch, asked.start
     plan = plan_model(asked, dataset)
     config, notes = plan.config, notes + plan.notes
+    if isinstance(dataset, MockDataset) and batch.tokens is not None:
+        notes.append("the samples' sizes are not known: steps are of samples of the configured one")
+    dataset = shape_samples(asked, dataset, config)
     if start.pretrained and Path(start.pretrained).exists():
         *_, config = check_pretrained(start.pretrained, flags.model, config, notes)
     elif start.pretrained:
@@ -74,6 +77,7 @@ def _dry_run(flags: TrainConfig) -> None:
         notes.append(saved_by_adaln_lora(config))
     ranks = world // flags.sharing
     samples = flags.batch_size * ranks * flags.grad_accumulation
+    together = samples_at_once(asked, config)
     flop, tensor = 3 * config.forward_flops(), flags.tensor_parallel_size
     missing = isinstance(dataset, MockDataset) and flags.data_path != "mock"
     rows = {} if flags.recipe is None else {"recipe": describe_recipe(flags)}
@@ -81,19 +85,20 @@ def _dry_run(flags: TrainConfig) -> None:
         "model": f"{flags.model}: {config.parameters() / 1e6:,.1f} M parameters",
         "data": f"not found: {flags.data_path}" if missing else dataset.describe(),
         "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {plan.vae})",
-        "tokens": f"{config.tokens:,} a sample, {config.tokens * samples:,} a step",
-        "work": f"{work(flop)} a training sample, {work(flop * samples / world)} a step and GPU",
+        "tokens": f"{config.tokens:,} a sample, {(batch.tokens or config.tokens) * samples:,} a step",
+        "work": f"{work(flop)} a training sample, {work(flop * together * batch.grad_accumulation * ranks / world)} a "
+        "step and GPU",
         "objective": ", ".join(f"{name} {value}" for name, value in plan.objective.to_dict().items()),
         "GPUs": f"{world}, plugin {flags.plugin}, {flags.mixed_precision}"
         + (f", layers divided by {tensor}" if tensor > 1 else "")
         + (f", experts on {flags.expert_parallel_size} each" if flags.expert_parallel_size > 1 else ""),
         **_pipeline(config, asked),
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
-        **_steps(batch, None if missing else dataset, samples, flags.global_seed),
+        **_steps(asked, None if missing else dataset, samples, config),
     }
     setup = memory_setup(asked, config, world)
     rows |= _time(asked, config, setup, where, origin)
-    rows |= _memory(config, batch.batch_size, setup)
+    rows |= _memory(config, together, setup)
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:
         print(f"note: {note}", flush=True)
@@ -120,27 +125,29 @@ def _data(asked: Components, notes: list[str]) -> MediaDataset:
         return open_data(replace(asked.data, data_path="mock"), *others)
 
 
-def _steps(batch: BatchFlags, dataset: MediaDataset | None, samples: int, seed: int) -> dict[str, str]:
+def _steps(asked: Components, dataset: MediaDataset | None, samples: int, config: DiTConfig) -> dict[str, str]:
+    batch = asked.batch
     if dataset is None:
         ends = f"{batch.max_steps:,} at most" if batch.max_steps else "not known"
         return {"steps": f"{ends}; {batch.epochs:,} epochs of data that can't be found"}
-    schedule = build_schedule(dataset, samples, batch.grad_accumulation, seed)
+    schedule = make_schedule(asked, dataset, samples, config)
     last = last_step_of(batch, schedule)
     epochs = last / schedule.steps_per_epoch
     return {
         "steps": f"{schedule.steps_per_epoch:,} an epoch, {last:,} in all = {epochs:,.1f} epochs, "
-        f"{last * samples:,} samples"
+        f"{last * samples:,} {'samples' if batch.tokens is None else f'lots of {batch.tokens:,} tokens'}"
     }
 
 
 def _time(asked: Components, config: DiTConfig, setup: Setup, where: Circumstances, origin: str) -> dict[str, str]:
     """How ranks share sequences, how long a step takes by the cost model, and what it communicates."""
     batch, parallel, size = asked.batch, asked.parallel, asked.parallel.sequence_parallel_size
-    how = (parallel, asked.speed.attention, setup.precision, config, batch.batch_size)
+    together = samples_at_once(asked, config)
+    how = (parallel, asked.speed.attention, setup.precision, config, together)
     cost = step_cost(
         config,
-        settle_sharding(config, setup, batch.batch_size, where.capacity),
-        batch.batch_size,
+        settle_sharding(config, setup, together, where.capacity),
+        together,
         batch.grad_accumulation,
         where.hardware,
         where.node,
@@ -150,7 +157,7 @@ def _time(asked: Components, config: DiTConfig, setup: Setup, where: Circumstanc
         ).types,
         graph=asked.train_speed.enable_cuda_graph,
     )
-    rate = tokens_per_second(config, setup, batch.batch_size, batch.grad_accumulation, cost.total)
+    rate = tokens_per_second(config, setup, together, batch.grad_accumulation, cost.total)
     work = ", ".join(f"{kind} {1e3 * seconds:,.1f}" for kind, seconds in cost.work.items())
     rows = {} if cost.sequence is None else {"sequence": f"over {size} ranks, {cost.sequence}"}
     rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted ({origin}); in ms: {work}"

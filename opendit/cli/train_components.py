@@ -13,6 +13,7 @@ from opendit.cli.values import (
     FROM_0,
     GUIDANCE,
     SAMPLING_STEPS,
+    SCALE,
     SEED,
     SHARE,
     SIDE,
@@ -130,6 +131,9 @@ class DataFlags(Flags):
         unit="name",
     )
     random_flip: bool | None = flag(None, "mirror pictures at random (default: as suits the data set)")
+    max_upscale: float = flag(
+        1.25, "of --bucket_tokens, --pack_tokens: enlarge nothing by more; smaller samples get smaller shapes", **SCALE
+    )
     label_drop: float = flag(0.1, "share of labels replaced by the null class, for guidance", **SHARE)
 
 
@@ -182,10 +186,29 @@ class BatchFlags(Flags):
         common="of all GPUs, per step",
         unit="samples",
     )
+    bucket_tokens: int | None = flag(
+        None,
+        "crop samples to shapes near their own; --batch_size then counts lots of one shape with so many tokens at most",
+        at_least=1,
+        at_most=2**30,
+        unit="tokens",
+    )
+    pack_tokens: int | None = flag(
+        None,
+        "pack samples of any shapes into sequences of so many tokens, which --batch_size then counts",
+        at_least=1,
+        at_most=2**30,
+        unit="tokens",
+    )
     epochs: int = flag(1400, "passes over the data", unit="epochs", **COUNT)
     max_steps: int | None = flag(
         None, "stop after this many steps, whatever --epochs says", common="stop after so many", unit="steps", **COUNT
     )
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a unit of --batch_size, where that is not a sample."""
+        return self.bucket_tokens if self.pack_tokens is None else self.pack_tokens
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,8 @@ class TrainConfig(
         flags._check_pipeline_parallel(world_size)
         check_replicate(flags.data_parallel_replicate, flags.sharing, world_size)
         flags._check_expert_parallel(world_size)
+        flags, note = flags._settle_tokens()
+        notes += note
         if flags.parallel != "auto":  # which decides it
             flags, note = flags._settle_batch(world_size // flags.sharing)
             notes += note
@@ -227,6 +229,8 @@ class TrainConfig(
         kind, mock = self.model.rpartition("-")[0], self.data_path == "mock"
         idle = {name: f"belongs to --objective {of}" for name, of in OBJECTIVE_FLAGS.items() if of != self.objective}
         idle |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
+        if self.tokens is None:
+            idle["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
         if self.lora is None:
             idle["lora_alpha"] = "does nothing without --lora"
         if self.parallel != "auto" and self.dry_run is None:
@@ -295,6 +299,20 @@ class TrainConfig(
         flags = replace(self, global_batch_size=fits, batch_size=size, grad_accumulation=share // size)
         same = fits == asked
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
+
+    def _settle_tokens(self) -> tuple["TrainConfig", list[str]]:
+        """With --bucket_tokens or --pack_tokens a rank has one unit at a time, unless it is told of more."""
+        if self.tokens is None:
+            return self, []
+        if self.bucket_tokens is not None and self.pack_tokens is not None:
+            raise ValueError("--pack_tokens: --bucket_tokens makes micro-batches of one shape; leave one of them out")
+        if self.parallel == "auto":
+            name = "bucket_tokens" if self.pack_tokens is None else "pack_tokens"
+            raise ValueError(f"--parallel auto counts with samples of one size, not with --{name}; leave one out")
+        if "batch_size" in self.given or self.batch_size == 1:
+            return self, []
+        what = "lots of one shape" if self.pack_tokens is None else "packs"
+        return replace(self, batch_size=1), [f"batch size: 1; it counts {what} of {self.tokens:,} tokens"]
 
     def _check_lora(self) -> None:
         if self.pretrained is None:

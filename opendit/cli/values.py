@@ -17,6 +17,7 @@ FROM_0: Bounds = {"at_least": 0, "at_most": 10**9}
 ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # what fp32 holds
 SHARE: Bounds = {"at_least": 0, "below": 1, "unit": "share"}
 BATCH: Bounds = {"at_least": 1, "at_most": 65_536, "unit": "samples"}
+SCALE: Bounds = {"at_least": 1, "at_most": 1000}  # by which a picture is enlarged
 SIDE: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "pixels"}
 FRAMES: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "frames"}
 WORKERS: Bounds = {"at_least": 0, "at_most": 256, "unit": "processes"}

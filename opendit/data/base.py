@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from opendit.common.errors import DataError
+from opendit.common.hashing import hash_parts
 from opendit.data.files import printable
 from opendit.data.medium import Medium, of_moments, of_pixels
 from opendit.data.order.blend import SourceRows
@@ -98,6 +99,29 @@ class MediaDataset(Dataset):
         """``load`` with the place in [0, 1) at which a clip's window begins, None for its middle. A data set of clips
         overrides it; pictures have no window."""
         return self.load(row, flip)
+
+    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
+        """``load_at`` with so many frames of (frames, height, width) pixels rather than ``sample_shape``'s. A data set
+        whose media have sizes of their own overrides it."""
+        return self.load_at(row, flip, start)
+
+    def media_size(self, row: int) -> tuple[int, int, int]:
+        """(frames, height, width) of the row's medium as it lies on the disk, upright. Raises BadSample."""
+        raise NotImplementedError
+
+    def media_sizes(self) -> np.ndarray | None:
+        """(rows, 3) int32, :meth:`media_size` of every row, 0 where it can't be read; None: all media have
+        ``sample_shape``."""
+        if type(self).media_size is MediaDataset.media_size:
+            return None
+        from opendit.data.media_size import known_sizes  # which reads files as this module's data sets do
+
+        identity = hash_parts("sizes", self.identity(), self.contents() or "")
+        return known_sizes(identity, len(self), self.media_size)
+
+    def latent_sizes(self) -> np.ndarray:
+        """(rows, 3) int32, of cached latents: frames, height and width of every row's."""
+        return np.tile(np.int32((1, *self.sample_shape[1:])[-3:]), (len(self), 1))
 
     def source(self, row: int) -> str:
         """Where a row comes from, for people: its file."""

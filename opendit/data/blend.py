@@ -100,15 +100,30 @@ class BlendedDataset(MediaDataset):
         return self.load_at(row, flip, None)
 
     def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+        return self.load_sized(row, flip, start, None)
+
+    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int] | None) -> Tensor:
         source, row = self._find(row)
         part = self.parts[source]
         part.as_bytes = self.as_bytes and self._alike  # some kinds give float32 all the same, and a batch has one dtype
-        x = part.load_at(row, flip and part.random_flip, start if part.random_window else None)
+        how = row, flip and part.random_flip, start if part.random_window else None
+        x = part.load_at(*how) if shape is None else part.load_sized(*how, shape)
         return x if self._alike else to_pixels(x) if x.dtype == torch.uint8 else x
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         source, row = self._find(row)
         return self.parts[source].look_at(row)
+
+    def media_sizes(self) -> np.ndarray | None:
+        sizes = [part.media_sizes() for part in self.parts]
+        if all(each is None for each in sizes):
+            return None
+        own = (1, *self.sample_shape[1:])[-3:]
+        of = zip(sizes, self.parts, strict=True)
+        return np.concatenate([np.tile(np.int32(own), (len(part), 1)) if each is None else each for each, part in of])
+
+    def latent_sizes(self) -> np.ndarray:
+        return np.concatenate([part.latent_sizes() for part in self.parts])
 
     def label(self, row: int) -> int:
         source, row = self._find(row)

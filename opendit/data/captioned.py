@@ -15,9 +15,10 @@ from opendit.data.contents import hash_files
 from opendit.data.csv_table import read_csv
 from opendit.data.files import printable, problem
 from opendit.data.images import PathTable, to_tensor
+from opendit.data.media_size import column_size, file_size
 from opendit.data.medium import Medium
 from opendit.data.open_medium import open_clip, open_picture
-from opendit.data.picture_file import center_crop, read_picture
+from opendit.data.picture_file import fill_crop, read_picture
 
 CHECKED_FILES = 2000
 PICTURE, CLIP = 0, 1  # shape keys
@@ -61,6 +62,8 @@ class CaptionedDataset(MediaDataset):
         # In arrays, which forked workers share; see PathTable.
         self.paths, self.texts = PathTable([str(row.path) for row, _ in used]), PathTable([row.text for row, _ in used])
         self.keys = np.array([PICTURE if is_picture else CLIP for _, is_picture in used], dtype=np.uint8)
+        told = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
+        self.told = np.array(told, dtype=np.int32)  # sizes by the table's columns height, width and num_frames
         check_files(self.csv_path, self.paths, max_bad)
         self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
         self.use_video, self.image_size = use_video, image_size
@@ -81,15 +84,19 @@ class CaptionedDataset(MediaDataset):
         return self.load_at(row, flip, None)
 
     def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+        return self.load_sized(row, flip, start, (self.num_frames, self.image_size, self.image_size))
+
+    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
+        frames, *sides = shape
         if self.shape_key(row) == PICTURE:
-            picture = center_crop(read_picture(self.paths[row]), self.image_size)
+            picture = fill_crop(read_picture(self.paths[row]), *sides)
             pixels = to_tensor(picture, flip, self.as_bytes)
             return pixels[:, None] if self.use_video else pixels
         clip, interval = read_clip(
             self.paths[row],
-            self.num_frames,
+            frames,
             self.frame_interval,
-            self.image_size,
+            tuple(sides),
             start=start,
             short_clips=self.short_clips,
             as_bytes=self.as_bytes,
@@ -99,6 +106,10 @@ class CaptionedDataset(MediaDataset):
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return open_picture(self.paths[row]) if self.shape_key(row) == PICTURE else open_clip(self.paths[row])
+
+    def media_size(self, row: int) -> tuple[int, int, int]:
+        told = tuple(self.told[row].tolist())
+        return told if min(told) > 0 else file_size(self.paths[row], self.shape_key(row) == PICTURE)
 
     def label(self, row: int) -> int:
         return 0

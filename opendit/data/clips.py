@@ -78,21 +78,23 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
     return [first + i * frame_interval for i in range(num_frames)]
 
 
-def resize_and_crop(frames: Tensor, size: int, as_bytes: bool = False) -> Tensor:
-    """The middle square of every frame at size x size pixels, bicubic with antialiasing.
+def resize_and_crop(frames: Tensor, size: int | tuple[int, int], as_bytes: bool = False) -> Tensor:
+    """The middle of every frame at size x size pixels, or at size = (height, width), bicubic with antialiasing.
 
-    frames: (T, H, W, 3) uint8. Returns (3, T, size, size) float32 in [-1, 1], or uint8 whose colours lie next to each
-    other in memory, as a decoder gives them.
+    frames: (T, H, W, 3) uint8. Returns (3, T, height, width) float32 in [-1, 1], or uint8 whose colours lie next to
+    each other in memory, as a decoder gives them.
     """
-    # Cut first, so that both axes have the one exact scale and a long thin frame costs no more than a square one.
+    # Cut first, so that both axes have one scale (of a square exactly) and a long thin frame costs no more than others.
     height, width = frames.shape[1:3]
-    side = min(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    pixels = frames[:, top : top + side, left : left + side].permute(0, 3, 1, 2)
-    if side != size:
+    down, across = (size, size) if isinstance(size, int) else size
+    unit = min(height / down, width / across)
+    high, wide = min(height, round(down * unit)), min(width, round(across * unit))
+    top, left = (height - high) // 2, (width - wide) // 2
+    pixels = frames[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
+    if (high, wide) != (down, across):
         # In uint8: 3x as fast as in float32. In one piece of memory: else torch sorts it by colours first.
         pixels = pixels.contiguous(memory_format=torch.channels_last)
-        pixels = interpolate(pixels, (size, size), mode="bicubic", antialias=True)
+        pixels = interpolate(pixels, (down, across), mode="bicubic", antialias=True)
     pixels = pixels.transpose(0, 1)
     return pixels if as_bytes else to_pixels(pixels)
 
@@ -110,7 +112,7 @@ def read_clip(
     path: str,
     num_frames: int,
     frame_interval: int,
-    size: int,
+    size: int | tuple[int, int],
     *,
     start: float | None,
     short_clips: str = "skip",
@@ -119,7 +121,7 @@ def read_clip(
     name: str | None = None,
 ) -> Clip:
     """A window of a clip as (3, num_frames, size, size) float32 in [-1, 1], or uint8, turned as the camera was held,
-    and the interval between its frames.
+    and the interval between its frames. size: a side in pixels, or (height, width).
 
     Frames are taken by number, whatever their times. start: see ``clip_window``. short_clips: what becomes of a clip
     too short for the window: "skip", or "interval": the largest interval that fits. name: what the file is known by,
@@ -166,6 +168,24 @@ def _too_short(length: int, num_frames: int, interval: int) -> str:
 
 def _too_long(seconds: float) -> str:
     return f"not read within {seconds:g} seconds; not tried again"
+
+
+def clip_size(path: str, time_limit: float = TIME_LIMIT) -> tuple[int, int, int]:
+    """(frames, height, width) of a clip's file, upright. Raises BadSample."""
+
+    def look(_: threading.Event) -> tuple[int, int, int]:
+        reader, _ = _open(path)
+        try:
+            return (len(reader), *reader.get_batch([]).shape[1:3])
+        except Exception as error:
+            raise BadSample(path, "not a video that can be decoded") from error
+        finally:
+            del reader
+
+    try:
+        return _within(time_limit, look)
+    except TimeoutError:
+        raise BadSample(path, _too_long(time_limit)) from None
 
 
 class _Helper:
@@ -230,11 +250,11 @@ def _decord():
 
 
 def decode_frames(
-    path: str, choose: Callable[[int], list[int]], stop: threading.Event, size: int | None = None
+    path: str, choose: Callable[[int], list[int]], stop: threading.Event, size: int | tuple[int, int] | None = None
 ) -> np.ndarray:
     """The frames ``choose(number of frames)`` of a file, (T, H, W, 3) uint8; raises BadSample.
 
-    With ``size`` frames that would take more than ``WINDOW`` bytes come cropped and resized to size x size pixels, by
+    With ``size`` frames that would take more than ``WINDOW`` bytes come cropped and resized to that size by
     ``resize_and_crop``: all of them are in memory at no time.
     """
     reader, times = _open(path)
@@ -269,8 +289,8 @@ def _check_size(path: str, height: int, width: int) -> None:
         raise BadSample(path, f"frames of {width:,} x {height:,} pixels, more than {MAX_FRAME_PIXELS:,}")
 
 
-def _shrink(frames: Tensor, size: int) -> np.ndarray:
-    """(T, H, W, 3) uint8 to (T, size, size, 3)."""
+def _shrink(frames: Tensor, size: int | tuple[int, int]) -> np.ndarray:
+    """(T, H, W, 3) uint8 to (T, height, width, 3)."""
     return resize_and_crop(frames, size, as_bytes=True).permute(1, 2, 3, 0).numpy()
 
 
@@ -325,7 +345,7 @@ def _is_stream(path: str) -> bool:
     return any(start[at : at + 189 : 188] == b"GG" for at in (0, 4))  # 188 bytes each, .m2ts puts a time before each
 
 
-def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size: int | None) -> np.ndarray:
+def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size: int | tuple | None) -> np.ndarray:
     """What ``decode_frames`` returns, by PyAV, from the first frame on."""
     import av
 

@@ -80,6 +80,16 @@ class SomeRows(MediaDataset):
     def load_at(self, row, flip, start):
         return self.whole.load_at(self._of(row), flip, start)
 
+    def load_sized(self, row, flip, start, shape):
+        return self.whole.load_sized(self._of(row), flip, start, shape)
+
+    def media_sizes(self) -> np.ndarray | None:
+        sizes = self.whole.media_sizes()
+        return None if sizes is None else sizes[self.rows]
+
+    def latent_sizes(self) -> np.ndarray:
+        return self.whole.latent_sizes()[self.rows]
+
     def source(self, row: int) -> str:
         return self.whole.source(self._of(row))
 

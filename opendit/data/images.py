@@ -17,7 +17,7 @@ from opendit.data.contents import hash_files
 from opendit.data.files import printable
 from opendit.data.folders import Ignored, files_below, folders_above, identity_of, list_folder
 from opendit.data.medium import Medium, of_picture
-from opendit.data.picture_file import center_crop, check_header, picture_suffixes, read_picture
+from opendit.data.picture_file import check_header, fill_crop, picture_size, picture_suffixes, read_picture
 
 CHECKED_HEADERS = 2000
 
@@ -185,7 +185,13 @@ class FolderDataset(MediaDataset):
         return self.paths[row]
 
     def load(self, row: int, flip: bool) -> Tensor:
-        return to_tensor(center_crop(read_picture(self.paths[row]), self.sample_shape[1]), flip, self.as_bytes)
+        return self.load_sized(row, flip, None, (1, *self.sample_shape[1:]))
+
+    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
+        return to_tensor(fill_crop(read_picture(self.paths[row]), *shape[1:]), flip, self.as_bytes)
+
+    def media_size(self, row: int) -> tuple[int, int, int]:
+        return 1, *picture_size(self.paths[row])
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return of_picture(read_picture(self.paths[row]))

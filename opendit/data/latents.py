@@ -193,6 +193,15 @@ class LatentDataset(MediaDataset):
         length = video["num_frames"] if video and moments.shape[1] == self.sample_shape[1] else 1
         return Medium(length, self.index["image_size"], self.index["image_size"]), of_moments(moments)[1]
 
+    def latent_sizes(self) -> np.ndarray:
+        """(rows, 3) int32, frames, height and width of every row's latents."""
+        sizes = np.empty((len(self), 3), dtype=np.int32)
+        for first, end in zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
+            if first < end:
+                moments = self._find(first)[2]["moments"].get_shape()
+                sizes[first:end] = (1, *moments[3:])[-3:]
+        return sizes
+
     def caption(self, row: int) -> str | None:
         return self.captions[row] if self.conditioning == "text" else None
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from opendit.data.base import BadFileCounter, Embedding, MediaDataset, SampleKey, to_pixels
+from opendit.data.base import BadFileCounter, Embedding, Item, MediaDataset, SampleKey, to_pixels
 from opendit.data.order.schedule import BatchSchedule
 from opendit.data.read_ahead import AHEAD, ReadAhead
 from opendit.data.verification import Verification
@@ -19,18 +20,22 @@ from opendit.data.verification import Verification
 class Batch:
     """The samples that one rank processes at once.
 
-    x: (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any order of memory. y: (B,) int64 classes. text: B
-    captions, or None where the data set's conditioning is by label. index: (B,) int64 positions in the global batch,
+    x: (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any order of memory; of packs a tuple of B such tensors
+    without the B, each of its own size, the ones with the most tokens first. segments_in_step: samples of the step, of
+    all ranks and micro-batches. weights: (B,) float32 of the samples' losses, None for 1. y: (B,) int64 classes. text:
+    B captions, or None where the data set's conditioning is by label. index: (B,) int64 positions in the global batch,
     the key of all the samples' randomness. micro: which of the step's gradient-accumulation parts this is. skipped:
     "path: reason" of the unreadable files met. shortened: clips read at a smaller interval than asked for.
     """
 
-    x: Tensor
+    x: Tensor | tuple[Tensor, ...]
     y: Tensor
     index: Tensor
     step: int
     micro: int
     epoch: int
+    segments_in_step: int = 0
+    weights: Tensor | None = None
     skipped: tuple[str, ...] = ()
     shortened: int = 0
     text: tuple[str, ...] | None = None
@@ -38,8 +43,8 @@ class Batch:
 
     def pin_memory(self) -> "Batch":  # what DataLoader calls on a batch of a type of one's own
         embedding = self.embedding and Embedding(*(part.pin_memory() for part in self.embedding))
-        x, y, index = (part.pin_memory() for part in (self.x, self.y, self.index))
-        return replace(self, x=x, y=y, index=index, embedding=embedding)
+        x = self.x.pin_memory() if isinstance(self.x, Tensor) else tuple(part.pin_memory() for part in self.x)
+        return replace(self, x=x, y=self.y.pin_memory(), index=self.index.pin_memory(), embedding=embedding)
 
 
 @dataclass
@@ -48,6 +53,8 @@ class _Request:
     step: int
     micro: int
     epoch: int
+    samples: int = 0  # of the step
+    packed: bool = False  # samples of any sizes, in one sequence
 
 
 class _Requests:
@@ -61,11 +68,11 @@ class _Requests:
     def __iter__(self) -> Iterator[_Request]:
         step = self.start_step
         while self.end_step is None or step < self.end_step:
-            rows, epoch = self.schedule.rows(step), self.schedule.epoch(step)
+            schedule, rows, epoch = self.schedule, self.schedule.rows(step), self.schedule.epoch(step)
             for micro in range(self.micro_batches):
-                first = (micro * self.dp_size + self.dp_rank) * self.batch_size
-                sample_keys = [SampleKey(rows[i], step, i) for i in range(first, first + self.batch_size)]
-                yield _Request(sample_keys, step, micro, epoch)
+                share = schedule.share(step, micro, self.dp_rank, self.dp_size, self.batch_size)
+                sample_keys = schedule.arranged([SampleKey(rows[i], step, i) for i in share])
+                yield _Request(sample_keys, step, micro, epoch, len(rows), schedule.packed)
             step += 1
 
 
@@ -79,6 +86,8 @@ class _BatchReader(Dataset):
         self.buffer = _RingBuffer()
 
     def __getitem__(self, request: _Request) -> Batch:
+        if request.packed:
+            return self._packed(request)
         shortened, x, items = self.dataset.shortened, None, []
         # Each sample moves to the batch before the next is read: memory of one clip is used over and over, that of all
         # of them would go back to the kernel and be asked for again, 1 ms a clip.
@@ -86,6 +95,21 @@ class _BatchReader(Dataset):
             x = self.buffer.batch(len(request.sample_keys), item.x) if x is None else x
             x[i] = item.x
             items.append(item._replace(x=None))
+        return self._batch(request, x, items, self.dataset.shortened - shortened)
+
+    def _packed(self, request: _Request) -> Batch:
+        """Samples of any sizes: one after the other in one piece of memory, of which the batch has views."""
+        shortened, items = self.dataset.shortened, list(self.dataset.items(request.sample_keys))
+        ends = np.cumsum([item.x.numel() for item in items]).tolist()
+        flat = self.buffer.batch(ends[-1], items[0].x.new_empty(()))
+        parts = []
+        for item, start, end in zip(items, [0, *ends], ends, strict=False):
+            parts.append(flat[start:end].view(item.x.shape))
+            parts[-1].copy_(item.x)
+        items = [item._replace(x=None) for item in items]
+        return self._batch(request, tuple(parts), items, self.dataset.shortened - shortened)
+
+    def _batch(self, request: _Request, x: Tensor | tuple[Tensor, ...], items: list[Item], shortened: int) -> Batch:
         return Batch(
             x=x,
             y=torch.tensor([item.y for item in items], dtype=torch.int64),
@@ -93,8 +117,9 @@ class _BatchReader(Dataset):
             step=request.step,
             micro=request.micro,
             epoch=request.epoch,
+            segments_in_step=request.samples,
             skipped=tuple(file for item in items for file in item.skipped),
-            shortened=self.dataset.shortened - shortened,
+            shortened=shortened,
             text=tuple(item.text or "" for item in items) if self.dataset.conditioning == "text" else None,
             embedding=_stack_embeddings([item.embedding for item in items]),
         )
@@ -170,8 +195,13 @@ class BatchIterator:
             self._verification.check()  # only now: its thread starts after the worker processes
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
-        x = batch.x if self._as_bytes else to_pixels(batch.x)
-        return replace(batch, x=x.clone() if x.is_shared() else x)  # the worker writes there again, see _RingBuffer
+        if isinstance(batch.x, Tensor):
+            return replace(batch, x=self._own(batch.x))
+        return replace(batch, x=tuple(map(self._own, batch.x)))
+
+    def _own(self, x: Tensor) -> Tensor:
+        x = x if self._as_bytes else to_pixels(x)
+        return x.clone() if x.is_shared() else x  # the worker writes there again, see _RingBuffer
 
     @property
     def read(self) -> int:
@@ -209,8 +239,8 @@ def build_loader(
 ) -> BatchIterator:
     """The batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (or for ever).
 
-    For every step and micro-batch: positions (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of the
-    global batch. The worker processes live until ``close()``; 0 workers read in this process, with the same
+    For every step and micro-batch: units (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of the global
+    batch. The worker processes live until ``close()``; 0 workers read in this process, with the same
     result. ``on_skip`` is told of every unreadable file once; a share of them past ``max_bad`` is a DataError.
     as_bytes: clips stay uint8, a quarter of the bytes to pin and send; ``to_pixels`` makes them float32 on the device.
     patience, log, on_hang: of a file that takes for ever, see ``ReadAhead``.

@@ -19,6 +19,7 @@ MAX_WHOLE_FILE = 2**28  # bytes of a file in a format that Pillow reads into mem
 MAX_SCANS = 500  # of a progressive JPEG, each of which passes over the whole picture; cameras and programs write ten
 LONGEST = 16  # a picture longer than this many times its width is cut before it is enlarged
 
+ORIENTATION = 274  # EXIF's tag of that name; from 5 on the picture is shown on its side
 SAMPLE_FORMAT = 339  # TIFF's tag of that name; 1: unsigned integers
 
 WHITE = (255, 255, 255)  # what shows through transparent pixels
@@ -60,6 +61,32 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
         return _enlarge(image, size, (left * across, top * down, (left + size) * across, (top + size) * down))
     image = image.resize((width, height), resample=Image.Resampling.BICUBIC)
     return image.crop((left, top, left + size, top + size))
+
+
+def fill_crop(image: Image.Image, height: int, width: int) -> Image.Image:
+    """The middle of a picture at width x height pixels, as much of it as has these sides: :func:`center_crop` for any
+    ratio of sides, without its cut of strips that are enlarged."""
+    if height == width:
+        return center_crop(image, height)
+    while image.width >= 2 * width and image.height >= 2 * height:
+        image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
+    scale = max(width / image.width, height / image.height)
+    across, down = width / scale, height / scale  # of the picture's own pixels
+    left, top = (image.width - across) / 2, (image.height - down) / 2
+    box = (max(0.0, left), max(0.0, top), min(image.width, left + across), min(image.height, top + down))
+    return image.resize((width, height), resample=Image.Resampling.BICUBIC, box=box)
+
+
+def picture_size(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> tuple[int, int]:
+    """(height, width) of a picture file, upright, by its header. Raises BadSample as :func:`read_picture` does."""
+    if content is None and (why := problem(path)) is not None:
+        raise BadSample(path, why)
+    try:
+        with _File(path, time_limit, content) as file, _open(file) as image:
+            turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+            return (image.width, image.height) if turned else (image.height, image.width)
+    except Exception as error:
+        raise BadSample(path, reason(error)) from error
 
 
 def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, float]) -> Image.Image:

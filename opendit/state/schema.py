@@ -159,6 +159,16 @@ MANIFEST_FILE = FileKind(
     ),
     16 * MIB,
 )
+_PACKS = record(
+    {
+        "window": COUNT,
+        "position": COUNT,
+        "carry": listed(COUNT),
+        "stages": listed(COUNT, least=1),
+        "global_batch": whole(1),
+        "capacity": whole(1),
+    }
+)
 ANY_STATE = FileKind(record({"version": COUNT}, others=plain(8)), 4 * MIB)  # of any version
 STATE_FILE = FileKind(
     record(
@@ -186,6 +196,7 @@ STATE_FILE = FileKind(
             "seed": whole(-(2**63), 2**64),
             "val_loss": number(-1e38, 1e38),
             "evaluation": record({"of": string(64), "figures": mapping(string(64), number(-1e38, 1e38), 100)}),
+            "packs": optional(_PACKS),  # opendit.data.order.packs
             "objective": objective_rule,
             "fingerprint": mapping(string(64), plain(2), 1000),  # opendit.training.fingerprint
         },

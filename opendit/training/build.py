@@ -20,6 +20,7 @@ from opendit.training.agenda import Agenda
 from opendit.training.diagnosis import Diagnosis
 from opendit.training.drawing import EMASampler, SampleGrids
 from opendit.training.engine import build_model_and_engine
+from opendit.training.flops import TrainingFlops
 from opendit.training.inputs import Inputs
 from opendit.training.interrupt import Interrupt
 from opendit.training.learning_rate import LearningRate
@@ -138,7 +139,9 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
                 engine=engine,
                 ema=ema,
                 runner=runner,
-                micro_batches=MicroBatches(loader, inputs, flags.grad_accumulation, monitor, pace, diagnosis),
+                micro_batches=MicroBatches(
+                    loader, inputs, flags.grad_accumulation, TrainingFlops(spec.model_config), monitor, pace, diagnosis
+                ),
                 learning_rate=LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, spec.last_step),
                 interrupt=interrupt,
                 agenda=Agenda(flags, spec.last_step),

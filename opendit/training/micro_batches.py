@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from opendit.data import BatchIterator
 from opendit.training.diagnosis import Diagnosis
+from opendit.training.flops import TrainingFlops
 from opendit.training.inputs import Inputs
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
@@ -16,7 +17,8 @@ class MicroBatches:
 
     Args:
         count: of a step.
-        monitor, pace: are told how long a step stood waiting for each.
+        flops: of a micro-batch.
+        monitor, pace: are told how long a step stood waiting for each, the first what it holds as well.
         diagnosis: keeps the batches of the step.
     """
 
@@ -25,11 +27,12 @@ class MicroBatches:
         loader: BatchIterator,
         inputs: Inputs,
         count: int,
+        flops: TrainingFlops,
         monitor: Monitor,
         pace: Pace,
         diagnosis: Diagnosis,
     ):
-        self._loader, self._inputs, self._count = loader, inputs, count
+        self._loader, self._inputs, self._count, self._flops = loader, inputs, count, flops
         self._monitor, self._pace, self._diagnosis = monitor, pace, diagnosis
 
     def of_next_step(self) -> Iterator[MicroBatch]:
@@ -41,4 +44,6 @@ class MicroBatches:
             self._monitor.loader_wait(waited)
             self._pace.begin(waited)
             self._diagnosis.keep(batch)
-            yield self._inputs.of(batch)
+            micro_batch = self._inputs.of(batch)
+            self._monitor.count(batch.segments_in_step if batch.micro == 0 else 0, self._flops.of(micro_batch))
+            yield micro_batch

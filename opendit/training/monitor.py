@@ -44,8 +44,6 @@ class Monitor:
 
     Args:
         folder: the run's folder.
-        flops_per_sample: of a training step (forward and backward).
-        samples_per_step: the global batch.
         failures: takes what the disk refuses, and what goes wrong in a library of ``loggers``.
         loggers: what makes each further logger that takes what TensorBoard takes, by its name.
     """
@@ -57,17 +55,16 @@ class Monitor:
         *,
         first_step: int,
         last_step: int,
-        samples_per_step: int,
-        flops_per_sample: float,
         precision: str,
         failures: WriteFailures,
         loggers: Mapping[str, Callable[[], RunLogger]] = MappingProxyType({}),
     ):
-        self.mesh, self.samples_per_step, self.flops_per_sample = mesh, samples_per_step, flops_per_sample
+        self.mesh = mesh
         self.peak = peak_flops(mesh.device, precision)
         self.data_wait = 0.0
         self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # of losses, and how many
         self._steps, self._since = 0, time.perf_counter()
+        self._samples, self._flops = 0, 0.0
         self._peak_gib = 0.0  # of memory, before the last drawing
         self._pressure = MemoryPressure()
         self.last: dict = {}
@@ -92,6 +89,11 @@ class Monitor:
     def loader_wait(self, seconds: float) -> None:
         """Adds time that the step stood waiting for its batch."""
         self.data_wait += seconds
+
+    def count(self, samples: int, flops: float) -> None:
+        """Adds samples of all ranks, and what this rank and those that share its samples compute for its own."""
+        self._samples += samples
+        self._flops += flops
 
     def add(self, loss: torch.Tensor, finite: torch.Tensor) -> None:
         """Adds one step's mean loss on this rank, if the step was taken. Both are 0-dim on the device, and nothing
@@ -129,8 +131,8 @@ class Monitor:
         total, count = self.mesh.sum(self._sums).tolist()
         loss = total / count if count else None
         now = time.perf_counter()
-        rate = self._steps * self.samples_per_step / (now - self._since)
-        flops = rate * self.flops_per_sample / self.mesh.world_size
+        rate = self._samples / (now - self._since)
+        flops = self._flops / self.mesh.sharing / (now - self._since)
         cuda = self.mesh.device.type == "cuda"
         self.last = {
             "step": step,
@@ -163,6 +165,7 @@ class Monitor:
                 self.say(note)
         self._sums.zero_()
         self._steps, self._since, self.data_wait = 0, now, 0.0
+        self._samples, self._flops = 0, 0.0
         return self.last
 
     def say(self, text: str) -> None:

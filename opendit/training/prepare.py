@@ -11,7 +11,7 @@ from opendit.cli.checks import check_writable
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.cli.train_components import CaptionFlags, DataFlags, SaveFlags, StartFlags
 from opendit.cli.train_flags import Components, TrainConfig
-from opendit.data import DataError, MediaDataset, build_schedule
+from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.data.order.schedule import KEYED, SORTED
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
@@ -51,6 +51,7 @@ from opendit.training.from_flags import (
 from opendit.training.host_memory import check_host, check_offload
 from opendit.training.memory import Setup, card_memory
 from opendit.training.resume import check_resume
+from opendit.training.shapes import make_schedule, samples_at_once, shape_samples
 from opendit.training.sharding import choose_sharding
 from opendit.training.specification import RunSpecification
 
@@ -78,19 +79,24 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     plan = plan_model(asked, dataset)
     flags, notes = flags.with_part(plan.captions), notes + plan.notes
     config, objective, captions, vae = plan.config, plan.objective, plan.captions, plan.vae
+    dataset = shape_samples(asked, dataset, config)
+    validation = None if validation is None else shape_samples(asked, validation, config)
+    samples = samples_at_once(asked, config)
     check_expert_parallel(config, mesh.dims)
     setup, ranks = memory_setup(asked, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if mesh.device.type == "cpu":
-        check_host(config, setup, batch.batch_size, ranks)
+        check_host(config, setup, samples, ranks)
     else:
-        check_offload(config, setup, batch.batch_size, ranks, asked.save.save)
-    sequence = _sequence(asked, config, mesh, notes)
+        check_offload(config, setup, samples, ranks, asked.save.save)
+    sequence = _sequence(asked, config, mesh, samples, notes)
     stages = mesh_stages(mesh, config, asked.plugin.pipeline_schedule)
     resume = _checkpoint(asked.save, asked.model.model, mesh, notes)
     stored = stored_fingerprint(resume.state) if resume else {}
     # Checkpoints from before there was another order do not name theirs.
     order = stored.get("order", SORTED) if resume else KEYED
-    schedule = build_schedule(dataset, global_batch, batch.grad_accumulation, seed, order)
+    schedule = make_schedule(asked, dataset, global_batch, config, order)
+    if resume and (packs := resume.state.get("packs")) is not None and schedule.packed:
+        schedule.restore(packs, resume.state["step"])
     if resume:
         resumed = read_config(resume.model)
         config = config if resumed is None else of_revision(config, asked.model.model, resumed.revision)
@@ -112,7 +118,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         fused=kernels.ops.linear_gate_residual_layernorm_modulate is not None,
         fp8=kernels.ops.float8,
     )
-    sharding = _sharding(asked, config, memory, mesh) if asked.plugin.plugin == "fsdp" else None
+    sharding = _sharding(samples, config, memory, mesh) if asked.plugin.plugin == "fsdp" else None
     folder = _folder(asked.save, asked.model.model, resume, mesh, notes)
     lock, lock_notes = lock_folder(
         folder, mesh, f"--load {asked.save.load}", "stop it, or start a new run without --load"
@@ -150,6 +156,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         lora=lora,
         notes=notes,
         validation=validation,
+        samples_at_once=samples,
     )
     spec.fingerprint = mesh.broadcast_object(fingerprint(spec) if mesh.is_main else None)
     if resume:
@@ -168,10 +175,12 @@ def make_deterministic() -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
-def _sequence(asked: Components, config: DiTConfig, mesh: Mesh, notes: list[str]) -> SequenceParallel | None:
+def _sequence(
+    asked: Components, config: DiTConfig, mesh: Mesh, samples: int, notes: list[str]
+) -> SequenceParallel | None:
     """How ranks share every sample; None: they do not."""
     parallel, keep_gathered = asked.parallel, asked.memory.keep_gathered
-    precision, samples = asked.train_speed.mixed_precision, asked.batch.batch_size
+    precision = asked.train_speed.mixed_precision
     how = (parallel, asked.speed.attention, precision)
     shape = sequence_shape(*how, config, samples, tensor_parallel=mesh.tp_size, lora=asked.start.lora is not None)
     sequence = sequence_parallel(mesh, parallel.sequence_parallel_type, shape, keep_gathered=keep_gathered)
@@ -216,9 +225,9 @@ def _why_not_compiled(asked: bool, plugin: str) -> str | None:
     return None if why is None else f"off: {why}"
 
 
-def _sharding(asked: Components, config: DiTConfig, memory: Setup, mesh: Mesh) -> Sharding:
+def _sharding(samples: int, config: DiTConfig, memory: Setup, mesh: Mesh) -> Sharding:
     """How --plugin fsdp divides the model on this device."""
-    return choose_sharding(config, memory, asked.batch.batch_size, card_memory(mesh.device))
+    return choose_sharding(config, memory, samples, card_memory(mesh.device))
 
 
 def _agree_on_attention(

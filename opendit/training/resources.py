@@ -30,8 +30,6 @@ def open_monitor(spec: RunSpecification, supervisor: Supervisor, failures: Write
         spec.mesh,
         first_step=spec.first_step,
         last_step=spec.last_step,
-        samples_per_step=spec.schedule.global_batch,
-        flops_per_sample=3 * spec.model_config.forward_flops(),
         precision=spec.flags.mixed_precision,
         failures=failures,
         loggers={name: partial(LOGGERS[name], spec.folder, spec.flag_values()) for name in spec.flags.loggers},

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from opendit.cli.dry_run import describe_recipe
+from opendit.cli.train_components import BatchFlags
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
@@ -27,7 +28,7 @@ def announce_memory(spec: RunSpecification) -> None:
     """What the step will need and, where the GPU has less, the cheapest mitigation: before building runs out of it."""
     if not spec.mesh.is_main:
         return
-    config, batch = spec.model_config, spec.flags.batch_size
+    config, batch = spec.model_config, spec.samples_at_once
     card = card_memory(spec.mesh.device)
     print(f"memory: {describe(config, spec.memory, batch, card)}", flush=True)
     if card is not None and (mitigation := advice(config, spec.memory, batch, USABLE * card)):
@@ -70,7 +71,7 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         "CUDA graph": graph_note,
         "compile": spec.why_not_compiled or "blocks and final layer, when they first meet a shape",
         "batch": f"{flags.batch_size} x {mesh.dp_size} ranks x {flags.grad_accumulation} micro-batches = "
-        f"{spec.schedule.global_batch}; {spec.schedule.steps_per_epoch} steps an epoch",
+        f"{spec.schedule.global_batch}{_unit(flags)}; {spec.schedule.steps_per_epoch} steps an epoch",
         "steps": f"{spec.first_step} to {spec.last_step}"
         + (f", resumed from {spec.resume.folder}" if spec.resume else ""),
         "run folder": str(spec.folder),
@@ -78,6 +79,12 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
     monitoring.print_block("OpenDiT training", rows)
     for note in spec.notes:
         print(f"note: {note}", flush=True)
+
+
+def _unit(flags: BatchFlags) -> str:
+    if flags.tokens is None:
+        return ""
+    return f" {'lots of one shape' if flags.pack_tokens is None else 'packs'} of up to {flags.tokens:,} tokens"
 
 
 def summarise(spec: RunSpecification, monitor: Monitor, checkpoints: Checkpoints) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 from opendit.common.hashing import hash_parts
 from opendit.data.base import BadSample
 from opendit.data.images import to_tensor
+from opendit.data.media_size import Size
 from opendit.data.medium import Medium, of_picture
-from opendit.data.picture_file import center_crop
+from opendit.data.picture_file import fill_crop
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields, split_name, suffix_of
 
@@ -136,17 +137,27 @@ class CookedDataset(ShardDataset):
         self._cooked = row, found
         return found
 
-    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+    def _medium(self, row: int) -> Any:
+        """A clip's or picture's file, or a PIL image. Raises BadSample."""
         made = self._cook(row)
         wanted = "video" if self._video else "image"
         if wanted not in made or ("caption" in made) != (self.conditioning == "text"):
             raise BadSample(self.source(row), f"{self.name} gave other parts than of the first sample")
-        content = made[wanted]
+        return made[wanted]
+
+    def media_size(self, row: int) -> Size:
+        content = self._medium(row)
+        if not isinstance(content, bytes):
+            return 1, content.height, content.width
+        return self._size(not self._video, content)
+
+    def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
+        content = self._medium(row)
         if self._video:
-            return self._clip(row, content, flip, start)
+            return self._clip(row, content, flip, start, shape)
         if isinstance(content, bytes):
-            return self._picture(row, content, flip)
-        pixels = to_tensor(center_crop(content.convert("RGB"), self.image_size), flip, self.as_bytes)
+            return self._picture(row, content, flip, shape[1:])
+        pixels = to_tensor(fill_crop(content.convert("RGB"), *shape[1:]), flip, self.as_bytes)
         return pixels[:, None] if self.use_video else pixels
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:

@@ -1,5 +1,6 @@
 """The schedule of a data set of several sources."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -8,10 +9,10 @@ import numpy as np
 
 from opendit.data.order.mixture import Mixture
 from opendit.data.order.pool import Pool, RowsByKey
-from opendit.data.order.schedule import PARTS, POOLS, SOURCES, BatchSchedule, part_of
+from opendit.data.order.schedule import PARTS, POOLS, SOURCES, BatchSchedule, StepRows, part_of, steps_of
 
 _SAMPLES, _PARTS = 128, 16  # of a block, about, in which the order of sources, or of shapes, is drawn
-_MOST = 256  # shapes, and sources: domains of permutations do not run into each other
+_MOST, _MOST_SHAPES = 256, 4096  # sources, and shapes: domains of permutations do not run into each other
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,20 @@ class SourceRows:
 class BlendSchedule(BatchSchedule):
     """Several sources in the proportions of their weights, each in permutation after permutation of its own.
 
-    keys: the shape key of every row, None where all are alike. With shapes, a micro-batch is of one shape and mixes the
+    keys: the shape key of every row, None where all are alike. samples: of a unit, for every shape in order of its key;
+    None: one each. With shapes, a micro-batch is of one shape and mixes the
     sources that have it; every shape of a source has permutations of its own. Raises ValueError if there are fewer rows
     than a global batch, or a source has none.
     """
 
     def __init__(
-        self, sources: SourceRows, global_batch: int, micro_batches: int, seed: int, keys: np.ndarray | None = None
+        self,
+        sources: SourceRows,
+        global_batch: int,
+        micro_batches: int,
+        seed: int,
+        keys: np.ndarray | None = None,
+        samples: Sequence[int] | None = None,
     ):
         super().__init__(sources.ends[-1], global_batch, seed)
         self.sources, starts = sources, [0, *sources.ends[:-1]]
@@ -51,11 +59,15 @@ class BlendSchedule(BatchSchedule):
                 raise ValueError(f"the source {name} has no samples")
         of_source = [None if keys is None else RowsByKey(keys[a:b]) for a, b in zip(starts, sources.ends, strict=True)]
         values = [0] if keys is None else sorted({value for each in of_source for value in each.values.tolist()})
-        self._shaped = len(values) > 1
-        if max(len(values), len(starts)) > _MOST:
-            raise ValueError(f"{len(starts)} sources of {len(values)} shapes: at most {_MOST} of each can be blended")
+        self._samples = [1] * len(values) if samples is None else list(samples)
+        self._shaped = len(values) > 1 or self._samples != [1]
+        if len(starts) > _MOST or len(values) > _MOST_SHAPES:
+            raise ValueError(
+                f"{len(starts)} sources of {len(values)} shapes: at most {_MOST} of {_MOST_SHAPES} can be blended"
+            )
         self._cut = micro_batches if self._shaped else 1
-        self._part = part_of(global_batch, self._cut)
+        units = part_of(global_batch, self._cut)
+        self._part = [units * count for count in self._samples]  # samples of a micro-batch over all ranks
         # Of a source's rows the share of each shape, and the rows of it.
         self._shares, self._pools = [], []
         for number, (start, size, shapes) in enumerate(zip(starts, sources.sizes, of_source, strict=True)):
@@ -68,7 +80,7 @@ class BlendSchedule(BatchSchedule):
                 pools[shape] = Pool(found[value], seed, POOLS + shape * _MOST + number, select)
             self._pools.append(pools)
         cells = [(step, self._of_cells(weights)) for step, weights in sources.stages]
-        rates = [(step * self._cut, _rates(_columns(table), Fraction(_PARTS))) for step, table in cells]
+        rates = [(step * self._cut, _rates(self._of_parts(table), Fraction(_PARTS))) for step, table in cells]
         self._parts = Mixture(rates, seed, PARTS)
         begins = [self._parts.counts(start) * self._part for start, _ in rates]
         # A pass over the data is a whole number of blocks: at its end the sources' counts are what weights ask for.
@@ -83,36 +95,56 @@ class BlendSchedule(BatchSchedule):
         """What every shape of every source weighs."""
         return [[weight * share for share in shares] for weight, shares in zip(weights, self._shares, strict=True)]
 
+    def _of_parts(self, table: list[list[Fraction]]) -> list[Fraction]:
+        """How often a micro-batch is of each shape: of shapes of which it takes more samples, as much less often."""
+        of_shapes = [sum(column) for column in zip(*table, strict=True)]
+        return [weight / count for weight, count in zip(of_shapes, self._samples, strict=True)]
+
     @property
     def micro_batches(self) -> int | None:
         return self._cut if self._shaped else None
 
     def steps(self, epochs: int) -> int:
-        return epochs * self.sources.epoch // self.global_batch
+        samples, low, high = epochs * self.sources.epoch, 0, epochs * self.sources.epoch // min(self._part) + 1
+        while low < high:  # the last step up to which no more are drawn
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._seen(middle) <= samples else (low, middle - 1)
+        return low
 
     def epoch(self, step: int) -> int:
-        return step * self.global_batch // self.sources.epoch
+        return self._seen(step) // self.sources.epoch
+
+    def _seen(self, step: int) -> int:
+        """Samples of the steps before ``step``."""
+        return int((self._parts.counts(step * self._cut) * self._part).sum())
 
     def log(self, step: int) -> dict:
         """{"sources": {name: {"share": of all samples so far, "epoch": passes over the source}}}."""
         counts = zip(self.sources.names, self.consumed(step).tolist(), self.sources.sizes, strict=True)
-        seen = max(1, step * self.global_batch)
+        seen = max(1, self._seen(step))
         return {"sources": {name: {"share": count / seen, "epoch": count / size} for name, count, size in counts}}
 
     def consumed(self, step: int) -> np.ndarray:
         """(sources,) int64: the samples that the steps before ``step`` have taken of each."""
         parts = self._parts.counts(step * self._cut)
-        return sum(mixture.counts(int(n) * self._part) for mixture, n in zip(self._mixtures, parts, strict=True))
+        of_shapes = zip(self._mixtures, parts.tolist(), self._part, strict=True)
+        return sum(mixture.counts(count * part) for mixture, count, part in of_shapes)
 
-    def _rows(self, steps: range) -> np.ndarray:
+    def rows_between(self, start: int, stop: int) -> np.ndarray:
+        return self._of_shape(0, start, stop)
+
+    def _steps(self, steps: range) -> list[StepRows]:
+        if not self._shaped:
+            return super()._steps(steps)
         shapes, ranks = self._parts.locate(steps.start * self._cut, steps.stop * self._cut)
-        rows = np.empty((len(shapes), self._part), dtype=np.int64)
+        parts: list[list[int]] = [[]] * len(shapes)
         for shape in np.unique(shapes).tolist():
-            here = np.flatnonzero(shapes == shape)
+            here, part = np.flatnonzero(shapes == shape), self._part[shape]
             first, last = int(ranks[here].min()), int(ranks[here].max())  # few of the parts between are elsewhere
-            found = self._of_shape(shape, first * self._part, (last + 1) * self._part)
-            rows[here] = found.reshape(-1, self._part)[ranks[here] - first]
-        return rows
+            found = self._of_shape(shape, first * part, (last + 1) * part).reshape(-1, part)
+            for place, rank in zip(here.tolist(), ranks[here].tolist(), strict=True):
+                parts[place] = found[rank - first].tolist()
+        return steps_of(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> np.ndarray:
         """The rows at the places from ``start`` to before ``stop`` of all samples of a shape."""
@@ -126,10 +158,6 @@ class BlendSchedule(BatchSchedule):
 
 def _select(start: int, select, numbers: np.ndarray) -> np.ndarray:
     return start + (numbers if select is None else select(numbers))
-
-
-def _columns(table: list[list[Fraction]]) -> list[Fraction]:
-    return [sum(column) for column in zip(*table, strict=True)]
 
 
 def _rates(weights: list[Fraction], block: Fraction) -> list[Fraction]:

@@ -1,19 +1,38 @@
 """The schedule of a data set."""
 
+import numpy as np
+
 from opendit.data.base import MediaDataset
 from opendit.data.order.blend import BlendSchedule
+from opendit.data.order.packs import PackSchedule
 from opendit.data.order.pool import RowsByKey
 from opendit.data.order.schedule import KEYED, SORTED, BatchSchedule, BucketSchedule
 from opendit.data.order.sorted import SortedBucketSchedule, SortedSchedule
+from opendit.data.shaped import ShapedDataset
 
 
 def build_schedule(
-    dataset: MediaDataset, global_batch: int, micro_batches: int, seed: int, order: str = KEYED
+    dataset: MediaDataset,
+    global_batch: int,
+    micro_batches: int,
+    seed: int,
+    order: str = KEYED,
+    *,
+    bucket_tokens: int | None = None,
+    pack_tokens: int | None = None,
+    attention: float = float("inf"),
 ) -> BatchSchedule:
     """The data set's schedule: in buckets if its samples have several shapes, by weights if it has several sources.
 
-    order: ``KEYED``, or ``SORTED`` for a run that began with that. Raises ValueError if there are too few samples.
+    order: ``KEYED``, or ``SORTED`` for a run that began with that. bucket_tokens: of a unit of several samples of one
+    shape; pack_tokens: of a unit of any samples; either of a ``ShapedDataset``. attention: see ``PackSchedule``. Raises
+    ValueError if there are too few samples.
     """
+    if pack_tokens is not None:
+        tokens, sources = dataset.token_counts(), dataset.source_rows()
+        return PackSchedule(tokens, pack_tokens, global_batch, seed, sources=sources, attention=attention)
+    if bucket_tokens is not None:
+        return _in_buckets(dataset, global_batch, micro_batches, seed, bucket_tokens)
     one_shape, by_shape = (SortedSchedule, SortedBucketSchedule) if order == SORTED else (BatchSchedule, BucketSchedule)
     keys = dataset.shape_keys()
     if (sources := dataset.source_rows()) is not None:
@@ -22,3 +41,11 @@ def build_schedule(
     if shapes is None or len(shapes.values) < 2:
         return one_shape(len(dataset), global_batch, seed)
     return by_shape(keys if order == SORTED else shapes, global_batch, micro_batches, seed)
+
+
+def _in_buckets(dataset: ShapedDataset, global_batch: int, micro_batches: int, seed: int, tokens: int) -> BatchSchedule:
+    keys, sources = dataset.shape_keys(), dataset.source_rows()
+    samples = [tokens // int(dataset.tokens[key]) for key in np.unique(keys)]
+    if sources is not None:
+        return BlendSchedule(sources, global_batch, micro_batches, seed, keys, samples)
+    return BucketSchedule(keys, global_batch, micro_batches, seed, samples)

@@ -2,11 +2,13 @@
 
 So a run that starts at any step draws the samples that an uninterrupted one draws there, and any number of ranks,
 workers and micro-batches cuts the same global batches into parts. Nothing is carried from one step to the next:
-whatever stands at a place of the run is computed from the place.
+whatever stands at a place of the run is computed from the place. (Packs are planned window after window: see
+opendit/data/order/packs.py.)
 """
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,8 +17,18 @@ from opendit.data.order.pool import Pool, RowsByKey
 
 SORTED, KEYED = "sorted", "keyed"  # what a checkpoint says of the order of its samples
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations, apart from those of Stream
-_WINDOW = 1024  # samples whose rows are computed at once
+_WINDOW = 1024  # units whose rows are computed at once
 _BLOCK = 128  # samples, of several sources, within which the sources' order is drawn
+
+
+Key = TypeVar("Key", bound=tuple)
+
+
+class StepRows(NamedTuple):
+    """rows: of all samples of a step, in order of position. ends: where each of its units ends among them."""
+
+    rows: list[int]
+    ends: Sequence[int]
 
 
 class BatchSchedule:
@@ -24,11 +36,12 @@ class BatchSchedule:
 
     A batch may lie across the end of an epoch, so every row is drawn once an epoch, whatever the batch.
 
-    global_batch: samples of one optimizer step = batch_size x data-parallel ranks x grad_accumulation.
-    Raises ValueError if the data set is smaller than that.
+    global_batch: units of one optimizer step = batch_size x data-parallel ranks x grad_accumulation. A unit is a
+    sample; in other schedules it may be several. Raises ValueError if the data set has fewer samples than that.
     """
 
     order = KEYED
+    packed = False  # whether a micro-batch's samples are of any sizes
 
     def __init__(self, dataset_size: int, global_batch: int, seed: int):
         if global_batch < 1:
@@ -40,7 +53,7 @@ class BatchSchedule:
                 "--global_batch_size"
             )
         self.dataset_size, self.global_batch, self.seed = dataset_size, global_batch, seed
-        self._computed = range(0), np.empty((0, global_batch), dtype=np.int64)  # steps, and their rows
+        self._computed: tuple[range, list[StepRows]] = range(0), []
 
     @property
     def micro_batches(self) -> int | None:
@@ -62,47 +75,80 @@ class BatchSchedule:
 
     def rows(self, step: int) -> list[int]:
         """Data set rows of the global batch of ``step``, in order of position."""
+        return self._of_step(step).rows
+
+    def ends(self, step: int) -> Sequence[int]:
+        """Where each of the ``global_batch`` units of ``step`` ends among its :meth:`rows`."""
+        return self._of_step(step).ends
+
+    def share(self, step: int, micro: int, rank: int, ranks: int, units: int) -> range:
+        """The positions among :meth:`rows` that one of ``ranks`` ranks reads for a micro-batch of ``units`` units a
+        rank."""
+        first, ends = (micro * ranks + rank) * units, self.ends(step)
+        return range(ends[first - 1] if first else 0, ends[first + units - 1])
+
+    def arranged(self, keys: list[Key]) -> list[Key]:
+        """The samples (row first) of a rank's micro-batch in the order in which they are read."""
+        return keys
+
+    def log(self, step: int) -> dict:
+        """What a line of the log after ``step`` steps says of the samples; nothing of one plain source."""
+        return {}
+
+    def state(self, step: int) -> dict[str, Any] | None:
+        """What a checkpoint after ``step`` steps must keep to go on; None: nothing, as here."""
+        return None
+
+    def rows_between(self, start: int, stop: int) -> np.ndarray:
+        """Where units are samples: the rows at places of the run, counted over its steps, int64."""
+        pool = Pool(self.dataset_size, self.seed, POOLS, lambda numbers: numbers)
+        return pool.rows(np.arange(start, stop))
+
+    def _of_step(self, step: int) -> StepRows:
         if step not in self._computed[0]:
             count = max(1, _WINDOW // self.global_batch)
             steps = range(step // count * count, (step // count + 1) * count)
-            self._computed = steps, self._rows(steps).reshape(count, self.global_batch)
-        steps, rows = self._computed
-        return rows[step - steps.start].tolist()
+            self._computed = steps, self._steps(steps)
+        steps, found = self._computed
+        return found[step - steps.start]
 
-    def log(self, step: int) -> dict:
-        """What a line of the log after ``step`` steps says of the sources; nothing where there is one."""
-        return {}
-
-    def _rows(self, steps: range) -> np.ndarray:
-        """The rows of all positions of some steps, (steps * global_batch,) int64."""
-        return self._pool.rows(np.arange(steps.start * self.global_batch, steps.stop * self.global_batch))
-
-    @property
-    def _pool(self) -> Pool:
-        return Pool(self.dataset_size, self.seed, POOLS, lambda numbers: numbers)
+    def _steps(self, steps: range) -> list[StepRows]:
+        """What some steps draw."""
+        rows = self.rows_between(steps.start * self.global_batch, steps.stop * self.global_batch)
+        ends = range(1, self.global_batch + 1)
+        return [StepRows(of_step, ends) for of_step in rows.reshape(-1, self.global_batch).tolist()]
 
 
 class BucketSchedule(BatchSchedule):
     """A schedule for rows of several shapes: the rows of a micro-batch, over all ranks, are of one shape.
 
-    keys: the shape key of every row. micro_batches: parts of a global batch; position p belongs to part
-    p // (global_batch / micro_batches). Each shape's rows come in permutation after permutation, cut into parts: rows
-    that fill none begin the shape's first part of the next epoch. An epoch has the parts that its rows complete, in
-    keyed order. Over E epochs every row is drawn E times but for what is left over at the very end, less than a part
-    of each shape and a step's parts. Raises ValueError if there are too few rows for a step an epoch.
+    keys: the shape key of every row. micro_batches: parts of a global batch; unit u belongs to part
+    u // (global_batch / micro_batches). samples: of a unit, for every shape in order of its key; None: one each. Each
+    shape's rows come in permutation after permutation, cut into parts: rows that fill none begin the shape's first part
+    of the next epoch. An epoch has the parts that its rows complete, in keyed order. Over E epochs every row is drawn E
+    times but for what is left over at the very end, less than a part of each shape and a step's parts. Raises
+    ValueError if there are too few rows for a step an epoch.
 
     So a step's samples depend on (seed, global batch, micro_batches) alone: any number of ranks that keeps these two
     sees the same ones, while another --grad_accumulation of the same global batch makes other parts, and another run.
     """
 
-    def __init__(self, keys: Sequence[int] | np.ndarray | RowsByKey, global_batch: int, micro_batches: int, seed: int):
+    def __init__(
+        self,
+        keys: Sequence[int] | np.ndarray | RowsByKey,
+        global_batch: int,
+        micro_batches: int,
+        seed: int,
+        samples: Sequence[int] | None = None,
+    ):
         shapes = keys if isinstance(keys, RowsByKey) else RowsByKey(np.asarray(keys))
         super().__init__(len(shapes.keys), global_batch, seed)
-        self._micro_batches, self._part = micro_batches, part_of(global_batch, micro_batches)
+        self._micro_batches, units = micro_batches, part_of(global_batch, micro_batches)
+        self._samples = [1] * len(shapes.totals) if samples is None else list(samples)
+        self._part = [units * count for count in self._samples]  # samples of a micro-batch over all ranks
         self._pools = [Pool(total, seed, POOLS + i, shapes.selector(i)) for i, total in enumerate(shapes.totals)]
-        self._parts = Mixture(
-            [(0, [Fraction(total, self._part) for total in shapes.totals])], seed, PARTS, in_order=False
-        )
+        rates = [Fraction(total, part) for total, part in zip(shapes.totals, self._part, strict=True)]
+        self._parts = Mixture([(0, rates)], seed, PARTS, in_order=False)
         check_parts(shapes.totals, self._parts.length(1), self._part, micro_batches)
 
     @property
@@ -115,29 +161,49 @@ class BucketSchedule(BatchSchedule):
     def epoch(self, step: int) -> int:
         return self._parts.block(step * self._micro_batches)
 
-    def _rows(self, steps: range) -> np.ndarray:
+    def rows_between(self, start: int, stop: int) -> np.ndarray:
+        raise TypeError("a bucket's samples come by its parts")
+
+    def _steps(self, steps: range) -> list[StepRows]:
         shapes, ranks = self._parts.locate(steps.start * self._micro_batches, steps.stop * self._micro_batches)
-        rows = np.empty((len(shapes), self._part), dtype=np.int64)
+        parts: list[list[int]] = [[]] * len(shapes)
         for shape in np.unique(shapes).tolist():
-            here = shapes == shape
-            places = ranks[here][:, None] * self._part + np.arange(self._part)
-            rows[here] = self._pools[shape].rows(places.ravel()).reshape(places.shape)
-        return rows
+            here, part = np.flatnonzero(shapes == shape), self._part[shape]
+            places = ranks[here][:, None] * part + np.arange(part)
+            rows = self._pools[shape].rows(places.ravel()).reshape(places.shape).tolist()
+            for place, of_part in zip(here.tolist(), rows, strict=True):
+                parts[place] = of_part
+        return steps_of(parts, [self._samples[shape] for shape in shapes.tolist()], self._micro_batches)
+
+
+def steps_of(parts: list[list[int]], samples: list[int], micro_batches: int) -> list[StepRows]:
+    """Steps of so many parts each. parts: the rows of each; samples: of a unit of each."""
+    found = []
+    for first in range(0, len(parts), micro_batches):
+        rows: list[int] = []
+        ends: list[int] = []
+        here = slice(first, first + micro_batches)
+        for part, count in zip(parts[here], samples[here], strict=True):
+            ends += range(len(rows) + count, len(rows) + len(part) + 1, count)
+            rows += part
+        found.append(StepRows(rows, ends))
+    return found
 
 
 def part_of(global_batch: int, micro_batches: int) -> int:
-    """Samples of a micro-batch over all ranks; raises ValueError if the global batch does not divide."""
+    """Units of a micro-batch over all ranks; raises ValueError if the global batch does not divide."""
     if micro_batches < 1 or global_batch % micro_batches:
         raise ValueError(f"a global batch of {global_batch} can't be cut into {micro_batches} equal micro-batches")
     return global_batch // micro_batches
 
 
-def check_parts(totals: Sequence[int], parts: int, part: int, micro_batches: int) -> None:
-    """Raises ValueError if an epoch's ``parts`` of one shape each fill no step. totals: the rows of every shape."""
+def check_parts(totals: Sequence[int], parts: int, part: Sequence[int], micro_batches: int) -> None:
+    """Raises ValueError if an epoch's ``parts`` of one shape each fill no step. totals: the rows of every shape; part:
+    the samples of one of its parts."""
     if parts < micro_batches:
-        sizes = ", ".join(f"{total:,}" for total in totals)
+        sizes, few = ", ".join(f"{total:,}" for total in totals[:20]), sorted({min(part), max(part)})
         raise ValueError(
-            f"a micro-batch of {part:,} samples = batch_size x ranks holds one shape; the data set's shapes "
-            f"have {sizes} samples, which fill {parts} of the {micro_batches} micro-batches of a step; lower "
-            "--batch_size or --grad_accumulation"
+            f"a micro-batch of {' to '.join(f'{size:,}' for size in few)} samples = batch_size x ranks holds one "
+            f"shape; the data set's shapes have {sizes} samples, which fill {parts} of the {micro_batches} "
+            "micro-batches of a step; lower --batch_size or --grad_accumulation"
         )

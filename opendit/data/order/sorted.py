@@ -31,6 +31,9 @@ class SortedSchedule(BatchSchedule):
             self._sorted = (epoch, self._epoch_rows(epoch))
         return self._sorted[1][batch * self.global_batch : (batch + 1) * self.global_batch].tolist()
 
+    def ends(self, step: int) -> range:
+        return range(1, self.global_batch + 1)
+
     def _epoch_rows(self, epoch: int) -> np.ndarray:
         return np.argsort(self._words(epoch, self.dataset_size), kind="stable")
 
@@ -56,7 +59,7 @@ class SortedBucketSchedule(SortedSchedule):
         self._buckets = [np.flatnonzero(keys == key) for key in np.unique(keys)]
         self._parts = sum(len(bucket) // self._part for bucket in self._buckets)
         self._epoch_steps = self._parts // micro_batches
-        check_parts([len(bucket) for bucket in self._buckets], self._parts, self._part, micro_batches)
+        check_parts([len(bucket) for bucket in self._buckets], self._parts, [self._part], micro_batches)
 
     @property
     def micro_batches(self) -> int:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,14 @@ from torch import Tensor
 from opendit.common.errors import DataError
 from opendit.common.hashing import hash_parts
 from opendit.data.base import BadSample, MediaDataset, flip_note
-from opendit.data.clips import check_window, read_clip
+from opendit.data.clips import check_window, clip_size, read_clip
 from opendit.data.files import printable
 from opendit.data.folders import CLIPS
 from opendit.data.images import to_tensor
+from opendit.data.media_size import Size, known_sizes, stored_picture_size
 from opendit.data.medium import Medium
 from opendit.data.open_medium import open_clip, open_picture
-from opendit.data.picture_file import MAX_WHOLE_FILE, center_crop, read_picture
+from opendit.data.picture_file import MAX_WHOLE_FILE, fill_crop, picture_size, read_picture
 from opendit.data.shards.fields import read_caption
 from opendit.data.shards.index import Record, TarIndex
 from opendit.data.shards.kept import KeptRows
@@ -152,10 +154,13 @@ class ShardDataset(MediaDataset):
         return self.load_at(row, flip, None)
 
     def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+        return self.load_sized(row, flip, start, (self.num_frames, self.image_size, self.image_size))
+
+    def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
         number, _, record = self._find(row)
         if self._is_picture(number, record):
-            return self._picture(row, self._content(row), flip)
-        return self._clip(row, self._content(row), flip, start)
+            return self._picture(row, self._content(row), flip, shape[1:])
+        return self._clip(row, self._content(row), flip, start, shape)
 
     def _content(self, row: int) -> bytes:
         """The bytes of a sample's medium, compared with their checksum. Raises BadSample."""
@@ -180,21 +185,39 @@ class ShardDataset(MediaDataset):
         with _as_file(content) as path:
             return open_clip(path)
 
-    def _picture(self, row: int, content: bytes, flip: bool) -> Tensor:
+    def media_size(self, row: int) -> Size:
+        number, _, record = self._find(row)
+        if self._is_picture(number, record):
+            read = partial(self._read, row, number, record.medium_at)
+            return stored_picture_size(self.source(row), record.medium_bytes, read)
+        return self._size(False, self._read(row, number, record.medium_at, record.medium_bytes))
+
+    def _size(self, picture: bool, content: bytes) -> Size:
+        if picture:
+            return 1, *picture_size("", content=content)
+        with _as_file(content) as path:
+            return clip_size(path)
+
+    def media_sizes(self) -> np.ndarray:
+        identity = hash_parts("sizes", self.identity())
+        return known_sizes(identity, len(self), self.media_size, threads=1)  # what is looked up is remembered, once
+
+    def _picture(self, row: int, content: bytes, flip: bool, sides: Sequence[int]) -> Tensor:
         try:  # the sample's name is looked up only if a message needs it
             image = read_picture("", content=content)
         except BadSample as bad:
             raise BadSample(self.source(row), str(bad).removeprefix(": ")) from bad
-        pixels = to_tensor(center_crop(image, self.image_size), flip, self.as_bytes)
+        pixels = to_tensor(fill_crop(image, *sides), flip, self.as_bytes)
         return pixels[:, None] if self.use_video else pixels
 
-    def _clip(self, row: int, content: bytes, flip: bool, start: float | None) -> Tensor:
+    def _clip(self, row: int, content: bytes, flip: bool, start: float | None, shape: Size) -> Tensor:
+        frames, *sides = shape
         with _as_file(content) as path:
             clip, interval = read_clip(
                 path,
-                self.num_frames,
+                frames,
                 self.frame_interval,
-                self.image_size,
+                tuple(sides),
                 start=start,
                 short_clips=self.short_clips,
                 as_bytes=self.as_bytes,

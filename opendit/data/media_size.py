@@ -1,0 +1,103 @@
+"""How large the media of a data set are, by their headers: looked up once and remembered on this machine."""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from opendit.data.base import BadSample
+from opendit.data.clips import clip_size
+from opendit.data.picture_file import picture_size, picture_suffixes
+from opendit.data.progress import Progress
+
+FOLDER = "OPENDIT_SIZE_CACHE"  # of the environment
+DEFAULT_FOLDER = "~/.cache/opendit/sizes"
+HEAD = 1 << 16  # bytes of a picture within which its header nearly always ends
+_ROWS = 4096  # looked at between two steps of the progress bar
+
+Size = tuple[int, int, int]  # frames, height and width, upright; all 0 of a medium that can't be read
+
+
+def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: int = 8) -> np.ndarray:
+    """(rows, 3) int32, the size of every row's medium.
+
+    identity: of the data set and its files; what was found for it is kept in a file, which one of a machine's processes
+    makes. Where none can be written every process looks for itself. look: raises BadSample; from ``threads`` threads.
+    """
+    folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
+    path = folder / f"{identity}.npy"
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(folder / f"{identity}.lock", "a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            return _look_at_all(rows, look, threads)
+        if (found := _read(path, rows)) is not None:
+            return found
+        found = _look_at_all(rows, look, threads)
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+                np.save(file, found)
+            os.replace(file.name, path)
+        except OSError:
+            return found
+        return _read(path, rows)
+
+
+def _read(path: Path, rows: int) -> np.ndarray | None:
+    """Mapped: the processes of a machine share its memory."""
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError):
+        return None
+    return found if found.shape == (rows, 3) and found.dtype == np.int32 else None
+
+
+def _look_at_all(rows: int, look: Callable[[int], Size], threads: int) -> np.ndarray:
+    picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
+    found = np.zeros((rows, 3), dtype=np.int32)
+
+    def one(row: int) -> None:
+        try:
+            found[row] = look(row)
+        except BadSample:
+            pass
+
+    few = rows <= _ROWS
+    with ThreadPoolExecutor(threads) as pool, Progress(rows, "files", title="sizes", disable=few) as shown:
+        for first in range(0, rows, _ROWS):
+            part = range(first, min(rows, first + _ROWS))
+            list(pool.map(one, part))
+            shown.update(len(part))
+    return found
+
+
+def file_size(path: str, is_picture: bool) -> Size:
+    """Of a picture's or clip's file. Raises BadSample."""
+    return (1, *picture_size(path)) if is_picture else clip_size(path)
+
+
+def stored_picture_size(name: str, size: int, read: Callable[[int], bytes]) -> Size:
+    """Of a picture of ``size`` bytes inside of another file, of which ``read(n)`` gives the first n."""
+    if size > HEAD:
+        try:
+            return (1, *picture_size(name, content=read(HEAD)))
+        except BadSample:
+            pass  # a header that is longer, or a format that is read as a whole
+    return (1, *picture_size(name, content=read(size)))
+
+
+def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
+    """By the columns height, width and, of a clip, num_frames of a CSV's row; None where they say nothing usable."""
+    try:
+        frames = 1 if is_picture else int(extra["num_frames"])
+        found = frames, int(extra["height"]), int(extra["width"])
+    except (KeyError, ValueError):
+        return None
+    return found if min(found) > 0 and max(found) < 2**31 else None

@@ -1,0 +1,255 @@
+"""Which samples make the packs of a step: a deterministic fold over the order of samples.
+
+Samples come in the keyed order of every data set. A window of it fills a fixed number of packs, which make whole steps;
+what finds no room waits, and is placed before all others in the next window. So the packs of a step depend on the seed,
+the lengths and the packs of a step alone, and any number of ranks that divides these reads the same ones. Where a
+window begins in the order, and what waits then, is saved with every checkpoint: a run goes on from there without going
+through the windows before, to the same packs.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from opendit.data.order.blend import BlendSchedule, SourceRows
+from opendit.data.order.packing import fill_packs, work_of
+from opendit.data.order.permutation import permuted
+from opendit.data.order.schedule import KEYED, PARTS, BatchSchedule, Key
+
+WINDOW = 192  # packs that are planned together, or a step's if it has more
+SPARE = 0.02  # tokens of a window beyond what fills its packs, to choose from
+SAMPLED = 4  # windows whose fill is taken for that of all
+KEPT = 16  # windows in memory
+EVERY = 64  # windows whose beginning is remembered as well
+_CHUNK = 4096  # samples looked up at once
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a window begins. position: in the order of samples. carry: the positions that wait, rising. stages: where
+    in the order the weights of a blend have changed so far, 0 the first."""
+
+    window: int
+    position: int
+    carry: tuple[int, ...]
+    stages: tuple[int, ...] = (0,)
+
+
+class _Window(NamedTuple):
+    rows: list[list[int]]  # of every step
+    ends: list[list[int]]  # of every step's packs
+    filled: int  # tokens of all packs
+    after: Beginning
+    carried: np.ndarray  # the rows that wait then
+
+
+class PackSchedule(BatchSchedule):
+    """A schedule whose units are packs: of each pack's samples the longest come first, equal ones in their order.
+
+    tokens: (rows,) the length of every row's sample. capacity: tokens of a pack. global_batch: packs of one optimizer
+    step = batch_size x data-parallel ranks x grad_accumulation. sources: of a data set of several. attention: see
+    ``work_of``.
+
+    A step's packs cost alike, and are sorted by cost, so that ranks get neighbours. Raises ValueError for a sample that
+    is longer than a pack.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        capacity: int,
+        global_batch: int,
+        seed: int,
+        *,
+        sources: SourceRows | None = None,
+        attention: float = float("inf"),
+    ):
+        self.tokens, self.capacity, self.attention = np.asarray(tokens), capacity, attention
+        if global_batch < 1:
+            raise ValueError(f"a step needs at least one pack, not {global_batch}")
+        if len(self.tokens) == 0 or int(self.tokens.min()) < 1:
+            raise ValueError("every sample needs a token at least")
+        if (longest := int(self.tokens.max())) > capacity:
+            raise ValueError(f"--pack_tokens {capacity}: a sample has {longest:,} tokens; raise it to that at least")
+        self.dataset_size, self.global_batch, self.seed, self.sources = len(self.tokens), global_batch, seed, sources
+        self.steps_per_window = -(-WINDOW // global_batch)
+        self._beginnings = {0: Beginning(0, 0, ())}
+        self._windows: OrderedDict[int, _Window] = OrderedDict()
+        self._base: tuple[tuple[int, ...], BatchSchedule] | None = None
+        self._fill: float | None = None
+        self._mean = float(self.tokens.mean())
+
+    order = KEYED
+    packed = True
+
+    # ------------------------------------------------------------------------------------------------- of a step
+
+    def rows(self, step: int) -> list[int]:
+        """Data set rows of all packs of ``step``, pack after pack."""
+        window, place = self._of_step(step)
+        return window.rows[place]
+
+    def ends(self, step: int) -> list[int]:
+        window, place = self._of_step(step)
+        return window.ends[place]
+
+    def arranged(self, keys: list[Key]) -> list[Key]:
+        """Those of several packs lie in one sequence: together by falling length."""
+        return sorted(keys, key=lambda key: -self.tokens[key[0]])
+
+    def epoch(self, step: int) -> int:
+        """The pass over the data in which the window of a step begins."""
+        return self._beginning(step // self.steps_per_window).position // self.samples_of_a_pass
+
+    def steps(self, epochs: int) -> int:
+        """The steps of so many passes, at the fill of the first windows."""
+        return int(epochs * self._tokens_of_a_pass() / (self.global_batch * self.capacity * self.fill))
+
+    def log(self, step: int) -> dict:
+        """{"fill": share of the last step's packs that is no padding}."""
+        tokens = int(self.tokens[self.rows(max(0, step - 1))].sum(dtype=np.int64))
+        return {"fill": tokens / (self.global_batch * self.capacity)}
+
+    @property
+    def samples_of_a_pass(self) -> int:
+        return self.dataset_size if self.sources is None else self.sources.epoch
+
+    @property
+    def fill(self) -> float:
+        """Of the first windows: which share of their packs is no padding."""
+        if self._fill is None:
+            filled = sum(self._window(number).filled for number in range(SAMPLED))
+            self._fill = filled / (SAMPLED * self.steps_per_window * self.global_batch * self.capacity)
+        return self._fill
+
+    def _tokens_of_a_pass(self) -> float:
+        if self.sources is None:
+            return float(self.tokens.sum(dtype=np.int64))
+        weights, starts = self.sources.stages[0][1], [0, *self.sources.ends[:-1]]
+        means = [self.tokens[a:b].mean() for a, b in zip(starts, self.sources.ends, strict=True)]
+        shares = [float(weight / sum(weights)) for weight in weights]
+        return self.sources.epoch * sum(share * mean for share, mean in zip(shares, means, strict=True))
+
+    # ------------------------------------------------------------------------------------------- of a checkpoint
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after ``step`` steps keeps, as JSON: where the window of the next one begins."""
+        begin = self._beginning(step // self.steps_per_window)
+        return {
+            "window": begin.window,
+            "position": begin.position,
+            "carry": list(begin.carry),
+            "stages": list(begin.stages),
+            "global_batch": self.global_batch,
+            "capacity": self.capacity,
+        }
+
+    def restore(self, state: dict[str, Any], step: int) -> bool:
+        """Goes on from what :meth:`state` gave after ``step`` steps; False, and nothing is done, if that was with packs
+        of another size or another number of them a step. Raises ValueError for what can't have been given."""
+        if (state["global_batch"], state["capacity"]) != (self.global_batch, self.capacity):
+            return False
+        carry, stages = tuple(state["carry"]), tuple(state["stages"])
+        begin = Beginning(state["window"], state["position"], carry, stages)
+        risen = all(a < b for a, b in zip((-1, *carry), (*carry, begin.position), strict=True))
+        changes = 1 if self.sources is None else len(self.sources.stages)
+        if begin.window != step // self.steps_per_window or not risen or not 0 < len(stages) <= changes:
+            raise ValueError("the checkpoint's packs are damaged: take an earlier checkpoint")
+        self._beginnings[begin.window] = begin
+        return True
+
+    # ------------------------------------------------------------------------------------------------- the fold
+
+    def _of_step(self, step: int) -> tuple[_Window, int]:
+        number, place = divmod(step, self.steps_per_window)
+        return self._window(number), place
+
+    def _beginning(self, number: int) -> Beginning:
+        if number in self._beginnings:
+            return self._beginnings[number]
+        known = max(each for each in (*self._beginnings, *(each + 1 for each in self._windows)) if each <= number)
+        if known == number:
+            return self._windows[number - 1].after
+        for each in range(known, number):
+            begin = self._window(each).after
+        return begin
+
+    def _window(self, number: int) -> _Window:
+        if number not in self._windows:
+            made = self._plan(self._beginning(number))
+            self._windows[number] = made
+            while len(self._windows) > KEPT:
+                self._windows.popitem(last=False)
+            if number % EVERY == EVERY - 1:
+                self._beginnings[number + 1] = made.after
+        self._windows.move_to_end(number)
+        return self._windows[number]
+
+    def _plan(self, begin: Beginning) -> _Window:
+        stages = self._stages(begin)
+        carry, packs = np.array(begin.carry, dtype=np.int64), self.steps_per_window * self.global_batch
+        before = self._windows.get(begin.window - 1)
+        rows = [self._rows_at(carry, stages) if before is None else before.carried]
+        missing = packs * self.capacity * (1 + SPARE) - self.tokens[rows[0]].sum(dtype=np.int64)
+        position = begin.position
+        while missing > 0:
+            some = self._order(stages).rows_between(position, position + min(_CHUNK, 1 + int(missing / self._mean)))
+            ends = np.cumsum(self.tokens[some], dtype=np.int64)
+            count = min(len(some), int(np.searchsorted(ends, missing)) + 1)
+            rows.append(some[:count])
+            missing -= int(ends[count - 1])
+            position += count
+        rows, places = np.concatenate(rows), np.concatenate([carry, np.arange(begin.position, position)])
+        lengths = self.tokens[rows].astype(np.int64)
+        found = fill_packs(lengths, len(carry), packs, self.capacity, self.attention)
+        place_of = np.empty(len(rows), dtype=np.int64)  # by falling length
+        place_of[np.lexsort((np.arange(len(rows)), -lengths))] = np.arange(len(rows))
+        by_length = place_of.tolist().__getitem__
+        ordered = [sorted(pack, key=by_length) for pack in found.packs]
+        work = work_of(lengths, self.attention)
+        cost = np.array([work[pack].sum() for pack in ordered])
+        by_cost = np.lexsort((np.arange(packs), -cost)).reshape(self.steps_per_window, self.global_batch)
+        shuffled = permuted(np.arange(self.steps_per_window), self.steps_per_window, self.seed, PARTS, begin.window)
+        steps = [[ordered[pack] for pack in by_cost[place]] for place in shuffled.tolist()]
+        return _Window(
+            rows=[rows[np.concatenate(step)].tolist() for step in steps],
+            ends=[np.cumsum([len(pack) for pack in step]).tolist() for step in steps],
+            filled=int(lengths.sum() - lengths[found.left].sum()),
+            after=Beginning(begin.window + 1, position, tuple(places[found.left].tolist()), stages),
+            carried=rows[found.left],
+        )
+
+    def _stages(self, begin: Beginning) -> tuple[int, ...]:
+        """Where the weights have changed, with those that change with this window: at the first one that begins at
+        their step or after it."""
+        if self.sources is None:
+            return begin.stages
+        due = sum(step <= begin.window * self.steps_per_window for step, _ in self.sources.stages)
+        # Two changes in one window: the later one counts, and the one before it is of no sample.
+        return begin.stages + (begin.position,) * (due - len(begin.stages))
+
+    def _order(self, stages: tuple[int, ...]) -> BatchSchedule:
+        """The order of samples, one by one."""
+        if self._base is None or self._base[0] != stages:
+            if self.sources is None:
+                made = BatchSchedule(self.dataset_size, 1, self.seed)
+            else:
+                known = zip(stages, self.sources.stages, strict=False)
+                changed = tuple((place, weights) for place, (_, weights) in known)
+                made = BlendSchedule(replace(self.sources, stages=changed), 1, 1, self.seed)
+            self._base = stages, made
+        return self._base[1]
+
+    def _rows_at(self, positions: np.ndarray, stages: tuple[int, ...]) -> np.ndarray:
+        """The rows at single positions, which lie in few stretches."""
+        if len(positions) == 0:
+            return np.empty(0, dtype=np.int64)
+        order, chunks = self._order(stages), positions // _CHUNK
+        parts = []
+        for chunk in np.unique(chunks).tolist():
+            start = chunk * _CHUNK
+            parts.append(order.rows_between(start, start + _CHUNK)[positions[chunks == chunk] - start])
+        return np.concatenate(parts)

@@ -1,0 +1,79 @@
+"""The samples of a run at shapes near their own: --bucket_tokens and --pack_tokens."""
+
+import math
+
+from opendit.cli.train_flags import Components
+from opendit.data import BatchSchedule, MediaDataset, build_schedule
+from opendit.data.order.buckets import TokenSize, shape_table
+from opendit.data.order.schedule import KEYED
+from opendit.data.shaped import shape_latents, shape_media
+from opendit.encoders.vae import codec_geometry
+from opendit.encoders.video_vae import video_geometry
+from opendit.models import DiTConfig
+
+
+def shape_samples(asked: Components, dataset: MediaDataset, config: DiTConfig) -> MediaDataset:
+    """The data set as --bucket_tokens or --pack_tokens has it, or as it is without them.
+
+    Raises ValueError, naming the flag and what to do, for a model or a data set that they can't be used with.
+    """
+    batch, data = asked.batch, asked.data
+    if batch.tokens is None:
+        return dataset
+    flag = "--bucket_tokens" if batch.pack_tokens is None else "--pack_tokens"
+    if batch.pack_tokens is not None:
+        raise ValueError(f"{flag} {batch.tokens}: training on packs is not there yet; use --bucket_tokens")
+    if config.positions == "learned":
+        raise ValueError(
+            f"{flag} {batch.tokens}: this model has learned positions, of one size; give --positions sincos or rope"
+        )
+    *frames, height, width = config.patch
+    along = frames[0] if frames else 1
+    if dataset.kind == "latents":
+        return shape_latents(dataset, TokenSize(along, 1, (height, width)), batch.tokens, flag)
+    channels = dataset.sample_shape[0]
+    downscale, temporal = codec_geometry(data.vae, channels)[1], 1
+    if data.use_video:
+        _, downscale, temporal = video_geometry(data.vae, channels)
+    token = TokenSize(along, temporal, (height * downscale, width * downscale))
+    try:
+        table = shape_table(
+            data.image_size,
+            data.num_frames if data.use_video else 1,
+            token,
+            batch.tokens,
+            fine=batch.pack_tokens is not None,
+        )
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from error
+    interval = 1 if data.short_clips == "interval" else data.frame_interval
+    return shape_media(dataset, table, interval, data.max_upscale, flag)
+
+
+def make_schedule(
+    asked: Components, dataset: MediaDataset, global_batch: int, config: DiTConfig, order: str = KEYED
+) -> BatchSchedule:
+    """The order in which the samples of :func:`shape_samples` are trained on. order: see ``build_schedule``, which
+    raises as this does."""
+    batch = asked.batch
+    return build_schedule(
+        dataset,
+        global_batch,
+        batch.grad_accumulation,
+        asked.run.global_seed,
+        order,
+        bucket_tokens=batch.bucket_tokens,
+        pack_tokens=batch.pack_tokens,
+        attention=attention_length(config),
+    )
+
+
+def attention_length(config: DiTConfig) -> float:
+    """Tokens of a sample of which attention takes as many operations as the linear layers."""
+    return config.hidden_size * (2 + config.mlp_ratio)
+
+
+def samples_at_once(asked: Components, config: DiTConfig) -> int:
+    """Samples of the model's configured size that have the tokens of a rank's micro-batch, at most."""
+    batch = asked.batch
+    return batch.batch_size if batch.tokens is None else math.ceil(batch.batch_size * batch.tokens / config.tokens)

@@ -1,0 +1,196 @@
+"""Packs: full, alike in cost, nothing lost or repeated, the same ones on any ranks and after any restart."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.bench_packing import MIXES, balance
+from opendit.data.order.blend import BlendSchedule, SourceRows
+from opendit.data.order.packing import fill_packs, work_of
+from opendit.data.order.packs import PackSchedule
+from opendit.data.order.schedule import BatchSchedule
+
+LENGTHS = st.lists(st.integers(1, 64), min_size=3, max_size=60)
+
+
+def naive(lengths, first, packs, capacity, attention):
+    """Longest first, each to the cheapest pack with room, by looking at all packs."""
+    spent, room, filled, left = [0.0] * packs, [capacity] * packs, [[] for _ in range(packs)], []
+    for number in sorted(range(len(lengths)), key=lambda i: (i >= first, -lengths[i], i)):
+        fits = [pack for pack in range(packs) if room[pack] >= lengths[number]]
+        if not fits:
+            left.append(number)
+            continue
+        pack = min(fits, key=lambda pack: (spent[pack], pack))
+        spent[pack] += lengths[number] * (1 + lengths[number] / attention)
+        room[pack] -= lengths[number]
+        filled[pack].append(number)
+    return filled, sorted(left)
+
+
+@settings(deadline=None, max_examples=150)
+@given(LENGTHS, st.integers(0, 10), st.integers(1, 9), st.integers(64, 200), st.sampled_from([3.0, 40.0, float("inf")]))
+def test_a_window_is_packed_as_a_look_at_every_pack_does_and_then_fuller(lengths, first, packs, capacity, attention):
+    first, lengths = min(first, len(lengths)), np.array(lengths)
+    found = fill_packs(lengths, first, packs, capacity, attention)
+    plain, left = naive(lengths.tolist(), first, packs, capacity, attention)
+    assert sorted(sum(found.packs, []) + found.left.tolist()) == list(range(len(lengths)))
+    for mine, theirs in zip(found.packs, plain, strict=True):
+        assert lengths[theirs].sum() <= lengths[mine].sum() <= capacity
+        exchanged = [number for number in theirs if number not in mine]
+        assert all(number >= first for number in exchanged)  # what has waited stays
+        if lengths[mine].sum() == lengths[theirs].sum():
+            assert sorted(mine) == sorted(theirs)
+    if not left:
+        assert [sorted(pack) for pack in found.packs] == [sorted(pack) for pack in plain]
+
+
+def flat(schedule, steps):
+    return [row for step in steps for row in schedule.rows(step)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(LENGTHS, st.integers(64, 300), st.integers(1, 40), st.integers(0, 2**63), st.integers(1, 900))
+def test_nothing_is_lost_or_repeated(lengths, capacity, packs, seed, stop):
+    """Up to any step the samples drawn, those that wait and those of the window's other steps are what the order of
+    samples has up to there, each as often."""
+    lengths = np.array(lengths)
+    schedule = PackSchedule(lengths, capacity, packs, seed, attention=50.0)
+    window = schedule.steps_per_window
+    stop = min(stop, 5 * window)
+    drawn = flat(schedule, range(-(-stop // window) * window))
+    state = schedule.state(-(-stop // window) * window)
+    order = BatchSchedule(len(lengths), 1, seed)
+    rows = order.rows_between(0, state["position"])
+    assert Counter(drawn) + Counter(rows[state["carry"]].tolist()) == Counter(rows.tolist())
+    for step in range(stop):
+        rows, ends = schedule.rows(step), schedule.ends(step)
+        assert len(ends) == packs and ends[-1] == len(rows)
+        for first, end in zip([0, *ends], ends, strict=False):
+            pack = lengths[rows[first:end]]
+            assert 0 < pack.sum() <= capacity and (np.diff(pack) <= 0).all()
+
+
+@settings(deadline=None, max_examples=5)
+@given(LENGTHS, st.lists(st.integers(0, 40), min_size=3, max_size=3), st.integers(0, 2**40), st.booleans(), st.data())
+def test_any_world_and_any_restart_give_one_sequence(lengths, restarts, seed, blended, data):
+    """24 packs a step on 8, 6, 3 ranks and 1, with micro-batches of any number of packs, changed at random steps: each
+    goes on from the carry in the checkpoint of the one before, to the packs of a run that nothing disturbed."""
+    lengths, sources = np.array(lengths), None
+    if blended:
+        half = data.draw(st.integers(1, len(lengths) - 1))
+        weights = data.draw(st.lists(st.sampled_from([0.1, 0.3333, 1, 7.5]), min_size=4, max_size=4))
+        stages = ((0, weights[:2]), (12, weights[2:]))
+        exact = tuple((step, tuple(Fraction(str(w)) for w in of)) for step, of in stages)
+        sources = SourceRows(("a", "b"), (half, len(lengths)), exact, len(lengths))
+
+    def make():
+        return PackSchedule(lengths, 150, 24, seed, sources=sources, attention=30.0)
+
+    stops, found, state = [0, *sorted(restarts), 44], {}, None
+    for world, start, stop in zip((8, 6, 3, 1), stops[:-1], stops[1:], strict=True):
+        schedule = make()
+        assert state is None or schedule.restore(json.loads(state), start)
+        units = data.draw(st.sampled_from([n for n in (1, 2, 4) if 24 // world % n == 0]))
+        for step in range(start, stop):
+            rows, ends = schedule.rows(step), schedule.ends(step)
+            packs = np.searchsorted(ends, np.arange(len(rows)), side="right").tolist()
+            for micro in range(24 // world // units):
+                for rank in range(world):
+                    for place in schedule.share(step, micro, rank, world, units):
+                        assert (step, place) not in found
+                        found[step, place] = rows[place], packs[place]
+        state = json.dumps(schedule.state(stop))
+        assert json.loads(state) == make().state(stop)  # the carry is that of a replay from the start
+    whole = make()
+    for step in range(44):
+        rows, ends = whole.rows(step), whole.ends(step)
+        packs = np.searchsorted(ends, np.arange(len(rows)), side="right").tolist()
+        assert [found.pop((step, place)) for place in range(len(rows))] == list(zip(rows, packs, strict=True))
+    assert not found
+
+
+def test_nothing_waits_for_more_than_a_window():
+    lengths = MIXES["lognormal"](np.random.default_rng(1), 5000)
+    schedule = PackSchedule(lengths, 65536, 24, 3, attention=6912)
+    waits = [set(schedule.state(window * schedule.steps_per_window)["carry"]) for window in range(12)]
+    assert all(waits[1:]) and not any(a & b for a, b in zip(waits, waits[1:], strict=False))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("packs", [8, 24])
+def test_packs_are_full_and_ranks_carry_equal_work(mix, packs):
+    lengths = MIXES[mix](np.random.default_rng(0), 20_000)
+    schedule = PackSchedule(lengths, 65536, packs, 0, attention=6912)
+    steps = range(400 // packs)
+    tokens = sum(lengths[schedule.rows(step)].sum() for step in steps)
+    assert tokens / (len(steps) * packs * 65536) >= 0.99
+    assert balance(schedule, lengths, steps, ranks=8, attention=6912) >= 0.97
+    assert abs(schedule.fill - tokens / (len(steps) * packs * 65536)) < 0.01
+
+
+def test_a_million_samples_on_paper():
+    """Each row as often as its neighbours, to within the window."""
+    lengths = MIXES["pictures and clips"](np.random.default_rng(2), 100_000)
+    schedule = PackSchedule(lengths, 65536, 64, 5, attention=6912)
+    steps = schedule.steps(10)
+    counts = np.zeros(len(lengths), dtype=np.int64)
+    for step in range(steps):
+        np.add.at(counts, schedule.rows(step), 1)
+    remainder = 10 * len(lengths) - counts.sum()
+    assert counts.max() <= 11 and counts.min() >= 9 and abs(remainder) < 10_000
+    assert schedule.epoch(steps) in (9, 10)
+
+
+def test_weights_of_sources_hold_and_change_with_a_window():
+    lengths, ends = np.repeat([4, 7, 30], [300, 200, 100]), (300, 500, 600)
+    stages = ((0, (Fraction(3), Fraction(1), Fraction(0))), (40, (Fraction(0), Fraction(1), Fraction(1))))
+    sources = SourceRows(("a", "b", "c"), ends, stages, 600)
+    schedule = PackSchedule(lengths, 64, 24, 7, sources=sources, attention=20.0)
+    change = -(-40 // schedule.steps_per_window) * schedule.steps_per_window
+    before = np.searchsorted(ends, flat(schedule, range(change)), side="right")
+    after = np.searchsorted(ends, flat(schedule, range(change + 16, change + 200)), side="right")
+    assert np.allclose(np.bincount(before, minlength=3) / len(before), (0.75, 0.25, 0), atol=0.01)
+    assert np.allclose(np.bincount(after, minlength=3) / len(after), (0, 0.5, 0.5), atol=0.02)
+    assert schedule.state(change + 16)["stages"][1] == schedule.state(change)["position"]
+
+
+def test_a_checkpoint_of_other_packs_or_a_damaged_one():
+    lengths = np.arange(1, 60)
+    schedule = PackSchedule(lengths, 100, 8, 1)
+    state = schedule.state(200)
+    assert not PackSchedule(lengths, 128, 8, 1).restore(state, 200)
+    assert not PackSchedule(lengths, 100, 64, 1).restore(state, 200)
+    for change in (
+        {"window": 3},
+        {"carry": [5, 5]},
+        {"carry": [-1]},
+        {"carry": [state["position"]]},
+        {"stages": []},
+        {"stages": [0, 9]},
+    ):
+        with pytest.raises(ValueError, match="packs are damaged"):
+            PackSchedule(lengths, 100, 8, 1).restore(state | change, 200)
+
+
+def test_the_packs_never_change():
+    schedule = PackSchedule([5, 3, 8, 1, 2, 9], 16, 96, 42, attention=10.0)
+    assert schedule.rows(3)[:12] == [5, 1, 1, 3] * 3 and schedule.ends(3)[:3] == [4, 8, 12]
+
+
+def test_what_cannot_be_packed():
+    with pytest.raises(ValueError, match="--pack_tokens 10: a sample has 11 tokens"):
+        PackSchedule([3, 11], 10, 1, 0)
+    with pytest.raises(ValueError, match="at least one pack"):
+        PackSchedule([3], 10, 0, 0)
+
+
+def test_work_counts_the_square():
+    assert work_of(np.array([10, 20]), 20.0).tolist() == [15, 40]
+    order = BlendSchedule(SourceRows(("a",), (5,), ((0, (Fraction(1),)),), 5), 1, 1, 3)
+    assert sorted(order.rows_between(0, 5).tolist()) == [0, 1, 2, 3, 4]

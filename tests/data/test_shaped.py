@@ -1,0 +1,182 @@
+"""Samples at shapes near their own: what is read, from where sizes are known, what is left out."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opendit.data import build_dataset, build_loader
+from opendit.data.media_size import FOLDER, known_sizes
+from opendit.data.order.buckets import TokenSize, shape_table
+from opendit.data.order.build import build_schedule
+from opendit.data.picture_file import fill_crop, picture_size
+from opendit.data.shaped import shape_latents, shape_media
+from opendit.data.shards.program import make_shards
+from opendit.data.video_file import write_mp4
+
+TOKEN = TokenSize(1, 1, (8, 8))
+SIZES = [(64, 64), (40, 100), (100, 40), (30, 30), (200, 130), (20, 500), (64, 64), (33, 47)]
+CLIPS = [(20, 64, 96), (9, 96, 64), (3, 64, 64)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path / "sizes"))
+    return tmp_path / "sizes"
+
+
+def gradient(height, width):
+    """Red grows to the right, green downwards, whatever the size."""
+    red, green = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    return np.stack([red, green, np.zeros_like(red)], axis=-1).round().astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shaped")
+    (folder / "pictures" / "one").mkdir(parents=True)
+    lines = ["path,text"]
+    for number, size in enumerate(SIZES):
+        path = folder / "pictures" / "one" / f"{number}.png"
+        Image.fromarray(gradient(*size)).save(path)
+        lines.append(f"pictures/one/{number}.png,picture {number}")
+    for number, (frames, *size) in enumerate(CLIPS):
+        write_mp4(folder / f"{number}.mp4", np.stack([gradient(*size)] * frames), 24)
+        lines.append(f"{number}.mp4,clip {number}")
+    (folder / "media.csv").write_text("\n".join(lines))
+    return folder
+
+
+def shaped(path, most=64, upscale=1.25, fine=False, **options):
+    data = build_dataset(str(path), 64, seed=0, random_flip=False, **options)
+    table = shape_table(64, options.get("num_frames", 1), TOKEN, most, fine)
+    return shape_media(data, table, options.get("frame_interval", 1), upscale, "--bucket_tokens")
+
+
+def test_sizes_are_those_of_the_files(media, tmp_path):
+    pictures = build_dataset(str(media / "pictures"), 64, seed=0)
+    assert pictures.media_sizes().tolist() == [[1, *size] for size in SIZES]
+    video = dict(seed=0, use_video=True, num_frames=8)
+    captioned = build_dataset(str(media / "media.csv"), 64, **video)
+    assert captioned.media_sizes().tolist() == [[1, *size] for size in SIZES] + [list(clip) for clip in CLIPS]
+    (tmp_path / "tars").mkdir()
+    make_shards(str(media / "media.csv"), str(tmp_path / "tars"), shard_size=10**6, num_workers=1)
+    tars = build_dataset(str(tmp_path / "tars"), 64, **video)
+    assert sorted(tars.media_sizes().tolist()) == sorted(captioned.media_sizes().tolist())
+    blend = build_dataset(f"{media / 'media.csv'}:1,{tmp_path / 'tars'}:2", 64, **video)
+    assert len(blend.media_sizes()) == 22 and blend.media_sizes()[:11].tolist() == captioned.media_sizes().tolist()
+
+
+def test_sizes_are_looked_up_once(cache):
+    looked = []
+
+    def look(row):
+        looked.append(row)
+        return 1, row + 1, 7
+
+    for _ in range(2):
+        found = known_sizes("abc", 5, look)
+        assert found[:, 1].tolist() == [1, 2, 3, 4, 5]
+    assert sorted(looked) == [0, 1, 2, 3, 4]
+    (cache / "abc.npy").write_bytes(b"damaged")
+    assert known_sizes("abc", 5, look)[4].tolist() == [1, 5, 7] and len(looked) == 10
+    assert len(known_sizes("abc", 6, look)) == 6
+
+
+def test_a_table_may_tell_the_sizes(media):
+    lines = (media / "media.csv").read_text().splitlines()
+    told = ["path,text,height,width,num_frames"]
+    told += [f"{lines[1]},640,480,", f"{lines[9]},300,200,77", f"{lines[10]},x,200,77"]
+    (media / "told.csv").write_text("\n".join(told))
+    data = build_dataset(str(media / "told.csv"), 64, seed=0, use_video=True, num_frames=8)
+    assert data.media_sizes().tolist() == [[1, 640, 480], [77, 300, 200], list(CLIPS[1])]
+
+
+def test_pictures_lie_on_their_side(tmp_path):
+    exif = Image.Exif()
+    for orientation, size in ((1, (30, 50)), (3, (30, 50)), (6, (50, 30)), (8, (50, 30))):
+        exif[274] = orientation
+        Image.fromarray(gradient(30, 50)).save(tmp_path / "a.jpg", exif=exif)
+        assert picture_size(str(tmp_path / "a.jpg")) == size
+
+
+@pytest.mark.parametrize("size", [(40, 100), (100, 40), (31, 77), (500, 90)])
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24), (32, 8)])
+def test_a_crop_is_the_middle_at_one_scale(size, shape):
+    """Of a picture whose colours are its coordinates: the crop's middle is the picture's, its corners are as far from
+    it as the shape says, both axes at one scale."""
+    out = np.asarray(fill_crop(Image.fromarray(gradient(*size)), *shape)).astype(float)
+    assert out.shape[:2] == shape
+    unit = min(size[0] / shape[0], size[1] / shape[1])
+    for axis, channel in ((0, 1), (1, 0)):
+        line = out[..., channel].mean(axis=1 - axis) / 255 * (size[axis] - 1)
+        steps = np.diff(line[2:-2])
+        assert abs(line.mean() - (size[axis] - 1) / 2) < 1 + size[axis] / 255 and abs(steps.mean() / unit - 1) < 0.1
+
+
+def test_samples_have_their_shape(media):
+    data = shaped(media / "pictures")
+    assert (
+        len(data) == len(SIZES)
+        and "left out" not in data.describe()
+        and "7 shapes of 16 to 64 tokens" in data.describe()
+    )
+    for row in range(len(data)):
+        frames, height, width = data.shapes[data.shape_key(row)].tolist()
+        assert tuple(data.load(row, False).shape) == (3, height, width) and frames == 1
+
+
+def test_clips_have_the_length_that_they_have(media):
+    data = shaped(media / "media.csv", most=512, use_video=True, num_frames=8)
+    lengths = [data.load(row, False).shape[1] for row in range(len(data))]
+    assert lengths[-3:] == [8, 8, 2] and set(lengths[:-3]) == {1}
+    assert data.token_counts()[-3:].tolist() == [8 * 60 // 1 if n == 480 else n for n in data.token_counts()[-3:]]
+    assert data.token_counts().max() <= 512
+    short = shaped(media / "media.csv", most=512, use_video=True, num_frames=8, frame_interval=2)
+    assert [short.load(row, False).shape[1] for row in range(len(short))][-3:] == [8, 4, 2]
+
+
+def test_too_small_or_unreadable_media_are_left_out_and_named(media, tmp_path):
+    for number in range(30):
+        Image.fromarray(gradient(64, 64)).save(tmp_path / f"{number:02d}.png")
+    (tmp_path / "05.png").write_bytes(b"no picture")
+    Image.fromarray(gradient(4, 4)).save(tmp_path / "07.png")
+    data = shaped(tmp_path)
+    assert len(data) == 28 and "05.png" in data.describe() and "07.png" in data.describe()
+    assert "1 left out, unreadable" in data.describe() and "--max_upscale 1.25" in data.describe()
+    opened = build_dataset(str(tmp_path), 64, seed=0)
+    for number in range(8, 12):
+        (tmp_path / f"{number:02d}.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="--bucket_tokens: the size of 5 of 30 files can't be read.*05.png"):
+        shape_media(opened, shape_table(64, 1, TOKEN, 64), 1, 1.25, "--bucket_tokens")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_have_one_shape_and_the_budgets_samples(media, workers):
+    data = shaped(media / "media.csv", most=512, use_video=True, num_frames=8)
+    schedule = build_schedule(data, 2, 2, 0, bucket_tokens=512)
+    seen = 0
+    how = dict(dp_rank=0, dp_size=1, batch_size=1, micro_batches=2, end_step=schedule.steps(60), num_workers=workers)
+    with build_loader(data, schedule, **how) as loader:
+        for batch in loader:
+            rows = schedule.rows(batch.step)
+            of_batch = [rows[place] for place in batch.index.tolist()]
+            key = data.shape_key(of_batch[0])
+            assert len(of_batch) == 512 // data.tokens[key] and {data.shape_key(row) for row in of_batch} == {key}
+            assert tuple(batch.x.shape[2:]) == tuple(data.shapes[key]) and batch.segments_in_step == len(rows)
+            for x, row, text in zip(batch.x, of_batch, batch.text, strict=True):
+                assert text == data.caption(row)
+                if x.shape[1] == 1:
+                    assert torch.equal(x, data.load(row, False))
+            seen += len(of_batch)
+    assert seen > 60 * len(data) - 3 * 512
+
+
+def test_cached_latents_keep_their_shapes():
+    data = build_dataset("mock", 64, seed=0, use_video=True, num_frames=4)
+    found = shape_latents(data, TokenSize(2, 1, (2, 2)), 64, "--bucket_tokens")
+    assert found.token_counts().tolist()[:3] == [2 * 4 * 4] * 3
+    with pytest.raises(ValueError, match="--bucket_tokens 31: a sample has 32 tokens; raise it"):
+        shape_latents(data, TokenSize(2, 1, (2, 2)), 31, "--bucket_tokens")
+    with pytest.raises(ValueError, match="do not divide by the model's patch"):
+        shape_latents(data, TokenSize(3, 1, (2, 2)), 64, "--bucket_tokens")
