@@ -139,7 +139,7 @@ class SamplingEngine:
         if len(y) != len(index):
             raise ValueError(f"{len(y)} conditions for {len(index)} samples")
         if given is not None and self.settings.model.config.given_frames is None:
-            raise ValueError("given frames: the model was trained without --given_frames")
+            raise ValueError("the model was trained without --given_frames; leave the given frames out")
         if self.settings.cfg_scale != 1.0 and (len(null) not in (1, len(y)) or null.shape[1:] != y.shape[1:]):
             raise ValueError(f"null_y {tuple(null.shape)} does not expand to y {tuple(y.shape)}")
         loop = self.loop_of(len(index))

@@ -77,7 +77,7 @@ def _latent_count(mode: str, flag: str, drawn: int, frames: int | None, temporal
     if frames is not None:
         if (frames - 1) % temporal:
             whole = (frames - 1) // temporal * temporal + 1
-            raise ValueError(f"--clip_frames {frames}: the VAE makes whole latents of {whole} or {whole + temporal}")
+            raise ValueError(f"--clip_frames {frames}: no whole latents of the VAE; give {whole} or {whole + temporal}")
         asked = (frames - 1) // temporal + 1
     else:
         asked = 1 if flag == "--image" else trained or max(1, drawn // 2)
@@ -100,10 +100,10 @@ def _frames(flag: str, given: Any, count: int, interval: int, side: int) -> Tens
     try:
         frames = _picture(given) if flag == "--image" else _last_frames(given, count, interval)
     except BadSample as bad:
-        raise ValueError(f"{flag} {bad}; give another file") from bad
+        raise ValueError(f"{flag}: {bad}; give another file") from bad
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or len(frames) != count:
-        raise ValueError(f"{flag}: takes uint8 of height x width x 3, not {frames.dtype} of {frames.shape}")
-    return resize_and_crop(torch.from_numpy(np.ascontiguousarray(frames)), side)
+        raise ValueError(f"{flag}: {frames.dtype} of {frames.shape} is no picture; give uint8 of height x width x 3")
+    return resize_and_crop(torch.from_numpy(np.array(frames)), side)
 
 
 def _picture(given: Any) -> np.ndarray:

@@ -144,5 +144,5 @@ def parse_given(text: str) -> int | None:
         return 1
     found = re.fullmatch(r"prefix:([1-9][0-9]{0,4})", text)
     if found is None:
-        raise ValueError(f"--given_frames {text}: must be {GIVEN}, K being a number of frames from 1 on")
+        raise ValueError(f"--given_frames {text}: no such frames; give {GIVEN}, K being a number from 1 on")
     return int(found[1])
