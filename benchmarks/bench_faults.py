@@ -1,6 +1,6 @@
 """What becomes of a user's bad day: faults of all kinds, and what must follow each of them.
 
-    python benchmarks/bench_faults.py [--list] [--only NAME ...] [--markdown FILE] [--record]
+    python benchmarks/bench_faults.py [--list] [--only NAME ...] [--csv FILE] [--record]
 
 Every fault is brought about in real processes (train.py, sample.py, preprocess.py, the export) with a tiny model on a
 CPU, and judged: does all of it end, within 15 s of the fault unless it goes on; with which exit code and last line; is
@@ -12,6 +12,7 @@ The exit code is 1 if anything was lost or hung, or did not end as it should.
 """
 
 import argparse
+import csv
 import datetime
 import os
 import re
@@ -77,25 +78,34 @@ def table(results: dict[str, Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(results: dict[str, Outcome], said: str) -> str:
-    """The table as a page of the documentation."""
-    return f"""# Faults, and what became of them
-
-Made and judged by `python benchmarks/bench_faults.py --markdown docs/faults.md` on CPUs, {datetime.date.today()},
-code {commit()}: {said}. What is promised, and what is not, says [reliability.md](reliability.md).
-
-Seconds count from the fault to the end of the last process; of what is refused, from the start of a program that has
-imported torch already (a flag: from the start of an interpreter). "Goes on" is said of what is not ended by its fault;
-its seconds are those of the rest of the run. The last line is that of stderr, or the one that names the fault.
-
-{table(results)}"""
+COLUMNS = ("date", "commit", "class", "fault", "end", "seconds", "lost", "exit_codes", "verdict", "last_line")
 
 
-def cell(message: str, most: int = 170) -> str:
-    """A message for a cell of the table, without the folders of this run."""
+def write_csv(results: dict[str, Outcome], path: Path) -> None:
+    """A row a fault, as benchmarks/faults.csv has them. end: ends or goes on. seconds: from the fault to the end of the
+    last process; empty if it was left out. verdict: empty where it ended as it should."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for name, outcome in results.items():
+            fault = FAULTS[name]
+            seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f}"
+            codes = " ".join(dict.fromkeys(map(str, outcome.codes)))
+            wrong = "" if outcome.as_it_should else outcome.verdict
+            end = "goes on" if outcome.goes_on else "ends"
+            row = (datetime.date.today(), commit(), fault.group, fault.what, end, seconds, outcome.lost, codes, wrong)
+            writer.writerow([*row, plain(outcome.message)])
+
+
+def plain(message: str, most: int = 170) -> str:
+    """A message, cut where it is long, without the folders of this run."""
     text = re.sub(r"/[^\s()]*/faults-[^/\s]+/[^/\s]+/", "", message)
-    text = text if len(text) <= most else text[:most].rstrip() + " ..."
-    return re.sub(r"([|`<>*_\\])", r"\\\1", text)
+    return text if len(text) <= most else text[:most].rstrip() + " ..."
+
+
+def cell(message: str) -> str:
+    """A message for a cell of the table."""
+    return re.sub(r"([|`<>*_\\])", r"\\\1", plain(message))
 
 
 def summary(results: dict[str, Outcome], seconds: float) -> str:
@@ -113,7 +123,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the faults' names and what they are")
     parser.add_argument("--at_once", type=int, default=2, help="faults at the same time (default: 2)")
     parser.add_argument("--patience", type=float, default=1.0, help="stretches all time limits, on a busy machine")
-    parser.add_argument("--markdown", metavar="FILE", help="write the table there too")
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="write a row a fault there (benchmarks/faults.csv)")
     parser.add_argument("--record", action="store_true", help="append the counts to benchmarks/results.csv")
     args = parser.parse_args()
     register_all()
@@ -132,8 +142,8 @@ def main() -> None:
     results = {fault.name: found[fault.name] for fault in faults}
     said = summary(results, time.monotonic() - began)
     print(f"\n{table(results)}\n{said}")
-    if args.markdown:
-        Path(args.markdown).write_text(page(results, said))
+    if args.csv:
+        write_csv(results, args.csv)
     if args.record:
         made = [outcome for outcome in results.values() if not outcome.left_out]
         figures = {

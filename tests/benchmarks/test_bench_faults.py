@@ -1,17 +1,20 @@
 """The benchmark of faults tells a lost state from an intact one, and a hanging program from one that has ended."""
 
+import csv
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.bench_faults import page, summary, table
+from benchmarks.bench_faults import COLUMNS, summary, table, write_csv
 from benchmarks.faults import GROUPS
 from benchmarks.faults.lab import FAULTS, RUN, Fault, Lab, Shared, judge, newest_step, register_all
 from opendit.common.tensor_files import write_tensors
 from opendit.state.files import write_manifest
 
+ROOT = Path(__file__).resolve().parents[2]
 FILES = ("model.safetensors", "ema.safetensors", "optimizer_000.safetensors")
 
 
@@ -125,6 +128,20 @@ def test_the_faults_are_many_and_the_table_has_them_all(tmp_path):
     assert len(lines) == 6 and max(map(len, lines)) < 400
     assert "| 1.2 s | nothing | 0 |" in lines[3] and "**lost: all**" in lines[5] and "a \\| b" in lines[5]
     assert summary(results, 90) == "2 faults in 1.5 minutes: 1 lost something, 1 did not end as they should"
-    assert page(results, "all is well").splitlines()[-len(lines) :] == lines and "all is well" in page(
-        results, "all is well"
-    )
+    write_csv(results, tmp_path / "faults.csv")
+    rows = list(csv.DictReader((tmp_path / "faults.csv").read_text().splitlines()))
+    assert [row["fault"] for row in rows] == [FAULTS[name].what for name in results] and tuple(rows[0]) == COLUMNS
+    assert rows[0]["seconds"] == "1.2" and not rows[0]["verdict"] and len(rows[0]["last_line"]) < 200
+    assert rows[1]["last_line"] == "a | b" and "lost: all" in rows[1]["verdict"]
+
+
+def test_the_page_has_the_counts_of_the_last_full_run():
+    with open(ROOT / "benchmarks/faults.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    page = (ROOT / "docs/faults.md").read_text()
+    for name in GROUPS:
+        ends = [row["end"] for row in rows if row["class"] == name]
+        counts = len(ends), ends.count("ends"), ends.count("goes on")
+        assert re.search(rf"^\| `{name}`.*\| {counts[0]} \| {counts[1]} \| {counts[2]} \|$", page, flags=re.M), name
+    assert sum(row["class"] in GROUPS for row in rows) == len(rows) > 200
+    assert all(row["lost"] == "nothing" and not row["verdict"] for row in rows), "the page says that all is well"
