@@ -15,6 +15,7 @@ from opendit.cli.command_line import parse
 from opendit.cli.evaluate_flags import EvaluateConfig
 from opendit.evaluation.results import read_results
 from tests.inference.small import write
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = dict(ckpt="run.safetensors", features="digits", num_samples=23, metrics=["fid", "accuracy"], intervals=False)
@@ -32,6 +33,18 @@ def evaluate(**flags):
 
 def values(rows) -> dict[tuple, float]:
     return {(row.metric, row.steps, row.guidance): row.value for row in rows}
+
+
+def sweep_of_ranks(mesh, folder: Path, expected: dict[tuple, float]) -> None:
+    """Two ranks share the samples of each pair, and only one has the figures."""
+    os.chdir(folder)
+    found = values(evaluate(output="of ranks", num_sampling_steps=[2, 3], cfg_scale=[1.0, 1.5]))
+    if not mesh.is_main:
+        assert found == {}
+        return
+    assert list(found) == list(expected)
+    assert all(found[key] == pytest.approx(value, rel=1e-6) for key, value in expected.items())
+    assert Path("of ranks", "sweep.csv").is_file()
 
 
 def test_a_sweep_is_the_evaluations_of_its_pairs(capsys):
@@ -53,6 +66,8 @@ def test_a_sweep_is_the_evaluations_of_its_pairs(capsys):
         assert shown == pytest.approx([found["frechet_distance", steps, scale] for steps in (2, 3)], rel=1e-4)
 
     capsys.readouterr()
+    run_ranks(2, sweep_of_ranks, Path.cwd(), found)
+
     again = values(evaluate(output="sweep", num_sampling_steps=[3], cfg_scale=[1.5, 1.0]))  # nothing is drawn
     said = capsys.readouterr().out
     assert again == {key: value for key, value in found.items() if key[1] == 3}
