@@ -14,6 +14,7 @@ from opendit.cli.checks import (
     settle_precision,
 )
 from opendit.cli.command_line import check_values, settle_idle
+from opendit.cli.errors import OnThisMachine
 from opendit.cli.evaluate_flags import EvaluateConfig
 from opendit.cli.measuring_flags import EvaluationFlags, ValidationFlags
 from opendit.cli.recipes import find_recipe
@@ -190,7 +191,8 @@ class TrainConfig(
         try:
             self.evaluating().check_what()
         except (ValueError, OSError) as error:
-            raise type(error)(of_training(str(error))) from error
+            if self.dry_run is None or not isinstance(error, OnThisMachine):
+                raise type(error)(of_training(str(error))) from error
         if self.data_path == "mock":
             raise ValueError("--evaluate_every: --data_path mock has no samples to learn from; leave it out")
 
