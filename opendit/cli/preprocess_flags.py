@@ -94,7 +94,12 @@ def _add_latents(latents: CommandLine) -> None:
     latents.heading(IN_AND_OUT)
     latents.option("--data_path", PATH, "digits, a folder of pictures, a torchvision set or a CSV", required=True)
     latents.option("--output", FOLDER, "folder for the latents", required=True)
-    latents.option("--shard_size", whole(1, 1_000_000, "pictures"), "pictures a file", 4096)
+    latents.option(
+        "--shard_size",
+        Value(unit="size"),
+        "of a tar; or a number: pictures of a safetensors file, as before",
+        "1GB",
+    )
     latents.heading("Encoding: what is made of a picture")
     latents.option("--vae", NAME, "ema, mse or a folder with a VAE", "ema")
     latents.option("--image_size", Value(int, **SIDE), "side of the pictures", 256)
@@ -163,6 +168,13 @@ def _check_latents(options: dict, given: set[str]) -> None:
         idle["energon_cooker"] = f"does nothing with --data_path {options['data_path']}"
     refuse_idle(given, idle)
     data, vae, encoder = (options[name] for name in ("data_path", "vae", "text_encoder"))
+    size, options["tar_bytes"] = options["shard_size"], None
+    if size.isascii() and size.isdigit():
+        if not 1 <= int(size[:9]) <= 1_000_000 or len(size) > 7:
+            raise ValueError(f"--shard_size {size[:40]}: no number of pictures up to 1,000,000; give one, or 1GB")
+        options["shard_size"] = int(size)
+    else:
+        options["tar_bytes"], options["shard_size"] = read_size(size, "--shard_size"), 4096
     if vae == "none":
         raise ValueError("--vae none: has no latents to cache; train on the pictures themselves")
     check_vae(vae)

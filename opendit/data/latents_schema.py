@@ -23,32 +23,27 @@ SHARD = FileKind(
     record({"settings": LATENTS_SETTINGS, "skipped": SKIPPED}),
     16 * MIB,
 )
-LATENTS_INDEX = FileKind(
-    record(
-        {
-            "format": string(64),
-            "version": COUNT,
-            "count": COUNT,
-            "class_names": listed(string(1 << 16), most=10_000_000),
-            "image_size": whole(1, 1 << 20),
-            "vae": NAME,
-            # One number, or one a channel.
-            "scaling_factor": either(listed(number(0, 1e6, above=True), 1, 4096), number(0, 1e6, above=True)),
-            "shift_factor": either(listed(number(-1e6, 1e6), 1, 4096), number(-1e6, 1e6)),
-            "latent_shape": _LATENT_SHAPE,
-            "flips": truth,
-            "shards": listed(
-                record({"file": FILE, "count": COUNT, "bytes": COUNT}, {"shape_key": COUNT, "sha256": SHA256})
-            ),
-        },
-        {
-            "settings": LATENTS_SETTINGS,
-            "skipped": SKIPPED,
-            "video": _CLIPS,
-            "conditioning": one_of("label", "text"),
-            "text": record({"encoder": NAME, "max_tokens": whole(1, 1 << 16)}),
-            "checksums": mapping(FILE, SHA256, 1000),  # of the files beside the shards
-        },
-    ),
-    32 * MIB,
-)
+_OF_ONE_SIZE = {
+    "count": COUNT,
+    "class_names": listed(string(1 << 16), most=10_000_000),
+    "image_size": whole(1, 1 << 20),
+    "vae": NAME,
+    # One number, or one a channel.
+    "scaling_factor": either(listed(number(0, 1e6, above=True), 1, 4096), number(0, 1e6, above=True)),
+    "shift_factor": either(listed(number(-1e6, 1e6), 1, 4096), number(-1e6, 1e6)),
+    "latent_shape": _LATENT_SHAPE,
+    "flips": truth,
+    "shards": listed(record({"file": FILE, "count": COUNT, "bytes": COUNT}, {"shape_key": COUNT, "sha256": SHA256})),
+}
+_MORE = {
+    "settings": LATENTS_SETTINGS,
+    "skipped": SKIPPED,
+    "video": _CLIPS,
+    "conditioning": one_of("label", "text"),
+    "text": record({"encoder": NAME, "max_tokens": whole(1, 1 << 16)}),
+    "checksums": mapping(FILE, SHA256, 1000),  # of the files beside the shards
+}
+_KIND = {"format": string(64), "version": COUNT}
+LATENTS_INDEX = FileKind(record(_KIND | _OF_ONE_SIZE, _MORE), 32 * MIB)
+# Of tars: an index for every size of the pictures.
+LATENTS_SIZES = FileKind(record(_KIND | {"sizes": listed(record(_OF_ONE_SIZE, _MORE), 1, 1000)}), 256 * MIB)

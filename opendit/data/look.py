@@ -13,7 +13,7 @@ from opendit.data.apart import run_apart
 from opendit.data.base import DataError, MediaDataset, name_few
 from opendit.data.files import printable
 from opendit.data.fill import MediumTokens
-from opendit.data.latents import read_index
+from opendit.data.latents_index import read_indexes
 from opendit.data.look_page import THUMBNAIL, Findings, Look, draw_histograms, draw_sheet, make_page
 from opendit.data.progress import Progress
 from opendit.data.resolve import build_dataset
@@ -66,7 +66,8 @@ def open_any(
     Raises ValueError or FileNotFoundError, which name the flag."""
     made: dict[str, Any] = {}
     path = Path(data_path)
-    if path.is_dir() and (index := read_index(path)) is not None:
+    if path.is_dir() and (indexes := read_indexes(path)) is not None:
+        index = next((each for each in indexes if each["image_size"] == image_size), indexes[-1])
         made = {"image_size": index["image_size"], **(index.get("video") or {})}
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)

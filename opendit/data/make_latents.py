@@ -18,9 +18,11 @@ from torch.utils.data import Dataset
 from opendit.common.hashing import sha256_of
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
 from opendit.data.captioned import PICTURE
-from opendit.data.latents import INDEX, VERSION, read_index, read_shard_header, shard_name, write_index, write_shard
+from opendit.data.latents import FILES
+from opendit.data.latents_index import INDEX, TARS_VERSION, ShardForm, read_indexes, write_index
 from opendit.data.progress import Progress
 from opendit.data.read_ahead import ReadAhead
+from opendit.data.shards.latents import HEADERS, tars_of
 from opendit.data.text_cache import EMPTY, embed, pack_captions, pack_embeddings, write_empty_caption
 from opendit.encoders.vae import Codec
 
@@ -59,13 +61,16 @@ def make_latents(
     batch_size: int = 64,
     num_workers: int = 4,
     shard_size: int = 4096,
+    tar_bytes: int | None = None,
     rank: int = 0,
     world_size: int = 1,
     max_bad: float = 0.05,
     patience: float = 0.0,
     on_hang: Callable[[str], None] | None = None,
 ) -> dict | None:
-    """Writes the latents of ``dataset`` to ``output`` (format: ``opendit.data.latents``), keeping the shards there.
+    """Writes the latents of ``dataset`` to ``output``, keeping the shards there: tars of about ``tar_bytes``
+    (``opendit.data.shards.latents``), beside those of pictures of other sizes that were made of the same data; or,
+    without it, safetensors files of ``shard_size`` samples (``opendit.data.latents``).
 
     codec: of pictures, or of clips if the data set's items are. flips: also encode every picture's mirror image.
     patience, on_hang: of a file that takes for ever, see ``ReadAhead``.
@@ -75,15 +80,18 @@ def make_latents(
     DataError if more than ``max_bad`` of the files can't be read or a latent doesn't fit float16.
     """
     output = Path(output)
-    plan = _plan(dataset, shard_size)
+    form = FILES if tar_bytes is None else tars_of(image_size)
+    settings = _settings(dataset, codec, image_size, flips, tar_bytes or shard_size, encoder, form.version)
+    plan = _plan(
+        dataset, lambda rows: _samples_of_a_tar(dataset, codec, settings, rows, encoder) if tar_bytes else shard_size
+    )
     shards = len(plan)
-    settings = _settings(dataset, codec, image_size, flips, shard_size, encoder)
     output.mkdir(parents=True, exist_ok=True)
-    kept = _complete_shards(output, settings)
-    before = _take_index(output, world_size, rank)
+    kept = _complete_shards(output, settings, form)
+    before, others = _take_index(output, settings, form, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, shards, world_size)}
     # What is kept is read once for its checksum; a shard that is not what an index said of it is remade.
-    names = {shard: shard_name(shard, shards) for shard in mine}
+    names = {shard: form.name(shard, shards) for shard in mine}
     checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
     checksums = {name: found for name, found in checksums.items() if before.get(name, found) == found}
     todo = {
@@ -112,43 +120,83 @@ def make_latents(
         for shard, jobs in todo.items():
             parts, skipped = _encode_shard(islice(batches, len(jobs)), dataset, codec, flips, encoder, counter, bar)
             tensors = _join(parts, dataset, _shard_shape(dataset, codec, settings, plan[shard]), encoder)
-            checksums[names[shard]] = write_shard(output / names[shard], tensors, settings, skipped)
+            checksums[names[shard]] = form.write(output / names[shard], tensors, settings, skipped)
 
     everyone = [checksums]
     if world_size > 1:
         everyone = [{}] * world_size
         dist.all_gather_object(everyone, checksums, group=dist.group.WORLD)  # which waits for all
     checksums = {name: found for part in everyone for name, found in part.items()}
-    return _finish(output, dataset, codec, settings, plan, max_bad, encoder, checksums) if rank == 0 else None
+    if rank > 0:
+        return None
+    index = _finish(output, dataset, codec, settings, plan, max_bad, encoder, checksums, form)
+    write_index(output, form.version, [*others, index])
+    return index
 
 
-def _take_index(output: Path, world_size: int, rank: int) -> dict[str, str]:
-    """Removes the index of a finished folder, so that nobody reads it while it changes, and returns on every rank the
-    checksums that were in it. Raises ValueError if it is something else's."""
-    found: list[dict] = [{}]
-    if rank == 0 and (output / INDEX).exists():
-        try:
-            index = read_index(output)
-        except ValueError:  # damaged, or another version's: it is written anew
-            index = {"shards": []}
-        if index is None:
-            raise ValueError(f"--output {output}: holds an {INDEX} of something else; pass another folder")
-        found[0] = {shard["file"]: shard["sha256"] for shard in index["shards"] if "sha256" in shard}
-        (output / INDEX).unlink()
+def _take_index(
+    output: Path, settings: dict, form: ShardForm, world_size: int, rank: int
+) -> tuple[dict[str, str], list[dict]]:
+    """Takes what is to be made out of the index, so that nobody reads it while it changes, and returns on every rank
+    the checksums that it had of it, and the indexes of other sizes.
+
+    Raises ValueError if the folder holds something else, or latents of other data."""
+    found: list = [({}, [])]
+    if rank == 0:
+        found[0] = _taken(output, settings, form)
     if world_size > 1:
         dist.broadcast_object_list(found, src=0, group=dist.group.WORLD)
     return found[0]
 
 
-def _plan(dataset: MediaDataset, shard_size: int) -> list[list[int]]:
-    """The rows of every shard: in order, but those of one shape first and then those of the next."""
+def _taken(output: Path, settings: dict, form: ShardForm) -> tuple[dict[str, str], list[dict]]:
+    tars = form.version == TARS_VERSION
+    if any(output.glob("latents-*.safetensors" if tars else "latents-*.tar")):
+        fix = "give --shard_size as a number of pictures to go on with them" if tars else "give --shard_size as 1GB"
+        raise ValueError(f"--output {output}: holds latents in {'files' if tars else 'tars'}; {fix}, or another folder")
+    if not (output / INDEX).exists():
+        return {}, []
+    try:
+        indexes = read_indexes(output)
+    except ValueError:  # damaged, or another version's: it is written anew
+        indexes = []
+    if indexes is None:
+        raise ValueError(f"--output {output}: holds an {INDEX} of something else; pass another folder")
+    others = [index for index in indexes if tars and index["image_size"] != settings["image_size"]]
+    for name in ("data", "vae", "video", "text"):
+        for index in others:
+            if index.get("settings", {}).get(name) != settings.get(name):
+                raise ValueError(
+                    f"--output {output}: holds latents of {index['image_size']} px of other {name}; pass another folder"
+                )
+    mine = [index for index in indexes if index not in others]
+    if others:
+        write_index(output, form.version, others)
+    else:
+        (output / INDEX).unlink()
+    return {shard["file"]: shard["sha256"] for index in mine for shard in index["shards"] if "sha256" in shard}, others
+
+
+def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:
+    """The rows of every shard: in order, but those of one shape first and then those of the next. shard_size: how many
+    of these rows, which are of one shape, are in a shard."""
     keys = dataset.shape_keys()
     keys = np.zeros(len(dataset), dtype=np.int64) if keys is None else keys
     plan = []
     for key in np.unique(keys):
-        rows = np.flatnonzero(keys == key)
-        plan += [rows[first : first + shard_size].tolist() for first in range(0, len(rows), shard_size)]
+        rows = np.flatnonzero(keys == key).tolist()
+        size = shard_size(rows)
+        plan += [rows[first : first + size] for first in range(0, len(rows), size)]
     return plan or [[]]
+
+
+def _samples_of_a_tar(dataset: MediaDataset, codec: Codec, settings: dict, rows: list[int], encoder) -> int:
+    """How many of these rows a tar of about ``shard_size`` bytes holds, with captions as long as they are cut to; one
+    at least."""
+    numbers = int(np.prod(_shard_shape(dataset, codec, settings, rows)))
+    if encoder:
+        numbers += (encoder.max_tokens + 1) * encoder.width
+    return max(1, settings["shard_size"] // (2 * numbers + HEADERS))
 
 
 def _settings(
@@ -158,10 +206,11 @@ def _settings(
     flips: bool,
     shard_size: int,
     encoder,
+    version: int,
 ) -> dict:
     """Everything that a shard's bytes depend on."""
     settings = {
-        "version": VERSION,
+        "version": version,
         "data": dataset.identity(),
         "pictures": len(dataset),
         "image_size": image_size,
@@ -210,11 +259,11 @@ def _shard_shape(dataset: MediaDataset, codec: Codec, settings: dict, rows: list
     return 2 if settings["flips"] else 1, 2 * channels, *sides
 
 
-def _complete_shards(output: Path, settings: dict) -> set[str]:
+def _complete_shards(output: Path, settings: dict, form: ShardForm) -> set[str]:
     """Names of the whole shards in a folder; raises ValueError if one was made with other settings."""
     kept = set()
-    for path in sorted(output.glob("latents-*.safetensors")):
-        header = read_shard_header(path)
+    for path in sorted(output.glob(form.pattern)):
+        header = form.header(path)
         if header is None:
             continue  # a damaged one is remade
         other = sorted(key for key in settings if settings.get(key) != header[1].get(key))
@@ -280,12 +329,13 @@ def _finish(
     max_bad: float,
     encoder,
     checksums: dict[str, str],
+    form: ShardForm,
 ) -> dict:
-    """Writes the index once every shard is there; raises DataError if too many files were skipped."""
+    """The index once every shard is there; raises DataError if too many files were skipped."""
     entries, all_skipped = [], []
     for shard, rows in enumerate(plan):
-        name = shard_name(shard, len(plan))
-        header = read_shard_header(output / name)
+        name = form.name(shard, len(plan))
+        header = form.header(output / name)
         if header is None or name not in checksums:
             raise DataError(f"{output / name} is missing or damaged; run the same command again")
         size = (output / name).stat().st_size
@@ -314,5 +364,4 @@ def _finish(
     if encoder:
         index["text"] = {"encoder": encoder.name, "max_tokens": encoder.max_tokens}
         index["checksums"] = {EMPTY: write_empty_caption(output, encoder)}
-    write_index(output, index)
     return index

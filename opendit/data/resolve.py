@@ -8,7 +8,7 @@ from pathlib import Path
 from opendit.data.base import MediaDataset
 from opendit.data.files import kind_of, printable
 from opendit.data.folders import CLIPS
-from opendit.data.latents import INDEX
+from opendit.data.latents_index import INDEX
 from opendit.data.names import (
     ADDRESSES,
     FALLBACK,

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from opendit.common.tensor_files import open_safetensors, shapes_in, write_tensors
@@ -85,6 +87,20 @@ def read_empty_caption(folder: Path, max_tokens: int) -> Embedding:
         raise ValueError(
             f"--data_path {folder}: {EMPTY} can't be read ({error}); copy it or run preprocess.py again"
         ) from error
+
+
+def load_empty_caption(content: bytes, max_tokens: int, name: str) -> Embedding:
+    """As :func:`read_empty_caption`, of a file's bytes. Raises ValueError that names it."""
+    try:
+        found = load(content)
+        tokens, pooled = found["tokens"], found["pooled"]
+        if tokens.dim() != 2 or len(tokens) > max_tokens or pooled.shape != tokens.shape[1:]:
+            raise ValueError(
+                f"it holds {tuple(tokens.shape)} and {tuple(pooled.shape)}, not (up to {max_tokens}, D), (D,)"
+            )
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{name} can't be read ({error}); copy it again") from error
+    return padded(tokens.half(), pooled.half(), max_tokens)
 
 
 def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:

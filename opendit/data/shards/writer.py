@@ -134,7 +134,7 @@ def _blocks(entries: list[Entry]) -> Iterator[bytes]:
     """The bytes of a tar: members of one owner and time, so that they depend on the files' contents alone."""
     total = 0
     for entry in entries:
-        header = _member(f"{entry.key}.{entry.ending}", entry.bytes)
+        header = member_header(f"{entry.key}.{entry.ending}", entry.bytes)
         yield header
         left = entry.bytes
         with open(entry.path, "rb", buffering=0) as file:
@@ -143,14 +143,15 @@ def _blocks(entries: list[Entry]) -> Iterator[bytes]:
                 yield block
             if left or file.read(1):
                 raise ValueError(f"{printable(entry.path)} has changed since the tars were planned; start again")
-        beside = _member(f"{entry.key}.{entry.beside}", len(entry.text)) + entry.text
+        beside = member_header(f"{entry.key}.{entry.beside}", len(entry.text)) + entry.text
         rest = bytes(-entry.bytes % BLOCK) + beside + bytes(-len(entry.text) % BLOCK)
         yield rest
         total += len(header) + entry.bytes + len(rest)
     yield bytes(2 * BLOCK + -(total + 2 * BLOCK) % tarfile.RECORDSIZE)
 
 
-def _member(name: str, size: int) -> bytes:
+def member_header(name: str, size: int) -> bytes:
+    """What stands before a member's content: of no owner and time, so that tars depend on contents alone."""
     info = tarfile.TarInfo(name)
     info.size = size
     return info.tobuf(tarfile.PAX_FORMAT)

@@ -48,6 +48,10 @@ class Request:
         names = "seed num_frames frame_interval use_video short_clips random_flip max_bad"
         return {name: getattr(self, name) for name in names.split()} | {"training": self.split == "train"}
 
+    def of_latents(self) -> dict[str, Any]:
+        """The arguments of data sets of cached latents, by name."""
+        return {name: getattr(self, name) for name in "seed random_flip use_video num_frames frame_interval".split()}
+
     def check_split(self) -> None:
         """Raises NoSplit for a split of a source that has none."""
         if self.split != "train":

@@ -1,33 +1,35 @@
 """A folder of cached latents."""
 
 from opendit.data.folders import Ignored, files_below
-from opendit.data.latents import LatentDataset, read_index
+from opendit.data.latents import LatentDataset
+from opendit.data.latents_index import FILES_VERSION, choose_index, read_indexes
 from opendit.data.picture_file import picture_suffixes
+from opendit.data.shards.latents import TarLatents, open_tars
 from opendit.data.sources.base import Request
+from opendit.data.text_cache import read_empty_caption
 
 NAME = None
 TAKES = "a folder of cached latents"
 
 
-def open_source(asked: Request) -> LatentDataset | None:
+def open_source(asked: Request) -> LatentDataset | TarLatents | None:
     if not asked.path.is_dir():
         return None
-    if read_index(asked.path) is None:
-        if any(asked.path.glob("latents-*.safetensors")):
+    indexes = read_indexes(asked.path)
+    if indexes is None:
+        if any(asked.path.glob("latents-*.safetensors")) or any(asked.path.glob("latents-*-of-*.tar")):
             raise ValueError(
                 f"{asked.shown}: holds unfinished latents; run the preprocess.py command that made them again"
             )
         return None
     asked.check_split()
-    latents = LatentDataset(
-        asked.path,
-        asked.image_size,
-        seed=asked.seed,
-        random_flip=asked.random_flip,
-        use_video=asked.use_video,
-        num_frames=asked.num_frames,
-        frame_interval=asked.frame_interval,
-    )
+    if indexes[0]["version"] == FILES_VERSION:
+        latents = LatentDataset(asked.path, asked.image_size, **asked.of_latents())
+    else:
+        index = choose_index(indexes, asked.shown, asked.image_size)
+        text, tars = index.get("text"), open_tars(asked.path, index)
+        empty = read_empty_caption(asked.path, text["max_tokens"]) if text else None
+        latents = TarLatents(asked.shown, index, tars, empty_caption=empty, max_bad=asked.max_bad, **asked.of_latents())
     if next(files_below(str(asked.path), picture_suffixes(), Ignored(), visits=1), None) is not None:
         latents.note = "; the pictures that are in the folder as well are not read"
     return latents

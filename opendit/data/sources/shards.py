@@ -8,13 +8,16 @@ from opendit.common.strict_files import checked
 from opendit.data.base import name_few
 from opendit.data.files import printable
 from opendit.data.folders import Ignored, list_folder
+from opendit.data.latents_index import INDEX, TARS_VERSION, check_indexes, choose_index
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.cache import FileCache
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, index_of
+from opendit.data.shards.latents import TarLatents, check_tar
 from opendit.data.shards.remote import Remote, RemoteTars, expand, fetch_indexes
 from opendit.data.shards.store import size_problem
 from opendit.data.sources.base import Request
+from opendit.data.text_cache import EMPTY, load_empty_caption
 
 NAME = None
 TAKES = "a folder of indexed tars"
@@ -58,6 +61,8 @@ def _open_remote(asked: Request) -> ShardDataset:
     remote, cache = Remote(asked.data_path), FileCache.of_environment()
     try:
         found = expand(asked.data_path)
+        if (latents := _open_latents(asked, remote, cache)) is not None:
+            return latents
         tars = remote.list_tars(asked.data_path) if not found[0].lower().endswith(".tar") else found
         if not tars:
             raise ValueError("holds no .tar files; give s3://BUCKET/FOLDER, or http://HOST/train-{0000..0099}.tar")
@@ -70,6 +75,30 @@ def _open_remote(asked: Request) -> ShardDataset:
     contents = [index.header.sha256 for index in indexes]
     shards = [IndexedTar(tar, tar, index) for tar, index in zip(tars, indexes, strict=True)]
     return _dataset(asked, shards, names, RemoteTars(tars, contents, remote, cache))
+
+
+def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatents | None:
+    """Cached latents in tars, of a folder that has their index.json. Raises ValueError, DataError or OSError."""
+    folder = asked.data_path.rstrip("/")
+    name = f"{folder}/{INDEX}"
+    content = None if folder.lower().endswith(".tar") else remote.read_if_there(name)
+    indexes = None if content is None else check_indexes(parse_json(content, name), name)
+    if indexes is None:
+        return None
+    if indexes[0]["version"] != TARS_VERSION:
+        raise ValueError("holds latents in safetensors files, which are read from disks alone; copy them here")
+    index = choose_index(indexes, asked.shown, asked.image_size)
+    addresses = [f"{folder}/{shard['file']}" for shard in index["shards"]]
+    found, tars = [TarIndex(path) for path in fetch_indexes(addresses, remote, cache)], []
+    for address, each, shard in zip(addresses, found, index["shards"], strict=True):
+        tars.append(IndexedTar(address, address, check_tar(each, shard, address)))
+    kept = [tar for tar in tars if len(tar)]
+    contents = [tar.index.header.sha256 for tar in kept]
+    store, empty = RemoteTars([tar.path for tar in kept], contents, remote, cache), None
+    if text := index.get("text"):
+        empty = load_empty_caption(remote.read_all(f"{folder}/{EMPTY}"), text["max_tokens"], f"{folder}/{EMPTY}")
+    options = asked.of_latents() | {"empty_caption": empty, "max_bad": asked.max_bad}
+    return TarLatents(asked.shown, index, tars, store=store, **options)
 
 
 def _dataset(

@@ -1,0 +1,170 @@
+"""The index of a folder of cached latents, and what all data sets of them share.
+
+``index.json`` of safetensors files (version 1) is of pictures of one size; that of tars (version 2) holds one such
+index for every size. It is written last: shards that no index names are unfinished.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from opendit.common.hashing import hash_parts
+from opendit.common.rules import read_json, shown
+from opendit.common.strict_files import checked
+from opendit.common.tensor_files import write_file
+from opendit.data.base import flip_note
+from opendit.data.latents_check import REPAIR, check_index
+from opendit.data.latents_schema import LATENTS_INDEX, LATENTS_SIZES
+from opendit.data.medium import Medium, of_moments
+
+INDEX = "index.json"
+FORMAT, FILES_VERSION, TARS_VERSION = "opendit-latents", 1, 2
+
+
+@dataclass(frozen=True)
+class ShardForm:
+    """How the shards of a cache are written. pattern: of their names. name: (shard, shards) -> a name. header: path ->
+    (samples, settings, skipped files), None of what is no whole shard. write: (path, tensors, settings, skipped) ->
+    its SHA-256; a shard that exists is complete. version: of the index."""
+
+    pattern: str
+    name: Callable[[int, int], str]
+    header: Callable[[Path], tuple[int, dict, list[str]] | None]
+    write: Callable[[Path, dict, dict, list[str]], str]
+    version: int = FILES_VERSION
+
+
+def check_indexes(index: Any, source: str) -> list[dict] | None:
+    """The indexes, checked, in what an index.json says, one for each size; None if it is something else's. Raises
+    ValueError for one that can't be true, and for another version's."""
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        return None
+    version = index.get("version")
+    if version not in (FILES_VERSION, TARS_VERSION):
+        raise ValueError(
+            f"--data_path {Path(source).parent}: its latents have format version {shown(version)}, this program reads "
+            f"{FILES_VERSION} and {TARS_VERSION}; make them again with preprocess.py latents"
+        )
+    kind = LATENTS_INDEX if version == FILES_VERSION else LATENTS_SIZES
+    index = checked(index, kind, Path(source))
+    found = [index] if version == FILES_VERSION else index["sizes"]
+    for each in found:
+        check_index(each, Path(source))
+    return [{**each, "version": version} for each in found]
+
+
+def read_indexes(folder: Path) -> list[dict] | None:
+    """As :func:`check_indexes`, of a folder; None also if there is none. Raises ValueError for a damaged one, too."""
+    path = folder / INDEX
+    try:
+        content = read_json(path, LATENTS_SIZES.most_bytes)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        if any(folder.glob("latents-*.safetensors")) or any(folder.glob("latents-*.tar")):
+            raise ValueError(f"{path} can't be read ({error}); {REPAIR}") from error
+        return None
+    return check_indexes(content, str(path))
+
+
+def choose_index(indexes: list[dict], name: str, image_size: int) -> dict:
+    """That of pictures of this size. Raises ValueError, which begins with ``name``."""
+    found = next((index for index in indexes if index["image_size"] == image_size), None)
+    if found is None:
+        sizes = [str(index["image_size"]) for index in indexes]
+        raise ValueError(
+            f"{name}: holds latents made at --image_size {' and '.join(sizes)}, but this run has --image_size "
+            f"{image_size}; pass --image_size {' or '.join(sizes)} or make latents for {image_size}"
+        )
+    return found
+
+
+def write_index(folder: Path, version: int, indexes: list[dict]) -> None:
+    """Of version 1 the only one of ``indexes``; of version 2 all of them, the smallest pictures first."""
+    plain = [{key: value for key, value in index.items() if key not in ("format", "version")} for index in indexes]
+    content: dict[str, Any] = {"sizes": sorted(plain, key=lambda index: index["image_size"])}
+    content = plain[0] if version == FILES_VERSION else content
+    partial = folder / (INDEX + ".partial")
+    text = json.dumps({"format": FORMAT, "version": version, **content}, indent=1) + "\n"
+    write_file(partial, iter([text.encode()]))  # synced: else the new name may survive a power cut that it doesn't
+    os.replace(partial, folder / INDEX)
+
+
+class CachedLatents:
+    """What data sets of cached latents have of their index, whatever their shards are."""
+
+    kind = "latents"
+
+    def _take(
+        self,
+        index: dict,
+        name: str,
+        random_flip: bool | None,
+        use_video: bool,
+        num_frames: int,
+        frame_interval: int,
+    ) -> None:
+        """Takes over what an index says. Raises ValueError, which begins with ``name``, for what a run asks for and the
+        latents are not."""
+        made = index.get("video")
+        if use_video != (made is not None):
+            what = (
+                "clips; add --use_video"
+                if made
+                else ("pictures; make them again with preprocess.py latents --use_video, or leave --use_video out")
+            )
+            raise ValueError(f"{name}: holds latents of {what}")
+        for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
+            if made and made[flag] != value:
+                raise ValueError(
+                    f"{name}: holds latents made at --{flag} {made[flag]}, but this run has --{flag} {value}; pass "
+                    f"--{flag} {made[flag]} or make latents for {value}"
+                )
+        if random_flip and not index["flips"]:
+            raise ValueError(f"{name}: holds no mirrored latents; make them again with --flip")
+        self.index, self.vae = index, index["vae"]
+        self.random_flip = index["flips"] if random_flip is None else random_flip
+        self.class_names = index["class_names"]
+        # One number, or one a channel, which JSON knows as a list only.
+        scale_and_shift = index["scaling_factor"], index["shift_factor"]
+        self.scaling_factor, self.shift_factor = (tuple(v) if isinstance(v, list) else v for v in scale_and_shift)
+        channels, *sides = index["latent_shape"]
+        self.sample_shape = (2 * channels, *sides)
+        self.conditioning = index.get("conditioning", "label")
+
+    @property
+    def checksums(self) -> dict[str, str]:
+        """The SHA-256 of each file that the index has one of."""
+        of_shards = {shard["file"]: shard["sha256"] for shard in self.index["shards"] if "sha256" in shard}
+        return of_shards | self.index.get("checksums", {})
+
+    def identity(self) -> str:
+        # Without checksums: a cache that an earlier version made has none, and is the same one when it gets them.
+        shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
+        index = {key: value for key, value in self.index.items() if key != "checksums"}
+        return hash_parts(json.dumps({**index, "shards": shards}, sort_keys=True))
+
+    def _looked(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
+        """Latents in false colours; the medium is the picture or clip that they were made of."""
+        video, size = self.index.get("video"), self.index["image_size"]
+        length = video["num_frames"] if video and moments.shape[1] == self.sample_shape[1] else 1
+        return Medium(length, size, size), of_moments(moments)[1]
+
+    def _described(self, name: str, clips: int) -> str:
+        shape, size = "x".join(map(str, self.index["latent_shape"])), self.index["image_size"]
+        what = f"{len(self):,} pictures"
+        if self.index.get("video"):
+            what = f"{clips:,} clips" + (f" and {len(self) - clips:,} pictures" if clips < len(self) else "")
+        text = f"with captions ({f'encoded by {self.text_encoder}' if self.text_encoder else 'not encoded'})"
+        words = text if self.conditioning == "text" else f"of {self.num_classes:,} classes"
+        unchecked = "" if self.checksums else ", without checksums (made by an earlier version)"
+        return (
+            f"{name}: cached latents ({shape}, --vae {self.vae}) of {what} {words}, {size}x{size}, "
+            f"{flip_note(self)}{unchecked}{self.note}"
+        )

@@ -1,0 +1,250 @@
+"""Cached latents in tars: what ``preprocess.py latents`` writes, and the data set that reads it.
+
+    latents-256-00000-of-00012.tar          latents-256-00000-of-00012.tar.index     index.json
+      __opendit__/shard.json                the settings it was made with and the files that couldn't be read
+      000000000.safetensors  000000000.txt
+      000000001.safetensors  000000001.txt
+
+A sample's number is its row in the data set that it came from; beside it is its caption (``.txt``) or class (``.cls``).
+The safetensors file has the tensors
+
+    moments  (F, 2C, [t,] h, w) float16   mean and standard deviation; F = 2: also of the mirror image
+    tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
+    pooled   (D,) float16                 and its pooled vector
+
+Pictures of several sizes lie side by side, each in tars of its own. ``empty-caption.safetensors``: see ``text_cache``.
+"""
+
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load, save
+from torch import Tensor
+
+from opendit.common.hashing import hash_parts
+from opendit.common.strict_files import parse_text
+from opendit.common.tensor_files import write_file
+from opendit.data.base import BadSample, Embedding
+from opendit.data.latents_check import REPAIR
+from opendit.data.latents_index import TARS_VERSION, CachedLatents, ShardForm
+from opendit.data.latents_schema import SHARD
+from opendit.data.medium import Medium
+from opendit.data.shards.dataset import IndexedTar, ShardDataset
+from opendit.data.shards.fields import Fields
+from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
+from opendit.data.shards.scan import BLOCK, scan
+from opendit.data.shards.store import LocalTars
+from opendit.data.shards.writer import member_header
+from opendit.data.text_cache import padded
+from opendit.data.verification import Verification
+
+ABOUT = "__opendit__/shard.json"  # in double underscores: no sample, for readers of WebDataset's tars
+SUFFIX = "safetensors"
+FIELDS = Fields((SUFFIX,), (("txt",),), (("cls",),))
+HEADERS = 3 * BLOCK + 512  # bytes of a sample beside its numbers: two members' headers, a class or caption, names
+
+
+def tars_of(image_size: int) -> ShardForm:
+    """The tars of pictures of one size."""
+    return ShardForm(f"latents-{image_size}-*.tar", partial(_name, image_size), read_header, write_shard, TARS_VERSION)
+
+
+def _name(image_size: int, shard: int, shards: int) -> str:
+    return f"latents-{image_size}-{shard:05d}-of-{shards:05d}.tar"
+
+
+def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict, skipped: list[str]) -> str:
+    """Writes a tar and then its index, each under another name first; returns the tar's SHA-256.
+
+    tensors: moments (n, F, 2C, ...), labels and rows (n,), and those of ``text_cache`` where there are captions."""
+    for left in path.parent.glob(f"{index_of(path).name}.*.partial"):  # of a process that was killed
+        left.unlink(missing_ok=True)
+    about = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True).encode()
+    partial_path = path.with_name(path.name + ".partial")
+    count = len(tensors["rows"])
+    try:
+        sha256 = write_file(partial_path, _blocks(about, tensors))["sha256"]
+        if count:
+            found = scan(partial_path, FIELDS, plan=_plan(settings), sha256=sha256)
+            if found[0].rows != count:
+                raise ValueError(f"{path}: {found[0].left_out} samples can't be used: {found[0].examples[0]}")
+        else:  # no file of it could be read
+            size = partial_path.stat().st_size
+            header = Header(0, 0, size, sha256, True, 0, "none", 0, [], [], plan=_plan(settings))
+            found = header, np.zeros(0, ROW), b""
+        index_of(path).unlink(missing_ok=True)
+        os.replace(partial_path, path)
+    finally:
+        partial_path.unlink(missing_ok=True)
+    write_index(index_of(path), *found)
+    return sha256
+
+
+def _plan(settings: dict) -> str:
+    return hash_parts(json.dumps(settings, sort_keys=True))
+
+
+def _blocks(about: bytes, tensors: dict[str, Tensor]) -> Iterator[bytes]:
+    """The bytes of a tar, which depend on the samples alone."""
+    total = 0
+    for name, content in [(ABOUT, about), *_members(tensors)]:
+        block = member_header(name, len(content)) + content + bytes(-len(content) % BLOCK)
+        yield block
+        total += len(block)
+    yield bytes(2 * BLOCK + -(total + 2 * BLOCK) % tarfile.RECORDSIZE)
+
+
+def _members(tensors: dict[str, Tensor]) -> Iterator[tuple[str, bytes]]:
+    texts, words = tensors.get("captions"), tensors.get("tokens")
+    first_text = first_word = 0
+    for i, row in enumerate(tensors["rows"].tolist()):
+        mine = {"moments": tensors["moments"][i].contiguous()}
+        if words is not None:
+            end = int(tensors["token_ends"][i])
+            mine |= {"tokens": words[first_word:end].contiguous(), "pooled": tensors["pooled"][i].contiguous()}
+            first_word = end
+        yield f"{row:09d}.{SUFFIX}", save(mine)
+        if texts is None:
+            yield f"{row:09d}.cls", str(int(tensors["labels"][i])).encode()
+        else:
+            end = int(tensors["caption_ends"][i])
+            text = texts[first_text:end].numpy().tobytes().decode("utf-8", "surrogatepass")
+            yield f"{row:09d}.txt", text.encode("utf-8", "replace")
+            first_text = end
+
+
+def read_header(path: Path) -> tuple[int, dict, list[str]] | None:
+    """(samples, settings, skipped files) of a tar with its index; None if it isn't a whole one of ours."""
+    try:
+        header = TarIndex(index_of(path)).header
+        with tarfile.open(path, "r:") as tar:
+            member = tar.next()
+            if member is None or member.name != ABOUT or path.stat().st_size != header.tar_bytes:
+                return None
+            about = parse_text(tar.extractfile(member).read(SHARD.most_bytes).decode(), SHARD, path)
+    except (OSError, ValueError, tarfile.TarError):
+        return None
+    return (header.rows, about["settings"], about["skipped"]) if header.plan == _plan(about["settings"]) else None
+
+
+def open_tars(folder: Path, index: dict) -> list[IndexedTar]:
+    """The tars of an index. Raises ValueError, which names the one that is missing, of another size or another one."""
+    tars = []
+    for shard in index["shards"]:
+        path = folder / shard["file"]
+        if not path.is_file() or not index_of(path).is_file():
+            gone = index_of(path) if path.is_file() else path
+            raise ValueError(f"{gone} is missing, or no regular file; {REPAIR}")
+        if (size := path.stat().st_size) != shard["bytes"]:
+            raise ValueError(f"{path} has {size:,} bytes instead of {shard['bytes']:,}; {REPAIR}")
+        tars.append(IndexedTar(str(path), str(path), check_tar(TarIndex(index_of(path)), shard, str(path))))
+    return tars
+
+
+def check_tar(index: TarIndex, shard: dict, name: str) -> TarIndex:
+    """Raises ValueError for a tar's index that is not the one that a cache's index means."""
+    header = index.header
+    if (header.rows, header.tar_bytes, header.sha256) != (shard["count"], shard["bytes"], shard.get("sha256")):
+        raise ValueError(f"{index_of(name)} is of another tar than index.json means; {REPAIR}")
+    return index
+
+
+class TarLatents(CachedLatents, ShardDataset):
+    """Cached latents in tars; ``x`` is a picture's means and standard deviations (2C, h, w) float32, or a clip's
+    (2C, t, h, w). The attributes are those of ``latents.LatentDataset``.
+
+    index: of one size. tars: its shards. empty_caption: the empty string's embedding, None without an encoder.
+    Raises ValueError, which begins with ``name``, for a run that asks for what these latents are not.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: dict,
+        tars: Sequence[IndexedTar],
+        *,
+        store=None,
+        empty_caption: Embedding | None = None,
+        seed: int = 0,
+        random_flip: bool | None = None,
+        use_video: bool = False,
+        num_frames: int = 16,
+        frame_interval: int = 1,
+        max_bad: float = 0.05,
+    ):
+        pairs = [(tar, shard) for tar, shard in zip(tars, index["shards"], strict=True) if shard["count"]]
+        kept = [tar for tar, _ in pairs]
+        if store is None:
+            store = LocalTars([tar.path for tar in kept], [tar.index.header.tar_bytes for tar in kept])
+        names = index["class_names"]
+        super().__init__(name, kept, index["image_size"], store=store, class_names=names, seed=seed, max_bad=max_bad)
+        self._take(index, name, random_flip, use_video, num_frames, frame_interval)
+        self.random_window, self.use_video = False, use_video
+        self.empty_caption = empty_caption
+        text = index.get("text")
+        self.text_encoder, self.max_tokens = (text["encoder"], text["max_tokens"]) if text else (None, 0)
+        self._keys = [shard.get("shape_key", 0) for _, shard in pairs]
+        self._loaded: tuple = (None, None)
+
+    def _tensors(self, row: int) -> dict[str, Tensor]:
+        """A sample's tensors. Raises BadSample for others than the index says."""
+        if self._loaded[0] == row:  # latents and the caption's embedding ask for the same ones
+            return self._loaded[1]
+        try:
+            tensors = load(self._content(row))
+            shape = list(tensors["moments"].shape)
+            wanted = [2 if self.index["flips"] else 1, *self.sample_shape]
+            if len(wanted) == len(shape) == 5 and shape[2] == 1:
+                wanted[2] = 1  # pictures among clips have one frame
+            if shape != wanted:
+                raise ValueError(f"moments of shape {shape}, not {wanted}")
+            if self.text_encoder and len(tensors["tokens"]) > self.max_tokens:
+                raise ValueError(f"{len(tensors['tokens'])} tokens, not up to {self.max_tokens}")
+        except BadSample:
+            raise
+        except Exception as error:  # of a stranger's bytes
+            raise BadSample(self.source(row), f"{type(error).__name__}: {error}") from error
+        self._loaded = row, tensors
+        return tensors
+
+    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+        return self._tensors(row)["moments"][int(flip)].float()
+
+    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+        return self._looked(self.load(row, False))
+
+    def embedding(self, row: int) -> Embedding | None:
+        if self.text_encoder is None:
+            return None
+        tensors = self._tensors(row)
+        return padded(tensors["tokens"], tensors["pooled"], self.max_tokens)
+
+    def shape_keys(self) -> np.ndarray | None:
+        if len(set(self._keys)) < 2:
+            return None
+        return np.repeat(np.array(self._keys, np.uint8), [len(shard) for shard in self.shards])
+
+    def shape_key(self, row: int) -> int:
+        return self._keys[self._find(row)[0]]
+
+    def verification(self, share: int, shares: int) -> Verification | None:
+        if not isinstance(self.store, LocalTars):
+            return None
+        folder = Path(self.shards[0].path).parent
+        mine = dict(sorted(self.checksums.items())[share::shares])
+        return Verification(folder, mine, self.shown)
+
+    def contents(self) -> str | None:
+        return hash_parts(*(f"{file} {sha256}" for file, sha256 in sorted(self.checksums.items())))
+
+    def describe(self) -> str:
+        clips = sum(len(tar) for tar, key in zip(self.shards, self._keys, strict=True) if key == max(self._keys))
+        return self._described(self.shown.removeprefix("--data_path "), clips)
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "_loaded": (None, None)}
