@@ -17,6 +17,7 @@ from opendit.cli.command_line import check_values, settle_idle
 from opendit.cli.errors import OnThisMachine
 from opendit.cli.evaluate_flags import EvaluateConfig
 from opendit.cli.measuring_flags import EvaluationFlags, ValidationFlags
+from opendit.cli.pack_checks import check_packs
 from opendit.cli.recipes import find_recipe
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.data.names import check_inline, named_sources
@@ -118,6 +119,7 @@ class TrainConfig(
         flags._check_expert_parallel(world_size)
         flags, note = flags._settle_tokens()
         notes += note
+        check_packs(flags)
         if flags.parallel != "auto":  # which decides it
             flags, note = flags._settle_batch(world_size // flags.sharing)
             notes += note

@@ -27,6 +27,7 @@ from opendit.training.learning_rate import LearningRate
 from opendit.training.micro_batches import MicroBatches
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
+from opendit.training.packing import Packing
 from opendit.training.profiling import StepProfiler
 from opendit.training.resources import open_checkpoints, open_loader, open_monitor, open_profiler
 from opendit.training.runners import Runner, build_runner
@@ -85,6 +86,15 @@ class Run:
         return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # rank 0's
 
 
+def _packing(spec: RunSpecification) -> Packing | None:
+    flags, mesh = spec.flags, spec.mesh
+    if flags.pack_tokens is None:
+        return None
+    return Packing(
+        spec.model_config.patch, flags.batch_size * flags.pack_tokens, mesh.dp_size * flags.grad_accumulation
+    )
+
+
 @contextlib.contextmanager
 def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation | None = None) -> Iterator[Run]:
     """The run of a specification, announced; at the end it is put away and summed up.
@@ -106,6 +116,7 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
             spec.objective,
             micro_batches=flags.grad_accumulation,
             graph=flags.enable_cuda_graph,
+            packs=flags.pack_tokens is not None,
             after_forward=pace.end,
             say=Progress.write,
         )
@@ -117,6 +128,7 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
             mesh.device,
             flags.global_seed,
             flags.label_drop,
+            packing=_packing(spec),
             tokens_of=lambda size: math.prod(spec.model_config.grid_of(size)),
             given_frames=spec.model_config.given_frames,
         )

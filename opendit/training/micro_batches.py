@@ -9,7 +9,7 @@ from opendit.training.flops import TrainingFlops
 from opendit.training.inputs import Inputs
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
-from opendit.training.runners import MicroBatch
+from opendit.training.runners import MicroBatch, PackedMicroBatch
 
 
 class MicroBatches:
@@ -35,7 +35,7 @@ class MicroBatches:
         self._loader, self._inputs, self._count, self._flops = loader, inputs, count, flops
         self._monitor, self._pace, self._diagnosis = monitor, pace, diagnosis
 
-    def of_next_step(self) -> Iterator[MicroBatch]:
+    def of_next_step(self) -> Iterator[MicroBatch | PackedMicroBatch]:
         """Each is loaded when it is asked for, so that reading overlaps with computing."""
         for _ in range(self._count):
             asked = time.perf_counter()

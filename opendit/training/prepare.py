@@ -30,7 +30,7 @@ from opendit.parallel.colossal import check_installed
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.names import PLUGINS
+from opendit.parallel.names import OWN_ATTENTION, PLUGINS
 from opendit.parallel.pipeline.stages import mesh_stages
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.state.checkpoint import Checkpoint, find_checkpoint
@@ -183,6 +183,8 @@ def _sequence(
     precision = asked.train_speed.mixed_precision
     how = (parallel, asked.speed.attention, precision)
     shape = sequence_shape(*how, config, samples, tensor_parallel=mesh.tp_size, lora=asked.start.lora is not None)
+    if asked.batch.pack_tokens is not None:
+        shape = replace(shape, types=tuple(kind for kind in shape.types if kind not in OWN_ATTENTION))
     sequence = sequence_parallel(mesh, parallel.sequence_parallel_type, shape, keep_gathered=keep_gathered)
     if keep_gathered and sequence.plan.kind != "fastseq":
         notes.append(f"--keep_gathered does nothing: {sequence.plan.kind}, which auto took, gathers nothing")
@@ -213,7 +215,8 @@ def _kernels(asked: Components, config: DiTConfig, mesh: Mesh, stored: str | Non
     """The kernels of the run. stored: the attention of the checkpoint to resume."""
     dtype = PRECISIONS[asked.train_speed.mixed_precision]
     head_dim = config.hidden_size // config.num_heads
-    kernels = select_kernels(asked.speed, mesh.device, dtype, head_dim, config.tokens)
+    packs = asked.batch.pack_tokens is not None
+    kernels = select_kernels(asked.speed, mesh.device, dtype, head_dim, config.tokens, packs=packs)
     return _agree_on_attention(kernels, stored, asked.speed, asked.run.deterministic, config, dtype, mesh, notes)
 
 

@@ -22,7 +22,7 @@ def shape_samples(asked: Components, dataset: MediaDataset, config: DiTConfig) -
         return dataset
     flag = "--bucket_tokens" if batch.pack_tokens is None else "--pack_tokens"
     if batch.pack_tokens is not None:
-        raise ValueError(f"{flag} {batch.tokens}: training on packs is not there yet; use --bucket_tokens")
+        config.check_packs()
     if config.positions == "learned":
         raise ValueError(
             f"{flag} {batch.tokens}: this model has learned positions, of one size; give --positions sincos or rope"

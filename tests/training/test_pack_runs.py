@@ -1,0 +1,139 @@
+"""train.py --pack_tokens: the curve of packs is that of their samples one by one; resumes; what is refused."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import train
+from opendit.data.media_size import FOLDER
+from opendit.models.segments import unpack_patches
+from opendit.training.runners import MicroBatch, PackedMicroBatch
+from tests.numbers import off_by
+from tests.ranks import run_ranks
+
+FLAGS = (
+    "--model DiT-Ti/2 --image_size 8 --vae none --pack_tokens 64 --num_workers 0 --log_every 1 --lr 1e-3 "
+    "--warmup_steps 0 --sample_every 0 --ckpt_every 0 --global_seed 5 --label_drop 0.2 --mixed_precision fp32"
+).split()
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    root, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    os.environ[FOLDER] = str(tmp_path_factory.mktemp("sizes"))
+    for label in ("cat", "dog"):
+        (root / label).mkdir()
+        for number, size in enumerate([(8, 8), (6, 12), (14, 8), (5, 5), (30, 16), (9, 9)] * 6):
+            Image.fromarray(random.integers(0, 256, (*size, 3), np.uint8)).save(root / label / f"{number}.png")
+    yield root
+    del os.environ[FOLDER]
+
+
+def run(data, outputs, *more, steps=STEPS):
+    train.main([*FLAGS, "--data_path", str(data), "--outputs", str(outputs), "--max_steps", str(steps), *more])
+    return [json.loads(line) for line in (sorted(outputs.glob("0*"))[-1] / "log.jsonl").read_text().splitlines()]
+
+
+def start(mesh, data, outputs, *more):
+    run(data, outputs, *more)
+
+
+def curve(lines):
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def packed(pictures, tmp_path_factory):
+    """The log of two packs a step, in one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("opendit.parallel.supervisor.close_mesh", lambda: None)
+        return run(pictures, tmp_path_factory.mktemp("packed"), "--grad_accumulation", "2")
+
+
+def test_the_curve_is_that_of_the_samples_one_by_one(pictures, packed, tmp_path, no_ranks, monkeypatch):
+    """The same program with a model that is called for every sample of a pack alone."""
+    sizes = []
+
+    def one_by_one(self, objective, forward):
+        found = []
+        for number, (x0, noise) in enumerate(zip(*map(self.alone, (self.x0, self.noise)), strict=True)):
+            rows = slice(number, number + 1)
+            single = MicroBatch(x0[None], self.t[rows], noise[None], self.condition[rows])
+            found.append(single.losses(objective, forward))
+            sizes.append(tuple(x0.shape))
+        return torch.cat(found)
+
+    monkeypatch.setattr(PackedMicroBatch, "alone", lambda self, x: unpack_patches(x, self.segments), raising=False)
+    monkeypatch.setattr(PackedMicroBatch, "losses", one_by_one)
+    alone = run(pictures, tmp_path, "--grad_accumulation", "2")
+    assert len(set(sizes)) > 2
+    assert off_by(curve(packed), curve(alone)) < 1e-5
+    assert [line["samples_per_s"] > 0 and line["tflops"] > 0 for line in packed] == [True] * STEPS
+
+
+@pytest.mark.parametrize(
+    "more",
+    (
+        ("--plugin", "zero2"),
+        ("--plugin", "fsdp"),
+        ("--sequence_parallel_size", "2", "--grad_accumulation", "2"),
+        ("--sequence_parallel_size", "2", "--grad_accumulation", "2", "--sequence_parallel_type", "fastseq"),
+    ),
+    ids=lambda more: " ".join(more[1::2]),
+)
+def test_two_ranks_have_the_curve_of_one(pictures, packed, tmp_path, more):
+    run_ranks(2, start, pictures, tmp_path, *more)
+    lines = (tmp_path / "000-DiT-Ti-2" / "log.jsonl").read_text().splitlines()
+    assert off_by(curve(map(json.loads, lines)), curve(packed)) < 1e-5
+
+
+def test_a_resume_goes_on_with_the_same_packs(pictures, packed, tmp_path, no_ranks, capsys):
+    run(pictures, tmp_path, "--grad_accumulation", "2", steps=2)
+    resumed = run(pictures, tmp_path, "--grad_accumulation", "2", "--load", "latest")
+    assert curve(resumed) == curve(packed)
+    out = capsys.readouterr().out
+    assert "packs of up to 64 tokens" in out and "in packs one call a run: varlen kernels need a CUDA GPU" in out
+
+
+def test_a_held_out_loss_is_that_without_packs(pictures, tmp_path, no_ranks):
+    (line,) = run(pictures, tmp_path, "--validate_share", "0.1", "--validate_every", "1", steps=1)
+    assert line["val_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--compile",), "--pack_tokens 64 does not work with --compile: every pack has other lengths"),
+        (("--positions", "learned"), "--pack_tokens 64: this model has learned positions"),
+        (
+            ("--model", "EC-DiT-Ti/2"),
+            "--pack_tokens: not ecdit models: experts choose among the tokens",
+        ),
+    ],
+)
+def test_what_is_refused(pictures, tmp_path, no_ranks, capsys, flags, message):
+    with pytest.raises(SystemExit):
+        run(pictures, tmp_path, *flags, steps=1)
+    found = capsys.readouterr()
+    assert message in found.err + found.out
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (("--sequence_parallel_type", "ring"), "--sequence_parallel_type ring: it attends to a part of the keys"),
+        (("--pack_tokens", "65"), "--pack_tokens 65: 2 ranks can't share 65 tokens evenly; take a multiple of 2"),
+    ],
+)
+def test_what_two_ranks_can_not(flags, message):
+    from opendit.cli.command_line import parse
+    from opendit.cli.train_flags import TrainConfig
+
+    found = parse(TrainConfig, [*FLAGS, "--data_path", "digits", "--sequence_parallel_size", "2", *flags])
+    with pytest.raises(ValueError, match=message):
+        found.settled(2, False)
