@@ -109,14 +109,14 @@ def plain_run() -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: adam.state[p]["exp_avg"] for name, p in model.named_parameters()}
 
 
-def packed_run(mesh: Mesh, plugin: str, kind: str | None, checkpointed: bool = False):
+def packed_run(mesh: Mesh, plugin: str, kind: str | None, checkpointed: bool = False, precision: str = "fp32"):
     if kind is not None:
         mesh = init_mesh(sequence_parallel=mesh.world_size)
     model, micro_batches = model_of(), 2 // mesh.dp_size
     model.use(sequence=strategy(mesh, kind, CONFIG) if kind else None)
     model.grad_checkpoint = checkpointed
     settings = dict(lr=LR, weight_decay=0.01, grad_clip=CLIP, grad_accumulation=micro_batches)
-    engine = build_engine(model, mesh, plugin=plugin, precision="fp32", **settings)
+    engine = build_engine(model, mesh, plugin=plugin, precision=precision, **settings)
     objective, losses = OBJECTIVES["ddpm"], []
     runner = build_runner(engine, objective, micro_batches=micro_batches, packs=True, graph=True)
     assert runner.note.startswith("off: every pack has other segments")
@@ -151,6 +151,12 @@ def test_curves_are_those_of_the_samples_one_by_one(world, plugin, kind, checkpo
     for losses, moments in run_ranks(world, packed_run, plugin, kind, checkpointed):
         assert off_by(losses, wanted()[0]) < 1e-5
         assert_same(moments, wanted()[1], 1e-4)
+
+
+@pytest.mark.parametrize(("plugin", "precision"), (("gemini", "bf16"), ("zero2", "fp16")))
+def test_curves_in_half_precision(plugin, precision):
+    for losses, _ in run_ranks(2, packed_run, plugin, None, False, precision):
+        assert off_by(losses, wanted()[0]) < 3e-3
 
 
 def test_samples_are_told_by_tokens_and_by_segments():
