@@ -22,7 +22,7 @@ def check_packs(flags: "TrainConfig") -> None:
     for what, clash in clashes.items():
         if clash:
             name, why = what.split(": ")
-            raise ValueError(f"--pack_tokens {tokens} does not work with {name}: {why}; leave one of them out")
+            raise ValueError(f"--pack_tokens {tokens}: does not work with {name}, as {why}; leave one of them out")
     if tokens * flags.batch_size % ranks:
         raise ValueError(
             f"--pack_tokens {tokens}: {ranks} ranks can't share {tokens * flags.batch_size:,} tokens evenly; take a "

@@ -108,7 +108,7 @@ def test_a_held_out_loss_is_that_without_packs(pictures, tmp_path, no_ranks):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (("--compile",), "--pack_tokens 64 does not work with --compile: every pack has other lengths"),
+        (("--compile",), "--pack_tokens 64: does not work with --compile, as every pack has other lengths"),
         (("--positions", "learned"), "--pack_tokens 64: this model has learned positions"),
         (
             ("--model", "EC-DiT-Ti/2"),
@@ -126,7 +126,7 @@ def test_what_is_refused(pictures, tmp_path, no_ranks, capsys, flags, message):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (("--sequence_parallel_type", "ring"), "--sequence_parallel_type ring: it attends to a part of the keys"),
+        (("--sequence_parallel_type", "ring"), "--sequence_parallel_type ring, as it attends to a part of the keys"),
         (("--pack_tokens", "65"), "--pack_tokens 65: 2 ranks can't share 65 tokens evenly; take a multiple of 2"),
     ],
 )
