@@ -17,7 +17,7 @@ def test_every_model_is_listed_with_the_papers_figures(capsys):
     assert list(found) == [*NAMES, *VIDEO_NAMES]
     parameters, unit, tokens, gflop, zero2, *_ = found["DiT-XL/2"]
     assert (parameters, unit, tokens, gflop) == ("674.8", "M", "256", "711.7")  # Peebles & Xie 2023: 675 M; 118.6 GMAC
-    assert float(zero2) == pytest.approx(47.4, abs=0.1)  # measured, docs/training.md
+    assert float(zero2) == pytest.approx(47.4, abs=0.1)  # measured, docs/memory.md
     assert found["vDiT-XL/222"][2] == "2,048"
 
 
