@@ -95,7 +95,7 @@ def _positions(model: "DiT", packed: PlacedSegments) -> Tensor | None:
     found = rows[at[:, -2] * width + at[:, -1]]
     if config.is_video:
         frames = _side(longest[0], config.grid[0])
-        found = model.table("temporal_embed", (frames,), config.grid[:1])[0][at[:, 0]] + found
+        found += model.table("temporal_embed", (frames,), config.grid[:1])[0][at[:, 0]]
     return found.unsqueeze(0)
 
 
