@@ -1,6 +1,6 @@
 """How fast are clips read, per core, beside bare decord; and does a long run leak or hang?
 
-    python benchmarks/bench_reading.py [--rounds 30] [--save]
+    python benchmarks/bench_reading.py [--rounds 30] [--only 320x240] [--save]
     python benchmarks/bench_reading.py --soak 20000
 
 All sides open the same files and take the same frames with one decoding thread. decord stops at full-size RGB frames,
@@ -178,10 +178,10 @@ def _rest(workers: list[int]) -> None:
         idle = idle + 1 if cpu_seconds(workers) - before < 0.001 else 0
 
 
-def compare(rounds: int, save: bool) -> None:
+def compare(rounds: int, save: bool, only: str = "") -> None:
     print(f"{'frames a processor second':50}" + "".join(f"{name:>9}" for name in SIDES))
     rows = []
-    for case in CASES:
+    for case in (case for case in CASES if only in case.name):
         with tempfile.TemporaryDirectory() as folder:
             speed = measure(case, Path(folder), rounds)
         print(f"{case.name:50}" + "".join(f"{speed[name]:9.0f}" for name in SIDES), flush=True)
@@ -275,6 +275,7 @@ def soak(reads: int, workers: int, sound_only: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", default="", metavar="TEXT", help="the cases whose names hold this text")
     parser.add_argument("--save", action="store_true", help="append the figures to benchmarks/results.csv")
     parser.add_argument("--soak", type=int, metavar="READS", help="read this many clips in worker processes instead")
     parser.add_argument("--workers", type=int, default=2, help="of --soak (default: 2)")
@@ -285,7 +286,7 @@ def main() -> None:
     if args.soak:
         soak(args.soak, args.workers, args.sound_only)
     else:
-        compare(args.rounds, args.save)
+        compare(args.rounds, args.save, args.only)
 
 
 if __name__ == "__main__":
