@@ -79,9 +79,7 @@ def test_the_curve_is_that_of_the_samples_one_by_one(pictures, packed, tmp_path,
 @pytest.mark.parametrize(
     "more",
     (
-        ("--plugin", "zero2"),
         ("--plugin", "fsdp"),
-        ("--sequence_parallel_size", "2", "--grad_accumulation", "2"),
         ("--sequence_parallel_size", "2", "--grad_accumulation", "2", "--sequence_parallel_type", "fastseq"),
     ),
     ids=lambda more: " ".join(more[1::2]),

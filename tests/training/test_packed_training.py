@@ -138,12 +138,9 @@ def wanted():
     ("world", "plugin", "kind", "checkpointed"),
     (
         (1, "zero2", None, False),
-        (2, "zero2", None, False),
         (2, "ddp", None, True),
         (2, "fsdp", None, False),
         (2, "zero2", "ulysses", False),
-        (2, "ddp", "fastseq", True),
-        (2, "zero2", "direct ulysses in groups", False),
         (2, "fsdp", "direct fastseq", False),
     ),
 )
