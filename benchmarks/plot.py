@@ -139,9 +139,44 @@ def predicted_steps(rows: list[Row]) -> Figure:
     return figure
 
 
+# -------------------------------------------------------------------------------------------------- docs/kernels.md
+
+OPERATION = re.compile(r"(\w+) (forward|backward) 131072x1152 bf16")
+PEERS = {"torch compile": "orange", "torch eager": "grey"}
+
+
+def kernel_shares(rows: list[Row]) -> dict[str, dict[str, float]]:
+    """Operation and direction -> the share of a device copy's bandwidth of "OpenDiT", "torch compile" and
+    "torch eager", each from the newest row."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        case = OPERATION.fullmatch(row["case"])
+        if row["bench"] == "kernels" and row["metric"] == "share of copy bandwidth" and case:
+            shares = found.setdefault(f"{case[1].replace('_', ' ')}, {case[2]}", {})
+            shares |= {"OpenDiT": float(row["value"]), row["baseline"]: float(row["baseline_value"])}
+    return found
+
+
+def kernels(rows: list[Row]) -> Figure:
+    """Share of a device copy's bandwidth that each fused operation reaches, beside torch's."""
+    shares = kernel_shares(rows)
+    figure = Figure(figsize=(10, 0.3 * len(shares) + 1.2), layout="constrained")
+    axis = figure.subplots()
+    sides = {"OpenDiT": "blue", **PEERS}
+    for place, (side, colour) in enumerate(sides.items()):
+        at = [number + 0.27 * (place - 1) for number in range(len(shares))]
+        axis.barh(at, [of.get(side, 0) for of in shares.values()], 0.25, color=COLOURS[colour], label=side)
+    axis.set_yticks(range(len(shares)), list(shares))
+    axis.set(xlabel="share of a device copy's bandwidth", xlim=(0, 1.1), ylim=(len(shares) - 0.5, -0.5))
+    plain(axis, "131,072 x 1152, bf16, H200", across=False)
+    axis.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.995), ncols=3)
+    return figure
+
+
 PLOTS: dict[str, Callable[[list[Row]], Figure]] = {
     "sequence_layer": sequence_layer,
     "predicted_steps": predicted_steps,
+    "kernels": kernels,
 }
 
 
