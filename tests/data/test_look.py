@@ -102,7 +102,13 @@ def test_tars_and_blends(data, tmp_path):
 
 
 def test_latents_are_shown_in_false_colours(data, tmp_path):
-    flags = f"--data_path digits --vae {data / 'vae'} --image_size 16 --output {data / 'latents'} --num_workers 0"
+    for i in range(3):
+        pixels = np.random.default_rng(i).integers(0, 255, (20, 16, 3), dtype=np.uint8)
+        (data / "few").mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(data / "few" / f"{i}.png")
+    flags = (
+        f"--data_path {data / 'few'} --vae {data / 'vae'} --image_size 16 --output {data / 'latents'} --num_workers 0"
+    )
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     vae = AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, **kinds)
     vae.save_pretrained(data / "vae")

@@ -66,7 +66,6 @@ def plain_losses(mode: str, steps: int = 4) -> list[float]:
 
 
 WAYS = {
-    "data": "--batch_size 4",
     "sequence": "--batch_size 8 --sequence_parallel_size 2",
     "pipeline": "--batch_size 4 --grad_accumulation 2 --pipeline_parallel_size 2",
 }
