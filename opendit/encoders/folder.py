@@ -218,7 +218,7 @@ def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
         pass
     try:
         # Its own download tries six times with growing pauses; one short question first tells whether that can help.
-        _probe_hub(constants.ENDPOINT)
+        probe_hub(constants.ENDPOINT)
         return fetch(False)
     except Exception as error:
         raise FileNotFoundError(
@@ -227,7 +227,7 @@ def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
         ) from error
 
 
-def _probe_hub(endpoint: str) -> None:
+def probe_hub(endpoint: str) -> None:
     """Raises unless the hub answers, whatever it answers, within a few seconds."""
     from huggingface_hub.utils import get_session
 

@@ -99,7 +99,8 @@ class SamplingEngine:
         self._times = torch.stack([torch.cat([t, t[:1].expand(most - len(t))]) for t in times])
         self.evaluated = 0  # blocks times rows of the network's batches so far
         self._whole = 0  # the same if nothing were left out
-        self._loops: OrderedDict[int, SamplingLoop] = OrderedDict()
+        # By batch size, the one that was used last at the end.
+        self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()
         self._most_loops, self._recorder, self._say = loops, recorder, say
         self.note = why_not_recorded(model, record, recorder is not None)
         if not self.note and recorder is None:
@@ -172,15 +173,15 @@ class SamplingEngine:
 
     def loop_of(self, samples: int) -> SamplingLoop:
         """The loop of a batch size; the one that was not used for longest makes room for a new one."""
-        if samples not in self._loops:
-            while len(self._loops) >= self._most_loops:
-                self._loops.popitem(last=False)
-            self._loops[samples] = SamplingLoop(self.settings, self._times, samples)
-        self._loops.move_to_end(samples)
-        return self._loops[samples]
+        if samples not in self.loops:
+            while len(self.loops) >= self._most_loops:
+                self.loops.popitem(last=False)
+            self.loops[samples] = SamplingLoop(self.settings, self._times, samples)
+        self.loops.move_to_end(samples)
+        return self.loops[samples]
 
     def forget_recordings(self) -> None:
-        for loop in self._loops.values():
+        for loop in self.loops.values():
             loop.recordings.clear()
 
     def _advance(self, loop: SamplingLoop, i: int) -> None:

@@ -84,7 +84,7 @@ class SamplingLoop:
         starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
         self.plan = settings.approximations.plan(starts, trajectory.levels)
         self.stack = self.network.stack = make_stack(settings.approximations, self.plan, device)
-        self._fused = self._fuse()
+        self.fused = self._fuse()  # the kernels of a step's ends; None where torch does them
         self.recordings: dict = {}  # kind -> what replays it
         # Blocks times rows of a batch: kind -> what a step of it evaluates, and what it would if nothing were left out
         # (known once one ran); and of all steps so far.
@@ -127,9 +127,9 @@ class SamplingLoop:
         all or (B,) int64 there, ``given`` as of :meth:`PreparedModel.give`."""
         self.network.condition(y, null if self.network.guided else None)
         self.network.give(given)
-        if self._fused is not None:
-            if self._fused.capacity != self.network.capacity:
-                self._fused.reserve(self.network.capacity)
+        if self.fused is not None:
+            if self.fused.capacity != self.network.capacity:
+                self.fused.reserve(self.network.capacity)
                 self.recordings.clear()
         elif self._inputs is None or self._inputs.capacity != self.network.capacity:
             self._inputs = StepInputs(self.sampler, self._like, self.network.capacity)
@@ -150,10 +150,10 @@ class SamplingLoop:
         """
         if i == self._end:
             count = self.network.fill(i)
-            if self._fused is None:
+            if self.fused is None:
                 self._inputs.fill(i, count)
             else:
-                self._fused.fill(i, count, self.sampler.noise_fn)
+                self.fused.fill(i, count, self.sampler.noise_fn)
             self._end += count
             self.step.zero_()
         self.stack.prepare(i)
@@ -165,10 +165,10 @@ class SamplingLoop:
 
     def _take(self, i: int, mode: Mode, recorder: GraphRecorder | None) -> None:
         """Takes step i, or its part, in this mode."""
-        if self._fused is None:
+        if self.fused is None:
             kind = mode, self.sampler.model_at(i), self._inputs.present[i]
         else:
-            kind = mode, self._fused.kinds[i]
+            kind = mode, self.fused.kinds[i]
         if recorder is None or kind not in self._work:
             before = self.stack.evaluated, self._guidance.rows
             self._advance(*kind)
@@ -186,8 +186,8 @@ class SamplingLoop:
 
     def _advance(self, mode: Mode, *kind) -> None:
         self.stack.begin(mode.blocks)
-        if self._fused is not None:
-            self._guidance.rows += self._fused.advance(*kind)
+        if self.fused is not None:
+            self._guidance.rows += self.fused.advance(*kind)
             return
         model, present = kind
         self.network.begin(self.step)

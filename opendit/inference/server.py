@@ -89,7 +89,8 @@ class SamplingServer:
         self._sizes, self._memory, self._say, self._recorder = batch_sizes(batch_size), table_bytes, say, recorder
         why = why_not_recorded(pipe.model, record, recorder is not None)
         self.note = f"kernel by kernel: {why}" if why else "recorded as a CUDA graph"
-        self._loops: OrderedDict[SampleKind, SlotLoop | BatchLoop] = OrderedDict()
+        # What draws one kind of samples each, the one that was used last at the end.
+        self.loops: OrderedDict[SampleKind, SlotLoop | BatchLoop] = OrderedDict()
         self._joint: dict[str, dict[str, Tensor]] = {}  # of samplers: what all their trajectories look up in
         self._tables: OrderedDict[tuple, StepTable] = OrderedDict()
         self._preparing = threading.Lock()  # of what submit does with the encoders and on the device
@@ -121,7 +122,7 @@ class SamplingServer:
     @property
     def computed(self) -> int:
         """Steps of rows that were computed so far, those of free rows among them."""
-        return self._computed + sum(loop.computed for loop in list(self._loops.values()))
+        return self._computed + sum(loop.computed for loop in list(self.loops.values()))
 
     # ---------------------------------------------------------------------------------------------------- for clients
 
@@ -238,12 +239,12 @@ class SamplingServer:
                 if self.records and self._recorder is None:
                     self._recorder = GraphRecorder()
                 while self._wait():
-                    for loop in [loop for loop in self._loops.values() if loop.live]:
+                    for loop in [loop for loop in self.loops.values() if loop.live]:
                         self._step(loop)
         except BaseException as error:  # what no request is to blame for
             self._end(f"the sampling server's worker died: {first_line(error)}", error)
         finally:
-            self._loops.clear()
+            self.loops.clear()
 
     def _wait(self) -> bool:
         """Until there is something to draw; gives free rows to samples. False when the server is closed."""
@@ -252,10 +253,10 @@ class SamplingServer:
                 if self._closed:
                     return False
                 self._requests = [request for request in self._requests if not request.done]
-                for loop in self._loops.values():
+                for loop in self.loops.values():
                     self._drop(loop, [sample for sample in loop.live if sample.owner.done])
                 chosen = self._choose() if self._delivery.waiting <= 2 * self.batch_size else []
-                if not chosen and not any(loop.live for loop in self._loops.values()):
+                if not chosen and not any(loop.live for loop in self.loops.values()):
                     # What waits for the delivery is not told of: it is looked at again soon.
                     self._wake.wait(0.01 if any(request.pending for request in self._requests) else None)
                     continue
@@ -267,9 +268,9 @@ class SamplingServer:
         """Samples for the free rows, by kind."""
         waiting = [request for request in self._requests if request.pending]
         closing = self._make_room(waiting)
-        room, chosen = LOOPS - len(self._loops), []
+        room, chosen = LOOPS - len(self.loops), []
         for kind in dict.fromkeys(request.kind for request in sorted(waiting, key=lambda request: request.served)):
-            loop = self._loops.get(kind)
+            loop = self.loops.get(kind)
             if loop is None and room == 0 or loop is not None and loop is closing:
                 continue
             room -= loop is None
@@ -289,9 +290,9 @@ class SamplingServer:
     def _make_room(self, waiting: list[SampleRequest]) -> SlotLoop | BatchLoop | None:
         """If a kind waits for which there is no room: the loop that gets no new samples, once it has none it goes."""
         kinds = dict.fromkeys(request.kind for request in waiting)
-        if len(self._loops) < LOOPS or all(kind in self._loops for kind in kinds):
+        if len(self.loops) < LOOPS or all(kind in self.loops for kind in kinds):
             return None
-        kind, closing = min(self._loops.items(), key=lambda item: len(item[1].live))
+        kind, closing = min(self.loops.items(), key=lambda item: len(item[1].live))
         if closing.live:
             return closing
         self._forget(kind)
@@ -301,9 +302,9 @@ class SamplingServer:
         for request in dict.fromkeys(sample.owner for sample in samples):
             mine = [sample for sample in samples if sample.owner is request]
             try:
-                if kind not in self._loops:
-                    self._loops[kind] = self._make_loop(kind, mine[0])
-                self._loops[kind].admit(mine)
+                if kind not in self.loops:
+                    self.loops[kind] = self._make_loop(kind, mine[0])
+                self.loops[kind].admit(mine)
             except Exception as error:
                 _fail({request}, error)
 
@@ -328,7 +329,7 @@ class SamplingServer:
             _fail(_by_request(live), error)
 
     def _forget(self, kind: SampleKind) -> None:
-        self._computed += self._loops.pop(kind).computed
+        self._computed += self.loops.pop(kind).computed
 
     def _advance(self, loop: SlotLoop | BatchLoop) -> list[SlotSample]:
         if self.pipe.device.type == "cuda":  # the host does not run ahead of what it says is done
@@ -342,7 +343,7 @@ class SamplingServer:
         except NotRecordedError as error:
             self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
             self._recorder = None
-            for other in self._loops.values():
+            for other in self.loops.values():
                 other.forget_recordings()
             self._say(f"CUDA graph: {self.note}")
             ended = loop.advance()

@@ -68,11 +68,6 @@ class Mesh:
         return self.group("sp")
 
     @property
-    def sp_rank(self) -> int:
-        """This rank's place in its sequence group."""
-        return self.coordinate("sp")
-
-    @property
     def dp_rank(self) -> int:
         """Ranks of one number see the same samples."""
         return self.coordinate("dp")

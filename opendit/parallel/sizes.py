@@ -181,18 +181,7 @@ def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -
 
 def check_sequence_parallel(size: int, world_size: int) -> None:
     """Raises ValueError unless ``world_size`` processes can be cut into sequence groups of ``size``."""
-    if size < 1:
-        raise ValueError(f"--sequence_parallel_size {size}: out of range; give 1 or more")
-    if size > 1 and world_size == 1:
-        raise ValueError(
-            f"--sequence_parallel_size {size}: needs {size} processes and there is one; start it with "
-            f"torchrun --standalone --nproc_per_node={size}, or leave the flag out"
-        )
-    if world_size % size:
-        raise ValueError(
-            f"--sequence_parallel_size {size}: does not divide the {world_size} processes; change it or torchrun's "
-            "--nproc_per_node"
-        )
+    _check_shares("--sequence_parallel_size", size, {}, world_size)
 
 
 def check_tensor_parallel_size(size: int, sequence_parallel: int, world_size: int) -> None:

@@ -240,11 +240,6 @@ def block_float8(config: DiTConfig, setup: Setup) -> float:
     return plan_of(config).kept(config, setup.execution).weights
 
 
-def block_units(config: DiTConfig, setup: Setup) -> float:
-    """Units that a block keeps for its backward pass."""
-    return plan_of(config).kept(config, setup.execution).units
-
-
 def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
     """Bytes of what all blocks keep, by the terms of the architecture's plan, and of what one block's backward pass
     takes beyond that."""

@@ -226,7 +226,7 @@ def test_the_hub_is_asked_for_a_commit_only(hub, names, monkeypatch):
         raise FileNotFoundError
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    monkeypatch.setattr(folder_module, "_probe_hub", lambda endpoint: None)
+    monkeypatch.setattr(folder_module, "probe_hub", lambda endpoint: None)
     for name in names:
         repository, commit = hub[name][:2]
         asked.clear()

@@ -173,7 +173,7 @@ def test_fingerprints_tell_encoders_apart(clip, t5):
 
 
 def test_geometry_needs_no_weights_and_no_hub(monkeypatch, clip, tmp_path):
-    monkeypatch.setattr(folder_module, "_probe_hub", lambda endpoint: pytest.fail("asked the hub"))
+    monkeypatch.setattr(folder_module, "probe_hub", lambda endpoint: pytest.fail("asked the hub"))
     assert text_geometry("bytes") == BYTES and BYTES[0] == "bytes"
     assert text_geometry("clip") == ("clip", 512, 77) and text_geometry("t5") == ("t5", 1024, 120)
     (tmp_path / "config.json").write_text('{"model_type": "clip", "text_config": {}}')
@@ -248,7 +248,7 @@ def test_the_cache_serves_without_the_hub(monkeypatch, tmp_path, clip):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)  # what is there by now is of no interest
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(folder_module, "_probe_hub", lambda endpoint: pytest.fail("asked the hub"))
+    monkeypatch.setattr(folder_module, "probe_hub", lambda endpoint: pytest.fail("asked the hub"))
     name = f"openai/clip-vit-base-patch16@{commit}"
     assert text_geometry(name) == ("clip", 24, 30)
     assert load_text_encoder(name, device="cpu").width == 24

@@ -204,6 +204,6 @@ def test_the_cache_serves_without_the_hub(monkeypatch, tmp_path, folder):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)  # what is there by now is of no interest
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(folder_module, "_probe_hub", lambda endpoint: pytest.fail("asked the hub"))
+    monkeypatch.setattr(folder_module, "probe_hub", lambda endpoint: pytest.fail("asked the hub"))
     codec = load_codec("ema", channels=3, device="cpu")
     assert codec.name == "ema" and codec.scaling_factor == 0.3

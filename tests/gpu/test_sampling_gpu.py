@@ -62,7 +62,7 @@ def same(model, objective, bound: float, **settings) -> None:
         index = given[2].to("cuda")
         exact = sample_latents(model, *given[:2], index, objective=objective, seed=seed, steps=6, **settings)
         assert (got - exact).norm() < bound * exact.norm(), (got - exact).norm() / exact.norm()
-    assert all(loop.recordings for loop in recorded._loops.values())
+    assert all(loop.recordings for loop in recorded.loops.values())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}, {case[1]}")
@@ -183,11 +183,11 @@ def test_steps_in_few_kernels(case, monkeypatch):
     given = batch(LABELS, 3)
     engine = SamplingEngine(model, objective, steps=6, sampler=sampler, **settings)
     got = engine.sample(*given, 0)
-    assert all(loop._fused is not None for loop in engine._loops.values())
+    assert all(loop.fused is not None for loop in engine.loops.values())
     monkeypatch.setattr(sampling_loop, "usable", lambda *_: False)
     plain = SamplingEngine(model, objective, steps=6, sampler=sampler, **settings)
     want = plain.sample(*given, 0)
-    assert all(loop._fused is None for loop in plain._loops.values())
+    assert all(loop.fused is None for loop in plain.loops.values())
     assert (got - want).norm() < 1e-4 * want.norm(), (got - want).norm() / want.norm()
 
 
@@ -214,7 +214,7 @@ def test_memory_does_not_grow():
         engine.sample(*batch(LABELS, 1 + call % 3), call)
         torch.cuda.synchronize()
         after.append(torch.cuda.memory_reserved())
-    assert len(engine._loops) == 2 and max(after[12:]) <= max(after[6:12]), after  # twice the same sizes
+    assert len(engine.loops) == 2 and max(after[12:]) <= max(after[6:12]), after  # twice the same sizes
     del engine
     assert torch.cuda.memory_allocated() - before < 64 << 20  # workspaces of libraries
 

@@ -267,7 +267,7 @@ def test_a_sample_is_what_its_seed_says_in_any_batch():
         whole = engine.sample(y, null, torch.arange(4), 0)
         for rows in (slice(0, 1), slice(1, 4), slice(2, 3)):
             assert off_by(engine.sample(y[rows], null, torch.arange(4)[rows], 0), whole[rows]) < 1e-6
-        for kept in ([*loop.stack._kept.values()] for loop in engine._loops.values() if asked.get("cache")):
+        for kept in ([*loop.stack._kept.values()] for loop in engine.loops.values() if asked.get("cache")):
             for tensor in kept:
                 with torch.inference_mode():
                     tensor.fill_(float("inf"))

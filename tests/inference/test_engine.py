@@ -90,7 +90,7 @@ def test_every_sampler_guided_or_not_and_in_an_interval(which, sampler, config):
     compare(config, which, sampler, counts=(3, 3, 1))
     compare(config, which, sampler, cfg_scale=1.0)
     engine = compare(config, which, sampler, counts=(2, 2), steps=7, cfg_interval=(0.3, 5.0), cfg_channels=2)
-    assert len({kind for loop in engine._loops.values() for kind in loop.recordings}) >= 2
+    assert len({kind for loop in engine.loops.values() for kind in loop.recordings}) >= 2
 
 
 @pytest.mark.parametrize(("which", "sampler"), [("ddpm", "ddpm"), ("edm", "heun"), ("flow", "euler")])
@@ -98,7 +98,7 @@ def test_tables_of_a_few_steps(which, sampler):
     """One step in the tables, and three of eight (the last ones fewer)."""
     for memory in (1, 3 * 2 * 4 * 8 * 48 * 14):
         engine = compare(LABELS, which, sampler, counts=(3, 2, 3), steps=8, table_bytes=memory)
-        (capacity,) = {loop.network.capacity for size, loop in engine._loops.items() if size == 3}
+        (capacity,) = {loop.network.capacity for size, loop in engine.loops.items() if size == 3}
         assert capacity == 1 if memory == 1 else 1 < capacity < 8
     compare(CAPTIONS, which, sampler, counts=(2, 2), table_bytes=1)  # captions' keys are made in every step
 
@@ -156,7 +156,7 @@ def test_recordings_of_the_sizes_used_last_are_kept():
     for size in (1, 2, 1, 3, 1, 2):
         engine.sample(*conditions(LABELS, size), torch.arange(size), 0)
         recorded.append(recorder.recorded)
-    assert recorded == [1, 2, 2, 3, 3, 4] and list(engine._loops) == [1, 2]
+    assert recorded == [1, 2, 2, 3, 3, 4] and list(engine.loops) == [1, 2]
 
 
 class Refuses:

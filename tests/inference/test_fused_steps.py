@@ -53,7 +53,7 @@ def compare(config, which: str, sampler: str, counts=(3, 3, 1), table_bytes: int
         want = exact(model, objective, given, seed, **settings).float()
         assert off_by(engine.sample(*given, seed), want) < 1e-6, (which, sampler, count)
     repeated = config.input_size[:-2] == (1,) and config.patch[0] > 1  # a picture in a clip model: as ever
-    assert {loop._fused is None for loop in engine._loops.values()} == {repeated} and recorder.replayed
+    assert {loop.fused is None for loop in engine.loops.values()} == {repeated} and recorder.replayed
     return engine
 
 
@@ -61,7 +61,7 @@ def compare(config, which: str, sampler: str, counts=(3, 3, 1), table_bytes: int
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_every_sampler(which, sampler, settings):
     engine = compare(LABELS, which, sampler, **settings)
-    kinds = {kind for loop in engine._loops.values() for kind in loop.recordings}
+    kinds = {kind for loop in engine.loops.values() for kind in loop.recordings}
     assert len(kinds) >= (2 if "cfg_interval" in settings else 1)
 
 
@@ -74,7 +74,7 @@ def test_every_architecture(config):
 def test_tables_of_a_few_steps(which, sampler):
     for memory in (1, 3 * 2 * 4 * 8 * 48 * 14):
         engine = compare(CAPTIONS, which, sampler, counts=(3, 2, 3), steps=8, table_bytes=memory)
-        assert {loop._fused.capacity for size, loop in engine._loops.items() if size == 3} < set(range(1, 8))
+        assert {loop.fused.capacity for size, loop in engine.loops.items() if size == 3} < set(range(1, 8))
 
 
 def test_what_is_no_sum_with_weights(monkeypatch):
@@ -122,13 +122,13 @@ def test_a_step_is_few_operators_beside_its_blocks(monkeypatch):
     model = build_model(config).eval()
     engine = SamplingEngine(model, OBJECTIVES["ddpm"], steps=4, sampler="ddpm", record=False)
     engine.sample(*conditions(config, 2), torch.arange(2), 0)
-    (loop,) = engine._loops.values()
+    (loop,) = engine.loops.values()
     for module in (fused_steps.step_rows, fused_steps.embedding, fused_steps.updating):
         counted_as_one(module, next(name for name in vars(module) if name.endswith("_reference") and name[0] in "teg"))
     with torch.inference_mode():
         loop.step.zero_()
     with torch.inference_mode(), Counts() as counted:
-        loop._advance(loop.plan[0].mode, loop._fused.kinds[0])
+        loop._advance(loop.plan[0].mode, loop.fused.kinds[0])
     step = counted.names
     x, m = torch.randn(4, 16, 64), torch.randn(4, 6 * 64)
     with torch.inference_mode(), Counts() as counted:

@@ -67,7 +67,7 @@ def test_captions_with_negative_ones_in_one_batch(pipes, kind):
     with SamplingServer(pipe, batch_size=8) as server:
         requests = [server.submit(what, negative=negative, steps=steps) for what, negative, steps in asked]
         got = [request.result(60) for request in requests]
-        assert len(server._loops) == 1
+        assert len(server.loops) == 1
     for (what, negative, steps), samples in zip(asked, got, strict=True):
         assert same(samples, pipe(what, negative=negative, steps=steps, progress=False))
 
@@ -160,7 +160,7 @@ def test_every_kind_gets_its_turn(pipes):
         busy = [server.submit([0] * 300, steps=4, **kind) for kind in kinds[:3]]
         others = [server.submit([1], steps=4, **kind) for kind in kinds[3:]]
         assert all(len(request.result(120)) == 1 for request in others) and not any(r.done for r in busy)
-        assert len(server._loops) == 3
+        assert len(server.loops) == 3
 
 
 # -------------------------------------------------------------------------------------------------- failures and ends

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextConfig, build_model
-from opendit.training.memory import Setup, block_units
+from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextConfig, build_model, plan_of
+from opendit.training.memory import Setup
 from tests.memory import kept_bytes
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
@@ -34,5 +34,6 @@ def test_units(config):
     kept -= kept_bytes(lambda: model(*arguments))
     unit = 3 * config.tokens * config.hidden_size * 4
     small = 4 * 3 * config.tokens * (4 + config.num_heads) + 4 * 3 * (config.modulation_width + config.hidden_size)
-    expected = block_units(config, Setup(precision="fp32", fused=False)) + small / unit
+    setup = Setup(precision="fp32", fused=False)
+    expected = plan_of(config).kept(config, setup.execution).units + small / unit
     assert kept / unit / config.depth == pytest.approx(expected, rel=0.02)

@@ -18,7 +18,7 @@ from opendit.models.plans import dit
 from opendit.models.plans.terms import Column, Execution, FlopTerm, Kept, MemoryTerm
 from opendit.models.zoo import CLASSES, Classes
 from opendit.parallel.rules import rule_of, shard_units
-from opendit.training.memory import Setup, block_units, estimate
+from opendit.training.memory import Setup, estimate
 from tests.memory import kept_bytes
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
@@ -123,7 +123,7 @@ def test_a_new_architecture_has_work_and_memory(threefold):
     unit = 4 * threefold.tokens * threefold.hidden_size * 4
     backward = 5 + 5 / 4 * (2 - 4)
     assert estimate(threefold, setup, 4).activations - backward * unit == pytest.approx(kept, rel=0.02)
-    assert block_units(threefold, setup) == 1 + 4 + 6 + 11
+    assert plan_of(threefold).kept(threefold, setup.execution).units == 1 + 4 + 6 + 11
 
 
 def test_a_new_architecture_has_rules(threefold):

@@ -67,7 +67,7 @@ def loss_of(module, precision: str, step: int, rank: int):
 
 def shards(optimizer):
     """This rank's masters without padding."""
-    return [m[:n] for m, n in zip(optimizer._masters, optimizer._own_sizes(), strict=True)]
+    return [m[:n] for m, n in zip(optimizer.masters, optimizer._own_sizes(), strict=True)]
 
 
 def several_steps(mesh, bucket: int):
@@ -154,10 +154,10 @@ def overflowing_steps(mesh):
         loss = loss_of(module, "fp16", step, mesh.rank)
         bad = step == 1 and mesh.rank == mesh.world_size - 1
         optimizer.backward(loss * (1e6 if bad else 1.0))
-        before = [m.clone() for m in optimizer._masters]
+        before = [m.clone() for m in optimizer.masters]
         optimizer.step()
-        moved = any(not torch.equal(a, b) for a, b in zip(before, optimizer._masters, strict=True))
-        count = optimizer.optim.state[optimizer._masters[0]]["step"].item()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, optimizer.masters, strict=True))
+        count = optimizer.optim.state[optimizer.masters[0]]["step"].item()
         history.append((not optimizer.finite, moved, count, optimizer._scaler()._hysteresis_step))
     return history, optimizer.grad_norm.item()
 
@@ -175,15 +175,15 @@ def test_an_overflow_skips_the_step_and_tells_the_scaler(world):
 def step_after_loading(mesh, loaded):
     """One step of a fresh optimizer whose state says that it has taken 9."""
     module, optimizer = build("fp32")
-    for master in optimizer._masters:
+    for master in optimizer.masters:
         state = optimizer.optim.init_state(master)
         state["exp_avg"].fill_(0.1), state["exp_avg_sq"].fill_(0.01)
         state["step"] = loaded
-    before = [m.clone() for m in optimizer._masters]
+    before = [m.clone() for m in optimizer.masters]
     optimizer.backward(loss_of(module, "fp32", 0, 0))
     optimizer.step()
-    counts = {optimizer.optim.state[m]["step"].item() for m in optimizer._masters}
-    return counts, [m - b for m, b in zip(optimizer._masters, before, strict=True)]
+    counts = {optimizer.optim.state[m]["step"].item() for m in optimizer.masters}
+    return counts, [m - b for m, b in zip(optimizer.masters, before, strict=True)]
 
 
 def test_the_count_of_steps_is_taken_from_the_state():

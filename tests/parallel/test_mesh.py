@@ -66,7 +66,7 @@ def test_without_pipelines_and_tensor_parallelism_ranks_stand_where_they_stood()
         for sp in (n for n in range(1, world + 1) if world % n == 0):
             for rank in range(world):
                 mesh = Mesh(rank, world, rank, torch.device("cpu"), ParallelDims.fill(world, sp=sp))
-                assert (mesh.sp_rank, mesh.dp_rank, mesh.dp_size) == (rank % sp, rank // sp, world // sp)
+                assert (mesh.coordinate("sp"), mesh.dp_rank, mesh.dp_size) == (rank % sp, rank // sp, world // sp)
 
 
 def test_sizes_that_do_not_fit_are_one_clear_line():

@@ -74,7 +74,7 @@ def test_a_text_encoder_that_only_the_metadata_names_is_not_loaded(tmp_path, no_
     clip = tmp_path / "clip"
     save_clip(clip)
     text = TextConfig("clip", 24, 12)
-    monkeypatch.setattr("opendit.encoders.folder._probe_hub", lambda endpoint: pytest.fail("asked the hub"))
+    monkeypatch.setattr("opendit.encoders.folder.probe_hub", lambda endpoint: pytest.fail("asked the hub"))
     for stored in (str(clip), "someone/else", f"someone/else@{'0' * 40}"):
         ckpt = write(tmp_path / "w.safetensors", text=text, info={"text_encoder": stored})
         assert f"add --text_encoder {stored}" in draw(ckpt, tmp_path, capsys)

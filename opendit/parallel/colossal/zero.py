@@ -41,7 +41,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         super().__init__(*args, **kwargs)
         ((self._group, self._params),) = self.pg_to_param_list.items()
         self._params = [p for p in self._params if p.requires_grad]
-        self._masters = [self.working_to_master_param[id(p)] for p in self._params]
+        self.masters = [self.working_to_master_param[id(p)] for p in self._params]
         self._world, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         # This rank's part of every working weight, the padding of the last ranks included.
         self._padded = [self._working_param_to_padded_working_param[p] for p in self._params]
@@ -49,7 +49,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._shards: dict[int, Tensor] = {}  # gradients of this rank, by the id of the parameter
         self._bucket: list[nn.Parameter] = []
         self._in_flight: list[tuple[dist.Work, list[nn.Parameter], Tensor]] = []
-        self._adamw = OnePassAdamW(self.optim, self._masters, self._own_sizes(), self._working)
+        self._adamw = OnePassAdamW(self.optim, self.masters, self._own_sizes(), self._working)
         if self._world == 1:
             for hook in self.grad_handles:
                 hook.remove()
@@ -170,7 +170,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     def _own_sizes(self) -> list[int]:
         """Elements of this rank's shards without the padding of the last ranks."""
-        widths = [master.numel() for master in self._masters]
+        widths = [master.numel() for master in self.masters]
         pairs = zip(self._params, widths, strict=True)
         return [min(max(p.numel() - self._rank * width, 0), width) for p, width in pairs]
 
@@ -198,7 +198,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     @torch.no_grad()
     def gather_working_params(self) -> None:
         """Every rank's master shards, rounded to the working dtype, into the working weights of all ranks."""
-        torch._foreach_copy_(self._working, self._masters)
+        torch._foreach_copy_(self._working, self.masters)
         for work in self._start_gather(0, len(self._padded)):
             work.wait()
 
