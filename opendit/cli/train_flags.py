@@ -312,7 +312,7 @@ class TrainConfig(
             raise ValueError("--pack_tokens: --bucket_tokens makes micro-batches of one shape; leave one of them out")
         if self.parallel == "auto":
             name = "bucket_tokens" if self.pack_tokens is None else "pack_tokens"
-            raise ValueError(f"--parallel auto counts with samples of one size, not with --{name}; leave one out")
+            raise ValueError(f"--parallel auto: counts with samples of one size, not with --{name}; leave one out")
         if "batch_size" in self.given or self.batch_size == 1:
             return self, []
         what = "lots of one shape" if self.pack_tokens is None else "packs"

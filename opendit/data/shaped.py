@@ -103,7 +103,9 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str)
     bad = (along % token.frames != 0) | (height % high != 0) | (width % wide != 0)
     tokens = along // token.frames * (height // high) * (width // wide)
     if bad.any():
-        raise ValueError(f"{flag}: latents of {_shown(shapes[bad.argmax()])} do not divide by the model's patch")
+        raise ValueError(
+            f"{flag}: latents of {_shown(shapes[bad.argmax()])} do not divide by the model's patch; take another"
+        )
     if (largest := int(tokens.max())) > most:
         raise ValueError(f"{flag} {most}: a sample has {largest:,} tokens; raise it to that at least")
     note = f"{len(shapes)} shape{'s' * (len(shapes) > 1)} of {tokens.min():,} to {tokens.max():,} tokens"

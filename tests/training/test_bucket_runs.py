@@ -64,7 +64,7 @@ def test_another_budget_is_another_curve(pictures, tmp_path, no_ranks, monkeypat
         (("--positions", "learned"), "--bucket_tokens 64: this model has learned positions"),
         (("--bucket_tokens", "15"), "--bucket_tokens 15: a picture of --image_size 8 has 16 tokens"),
         (("--pack_tokens", "64"), "--pack_tokens: --bucket_tokens makes micro-batches of one shape"),
-        (("--parallel", "auto"), "--parallel auto counts with samples of one size"),
+        (("--parallel", "auto"), "--parallel auto: counts with samples of one size"),
         (("--batch_size", "4096"), "smaller than one global batch of 4,096"),
     ],
 )
