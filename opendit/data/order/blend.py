@@ -33,6 +33,11 @@ class SourceRows:
     def sizes(self) -> list[int]:
         return np.diff([0, *self.ends]).tolist()
 
+    def log(self, counts: np.ndarray) -> dict:
+        """Of so many samples drawn of each, {"sources": {name: {"share": of all so far, "epoch": passes over it}}}."""
+        of_each, seen = zip(self.names, counts.tolist(), self.sizes, strict=True), max(1, int(counts.sum()))
+        return {"sources": {name: {"share": count / seen, "epoch": count / size} for name, count, size in of_each}}
+
 
 class BlendSchedule(BatchSchedule):
     """Several sources in the proportions of their weights, each in permutation after permutation of its own.
@@ -119,10 +124,8 @@ class BlendSchedule(BatchSchedule):
         return int((self._parts.counts(step * self._cut) * self._part).sum())
 
     def log(self, step: int) -> dict:
-        """{"sources": {name: {"share": of all samples so far, "epoch": passes over the source}}}."""
-        counts = zip(self.sources.names, self.consumed(step).tolist(), self.sources.sizes, strict=True)
-        seen = max(1, self._seen(step))
-        return {"sources": {name: {"share": count / seen, "epoch": count / size} for name, count, size in counts}}
+        """What :meth:`SourceRows.log` says."""
+        return self.sources.log(self.consumed(step))
 
     def consumed(self, step: int) -> np.ndarray:
         """(sources,) int64: the samples that the steps before ``step`` have taken of each."""

@@ -109,9 +109,17 @@ class PackSchedule(BatchSchedule):
         return int(epochs * self._tokens_of_a_pass() / (self.global_batch * self.capacity * self.fill))
 
     def log(self, step: int) -> dict:
-        """{"fill": share of the last step's packs that is no padding}."""
+        """{"fill": share of the last step's packs that is no padding}, and of several sources "sources" as of
+        ``BlendSchedule``, at the beginning of the window of ``step``."""
         tokens = int(self.tokens[self.rows(max(0, step - 1))].sum(dtype=np.int64))
-        return {"fill": tokens / (self.global_batch * self.capacity)}
+        found = {"fill": tokens / (self.global_batch * self.capacity)}
+        if self.sources is not None:
+            begin = self._beginning(step // self.steps_per_window)
+            waiting = self._rows_at(np.array(begin.carry, dtype=np.int64), begin.stages)
+            counts = self._order(begin.stages).consumed(begin.position)
+            counts -= np.bincount(np.searchsorted(self.sources.ends, waiting, side="right"), minlength=len(counts))
+            found |= self.sources.log(counts)
+        return found
 
     @property
     def samples_of_a_pass(self) -> int:

@@ -35,19 +35,13 @@ def naive(lengths, first, packs, capacity, attention):
 
 @settings(deadline=None, max_examples=150)
 @given(LENGTHS, st.integers(0, 10), st.integers(1, 9), st.integers(64, 200), st.sampled_from([3.0, 40.0, float("inf")]))
-def test_a_window_is_packed_as_a_look_at_every_pack_does_and_then_fuller(lengths, first, packs, capacity, attention):
-    first, lengths = min(first, len(lengths)), np.array(lengths)
-    found = fill_packs(lengths, first, packs, capacity, attention)
-    plain, left = naive(lengths.tolist(), first, packs, capacity, attention)
-    assert sorted(sum(found.packs, []) + found.left.tolist()) == list(range(len(lengths)))
-    for mine, theirs in zip(found.packs, plain, strict=True):
-        assert lengths[theirs].sum() <= lengths[mine].sum() <= capacity
-        exchanged = [number for number in theirs if number not in mine]
-        assert all(number >= first for number in exchanged)  # what has waited stays
-        if lengths[mine].sum() == lengths[theirs].sum():
-            assert sorted(mine) == sorted(theirs)
-    if not left:
-        assert [sorted(pack) for pack in found.packs] == [sorted(pack) for pack in plain]
+def test_a_window_is_packed_as_a_look_at_every_pack_does(lengths, first, packs, capacity, attention):
+    first = min(first, len(lengths))
+    found = fill_packs(np.array(lengths), first, packs, capacity, attention)
+    plain, left = naive(lengths, first, packs, capacity, attention)
+    assert [sorted(pack) for pack in found.packs] == [sorted(pack) for pack in plain]
+    assert found.left.tolist() == left
+    assert sorted(sum(found.packs, []) + left) == list(range(len(lengths)))
 
 
 def flat(schedule, steps):
@@ -76,7 +70,7 @@ def test_nothing_is_lost_or_repeated(lengths, capacity, packs, seed, stop):
             assert 0 < pack.sum() <= capacity and (np.diff(pack) <= 0).all()
 
 
-@settings(deadline=None, max_examples=5)
+@settings(deadline=None, max_examples=3)
 @given(LENGTHS, st.lists(st.integers(0, 40), min_size=3, max_size=3), st.integers(0, 2**40), st.booleans(), st.data())
 def test_any_world_and_any_restart_give_one_sequence(lengths, restarts, seed, blended, data):
     """24 packs a step on 8, 6, 3 ranks and 1, with micro-batches of any number of packs, changed at random steps: each
@@ -157,6 +151,11 @@ def test_weights_of_sources_hold_and_change_with_a_window():
     after = np.searchsorted(ends, flat(schedule, range(change + 16, change + 200)), side="right")
     assert np.allclose(np.bincount(before, minlength=3) / len(before), (0.75, 0.25, 0), atol=0.01)
     assert np.allclose(np.bincount(after, minlength=3) / len(after), (0, 0.5, 0.5), atol=0.02)
+    at = change + 4 * schedule.steps_per_window
+    drawn = np.bincount(np.searchsorted(ends, flat(schedule, range(at)), side="right"), minlength=3)
+    log = schedule.log(at)["sources"]
+    assert [log[name]["epoch"] for name in "abc"] == (drawn / (300, 200, 100)).tolist()
+    assert [log[name]["share"] for name in "abc"] == (drawn / drawn.sum()).tolist()
     assert schedule.state(change + 16)["stages"][1] == schedule.state(change)["position"]
 
 
