@@ -70,7 +70,7 @@ def read(data, schedule, world, start, stop, units=1, workers=0):
         with build_loader(
             data, schedule, **how, start_step=start, end_step=stop, num_workers=workers, as_bytes=True
         ) as loader:
-            for batch in loader:
+            for batch in list(loader):  # the worker has long written where it read them
                 of_batch = seen(batch, schedule)
                 assert not found.keys() & of_batch.keys()
                 found |= of_batch

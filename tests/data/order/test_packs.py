@@ -125,6 +125,10 @@ def test_packs_are_full_and_ranks_carry_equal_work(mix, packs):
     tokens = sum(lengths[schedule.rows(step)].sum() for step in steps)
     assert tokens / (len(steps) * packs * 65536) >= 0.99
     assert balance(schedule, lengths, steps, ranks=8, attention=6912) >= 0.97
+    work = work_of(lengths, 6912)
+    for step in steps:  # neighbours are alike, whatever the number of ranks
+        of_packs = np.add.reduceat(work[schedule.rows(step)], [0, *schedule.ends(step)[:-1]])
+        assert (np.diff(of_packs) <= 1e-6 * of_packs[0]).all()
     assert abs(schedule.fill - tokens / (len(steps) * packs * 65536)) < 0.01
 
 
