@@ -16,7 +16,7 @@ LINES = {
     "opendit/models/names.py": (
         "KINDS = {\n",
         '    "Example": Kind({"Ti": (32, 2, 2, {})}, ("2",), clips=False, settings=(Setting("example_strength", None, '
-        '"of Example: of its product", "float", {"above": 0, "at_most": 9}),)),\n',
+        '"of Example: of its product", "float", {"above": 0, "at_most": 9, "unit": "strength"}),)),\n',
     ),
 }
 
@@ -45,15 +45,16 @@ def run(house: Path, program: str, *argv: str) -> subprocess.CompletedProcess:
 
 
 def test_flags_know_what_was_added(house):
-    help = run(house, "train.py", "--help").stdout
+    help = " ".join(run(house, "train.py", "--help", "all").stdout.split())
     for words in (
-        "--plugin {example,zero2,",
+        "(example, zero2,",
         "example: nothing sharded",
-        "--objective {ddpm,edm,example,flow}",
+        "(ddpm, edm, example, flow)",
         "example: the data",
-        "--example_power 0.5..2",
-        "of the example's uniform times [1.0]",
-        "--example_strength >0..9",
+        "--example_power POWER",
+        "of the example's uniform times (0.5 to 2) [1.0]",
+        "--example_strength STRENGTH",
+        "(above 0 and at most 9)",
         "example: stripes",
     ):
         assert words in help, words

@@ -66,9 +66,6 @@ class DrawFlags(Flags):
     negative_prompt: str | None = flag(
         None, "guide away from this caption, not from the empty one", free=True, unit="caption"
     )
-    image: list[str] = flag([], "pictures that clips begin with, of a model with given frames", free=True, unit="file")
-    clip: list[str] = flag([], "clips whose last frames are gone on from, of such a model", free=True, unit="file")
-    clip_frames: int | None = flag(None, "of --clip, of a model of any number of given frames", **FRAMES)
     num_samples: int | None = flag(
         None,
         "pictures (default: one a label, or up to 16)",
@@ -96,6 +93,17 @@ class DrawFlags(Flags):
     )
     seed: int = flag(0, "seed of the noise", common=True, **SEED)
     batch_size: int = flag(32, "pictures at a time per process, or per group that shares them", common=True, **BATCH)
+
+
+@dataclass(frozen=True)
+class GivenFrameFlags(Flags):
+    """What clips begin with, of a model with given frames."""
+
+    group: ClassVar[str] = "Given frames: what clips begin with, of models of --given_frames"
+
+    image: list[str] = flag([], "pictures that clips begin with, of a model with given frames", free=True, unit="file")
+    clip: list[str] = flag([], "clips whose last frames are gone on from, of such a model", free=True, unit="file")
+    clip_frames: int | None = flag(None, "of --clip, of a model of any number of given frames", **FRAMES)
 
 
 @dataclass(frozen=True)
@@ -152,6 +160,7 @@ class OutputFlags(Flags):
 class SampleConfig(
     CheckpointFlags,
     DrawFlags,
+    GivenFrameFlags,
     ApproximationFlags,
     SampleSpeedFlags,
     SpeedFlags,

@@ -17,7 +17,7 @@ SETTINGS = {
         "flag": "example_power",
         "default": 1.0,
         "help": "of the example's uniform times",
-        "bounds": {"at_least": 0.5, "at_most": 2},
+        "bounds": {"at_least": 0.5, "at_most": 2, "unit": "power"},
     },
 }
 
