@@ -49,7 +49,7 @@ class BuildWithScripts(build_py):
 
 setup(
     name="opendit",
-    version="0.1.0",
+    version="0.2.0",
     description="Fast, memory-lean training and sampling of Diffusion Transformers on Colossal-AI",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

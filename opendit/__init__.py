@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from opendit.models.zoo import build_model as build_model
     from opendit.models.zoo import model_config as model_config
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "DiT",
     "EvaluateConfig",
