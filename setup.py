@@ -11,6 +11,7 @@ COMPLETION = ["shtab>=1.7"]
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.30"]
 PAGE = ["gradio>=6"]  # which takes no pillow 13 yet
 TEST = [
+    "basedpyright>=1.39",  # pyright with all that it runs; pyright's own package fetches it at its first start
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
@@ -85,7 +86,7 @@ setup(
     ],
     extras_require={
         "test": TEST,
-        "dev": ["pre-commit", "pyright[nodejs]", *TEST],
+        "dev": ["pre-commit", *TEST],
         "lora": ["peft>=0.17"],
         "flash": ["flash-attn"],
         "completion": COMPLETION,

@@ -1,3 +1,4 @@
+# pyright: standard
 """OpenDiT: fast, memory-lean training and sampling of Diffusion Transformers on Colossal-AI.
 
     import opendit

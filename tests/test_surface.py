@@ -1,6 +1,7 @@
 """What ``import opendit`` offers: light, whole, the same to type checkers, and a run from Python."""
 
 import ast
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -35,27 +36,34 @@ def test_importing_it_takes_nothing_else():
     assert not others and "opendit.common.lazy" in done.stdout and "opendit.cli" not in done.stdout
 
 
-def test_every_name_is_there_and_type_checkers_see_the_same():
-    assert sorted(opendit.__all__) == opendit.__all__ and set(opendit.__all__) <= set(dir(opendit))
+@pytest.mark.parametrize(
+    "name", ["opendit", *(f"opendit.{room}" for room in ("data", "diffusion", "export", "models"))]
+)
+def test_every_name_is_there_and_type_checkers_see_the_same(name):
+    package = importlib.import_module(name)
+    assert sorted(package.__all__) == package.__all__
     declared = {}
-    for node in ast.walk(ast.parse((ROOT / "opendit" / "__init__.py").read_text())):
+    for node in ast.walk(ast.parse(Path(package.__file__).read_text())):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for line in node.body:
                 declared |= {alias.asname: (line.module, alias.name) for alias in line.names}
-    assert set(declared) == set(opendit.__all__)
-    for name, (module, attribute) in declared.items():
-        value = getattr(opendit, name)
-        assert value is getattr(__import__(module, fromlist=[attribute]), attribute), name
-        assert value.__doc__, name
+    assert set(declared) == set(package.__all__)
+    for public, (module, attribute) in declared.items():
+        assert getattr(package, public) is getattr(importlib.import_module(module), attribute), public
+
+
+def test_every_name_is_shown_and_told_of():
+    assert set(opendit.__all__) <= set(dir(opendit))
+    assert all(getattr(opendit, name).__doc__ for name in opendit.__all__)
     with pytest.raises(AttributeError, match="module 'opendit' has no attribute 'Nothing'"):
         opendit.Nothing  # noqa: B018
 
 
 def test_pyright_has_nothing_to_say():
-    """Of the modules behind ``import opendit`` (pyproject.toml)."""
-    if importlib.util.find_spec("pyright") is None:
-        pytest.skip("pyright is not installed: pip install 'pyright[nodejs]', or opendit[dev]")
-    words = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    """Of the rooms that are listed in pyproject.toml."""
+    if importlib.util.find_spec("basedpyright") is None:
+        pytest.skip("basedpyright is not installed: pip install basedpyright, or opendit[test]")
+    words = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -346,7 +346,8 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
     here = environment_node_size() or mesh.world_size
-    usable = USABLE * card_memory(mesh.device) if has_gpu else USABLE_OF_A_HOST * host_memory() / here
+    memory = card_memory(mesh.device)
+    usable = USABLE_OF_A_HOST * host_memory() / here if memory is None else USABLE * memory
     usable = mesh.least(usable)
     found = None, None
     if mesh.is_main:

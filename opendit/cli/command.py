@@ -1,3 +1,4 @@
+# pyright: standard
 """The console command ``opendit``: the programs under one name, with their flags and their code.
 
 opendit train --model DiT-S/2 --data_path FOLDER

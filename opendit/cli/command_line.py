@@ -10,14 +10,15 @@ import types
 import typing
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from opendit.cli.console import name_of
 from opendit.cli.parser import CommandLine
 from opendit.cli.recipes import find_recipe, listing
 from opendit.cli.values import Value, show
 
-T = TypeVar("T")
+F = TypeVar("F", bound="Flags")
+P = TypeVar("P", bound="ProgramFlags")
 # Of a start, not of what is trained: no changes of a recipe.
 NO_CHANGE = {"recipe", "dry_run", "outputs", "load"}
 
@@ -36,13 +37,26 @@ class Flags:
 
     given: frozenset[str] = field(default=frozenset(), kw_only=True)
 
-    def part(self, component: type[T]) -> T:
+    def part(self, component: type[F]) -> F:
         """The flags of one component alone."""
         return component(**{item.name: getattr(self, item.name) for item in dataclasses.fields(component)})
 
-    def with_part(self: T, part: "Flags") -> T:
+    def with_part(self: F, part: "Flags") -> F:
         """The configuration with a component in the place of its own."""
         return dataclasses.replace(self, **{item.name: getattr(part, item.name) for item in dataclasses.fields(part)})
+
+
+class ProgramFlags(Protocol):
+    """What a program's configuration is, besides a frozen dataclass of :class:`Flags`."""
+
+    program: ClassVar[str]  # as it is started
+    examples: ClassVar[tuple[str, ...]]
+
+    def __init__(self, **flags: Any) -> None: ...
+
+    def world_size(self) -> int: ...
+
+    def settled(self, world_size: int, has_gpu: bool) -> Any: ...
 
 
 def flag(
@@ -141,7 +155,7 @@ def refuse_idle(given: Collection[str], idle: dict[str, str], off: Collection[st
             raise ValueError(f"--{'no_' if name in off else ''}{name}: {why}; {fix}")
 
 
-def read_flags(cls: type[T], argv: Sequence[str]) -> T:
+def read_flags(cls: type[P], argv: Sequence[str]) -> P:
     """:func:`parse`, and every check that needs neither torch nor a GPU: those across flags. A mistake ends the
     program with exit code 2 and one line."""
     flags = parse(cls, argv)
@@ -152,7 +166,7 @@ def read_flags(cls: type[T], argv: Sequence[str]) -> T:
     return flags
 
 
-def parse(cls: type[T], argv: Sequence[str]) -> T:
+def parse(cls: type[P], argv: Sequence[str]) -> P:
     """The configuration that a command line asks for; ``given`` holds the flags that stood on it.
 
     A recipe's flags come first, as if they stood before the others, but they do not count as given: they are defaults.
@@ -185,9 +199,9 @@ def to_dict(config) -> dict:
     return {item.name: getattr(config, item.name) for item in flags_of(type(config))}
 
 
-def build_parser(cls: type) -> CommandLine:
+def build_parser(cls: type[ProgramFlags]) -> CommandLine:
     """A parser with the flags of a configuration; it returns those alone that stood on the command line."""
-    parser = CommandLine(name_of(cls.program), cls.__doc__.split("\n\n")[0], cls.examples)
+    parser = CommandLine(name_of(cls.program), (cls.__doc__ or "").split("\n\n")[0], cls.examples)
     for heading, items in headings_of(cls).items():
         parser.heading(heading)
         for item in items:
@@ -232,4 +246,5 @@ class _OneOrMore(argparse.Action):
     """Of a flag that takes several values: one alone is kept as it is."""
 
     def __call__(self, parser, namespace, values, option_string=None):
+        assert values  # nargs is +
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)

@@ -24,7 +24,7 @@ CONFIGS = {"train": TrainConfig, "sample": SampleConfig, "evaluate": EvaluateCon
 
 
 def build_parser() -> CommandLine:
-    parser = CommandLine(name_of("python -m opendit.cli.completion"), __doc__)
+    parser = CommandLine(name_of("python -m opendit.cli.completion"), __doc__ or "")
     parser.heading("Shell: which one's script is printed")
     parser.option("shell", one_of(SHELLS), "the shell", metavar="SHELL")
     return parser
@@ -52,7 +52,7 @@ def script(shell: str) -> str:
             if takes.choices is None and (
                 takes.unit in FILES or action.metavar in ("ROOT", "CSV", "DIR", "RUN", "DATA")
             ):
-                action.complete = shtab.FILE
+                setattr(action, "complete", shtab.FILE)  # noqa: B010 (of shtab, not of argparse)
         if parser.commands:
             nested = to.add_parser(name, help=about, add_help=False).add_subparsers()
             for inner, of in parser.commands.items():

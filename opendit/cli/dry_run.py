@@ -112,6 +112,7 @@ def work(flop: float) -> str:
 
 def describe_recipe(flags: TrainConfig) -> str:
     """The recipe's name, and what the command line changed of it."""
+    assert flags.recipe is not None
     changed = [f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items()]
     return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")
 

@@ -1,3 +1,4 @@
+# pyright: standard
 """Every flag of ``opendit evaluate`` by component, and the checks across them."""
 
 import dataclasses

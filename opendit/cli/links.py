@@ -16,7 +16,7 @@ from opendit.parallel.sizes import environment_node_size
 
 
 def build_parser() -> CommandLine:
-    parser = CommandLine(name_of("python -m opendit.cli.links"), __doc__)
+    parser = CommandLine(name_of("python -m opendit.cli.links"), __doc__ or "")
     parser.heading("Measurement: what is measured, and where it is kept")
     parser.option("--out", Value(unit="file"), "where figures are kept (default: in the user's cache)")
     parser.option(

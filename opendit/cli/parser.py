@@ -70,7 +70,7 @@ class CommandLine(argparse.ArgumentParser):
         bare = name.lstrip("-")
         self.defaults[bare] = default
         self._show(entry(name, None, help, default, common=common))
-        options = dict(action="store_const", dest=bare, default=argparse.SUPPRESS)
+        options: dict[str, Any] = dict(action="store_const", dest=bare, default=argparse.SUPPRESS)
         self.add_argument(name, const=True, help=help.replace("%", "%%"), **options)
         self.add_argument(f"--no_{bare}", const=False, help=f"not --{bare}", **options)
 
@@ -108,7 +108,7 @@ class CommandLine(argparse.ArgumentParser):
     def read(self, words: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
         """(values of all flags of :meth:`option` and :meth:`switch`, the names of those that were given)."""
         found = vars(self.parse_args(words))
-        chosen = self.commands.get(found.get("command"), self)
+        chosen = self.commands.get(found.get("command", ""), self)
         return {**chosen.defaults, **found}, set(found)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -197,6 +197,7 @@ class _Help(argparse.Action):
     """--help, --help all, --help TOPIC."""
 
     def __call__(self, parser, namespace, values, option_string=None):
+        assert isinstance(parser, CommandLine)
         try:
             print(parser.format_help(values), end="")
         except ValueError as error:

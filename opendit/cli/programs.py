@@ -1,3 +1,4 @@
+# pyright: standard
 """train.py, sample.py and preprocess.py as modules, wherever they lie: in the repository's root, or as the wheel has
 them (setup.py copies them to opendit/cli/scripts). And ``opendit.train``, which starts the first from Python."""
 

@@ -60,6 +60,7 @@ class ParallelFlags(Flags):
         if self.sequence_parallel_size == 1:
             idle = ("sequence_parallel_type", "keep_gathered")
             settle_idle(self, dict.fromkeys(idle, "does nothing without --sequence_parallel_size above 1"))
+        assert isinstance(self, SpeedFlags)
         if self.attention != "auto" and self.sequence_parallel_type in OWN_ATTENTION:
             raise ValueError(
                 f"--attention {self.attention}: --sequence_parallel_type {self.sequence_parallel_type} has a kernel of "

@@ -16,7 +16,8 @@ class Background(Generic[T]):
     """
 
     def __init__(self, work: Callable[[], T], name: str = "background"):
-        self._work, self._result, self._error = work, None, None
+        self._work, self._error = work, None
+        self._result: T  # once it is done without an error
         self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -3,9 +3,10 @@
 import importlib
 import sys
 from collections.abc import Callable
+from typing import Any
 
 
-def import_when_used(package: str, modules: dict[str, str]) -> tuple[Callable[[str], object], list[str]]:
+def import_when_used(package: str, modules: dict[str, str]) -> tuple[Callable[[str], Any], list[str]]:
     """``__getattr__`` (PEP 562) and ``__all__`` of a package, or of a module, whose names come from others.
 
     Args:
@@ -14,7 +15,7 @@ def import_when_used(package: str, modules: dict[str, str]) -> tuple[Callable[[s
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 
-    def get(name: str) -> object:
+    def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(homes[name]), name)

@@ -19,8 +19,10 @@ def literals_of(path: Path, *names: str) -> dict[str, Any]:
     """
     found = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(target, ast.Name) and target.id in names:
+        if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if isinstance(target, ast.Name) and target.id in names and node.value is not None:
             try:
                 found[target.id] = ast.literal_eval(node.value)
             except ValueError as error:

@@ -74,6 +74,7 @@ class RecordFile:
         self._size, self._torn = size, False
 
     def _write(self, record: bytes) -> None:
+        assert self._file is not None  # opened by flush
         left = memoryview(record)
         try:
             while left:

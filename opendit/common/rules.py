@@ -214,9 +214,10 @@ def record(required: dict[str, Rule], more: dict[str, Rule] | None = None, other
             if key not in value:
                 raise Invalid(f"{_within(place, key)} is missing")
         for key, item in value.items():
-            if key not in known and others is None:
+            rule = known.get(key, others)
+            if rule is None:
                 raise Invalid(f"{_within(place, key)} is not known to this version of OpenDiT")
-            known.get(key, others)(item, _within(place, key))
+            rule(item, _within(place, key))
 
     return check
 

@@ -21,7 +21,7 @@ class Setting:
     bounds: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def annotation(self) -> type:
+    def annotation(self) -> Any:
         """float, or ``float | None`` where None is the default."""
-        kind = type(self.default) if self.type is None else _TYPES[self.type]
+        kind: Any = type(self.default) if self.type is None else _TYPES[self.type]
         return kind | None if self.default is None else kind

@@ -68,7 +68,8 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds: Kinds) -> Iterator[bytes | memoryview]:
-    header, offset = {"__metadata__": metadata}, 0
+    header: dict[str, dict] = {"__metadata__": metadata}
+    offset = 0
     for name, (dtype, shape) in kinds.items():
         end = offset + nbytes(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
@@ -77,7 +78,7 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds:
     text += b" " * (-len(text) % 8)  # the format wants the data aligned
     yield len(text).to_bytes(8, "little") + text
     for name in kinds:
-        data = memoryview(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data
         for start in range(0, len(data), _BLOCK):
             yield data[start : start + _BLOCK]
 

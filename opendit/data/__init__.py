@@ -1,7 +1,26 @@
 """Media in: the built-in digits, picture folders, CSVs of captioned media, torchvision's data sets, cached latents.
 A name's module is imported when it is first used: ``names`` needs no torch."""
 
+from typing import TYPE_CHECKING
+
 from opendit.common.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from opendit.common.errors import DataError as DataError
+    from opendit.data.base import BadSample as BadSample
+    from opendit.data.base import Item as Item
+    from opendit.data.base import MediaDataset as MediaDataset
+    from opendit.data.base import SampleKey as SampleKey
+    from opendit.data.captioned import CaptionedDataset as CaptionedDataset
+    from opendit.data.digits import digits_split as digits_split
+    from opendit.data.latents import LatentDataset as LatentDataset
+    from opendit.data.loader import Batch as Batch
+    from opendit.data.loader import BatchIterator as BatchIterator
+    from opendit.data.loader import build_loader as build_loader
+    from opendit.data.order.build import build_schedule as build_schedule
+    from opendit.data.order.schedule import BatchSchedule as BatchSchedule
+    from opendit.data.order.schedule import BucketSchedule as BucketSchedule
+    from opendit.data.resolve import build_dataset as build_dataset
 
 __getattr__, __all__ = import_when_used(
     __name__,

@@ -1,7 +1,36 @@
 """Noise schedules, losses and samplers: functions over tensors, no nn.Module inside. A name's module is imported when
 it is first used: ``names`` needs no torch."""
 
+from typing import TYPE_CHECKING
+
 from opendit.common.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from opendit.diffusion.ddpm import DDPM as DDPM
+    from opendit.diffusion.ddpm import PREDICTIONS as PREDICTIONS
+    from opendit.diffusion.ddpm import DiffusionLoss as DiffusionLoss
+    from opendit.diffusion.ddpm import linear_betas as linear_betas
+    from opendit.diffusion.ddpm import space_timesteps as space_timesteps
+    from opendit.diffusion.ddpm import training_loss as training_loss
+    from opendit.diffusion.ddpm_trajectory import DDPMTrajectory as DDPMTrajectory
+    from opendit.diffusion.ddpm_trajectory import eps_model as eps_model
+    from opendit.diffusion.guidance import cfg_model as cfg_model
+    from opendit.diffusion.guidance import guided_within as guided_within
+    from opendit.diffusion.names import ALL_SAMPLERS as ALL_SAMPLERS
+    from opendit.diffusion.objectives import OBJECTIVES as OBJECTIVES
+    from opendit.diffusion.objectives import DDPMObjective as DDPMObjective
+    from opendit.diffusion.objectives import EDMObjective as EDMObjective
+    from opendit.diffusion.objectives import FlowObjective as FlowObjective
+    from opendit.diffusion.objectives import Objective as Objective
+    from opendit.diffusion.objectives import objective_from_dict as objective_from_dict
+    from opendit.diffusion.objectives import objective_from_flags as objective_from_flags
+    from opendit.diffusion.objectives.edm import EDMTrajectory as EDMTrajectory
+    from opendit.diffusion.objectives.flow import FlowTrajectory as FlowTrajectory
+    from opendit.diffusion.prepared import Prepared as Prepared
+    from opendit.diffusion.random import initial_noise as initial_noise
+    from opendit.diffusion.random import keyed_noise as keyed_noise
+    from opendit.diffusion.samplers import SAMPLERS as SAMPLERS
+    from opendit.diffusion.samplers import sample as sample
 
 __getattr__, __all__ = import_when_used(
     __name__,

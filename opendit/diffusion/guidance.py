@@ -6,12 +6,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32, split_output
 from opendit.diffusion.trajectory import Model
+from opendit.models.conditioning import Condition
 
 
 def for_step(model: Model, level: float) -> Model:
@@ -22,9 +24,9 @@ def for_step(model: Model, level: float) -> Model:
 
 
 def cfg_model(
-    model: Callable[[Tensor, Tensor, Tensor], Tensor],
-    y: Tensor,
-    null_y: Tensor,
+    model: Callable[[Tensor, Tensor, Any], Tensor],
+    y: Condition,
+    null_y: Condition,
     scale: float | Tensor,
     guided_channels: int | None = None,
 ) -> Model:

@@ -16,7 +16,7 @@ class Prepared(NamedTuple):
 
     x_t: Tensor
     timestep: Tensor
-    context: tuple[Tensor, ...]
+    context: NamedTuple
 
     def tensors(self) -> list[Tensor]:
         """All of them, always in the same order."""

@@ -62,12 +62,15 @@ def philox4x32(
 def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, count: int) -> Tensor:
     """Uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``. Seed and step may
     be (B,) int64 on index's device, every sample's own: the bits are those of the same numbers one by one."""
-    own = isinstance(seed, Tensor) or isinstance(step, Tensor)
-    if not own and index.is_cuda and kernels_available(index.device, torch.float32)[0]:
+    if (
+        not isinstance(seed, Tensor)
+        and not isinstance(step, Tensor)
+        and index.is_cuda
+        and kernels_available(index.device, torch.float32)[0]
+    ):
         return philox_bits(seed, step, index.long(), int(stream), count)
     block = torch.arange((count + 3) // 4, device=index.device)
-    if own:
-        seed, step = (value.unsqueeze(1) if isinstance(value, Tensor) else value for value in (seed, step))
+    seed, step = (value.unsqueeze(1) if isinstance(value, Tensor) else value for value in (seed, step))
     words = philox4x32(
         (
             block[None, :],

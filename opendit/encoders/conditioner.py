@@ -62,6 +62,7 @@ class CaptionConditioner(Conditioner):
         """The condition of each caption."""
         if self.text.inside:
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
+        assert self.encoder is not None  # a text encoder beside the model
         return TextCondition(*self.encoder.encode(captions)).to(self.device)
 
     def of_batch(self, batch) -> Condition:

@@ -140,7 +140,7 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
         raise ValueError(f"{folder / CONFIG} describes {described:,} weights, the folder's files hold {held:,}")
 
 
-def transformers_model(folder: Path, name: str, stem: str) -> torch.nn.Module:
+def transformers_model(folder: Path, name: str, stem: str) -> Any:
     """The model of transformers' class ``name`` that a folder holds, in float32; no code of the folder's is run and no
     pickle is read. Raises ValueError for weights that are missing, and whatever transformers raises."""
     refuse_adapters(folder)
@@ -193,7 +193,7 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
     from huggingface_hub.errors import EntryNotFoundError
 
     def get(local_files_only: bool) -> Path:
-        options = dict(revision=commit, local_files_only=local_files_only)
+        options: dict[str, Any] = dict(revision=commit, local_files_only=local_files_only)
         folder = [Path(hf_hub_download(repository, name, **options)) for name in files][0].parent
         for name in also:
             try:

@@ -33,7 +33,8 @@ def to_bytes(pixels: Tensor) -> Tensor:
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:
     """One picture of pictures (N, H, W, 3) uint8, each under its caption, magnified if lower than ``smallest``."""
     count, height, width, _ = pictures.shape
-    columns = columns or min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
+    if not columns:
+        columns = min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
     zoom = max(1, smallest // height)
     cell_w, cell_h, text = width * zoom + 4, height * zoom + 18, 14
     sheet = Image.new("RGB", (columns * cell_w + 4, math.ceil(count / columns) * cell_h + 4), "white")
@@ -53,7 +54,7 @@ def one_line(caption: str) -> str:
     return " ".join("".join(kinds.get(unicodedata.category(c), c) for c in caption).split())
 
 
-def _fit(caption: str, width: int, font: ImageFont.FreeTypeFont) -> str:
+def _fit(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     """As much of a caption as is at most ``width`` pixels wide, the first four characters in any case."""
     line = one_line(caption[:10_000])
     short = line[: 4 * width]  # measuring takes time per character, and no font's are that narrow

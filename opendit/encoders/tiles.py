@@ -22,10 +22,11 @@ class Tiles:
     @property
     def starts(self) -> tuple[list[int], list[int]]:
         """Of the tiles along height and width."""
-        return tuple(
+        rows, columns = (
             [*range(0, side - size, size - overlap), side - size]
             for side, size, overlap in zip(self.sides, self.size, self.overlap, strict=True)
         )
+        return rows, columns
 
     @property
     def count(self) -> int:
@@ -73,5 +74,7 @@ def _ramp(start: int, length: int, side: int, overlap: int, device: torch.device
 
 def tiles_of(sides: tuple[int, int], size: tuple[int, int], overlap: tuple[int, int]) -> Tiles | None:
     """The tiles of at most this size; None if one holds all."""
-    size = tuple(map(min, sides, size))
-    return None if size == tuple(sides) else Tiles(tuple(sides), size, tuple(map(min, overlap, (s - 1 for s in size))))
+    (height, width), (rows, columns) = sides, map(min, sides, size)
+    if (rows, columns) == (height, width):
+        return None
+    return Tiles((height, width), (rows, columns), (min(overlap[0], rows - 1), min(overlap[1], columns - 1)))

@@ -7,6 +7,7 @@ is a plain object, not a module, so it never ends up in a model's state.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +60,10 @@ class Codec(ABC):
         """Moments (B, 2C, h, w) and standard normal noise (B, C, h, w) -> latents (B, C, h, w) fp32."""
         return sample_moments(moments, noise, self.scaling_factor, self.shift_factor)
 
-    def encode(self, pixels: Tensor, noise: Tensor) -> Tensor:
-        """Pixels (B, 1 or 3, H, W) in [-1, 1] and noise (B, C, h, w) -> latents (B, C, h, w) fp32."""
+    def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Pixels (B, 1 or 3, H, W) in [-1, 1] and noise (B, C, h, w) -> latents (B, C, h, w) fp32. Only ``--vae none``
+        needs no noise."""
+        assert noise is not None
         return self.sample(self.moments(pixels), noise)
 
     @abstractmethod
@@ -125,7 +128,7 @@ class FrozenVAE(Codec):
 
     def __init__(
         self,
-        vae: torch.nn.Module,
+        vae: Any,  # ours or of diffusers, which share the methods and no class
         *,
         name: str = "vae",
         device: torch.device | str = "cpu",
@@ -142,7 +145,7 @@ class FrozenVAE(Codec):
         # Memory stays contiguous: channels_last encoded 555 instead of 728 pictures of 256x256 a second and decoded 284
         # instead of 315 (SD's VAE in fp16 on an H200). Module.to itself, because diffusers' own warns that a cast may
         # harm layers kept in fp32, of which this VAE has none.
-        self.vae = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
+        self.vae: Any = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
         self._compiled = torch.compile(self.vae.decode, dynamic=False) if compiled else None
         self._rows: dict[tuple[int, ...], int] = {}  # sides of latents -> rows of the batch that is compiled for them
 
@@ -199,7 +202,7 @@ class FrozenVAE(Codec):
 class VAECodec(FrozenVAE, ImageCodec):
     """Stable Diffusion's kind of VAE, ours or diffusers' ``AutoencoderKL``; ``chunk`` counts pictures."""
 
-    def __init__(self, vae: torch.nn.Module, **settings):
+    def __init__(self, vae: Any, **settings):
         super().__init__(vae, **settings)
         self.latent_channels, self.downscale = picture_geometry(vae.config)
 

@@ -7,6 +7,7 @@ frame.
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
     frames before, so the memory they take does not grow with the clip's length.
     """
 
-    def __init__(self, vae: torch.nn.Module, *, chunk: int | None = None, **settings):
+    def __init__(self, vae: Any, *, chunk: int | None = None, **settings):
         super().__init__(vae, chunk=chunk or 1, **settings)
         self.tile = TILE
         self.latent_channels, self.downscale, self.temporal_downscale = VIDEO_CLASSES[type(vae).__name__](vae.config)
@@ -106,11 +107,13 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         _, *expected = self.latent_shape(*pixels.shape[2:])
         tiled = self._tiled(pixels.shape[-2] * pixels.shape[-1])
         self.vae.enable_tiling() if tiled else self.vae.disable_tiling()
-        return self._checked(super().moments(pixels), expected, tuple(pixels.shape[-2:]))
+        height, width = pixels.shape[-2:]
+        return self._checked(super().moments(pixels), expected, (height, width))
 
     def tiles(self, latents: Tensor) -> Tiles | None:
-        pixels = latents.shape[-2] * latents.shape[-1] * self.downscale**2
-        return square_tiles(tuple(latents.shape[-2:]), self.tile, self.downscale) if self._tiled(pixels) else None
+        height, width = latents.shape[-2:]
+        pixels = height * width * self.downscale**2
+        return square_tiles((height, width), self.tile, self.downscale) if self._tiled(pixels) else None
 
     def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
         count, *sides = latents.shape[2:]
@@ -165,7 +168,8 @@ def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
     if video is None:
         return (*codec_geometry(name, channels), 1)
     found, config = video
-    return VIDEO_CLASSES[found](config)
+    latent_channels, downscale, temporal_downscale = VIDEO_CLASSES[found](config)
+    return latent_channels, downscale, temporal_downscale
 
 
 def load_video_codec(
@@ -185,7 +189,7 @@ def load_video_codec(
     picture's codec as of :class:`FrozenVAE`; a video autoencoder's tiles, which it takes by itself for frames of more
     than TILED_ABOVE pixels, for frames of any size above a tile. compiled: of a picture's codec only.
     Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such VAE."""
-    settings = dict(device=device, dtype=dtype, chunk=chunk, tiling=tiling)
+    settings: dict[str, Any] = dict(device=device, dtype=dtype, chunk=chunk, tiling=tiling)
     if (video := _video_vae(name)) is None:
         return FrameCodec(load_codec(name, channels=channels, compiled=compiled, **settings))
     if compiled:  # its convolutions keep what they need of earlier frames, which would be compiled for each of them

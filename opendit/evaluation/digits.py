@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -43,7 +44,8 @@ class DigitClassifier:
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
         """Float64 (B, 1, 8, 8) in -1..1 -> "pool" (B, WIDTH), "digit" (B, 10) logits, and "nearest" (B, 1), the
         Euclidean distance to the nearest training digit."""
-        hidden, head, images = (part.to(pixels.device) for part in (self.hidden, self.head, self.images))
+        hidden, head = self.hidden.to(pixels.device), self.head.to(pixels.device)
+        images = self.images.to(pixels.device)
         pool = hidden(pixels)
         nearest = torch.cdist(pixels.flatten(1), images, compute_mode="donot_use_mm_for_euclid_dist").amin(1)
         return {"pool": pool, "digit": head(pool), "nearest": nearest[:, None]}
@@ -55,7 +57,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
     x, y, generator = images.double(), labels, torch.Generator().manual_seed(0)
 
     def linear(inputs: int, outputs: int) -> nn.Linear:
-        layer = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=torch.float64)
+        layer = cast(nn.Linear, nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=torch.float64))
         with torch.no_grad():
             layer.weight.normal_(generator=generator).mul_((2 / inputs) ** 0.5)
             layer.bias.zero_()
@@ -77,7 +79,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
             for rows in order[: len(x) // batch * batch].view(-1, batch):
                 moved = F.affine_grid(
                     torch.cat([upright, SHIFT * uniform(batch, 2, 1)], dim=2),
-                    (batch, 1, SIZE, SIZE),
+                    [batch, 1, SIZE, SIZE],
                     align_corners=False,
                 )
                 # The background, -1, is what grid_sample finds outside: 0.

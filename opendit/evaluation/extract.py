@@ -233,7 +233,8 @@ class _Store:
         size = samples_a_part(count, batch_size, 4 * width)
         job = Job(settings, count, count, (width,), size, "<f4")
         identity = hash_parts(str(count), *(part for item in sorted(settings.items()) for part in item))
-        self.folder, missing, problem = output / FOLDER / identity[:16], None, None
+        self.folder, problem = output / FOLDER / identity[:16], None
+        missing: list[int] = []
         if mesh.is_main:
             try:
                 job, missing = self._begin(job, say)

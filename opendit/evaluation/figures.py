@@ -82,7 +82,19 @@ class MetricInputs:
         return _rows(self.features[name], self.device)
 
     def of_reference(self, name: str) -> Tensor:
-        return _rows(self.reference.features[name], self.device)
+        return _rows(self.compared_with.features[name], self.device)
+
+    @property
+    def compared_with(self) -> Reference:
+        """The reference, of inputs that have one."""
+        assert self.reference is not None
+        return self.reference
+
+    @property
+    def digits(self) -> tuple[AskedDigits, RealSamples]:
+        """What digits were asked for, and real ones, of inputs that have both."""
+        assert self.asked is not None and self.real is not None
+        return self.asked, self.real
 
 
 def _rows(features: Tensor, device: torch.device) -> Tensor:
@@ -177,7 +189,8 @@ def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
 
 def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs], Iterator[Figure]]:
     def compute(inputs: MetricInputs) -> Iterator[Figure]:
-        rows, reference = inputs.of(features), inputs.reference.gaussian(features, inputs.device)
+        rows, reference = inputs.of(features), inputs.compared_with.gaussian(features, inputs.device)
+        assert reference is not None  # of a metric that the reference has the features for
         value = frechet_distance(Moments.of(rows).gaussian(), reference)
         interval, by, note = None, None, None
         samples = inputs.features[features]
@@ -229,22 +242,25 @@ def _motion(inputs: MetricInputs) -> Iterator[Figure]:
 
 
 def _accuracy(inputs: MetricInputs) -> Iterator[Figure]:
-    right = named_right(inputs.of("digit"), inputs.asked)
-    real = named_right(inputs.real.held_out["digit"], inputs.real.asked)
+    asked, real = inputs.digits
+    right = named_right(inputs.of("digit"), asked)
+    real = named_right(real.held_out["digit"], real.asked)
     yield _share("accuracy", inputs, right, real)
 
 
 def _direction(inputs: MetricInputs) -> Iterator[Figure]:
-    right = moved_right(inputs.of("moved"), inputs.asked)
-    yield _share("direction", inputs, right, moved_right(inputs.real.held_out["moved"], inputs.real.asked))
+    asked, real = inputs.digits
+    right = moved_right(inputs.of("moved"), asked)
+    yield _share("direction", inputs, right, moved_right(real.held_out["moved"], real.asked))
 
 
 def _share(metric: str, inputs: MetricInputs, right: Tensor, real: Tensor) -> Figure:
-    value, _, *interval = _mean(right.double())
-    return Figure(metric, value, _network(inputs), *interval, compared=False, of_real=float(real.double().mean()))
+    value, _, interval, by = _mean(right.double())
+    return Figure(metric, value, _network(inputs), interval, by, compared=False, of_real=float(real.double().mean()))
 
 
 def _copies(inputs: MetricInputs) -> Iterator[Figure]:
+    assert inputs.real is not None
     value = share_of_copies(inputs.of("nearest").cpu(), inputs.real.held_out["nearest"])
     note = f"copies: nearer to a training digit than all but {COPY_QUANTILE:.0%} of the held-out ones are"
     yield Figure("copies", value, _network(inputs), compared=False, of_real=COPY_QUANTILE, note=note)
@@ -255,8 +271,9 @@ def _network(inputs: MetricInputs) -> str:
 
 
 def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
-    value, _, *interval = _mean(inputs.scores.double())
-    yield Figure("clip_score", value, "captions", *interval, compared=False, truncated=inputs.truncated)
+    assert inputs.scores is not None
+    value, _, interval, by = _mean(inputs.scores.double())
+    yield Figure("clip_score", value, "captions", interval, by, compared=False, truncated=inputs.truncated)
 
 
 def _mean(values: Tensor) -> tuple[float, None, tuple[float, float] | None, str | None]:

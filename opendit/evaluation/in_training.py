@@ -9,7 +9,9 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.moving_digits import all_captions
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
+from opendit.encoders.vae import Codec
 from opendit.evaluation.digits import asked_of_captions, asked_of_labels
 from opendit.evaluation.extract import Features
 from opendit.evaluation.measuring import Measuring
@@ -17,7 +19,8 @@ from opendit.evaluation.media import MediaOptions
 from opendit.evaluation.names import DIGITS, of_training
 from opendit.evaluation.results import Measurement, append_results, figure_text
 from opendit.evaluation.samples import Samples
-from opendit.models import DiT
+from opendit.models.conditioning import Condition
+from opendit.models.dit import DiT
 from opendit.training.drawing import EMASampler
 from opendit.training.monitor import Monitor
 from opendit.training.specification import RunSpecification, example_captions
@@ -96,9 +99,14 @@ class RunEvaluation:
             "seed": flags.global_seed,
             "labels": "balanced" if spec.model_config.text is None else "prompts",
             "precision": flags.mixed_precision,
-            "vae": spec.codec.name,
+            "vae": self._codec.name,
             "rounding": "round to nearest, clamped",
         }
+
+    @property
+    def _codec(self) -> Codec:
+        assert self._spec.codec is not None  # a run without one draws nothing
+        return self._spec.codec
 
     def _note(self, text: str) -> None:
         if self._spec.mesh.is_main:
@@ -109,6 +117,7 @@ class RunEvaluation:
         computed, how many samples and how many seconds. Collective."""
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:
+            assert model is not None  # everywhere
             features = self._features(model, sampler)
         figures: dict[str, float | None] = {}
         if mesh.is_main:
@@ -128,11 +137,11 @@ class RunEvaluation:
         mine = torch.cat([torch.empty(0, dtype=torch.long), *batches[mesh.dp_rank :: mesh.dp_size]])
         if len(mine):
             choices = self._choices[mine].to(device)
-            y = choices if self._prompts is None else spec.conditioner.encode(self._prompts)[choices]
+            y = choices if self._prompts is None else _encoded(spec.conditioner, self._prompts)[choices]
             drawn = sampler.batches(model, y, mine, steps=flags.evaluate_steps, cfg_scale=flags.evaluate_cfg_scale)
             for index, latents in drawn:
                 if mesh.leads_sharing:
-                    pixels = torch.from_numpy(to_uint8(spec.codec.decode(latents)))
+                    pixels = torch.from_numpy(to_uint8(self._codec.decode(latents)))
                     for name, rows in self._measuring.extractor(pixels).items():
                         found[name][index.to(device)] = rows
         return {name: mesh.sum(rows).cpu() for name, rows in found.items()}  # all but one rank's are 0: nothing rounds
@@ -158,3 +167,8 @@ class RunEvaluation:
 
 def _not_by_itself(_: Any) -> Features:
     raise NotImplementedError("a run draws its own samples")
+
+
+def _encoded(conditioner: Conditioner, captions: list[str]) -> Condition:
+    assert isinstance(conditioner, CaptionConditioner)  # captions were asked for
+    return conditioner.encode(captions)

@@ -26,6 +26,7 @@ class ScriptedInception(nn.Module):
             if name == "mixed_6":
                 spatial = spatial_features(layer.conv(x))
             x = layer(x)
+        assert spatial is not None  # :meth:`fits`
         pool = x.flatten(1)
         return {"pool": pool, "spatial": spatial, "logits": F.linear(pool, self.script.output.weight)}
 

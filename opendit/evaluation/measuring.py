@@ -205,8 +205,8 @@ def beside_real_digits(
     reference: whether the held-out digits are what samples are compared with."""
     count = len(next(iter(inputs.features.values())))
     train, held_out = real_digits("train", of_clips, min(count, REAL)), real_digits("test", of_clips)
-    found = [extractor(torch.from_numpy(real.media.whole(range(real.media.count)))) for real in (train, held_out)]
-    return replace(inputs, asked=asked, real=RealSamples(*found, held_out.asked, reference))
+    of_train, of_held_out = (extractor(torch.from_numpy(real.media.every_one())) for real in (train, held_out))
+    return replace(inputs, asked=asked, real=RealSamples(of_train, of_held_out, held_out.asked, reference))
 
 
 def _usable(layout: Layout, samples: Samples) -> Layout:

@@ -54,6 +54,11 @@ class Media:
     how: str = ""
     labels: np.ndarray | None = None
 
+    def every_one(self) -> np.ndarray:
+        """All of them at once, of media that can be read so."""
+        assert self.whole is not None
+        return self.whole(range(self.count))
+
     def batch(self, numbers: range, pool: ThreadPoolExecutor) -> np.ndarray:
         """uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises ValueError if they are not of one size."""
         if self.whole is not None:
@@ -242,6 +247,7 @@ def _read_picture(file: str, options: MediaOptions) -> np.ndarray:
 
 
 def _read_clip(file: str, options: MediaOptions) -> np.ndarray:
+    assert options.image_size is not None  # _folder and _table ask for it
     frames = (options.num_frames, options.frame_interval, options.image_size)
     clip = read_clip(file, *frames, start=None, as_bytes=True)
     return clip.pixels.permute(1, 2, 3, 0).contiguous().numpy()

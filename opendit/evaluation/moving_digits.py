@@ -71,7 +71,7 @@ def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDi
 def clip_classifier(shape: ClipShape) -> DigitClassifier:
     """Of the digits as training clips show them; trained when it is first asked for."""
     real = real_clips("train", shape)
-    grey = _grey(torch.from_numpy(np.array(real.media.whole(range(real.media.count)))).movedim(-1, 1))
+    grey = _grey(torch.from_numpy(np.array(real.media.every_one())).movedim(-1, 1))
     return train_classifier(centred_digits(grey, centres(grey)), real.asked.digits)
 
 
@@ -128,5 +128,6 @@ def moved_right(moved: Tensor, asked: AskedDigits) -> Tensor:
     """(N,) bool: whether digits that came (N, 2) widths of the frame moved more along their direction than across it,
     and at least a twentieth of the frame."""
     moved, wanted = moved.double().cpu(), asked.directions
+    assert wanted is not None
     along, across = (moved * wanted).sum(dim=1), (moved * wanted.flip(1)).sum(dim=1).abs()
     return along > across.clamp_min(0.05)

@@ -34,13 +34,16 @@ class PlottedRun:
     by_noise: list[tuple[float, float]] = field(default_factory=list)
 
 
+PlotPoint = tuple[float, float, float | None, float | None]  # x, y, low, high
+
+
 @dataclass(frozen=True)
 class PlotLine:
     """points: (x, y, low, high), low and high None without an interval; rising in x, of a curve of precision and recall
     in the order of guidance. words: beside the points. run: lines of one have one colour."""
 
     name: str
-    points: list[tuple[float, float, float | None, float | None]]
+    points: Sequence[PlotPoint]
     words: tuple[str, ...] = ()
     run: str = ""
 
@@ -108,14 +111,14 @@ def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list
                 found.append(PlotPanel(f"{metric} over {title}", x, metric, lines, scale, ticks=x != "training step"))
     if (curve := _precision_recall(rows)) and (not chosen or {"precision", "recall"} & set(chosen)):
         found.append(PlotPanel("precision against recall", "recall", "precision", curve))
-    losses = (
+    losses: tuple[tuple[str, str, str, Callable[[PlottedRun], Sequence[tuple[float, float]]]], ...] = (
         ("training loss", "step", "linear", lambda run: _means(run.loss)),
         ("held-out loss", "step", "linear", lambda run: run.held_out),
         ("held-out loss by noise level, last validation", "noise / signal", "log", lambda run: run.by_noise),
     )
     for title, x, scale, points in losses:
         curves = {run.name: points(run) for run in runs if points(run)}
-        lines = [PlotLine(name, [(*at, None, None) for at in curve], run=name) for name, curve in curves.items()]
+        lines = [PlotLine(name, [(x, y, None, None) for x, y in curve], run=name) for name, curve in curves.items()]
         if lines:
             found.append(PlotPanel(title, x, "loss", lines, scale, "log"))
     return found, notes
@@ -164,11 +167,16 @@ def _lines(
     return [
         PlotLine(
             ", ".join(filter(None, key)),
-            [(x, at[x].value, *(at[x].interval or (None, None))) for x in sorted(at)],
+            [_point(x, at[x]) for x in sorted(at)],
             run=key[0],
         )
         for key, at in found.items()
     ]
+
+
+def _point(x: float, row: Measurement) -> PlotPoint:
+    low, high = row.interval or (None, None)
+    return x, row.value, low, high
 
 
 def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:

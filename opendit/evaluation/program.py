@@ -1,3 +1,4 @@
+# pyright: standard
 """An evaluation from its flags to its figures: ``opendit evaluate``, and ``opendit.evaluate`` in Python."""
 
 import sys

@@ -157,4 +157,4 @@ def save_features(path: Path, features: Features, settings: dict[str, str], devi
         if name != "spatial":  # of which nobody asks for more than the statistics
             arrays[FEATURES + name] = rows.contiguous().numpy()
     with replacing(path) as new, open(new, "wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType] the names are none of its parameters'

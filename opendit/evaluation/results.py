@@ -1,3 +1,4 @@
+# pyright: standard
 """A figure with everything that decides it: as a line of JSON, as a row of a table, and beside other figures."""
 
 import dataclasses

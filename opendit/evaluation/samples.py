@@ -11,6 +11,7 @@ import torch
 
 from opendit.common.stages import Stages
 from opendit.data.moving_digits import all_captions
+from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.video_vae import FrameCodec
 from opendit.evaluation.digits import AskedDigits, asked_of_captions, asked_of_labels
 from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_media, extract_run
@@ -70,6 +71,7 @@ def open_samples(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]
 
 def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> Samples:
     options = MediaOptions(flags.image_size, flags.num_frames or FRAMES, flags.frame_interval)
+    assert flags.samples is not None  # or samples are drawn
     media = open_media(flags.samples, "--samples", options)
     if flags.num_samples is not None:
         if flags.num_samples > media.count:
@@ -134,13 +136,14 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
 
     captions = None if classes else sampling.captions
     digits = classes and len(sampling.names) == 10
-    asked = asked_of_labels(sampling.choices) if digits else asked_of_captions(captions)
+    asked = asked_of_labels(sampling.choices.numpy()) if digits else asked_of_captions(captions)
     return Samples(count, shape, captions, told, options, extract, asked)
 
 
 def _ask_for_all_digits(sampling: SamplingRun) -> None:
     """Every digit, of clips in every direction, in the place of the checkpoint's own few captions."""
     digits = all_captions(sampling.model.config.is_video)
+    assert isinstance(sampling.conditioner, CaptionConditioner)
     sampling.names, sampling.conditions = digits, sampling.conditioner.encode(digits)
 
 

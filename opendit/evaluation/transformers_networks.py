@@ -92,7 +92,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path} does not exist: a folder of features is one of transformers") from error
 
 
-def load_model(folder: Path, name: str) -> torch.nn.Module:
+def load_model(folder: Path, name: str) -> Any:
     """A model of transformers' class ``name``, frozen, in float32. Raises ValueError if the folder does not hold it."""
     try:
         model = transformers_model(folder, name, STEM)

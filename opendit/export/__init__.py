@@ -1,7 +1,16 @@
 """Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files, as a command and as
 functions, which stand in opendit.state.export."""
 
+from typing import TYPE_CHECKING
+
 from opendit.common.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from opendit.state.export import correct_timesteps as correct_timesteps
+    from opendit.state.export import export_diffusers as export_diffusers
+    from opendit.state.export import export_meta as export_meta
+    from opendit.state.export import import_weights as import_weights
+    from opendit.state.export import load_pipeline as load_pipeline
 
 __getattr__, __all__ = import_when_used(
     __name__,

@@ -1,3 +1,4 @@
+# pyright: standard
 """This project's fused operations for anybody's model: its kernels where they run, the same in torch where not.
 
     from opendit.fused import attention, gate_residual, layernorm_modulate

@@ -1,3 +1,4 @@
+# pyright: standard
 """A clip that was drawn, as Python's users get it."""
 
 import base64

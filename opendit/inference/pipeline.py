@@ -1,3 +1,4 @@
+# pyright: standard
 """``opendit.load`` and ``Pipeline``: from a checkpoint to pictures or clips, in Python (docs/python.md)."""
 
 import contextlib

@@ -6,6 +6,7 @@ Works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ...) and with
 import datetime
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -203,7 +204,7 @@ class Mesh:
                 found[place, forward] = self.groups[name]
         return found
 
-    def broadcast_object(self, value):
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank (any picklable object)."""
         box = [value]
         if self.world_size > 1:

@@ -69,7 +69,7 @@ def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[s
         for end in (".weight", ".bias"):
             made[f"blocks.{i}.attn.qkv{end}"] = torch.cat([theirs[block + name + end] for name in QKV])
             made.update({f"blocks.{i}.{ours}{end}": theirs[block + name + end] for ours, name in BLOCK.items()})
-    return {**made, "pos_embed": empty_model(config, parameters=False).pos_embed}
+    return {**made, "pos_embed": empty_model(config, parameters=False).get_buffer("pos_embed")}
 
 
 def read_pipeline(folder: Path) -> Weights:

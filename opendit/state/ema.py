@@ -56,7 +56,9 @@ class EMA:
             return
         masters = list(self.engine.masters().values())
         for decay, shards in zip(self.decays_after(self.updates).tolist(), self._averages, strict=True):
-            torch._foreach_lerp_(list(shards.values()), masters, 1.0 - decay)
+            torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage] torch has no public name for it
+                list(shards.values()), masters, 1.0 - decay
+            )
         self.updates += 1
 
     def bytes_per_rank(self) -> int:
@@ -116,4 +118,5 @@ class EMA:
             yield model
         finally:
             for name, weight in own.items():
+                assert model is not None  # as where it was filled
                 model.get_parameter(name).data.copy_(weight)

@@ -9,6 +9,7 @@ every one of its blocks has its own copy of the timestep and label embedders.
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -36,7 +37,9 @@ from opendit.state.weight_files import write_weights
 
 MOST_BYTES = 50 * 10**9  # of a file, unless told otherwise: as opendit.export has it
 NULL_CLASS = 1000  # DiTPipeline's label of "no class", written into its code
-SCHEDULER = dict(beta_start=1e-4, beta_end=0.02, beta_schedule="linear", clip_sample=False, num_train_timesteps=1000)
+SCHEDULER: dict[str, Any] = dict(
+    beta_start=1e-4, beta_end=0.02, beta_schedule="linear", clip_sample=False, num_train_timesteps=1000
+)
 
 
 def refuse_unless_plain(config: DiTConfig, info: dict, target: str) -> None:
@@ -95,7 +98,7 @@ def correct_timesteps(transformer) -> None:
 
 def load_pipeline(folder: str | Path, **options):
     """A DiTPipeline folder as a pipeline that computes what the trained model does: agrees to 1e-5 in fp32."""
-    from diffusers import DiTPipeline
+    from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 
     pipeline = DiTPipeline.from_pretrained(folder, **options)
     correct_timesteps(pipeline.transformer)
@@ -126,12 +129,15 @@ def export_diffusers(
     refuse_unless_plain(config, weights.info, "diffusers")
     if not config.null_class:
         raise ValueError("DiTPipeline guides away from a null class; this model was trained without class dropout")
+    assert config.num_classes is not None and isinstance(config.patch_size, int)  # a plain DiT's
     if config.num_classes > NULL_CLASS:
         raise ValueError(f"DiTPipeline's null class is number {NULL_CLASS}: {config.num_classes} classes don't fit")
     vae = encoder_name("--vae", vae, weights.info.get("vae"), weights.path) or "ema"
     if vae == "none":
         raise ValueError("DiTPipeline always decodes with a VAE; this model was trained on pixels (--vae none)")
-    from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+    from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+    from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
+    from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 
     transformer = DiTTransformer2DModel(
         num_attention_heads=config.num_heads,
@@ -146,9 +152,10 @@ def export_diffusers(
     ).eval()
     transformer.load_state_dict(to_diffusers_state(network.state_dict(), config))
     deviation = stock_deviation(network.eval(), transformer)
-    decoder = load_vae(vae, IMAGE_CLASSES, own=False)  # a pipeline saves what is of diffusers alone
+    decoder: Any = load_vae(vae, IMAGE_CLASSES, own=False)  # a pipeline saves what is of diffusers alone
     names = weights.info.get("class_names") or [str(label) for label in range(config.num_classes)]
-    pipeline = DiTPipeline(transformer, decoder, DDIMScheduler(**SCHEDULER), id2label=dict(enumerate(names)))
+    scheduler: Any = DDIMScheduler(**SCHEDULER)  # diffusers annotates an enum of its name
+    pipeline = DiTPipeline(transformer, decoder, scheduler, id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
     try:
         pipeline.save_pretrained(output, max_shard_size=most_bytes)
@@ -161,6 +168,7 @@ def export_diffusers(
 def stock_deviation(network: DiT, transformer) -> float:
     """Relative 2-norm by which a stock transformer leaves our network, on a few timesteps of random latents."""
     config, generator = network.config, torch.Generator().manual_seed(0)
+    assert config.num_classes is not None
     x = torch.randn(4, config.in_channels, *config.input_size, generator=generator)
     t, y = torch.tensor([3, 100, 500, 990]), torch.arange(4) % config.num_classes
     ours = network.float()(x, t, y)
@@ -219,6 +227,6 @@ def _read(path: Path, model: str | None) -> Weights:
     return weights
 
 
-def _of_meta(name: str, config: DiTConfig) -> dict:
+def _of_meta(name: str | None, config: DiTConfig) -> dict:
     """What our file says of weights from Meta's .pt."""
     return {"model": name, "config": config.to_dict(), "vae": "ema", "image_size": 8 * config.input_size[0]}

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from opendit.models import DiT
 from opendit.models.adapt import Adaptation
+from opendit.models.dit import DiT
 from opendit.models.parameter_names import canonical_name
 from opendit.parallel.engines import Values
 from opendit.parallel.layout import Shard

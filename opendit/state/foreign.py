@@ -1,6 +1,7 @@
 """The configuration of weights that do not say what they are: Meta's files."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from opendit.models.zoo import model_config
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
 
-def infer_config(state: dict[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
+def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
     """The configuration of a named DiT on labels from its weights' shapes (square inputs).
 
     The last layer's rows say whether it predicts a variance too. The label table's do not say whether its last row is
@@ -66,7 +67,7 @@ def infer_config(state: dict[str, Tensor], name: str, path: Path, num_classes: i
 
 def assumption(weights: Weights, config: DiTConfig) -> list[str]:
     """The note, if there is one to give, on what :func:`infer_config` has taken for granted."""
-    rows = 0 if config.text else config.num_classes + config.null_class
+    rows = 0 if config.num_classes is None else config.num_classes + config.null_class
     if (
         weights.config is not None
         or weights.num_classes is not None

@@ -123,8 +123,9 @@ def index_from(value: dict) -> ShardIndex:
     return ShardIndex(value["set"], value["step"], tensors, value["metadata"])
 
 
-def _shard(shape: tuple[int, ...], cuts: list[list[int | None]]) -> Shard:
-    """Raises ValueError for a cut along a dimension that there is not, or with a range that lies outside of it."""
+def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
+    """cuts: each [dim or None, start, stop, start, stop, ...]. Raises ValueError for a cut along a dimension
+    that there is not, or with a range that lies outside of it."""
     slices = []
     for dim, *edges in cuts:
         if dim is not None and dim >= len(shape):

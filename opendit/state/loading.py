@@ -34,7 +34,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
         model, average = read(checkpoint.model.name), checkpoint.average.name
         averages = [read(checkpoint.averages.get(decay, average)) for decay in ema.decays]
         if average.endswith(SHARDS):
-            moment_files = {f"{key}.": read(key + SHARDS) for key in MOMENTS}.items()
+            moment_files = [(f"{key}.", read(key + SHARDS)) for key in MOMENTS]
         else:
             names = sorted(name for name in checkpoint.files if re.fullmatch(OPTIMIZER_FILE, name))
             moment_files = [("", read(name)) for name in names]
@@ -74,7 +74,7 @@ def _load(
     for key in MOMENTS:
         tensors, stored = moments[f"{key}.{name}"]
         parts[key] = tensors.read(stored, held)
-    if not_finite({"weights": master, **parts, **dict(enumerate(means))}):
+    if not_finite({"weights": master, **parts, **{str(number): mean for number, mean in enumerate(means)}}):
         raise FloatingPointError(
             f"--load: in {checkpoint.folder} what is stored of {name} is not finite (NaN or infinity); --load an "
             "earlier checkpoint"

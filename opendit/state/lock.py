@@ -162,9 +162,7 @@ class FolderLock:
         return Locked(f"{self.flag}: {self.folder} is in use: {_name(owner)} writes to it; {self.fix}{remove}")
 
 
-def lock_folder(
-    folder: Path, mesh: "Mesh", flag: str, fix: str
-) -> tuple[FolderLock | contextlib.nullcontext, list[str]]:
+def lock_folder(folder: Path, mesh: "Mesh", flag: str, fix: str) -> tuple[contextlib.AbstractContextManager, list[str]]:
     """:class:`FolderLock` for all ranks of a job: rank 0 holds it. Call on every rank.
 
     Returns:
@@ -173,7 +171,7 @@ def lock_folder(
     Raises:
         Locked: on every rank.
     """
-    lock, problem = contextlib.nullcontext(), None
+    lock, problem = None, None
     if mesh.is_main:
         try:
             lock = FolderLock(folder, flag, fix, say=lambda text: print(text, file=sys.stderr, flush=True))
@@ -182,7 +180,9 @@ def lock_folder(
     problem = mesh.broadcast_object(problem)
     if problem:
         raise Locked(problem)
-    return lock, [lock.note] if mesh.is_main and lock.note else []
+    if lock is None:
+        return contextlib.nullcontext(), []
+    return lock, [lock.note] if lock.note else []
 
 
 def _touch(path: Path, released: threading.Event) -> None:

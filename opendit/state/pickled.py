@@ -90,9 +90,9 @@ def _first_call(path: Path) -> str | None:
     try:
         for code, value, _ in pickletools.genops(_pickle_in(path)):
             if code.name == "GLOBAL":
-                strings = value.split(" ", 1)
+                strings = str(value).split(" ", 1)
             elif code.name in _STRINGS:
-                strings = [*strings[-1:], value]
+                strings = [*strings[-1:], str(value)]
             if code.name in ("GLOBAL", "STACK_GLOBAL") and strings[0] not in _HARMLESS:
                 return ascii(".".join(strings))[1:-1][:100]
     except Exception:  # no pickle at all, or a broken one

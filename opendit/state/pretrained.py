@@ -4,7 +4,7 @@ diffusers' DiTPipeline folders."""
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -98,7 +98,7 @@ def use_newest(
             continue
         if damaged:
             notes.append(f"{'; '.join(damaged)}; taken is {folder}, the newest that is intact")
-        return made
+        return cast(T, made)  # None only beside a problem
     raise ValueError(f"{path} has no intact checkpoint: {'; '.join(damaged)}")
 
 
@@ -142,7 +142,7 @@ def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) ->
     """As :func:`_use`; raises ValueError for damaged weights, which names the newest earlier ones that are intact."""
     problem, made = _use(path, group, use)
     if problem is None:
-        return made
+        return cast(T, made)  # None only beside a problem
 
     def fix() -> str:
         which = path.name.removesuffix(SHARDS).removesuffix(WHOLE)
@@ -316,7 +316,9 @@ def _divide(model: DiT, mesh: Mesh) -> Layout | None:
     """Leaves this rank its part of every layer, where ranks divide them; where the parts are."""
     if mesh.tp_size == 1:
         return None
-    divide(model, tensor_group(mesh))
+    group = tensor_group(mesh)
+    assert group is not None
+    divide(model, group)
     return layout_of(model, mesh)
 
 
@@ -336,6 +338,7 @@ def _base_of(added: Weights) -> Weights:
 
 def _with_lora(weights: Weights, added: Weights, name: str | None) -> tuple[DiT, Weights]:
     check_name(added, name)
+    assert added.config is not None  # whatever has "lora" has one
     check_size(added.config, weights.shapes | added.shapes, added.path)
     check_lora(added)
     found = weights.config or infer_config(weights.state, added.info["model"], weights.path, weights.num_classes)

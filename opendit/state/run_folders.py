@@ -48,4 +48,5 @@ def new_run_folder(outputs: str | Path, model: str) -> Path:
 
 def _next_number(outputs: Path) -> int:
     runs = run_folders(outputs)
-    return int(_NAME.fullmatch(runs[-1].name)[1]) + 1 if runs else 0
+    newest = _NAME.fullmatch(runs[-1].name) if runs else None
+    return int(newest[1]) + 1 if newest else 0

@@ -33,7 +33,7 @@ def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict
 
     for weights in weight_sets:
         give([(weights, name) for name in sizes], sum(sizes.values()))
-    for name in sorted(sizes, key=sizes.get, reverse=True):
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
         give([(OPTIMIZER, name)], len(MOMENTS) * sizes[name])
     return owner
 

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from opendit.diffusion.samplers import SAMPLERS, sample
 from opendit.diffusion.trajectory import Model, Trajectory
 
 
+@dataclass(frozen=True)
 class Objective(ABC):
     """name: of the objective, as its file's. preview_sampler: the one for few steps. learn_sigma: whether the network
     predicts a variance too, in as many channels again."""

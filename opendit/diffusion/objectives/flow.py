@@ -158,6 +158,7 @@ class FlowObjective(Objective):
         return self if self.shift_tokens is None else replace(self, shift=self._shift_of(tokens), shift_tokens=None)
 
     def _shift_of(self, tokens: int) -> float:
+        assert self.shift_tokens is not None  # or nobody asks
         return self.shift * math.sqrt(tokens / self.shift_tokens)
 
     def times_at(self, u):

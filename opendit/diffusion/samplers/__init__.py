@@ -6,6 +6,7 @@ objectives whose trajectories have what it ``needs``.
 
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ def sample(
     """
     x = at_least_float32(x)
     sampler = SAMPLERS[name](model, trajectory, x, noise_fn, **options)
-    state, steps = sampler.init(x), range(sampler.steps)
+    state: Any = sampler.init(x)  # a NamedTuple which has x
+    steps = range(sampler.steps)
     for i in steps if progress is None else progress(steps):
         state = sampler.step(state, i, callback and _reporting(callback, i, trajectory.times[i]))
     return state.x

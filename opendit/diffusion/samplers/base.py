@@ -56,6 +56,11 @@ class Sampler(ABC):
         self.points = trajectory.points(like)
         self._like, self._dtype, self._device = like, like.dtype, like.device
 
+    def noise(self, i: int) -> Tensor:
+        """The noise of step i, (B, C, ...), of a sampler that was given ``noise_fn``."""
+        assert self.noise_fn is not None
+        return self.noise_fn(i)
+
     def table(self, values: Sequence[float]) -> Tensor:
         """(len(values),) of x's dtype and on its device; ``table[i]`` is a scalar tensor, and takes no copy."""
         return torch.tensor(values, dtype=torch.float64).to(self._device, self._dtype)

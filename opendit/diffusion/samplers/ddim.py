@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from opendit.diffusion.ddpm_trajectory import DDPMTrajectory
 from opendit.diffusion.samplers.base import Sampler, State
 
 
@@ -27,6 +28,7 @@ class DDIMSampler(Sampler):
     """
 
     needs = "predict"
+    trajectory: DDPMTrajectory
 
     def __init__(self, model, trajectory, like, noise_fn=None, *, eta: float = 0.0):
         super().__init__(model, trajectory, like, noise_fn)
@@ -45,8 +47,9 @@ class DDIMSampler(Sampler):
         self._tables = [self.table(values) for values in (keep, renoise, self._sigmas)]
 
     def inputs(self, i: int) -> DDIMInputs:
-        noise = self.noise_fn(i) if self._sigmas[i] > 0 else None
-        return DDIMInputs(self.points[i], *(table[i] for table in self._tables), noise)
+        keep, renoise, sigma = (table[i] for table in self._tables)
+        noise = self.noise(i) if self._sigmas[i] > 0 else None
+        return DDIMInputs(self.points[i], keep, renoise, sigma, noise)
 
     def advance(self, model, state: State, inputs: DDIMInputs, observe=None) -> State:
         denoised, eps, _ = self.trajectory.predict(model, state.x, inputs.t)

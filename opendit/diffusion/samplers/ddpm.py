@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opendit.diffusion.ddpm_trajectory import DDPMTrajectory
 from opendit.diffusion.samplers.base import Sampler, State
 
 
@@ -25,6 +26,7 @@ class DDPMSampler(Sampler):
     """
 
     needs = "predict"
+    trajectory: DDPMTrajectory
 
     def __init__(self, model, trajectory, like, noise_fn=None):
         super().__init__(model, trajectory, like, noise_fn)
@@ -32,7 +34,7 @@ class DDPMSampler(Sampler):
             raise ValueError("ancestral sampling needs noise_fn")
 
     def inputs(self, i: int) -> DDPMInputs:
-        return DDPMInputs(self.points[i], self.noise_fn(i) if i + 1 < self.steps else None)
+        return DDPMInputs(self.points[i], self.noise(i) if i + 1 < self.steps else None)
 
     def mixed_inputs(self, i: int) -> DDPMInputs:
         inputs = self.inputs(i)
