@@ -8,9 +8,9 @@ import dataclasses
 import shlex
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from opendit.cli.console import name_of
 from opendit.cli.parser import CommandLine
@@ -51,8 +51,6 @@ class ProgramFlags(Protocol):
 
     program: ClassVar[str]  # as it is started
     examples: ClassVar[tuple[str, ...]]
-
-    def __init__(self, **flags: Any) -> None: ...
 
     def world_size(self) -> int: ...
 
@@ -184,7 +182,7 @@ def parse(cls: type[P], argv: Sequence[str]) -> P:
         except ValueError as error:
             parser.fail(error)
         values = {**_values(parser, shlex.split(recipe.flags)), **values}
-    return cls(**values, given=given)
+    return cast(Callable[..., P], cls)(**values, given=given)
 
 
 def overridden(config) -> dict[str, tuple[Any, Any]]:

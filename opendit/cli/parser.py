@@ -197,7 +197,7 @@ class _Help(argparse.Action):
     """--help, --help all, --help TOPIC."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        assert isinstance(parser, CommandLine)
+        assert isinstance(parser, CommandLine) and (values is None or isinstance(values, str))
         try:
             print(parser.format_help(values), end="")
         except ValueError as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opendit.diffusion.ddpm import at_least_float32, split_output
 from opendit.diffusion.trajectory import Model
-from opendit.models.conditioning import Condition
+from opendit.models.conditioning import Condition, joined
 
 
 def for_step(model: Model, level: float) -> Model:
@@ -45,7 +45,8 @@ def cfg_model(
     if not isinstance(scale, Tensor) and scale == 1.0:
         return lambda x, t: at_least_float32(model(x, t, y))
     try:
-        y_both = getattr(y, "cat", torch.cat)((y, null_y.expand_as(y)))
+        null: Any = null_y  # of y's kind
+        y_both = joined((y, null.expand_as(y)))
     except RuntimeError as e:
         raise ValueError(f"null_y {tuple(null_y.shape)} does not expand to y {tuple(y.shape)}") from e
 

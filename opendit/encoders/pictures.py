@@ -33,14 +33,13 @@ def to_bytes(pixels: Tensor) -> Tensor:
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:
     """One picture of pictures (N, H, W, 3) uint8, each under its caption, magnified if lower than ``smallest``."""
     count, height, width, _ = pictures.shape
-    if not columns:
-        columns = min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
+    across = columns or min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
     zoom = max(1, smallest // height)
     cell_w, cell_h, text = width * zoom + 4, height * zoom + 18, 14
-    sheet = Image.new("RGB", (columns * cell_w + 4, math.ceil(count / columns) * cell_h + 4), "white")
+    sheet = Image.new("RGB", (across * cell_w + 4, math.ceil(count / across) * cell_h + 4), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
     for i, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
-        x, y = 4 + i % columns * cell_w, 4 + i // columns * cell_h
+        x, y = 4 + i % across * cell_w, 4 + i // across * cell_h
         draw.text((x, y), _fit(caption, width * zoom, font), fill="black", font=font)
         image = Image.fromarray(picture).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
         sheet.paste(image, (x, y + text))

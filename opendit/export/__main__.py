@@ -23,7 +23,7 @@ MAX_SHARD_SIZE = "50GB"  # as transformers' save_pretrained since its version 5
 
 
 def build_parser() -> CommandLine:
-    parser = CommandLine(name_of("python -m opendit.export"), __doc__)
+    parser = CommandLine(name_of("python -m opendit.export"), __doc__ or "")
     parser.heading("Conversion: from what to what")
     parser.option("to", one_of(("diffusers", "meta", "opendit")), "the format to write", metavar="FORMAT")
     parser.option(

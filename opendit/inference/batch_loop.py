@@ -1,7 +1,8 @@
 """Batches of the sampling server whose samples take their steps together: where steps leave something out."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from opendit.diffusion import Objective
 from opendit.inference.sampling_loop import SamplingLoop
 from opendit.inference.settings import EnginePlan
 from opendit.inference.slot_loop import SampleKind, SlotSample, joined
-from opendit.kernels.recording import GraphRecorder
+from opendit.kernels.recording import GraphRecorder, Recorder
 from opendit.models import DiT
 
 
@@ -58,9 +59,8 @@ class BatchLoop:
         self, recorder: GraphRecorder | None = None, recording: AbstractContextManager | None = None
     ) -> list[SlotSample]:
         """As of ``SlotLoop``."""
-        if self._loop is None:
-            self._begin()
-        self._loop.advance(self._at, recorder and _Recorder(recorder, recording))
+        loop = self._begin() if self._loop is None else self._loop
+        loop.advance(self._at, recorder and _Recorder(recorder, recording or nullcontext()))
         self._at += 1
         self.computed += len(self.rows)
         for sample in self.live:
@@ -76,9 +76,10 @@ class BatchLoop:
     def latents(self, samples: list[SlotSample]) -> Tensor:
         """x of samples that have a row, (n, C, ...) float32."""
         rows = {id(sample): row for row, sample in enumerate(self.rows) if sample is not None}
+        assert self._loop is not None
         return self._loop.latents()[[rows[id(sample)] for sample in samples]]
 
-    def _begin(self) -> None:
+    def _begin(self) -> SamplingLoop:
         samples = self.live
         numbers, seeds = (
             torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.int64, device=self._device)
@@ -87,14 +88,18 @@ class BatchLoop:
         loop = self._engine.loop_of(len(samples))
         loop.begin(joined([sample.y for sample in samples]), samples[0].null, numbers, seeds)
         self._loop, self._at = loop, 0
+        return loop
+
+
+T = TypeVar("T")
 
 
 class _Recorder:
     """A recorder that lets nothing else be given to the GPU meanwhile."""
 
-    def __init__(self, recorder: GraphRecorder, recording: AbstractContextManager):
+    def __init__(self, recorder: Recorder, recording: AbstractContextManager):
         self._recorder, self._recording = recorder, recording
 
-    def record(self, work: Callable[[], object]):
+    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         with self._recording:
             return self._recorder.record(work)

@@ -168,6 +168,7 @@ class FirstBlockStack(BlockStack):
 
     def reuses(self) -> bool:
         """Whether the step whose first block was evaluated last needs no other."""
+        assert self._change is not None  # of the first step, which is evaluated whole
         return self._change.item() < self._threshold
 
     def run(self, number: int, blocks: _Blocks, x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Delivery:
         request, numbers, latents, ready = drawn
         try:
             if not request.done:
-                if side is not None:
+                if side is not None and ready is not None:
                     side.wait_event(ready)
                     latents.record_stream(side)
                 with self._recording:

@@ -99,7 +99,7 @@ class FusedSteps:
         """Puts the numbers and the noise of steps ``first`` to ``first + count`` where they read them."""
         self._numbers[:count].copy_(self._all[first : first + count])
         for i in range(count):
-            if self.kinds[first + i].noise:
+            if self._noise is not None and self.kinds[first + i].noise:
                 rows = slice(i * len(self.step), (i + 1) * len(self.step))
                 self._noise[rows].copy_(noise_of(first + i))
 

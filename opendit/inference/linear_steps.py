@@ -8,6 +8,7 @@ are the weights. One more sample, of numbers, tells whether the step is linear.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ class _Probe:
         like = torch.zeros(len(self.rows), 1, 1, 1, dtype=torch.float64)
         self.sampler = kind(objective.network(self._network), trajectory, like, self._noise)
         state = self.sampler.init(like)
-        self.state_type, self.shapes = type(state), {part.shape for part in state}
+        self.state_type: Any = type(state)
+        self.shapes = {part.shape for part in state}
 
     def _column(self, thing: int) -> Tensor:
         return self.rows[:, thing].view(-1, 1, 1, 1).clone()

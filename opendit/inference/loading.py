@@ -6,6 +6,7 @@ Raised ValueErrors name flags of sample.py; ``opendit.inference.pipeline`` turns
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ def check_guidance(config: DiTConfig, weights: Weights, scale: float) -> None:
 def vae_of(vae: str | None, weights: Weights) -> str:
     """The VAE to draw with: ``vae``, or the weights' own. Raises ValueError for one that the weights' metadata alone
     names and that isn't known."""
-    stored = weights.info.get("vae")
+    stored: Any = weights.info.get("vae")  # which a pipeline has
     if vae is None and weights.path.is_dir():  # a pipeline, whose folder holds its VAE
         return stored
     return encoder_name("--vae", vae, stored, weights.path) or "ema"
@@ -55,7 +56,7 @@ class VaeLoader:
         """The VAE of :func:`vae_of`. config: of the model; None stands for one of pictures in latents."""
         load = load_video_codec if config is not None and config.is_video else load_codec
         channels = 0 if config is None else config.in_channels  # (of pixels: nothing else asks for them)
-        settings = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
+        settings: dict[str, Any] = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
         return load(name, channels=channels, device=self.device, **settings)
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> "VaeLoading":
@@ -97,9 +98,10 @@ def encoder_dtype(precision: str) -> torch.dtype:
 def text_encoder_of(name: str | None, weights: Weights) -> str:
     """The frozen text encoder of a model's prompts, as :func:`vae_of`. Raises ValueError, too, for one of another kind
     or width than the model's."""
-    text = weights.config.text
+    text = weights.config and weights.config.text
+    assert text is not None  # or nobody asks
     stored = weights.info.get("text_encoder") or text.name
-    name = encoder_name("--text_encoder", name, stored, weights.path)
+    name = encoder_name("--text_encoder", name, stored, weights.path) or stored
     kind, width, _ = text_geometry(name)
     if (kind, width) != (text.name, text.width):
         raise ValueError(
@@ -121,6 +123,7 @@ def make_conditioner(
 ) -> Conditioner:
     """The conditioner of a model, its frozen text encoder loaded if it has one. Raises as :func:`text_encoder_of`."""
     if config.text is None:
+        assert config.num_classes is not None
         return LabelConditioner(config.num_classes, device)
     if config.text.inside:
         return CaptionConditioner(config.text, device)
@@ -131,6 +134,7 @@ def make_conditioner(
 
 def class_names(config: DiTConfig, weights: Weights) -> list[str]:
     """The name of every class of a class model: the data set's, or its number."""
+    assert config.num_classes is not None
     names = [*(weights.info.get("class_names") or [])]
     return names + [str(number) for number in range(len(names), config.num_classes)]
 
@@ -146,7 +150,10 @@ def check_negative(negative: str | None, config: DiTConfig, weights: Weights) ->
 
 def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
     """The condition of guidance's other half, one row: the null condition, or the negative prompt's in its place."""
-    return conditioner.null() if negative is None else conditioner.encode([negative])
+    if negative is None:
+        return conditioner.null()
+    assert isinstance(conditioner, CaptionConditioner)
+    return conditioner.encode([negative])
 
 
 def latent_size(

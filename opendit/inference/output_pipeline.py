@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opendit.encoders.pictures import to_bytes
 from opendit.encoders.tiles import Tiles
-from opendit.encoders.vae import Codec
+from opendit.encoders.vae import Codec, FrozenVAE
 from opendit.encoders.video_vae import FrameCodec, frames_of
 from opendit.parallel.sequence.collectives import Group, start_gather
 
@@ -109,7 +109,7 @@ class OutputPipeline:
         self._ranks, self._leads, self._deliver = ranks, leads, deliver
         # The frames of a picture's codec are independent: they can be shared out where there is a single clip.
         self._frames = isinstance(codec, FrameCodec)
-        self._codec = codec.codec if self._frames else codec
+        self._codec = codec.codec if isinstance(codec, FrameCodec) else codec
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._flying: deque[_Batch] = deque()
 
@@ -146,6 +146,7 @@ class OutputPipeline:
         if self._ranks is not None and (tiles := self._codec.tiles(rows)) is not None:
             # Tiles travel as they come from the decoder: to blend bytes would round twice.
             rows, codec = tiles.cut(rows), self._codec
+            assert isinstance(codec, FrozenVAE)  # the only ones that have tiles
             decode, form = codec.decode_whole, lambda part: part.to(codec.dtype)
         count, mine = len(rows), rows
         if self._ranks is not None:
@@ -160,7 +161,8 @@ class OutputPipeline:
 
     def _gather(self, batch: _Batch) -> None:
         """Every rank's share to all of them. On the main stream, where all ranks communicate in one order."""
-        if self._side is not None:
+        assert self._ranks is not None
+        if self._side is not None and batch.ready is not None:
             main = torch.cuda.current_stream()
             main.wait_event(batch.ready)
             batch.pixels.record_stream(main)

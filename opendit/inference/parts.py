@@ -111,7 +111,7 @@ class Parts:
         """``pixels``: (rows, *shape) of the job's dtype. np.load reads the file, at whose end stands the checksum.
         Raises OSError naming the file."""
         header = self._header(part)
-        data = memoryview(np.ascontiguousarray(pixels)).cast("B") if pixels.size else b""
+        data = np.ascontiguousarray(pixels).data.cast("B") if pixels.size else b""
         digest = self._digest(part)
         with replacing(self.path(part)) as new, open(new, "wb") as file:
             for piece in (header, data):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opendit.common.stages import Stages
 from opendit.diffusion import Objective, objective_from_dict
-from opendit.encoders.conditioner import Conditioner, preview_labels
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, preview_labels
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.inference.engine import SamplingEngine
@@ -90,7 +90,7 @@ class SamplingRun:
             sampler=flags.sampler,
             cfg_scale=flags.cfg_scale,
             cfg_channels=flags.cfg_channels,
-            cfg_interval=tuple(flags.cfg_interval) or None,
+            cfg_interval=(flags.cfg_interval[0], flags.cfg_interval[1]) if flags.cfg_interval else None,
             guidance_every=flags.guidance_every,
             cache=flags.cache,
             size=self.size,
@@ -244,6 +244,7 @@ def what_to_draw(
         names = class_names(config, weights)
         return torch.arange(len(names), device=conditioner.device), choose(flags, len(names)), names
     prompts = read_prompts(flags.prompt) or weights.info.get("captions") or [""]
+    assert isinstance(conditioner, CaptionConditioner)
     count = flags.num_samples or max(len(prompts), len(flags.image), len(flags.clip))
     return conditioner.encode(prompts), torch.arange(count) % len(prompts), prompts
 

@@ -1,5 +1,8 @@
 """A network whose share of a sampling step that does not depend on x_t is made beforehand, into tables."""
 
+from collections.abc import Iterator
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +13,7 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.step_rows import gather_rows
 from opendit.models import Condition, DiT
 from opendit.models.given_frames import with_given
+from opendit.models.conditioning import joined
 
 PRODUCT_ROWS = 256  # of the products that make modulations
 
@@ -51,7 +55,7 @@ class PreparedModel:
         self.memory, self.shared = memory, shared
         self.grid = model.config.grid_of(size)
         self._static: dict[str, list[Tensor]] = {}
-        self._table: Tensor | None = None
+        self._table = torch.empty(0)  # until the first condition
         self._evaluation = 0
         self.capacity = len(times)  # steps in the table; known when the first condition is
 
@@ -59,7 +63,7 @@ class PreparedModel:
 
     def condition(self, y: Condition, null: Condition | None) -> None:
         """Takes the conditions of a batch: y, B rows; null, one row or B, None without guidance."""
-        both = y if null is None else getattr(y, "cat", torch.cat)((y, null))
+        both = y if null is None else joined((y, null))
         self._vector, context = self.model.embed_condition(both)
         rows = torch.arange(self.samples, device=self.model.device)
         if self.guided:
@@ -82,20 +86,24 @@ class PreparedModel:
         tokens, mask = context
         every = self._static["rows"][0].flatten()
         needed = 2 * tokens[0].nbytes * len(every) * len(self.model.blocks)
-        contexts = [context] if needed > self.memory else self.model.contexts(context)
+        contexts = [context] if needed > self.memory else self.model.contexts(context) or []
         self._parts = len(contexts[0])
         self._keep("contexts", [part[every] for block in contexts for part in block[:-1]] + [mask[every]])
 
     def _make_table(self, conditions: int) -> None:
         c = self.model.t_embedder(self.times[0, :1]) + self._vector[:1]
-        self._widths, dtypes = zip(*((m.shape[1], m.dtype) for m in self.model.modulations(c)), strict=True)
+        self._widths, dtypes = zip(*((m.shape[1], m.dtype) for m in self._modulations(c)), strict=True)
         steps, self._evaluations = self.times.shape
         self._conditions, width = conditions, sum(self._widths)
         rows = self._evaluations * conditions
         self.capacity = self._steps_of(rows, rows * width * dtypes[0].itemsize)
         shape = self.capacity * rows, width
-        if self._table is None or self._table.shape != shape or self._table.dtype != dtypes[0]:
+        if self._table.shape != shape or self._table.dtype != dtypes[0]:
             self._table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
+
+    def _modulations(self, c: Tensor) -> Iterator[Tensor]:
+        """One tensor a block: other models are not prepared."""
+        return cast(Iterator[Tensor], self.model.modulations(c))
 
     def _steps_of(self, rows: int, size: int) -> int:
         """How many steps the table holds. rows: of a step; size: theirs in bytes."""
@@ -131,7 +139,7 @@ class PreparedModel:
             count = some.stop - part
             given = [F.pad(values[some], (0, PRODUCT_ROWS - count)) for values in (t, conditions)]
             c, column = self.model.t_embedder(given[0]) + self._vector[given[1]], 0
-            for m, width in zip(self.model.modulations(c), self._widths, strict=True):
+            for m, width in zip(self._modulations(c), self._widths, strict=True):
                 table = self._table[:, column : column + width]
                 if rows is None:
                     table[some] = m[:count]
@@ -190,7 +198,7 @@ class PreparedModel:
             x = with_given(x, given[rows % self.samples])
         return self.model.predict(x, modulations, self._context(rows), position, self.stack)
 
-    def _context(self, rows: Tensor) -> GatheredContexts | None:
+    def _context(self, rows: Tensor) -> Any:  # GatheredContexts is indexed as the list of contexts that models take
         if not self._parts:
             return None
         return GatheredContexts(self._static["contexts"], self._parts > 2, lambda part: self._rows_in(part, rows))

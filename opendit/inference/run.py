@@ -52,8 +52,11 @@ def run(flags: "SampleConfig", stages: Stages) -> None:
     """
     with Supervisor((ValueError, OSError)) as supervisor:
         with stages("processes, device"):
-            sizes = dict(sequence_parallel=flags.sequence_parallel_size, tensor_parallel=flags.tensor_parallel_size)
-            mesh = init_mesh(**sizes, group_of_one=False)
+            mesh = init_mesh(
+                sequence_parallel=flags.sequence_parallel_size,
+                tensor_parallel=flags.tensor_parallel_size,
+                group_of_one=False,
+            )
             if flags.profile and mesh.device.type == "cuda":
                 stages.wait = torch.cuda.synchronize
         with stages("flags and files: checked"):
@@ -82,13 +85,13 @@ def open_parts(sampling: SamplingRun) -> tuple[Parts, bool]:
         try:
             found = None if flags.overwrite else find(output)
             earlier = found is not None
-            if earlier and (differences := found.differences(job.settings)):
+            if found is not None and (differences := found.differences(job.settings)):
                 raise ValueError(
                     f"--output {output}: holds {found.there:,} of {found.count:,} samples of a job that did not end, "
                     f"and this one is another: {', '.join(differences)}; start it as it was to go on, give another "
                     "--output, or add --overwrite to drop what is there"
                 )
-            if earlier:
+            if found is not None:
                 job = replace(job, samples_a_part=found.samples_a_part)
         except ValueError as error:
             problem = str(error)

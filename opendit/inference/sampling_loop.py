@@ -2,21 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opendit.diffusion import Objective
-from opendit.diffusion.guidance import cfg_model, guided_within
+from opendit.diffusion.guidance import cfg_model, guided_within, is_within
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS
 from opendit.inference.approximations import FIRST, REST, REUSED, Approximations, FirstBlockCache, Mode
-from opendit.inference.block_stacks import FirstBlockDone, make_stack
+from opendit.inference.block_stacks import FirstBlockDone, FirstBlockStack, make_stack
 from opendit.inference.fused_steps import FusedSteps, fused_steps, usable
 from opendit.inference.prepared_model import PreparedModel
 from opendit.inference.reused_guidance import ReusedGuidance
 from opendit.inference.step_inputs import StepInputs
-from opendit.kernels.recording import GraphRecorder
+from opendit.kernels.recording import Recorder
 from opendit.models import Condition, DiT
 
 
@@ -77,7 +78,8 @@ class SamplingLoop:
         self._inputs: StepInputs | None = None
         self._like, self._trajectory = like, trajectory
         state = self.sampler.init(like)
-        self.state, self._state_type = tuple(part.clone() for part in state), type(state)
+        self._state_type: Any = type(state)  # a NamedTuple, which the type system can't make of its fields
+        self.state = tuple(part.clone() for part in state)
         self.step = torch.zeros(samples, dtype=torch.int64, device=device)
         self.order = torch.arange(samples, device=device)
         models = [self.sampler.model_at(i) for i in range(self.sampler.steps)]
@@ -115,8 +117,7 @@ class SamplingLoop:
             return None
         guided = [self.network.guided] * settings.steps
         if self.network.guided and settings.cfg_interval is not None:
-            choice = guided_within(settings.cfg_interval, settings.objective.noise_level, True, False)
-            guided = [choice.at_level(level) for level in levels]
+            guided = [is_within(settings.cfg_interval, level) for level in levels]
         parts = self.network, settings.objective, settings.sampler, guided, self.state, self.step
         return fused_steps(*parts, settings.cfg_scale, settings.cfg_channels)
 
@@ -143,7 +144,7 @@ class SamplingLoop:
             static.copy_(part)
         self._end = self.evaluated = self.whole = 0
 
-    def advance(self, i: int, recorder: GraphRecorder | None = None) -> None:
+    def advance(self, i: int, recorder: Recorder | None = None) -> None:
         """Takes step i; the steps are taken in their order. recorder: of its recording; None: kernel by kernel.
 
         Raises NotRecordedError if it can't be recorded; the step is still to be taken then.
@@ -151,21 +152,25 @@ class SamplingLoop:
         if i == self._end:
             count = self.network.fill(i)
             if self.fused is None:
+                assert self._inputs is not None
                 self._inputs.fill(i, count)
             else:
-                self.fused.fill(i, count, self.sampler.noise_fn)
+                self.fused.fill(i, count, self.sampler.noise)
             self._end += count
             self.step.zero_()
         self.stack.prepare(i)
         mode = self.plan[i].mode
         if mode.blocks == FIRST:
+            assert isinstance(self.stack, FirstBlockStack)
             self._take(i, mode, recorder)
             mode = mode._replace(blocks=REUSED if self.stack.reuses() else REST)
         self._take(i, mode, recorder)
 
-    def _take(self, i: int, mode: Mode, recorder: GraphRecorder | None) -> None:
+    def _take(self, i: int, mode: Mode, recorder: Recorder | None) -> None:
         """Takes step i, or its part, in this mode."""
+        kind: tuple[Any, ...]
         if self.fused is None:
+            assert self._inputs is not None
             kind = mode, self.sampler.model_at(i), self._inputs.present[i]
         else:
             kind = mode, self.fused.kinds[i]
@@ -192,6 +197,7 @@ class SamplingLoop:
         model, present = kind
         self.network.begin(self.step)
         self._guidance.begin(mode.null)
+        assert self._inputs is not None
         inputs = self._inputs.at(self.step, self.order, present)
         try:
             after = self.sampler.advance(model, self._state_type(*self.state), inputs)

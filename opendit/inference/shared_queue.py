@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from opendit.parallel.guidance import Replica
 
@@ -24,7 +24,7 @@ class SharedQueue:
         replica: this rank's.
     """
 
-    def __init__(self, store: dist.Store, name: str, count: int, replica: Replica):
+    def __init__(self, store: Store, name: str, count: int, replica: Replica):
         self._store, self._name, self.count, self._replica = store, f"queue/{name}", count, replica
 
     def __iter__(self) -> Iterator[int]:

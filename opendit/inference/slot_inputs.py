@@ -1,7 +1,7 @@
 """What steps take besides the state, for samples of which each goes along a trajectory of its own."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,10 @@ class InputPlace(NamedTuple):
     dtype: torch.dtype
     line: int | None
     scalar: bool
+
+
+def _no_model(x: Tensor, t: Tensor) -> Tensor:
+    raise AssertionError("of a table that no model is called for")
 
 
 class StepTable:
@@ -63,7 +67,7 @@ class StepTable:
         like = torch.zeros(1, *shape, device=device)
         noises: dict[int, Tensor] = {}
         self.sampler: Sampler = SAMPLERS[name](
-            None, self.trajectory, like, lambda k: noises.setdefault(k, torch.zeros_like(like))
+            _no_model, self.trajectory, like, lambda k: noises.setdefault(k, torch.zeros_like(like))
         )
         inputs = [self.sampler.mixed_inputs(i) for i in range(steps)]
         if len({tuple(value is None for value in step) for step in inputs}) > 1:
@@ -72,7 +76,7 @@ class StepTable:
         evaluations = self._evaluations(objective, channels[1], like, inputs[0])
         times = evaluation_times(objective, name, steps, channels, device)
         self.times = torch.stack([torch.cat([t, t[:1].expand(evaluations - len(t))]) for t in times]).cpu()
-        self.type = type(inputs[0])
+        self.type: Any = type(inputs[0])
         self.places: list[InputPlace | None] = []
         columns: dict[torch.dtype, list[Tensor]] = {}
         drawn = {id(noise): k for k, noise in noises.items()}
@@ -134,7 +138,7 @@ class SlotInputs(StepInputs):
         self._place, self._large = {}, {}
         for number, place in enumerate(table.places):
             if place is not None and place.line is not None:
-                self._place[number] = place
+                self._place[number] = place.dtype, place.line, place.scalar
             elif place is not None:
                 self._large[number] = torch.zeros(cells, *self._shape, dtype=place.dtype, device=device)
         self._scales = torch.ones(cells, device=device)

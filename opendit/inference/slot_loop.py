@@ -1,7 +1,8 @@
 """Continuous batching: samples take the rows of a batch when they are free, each at a step of its own."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor
 from opendit.diffusion import Objective
 from opendit.diffusion.guidance import cfg_model
 from opendit.diffusion.random import initial_noise
+from opendit.diffusion.trajectory import Model
 from opendit.inference.sampling_loop import NotRecordedError
 from opendit.inference.slot_inputs import Fill, SlotInputs, StepTable
 from opendit.inference.slot_model import SlotModel
 from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.recording import GraphRecorder
 from opendit.models import Condition, DiT
+from opendit.models.conditioning import joined as joined_conditions
 
 TICKS = 64  # that are prepared at once for every slot, at most
 PATIENCE = 2  # ticks for which a smaller batch must have been enough
@@ -40,7 +43,7 @@ class SlotSample:
     """One sample on its way. y, null: its conditions, one row each. scales: (steps,) of guidance. owner: whose it is.
     step: how many are done."""
 
-    owner: object
+    owner: Any
     number: int
     table: StepTable
     y: Condition
@@ -105,12 +108,13 @@ class SlotLoop:
         self._inputs = SlotInputs(sample.table, like, self.network.cells)
         self._sampler = sample.table.sampler
         state = sample.table.start(like)
-        self._state, self._state_type = tuple(part.clone() for part in state), type(state)
+        self._state_type: Any = type(state)  # a NamedTuple
+        self._state = tuple(part.clone() for part in state)
         self._tick = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._order = torch.arange(slots, device=self._device)
         self._scale = torch.ones(slots, *(1,) * len(self.shape), device=self._device)
-        self._models: dict[int, object] = {}
-        self.recordings: dict[int, object] = {}
+        self._models: dict[int, Model] = {}
+        self.recordings: dict[int, Callable[[], None]] = {}
         self._warm: set[int] = set()
         self.rows: list[SlotSample | None] = [None] * slots
         self._fresh: list[int] = []
@@ -222,12 +226,13 @@ class SlotLoop:
             static.copy_(part)
         self._tick.add_(1)
 
-    def _model(self, size: int):
+    def _model(self, size: int) -> Model:
         """The model of (x, t) that the sampler calls with so many rows."""
         if size not in self._models:
             rows = torch.arange(2 * size, device=self._device)
             scale = self._scale[:size] if self.kind.guided else 1.0
-            guided = cfg_model(self.network, *rows.chunk(2), scale, self.kind.channels)
+            y, null = rows.chunk(2)
+            guided = cfg_model(self.network, y, null, scale, self.kind.channels)
             self._models[size] = self._objective.network(guided)
         return self._models[size]
 
@@ -269,7 +274,7 @@ class SlotLoop:
     def _fill(self, rows: list[int], free: Sequence[int] = ()) -> None:
         """Makes these rows' cells from the next tick to the last one that is prepared. What ``free`` rows compute stays
         finite: a trajectory's last step, again and again."""
-        samples = [self.rows[row] for row in rows]
+        samples = [sample for row in rows if (sample := self.rows[row]) is not None]
         fills = [Fill(row, s.table, s.step, s.scales, s.seed, s.number) for row, s in zip(rows, samples, strict=True)]
         fills += [fills[0]._replace(slot=row, step=fills[0].table.steps) for row in free]
         self._inputs.fill_cells(fills, self._at, self._end, self._size, self._put)
@@ -288,4 +293,4 @@ class SlotLoop:
 
 def joined(conditions: list[Condition]) -> Condition:
     first = conditions[0]
-    return first if len(conditions) == 1 else getattr(first, "cat", torch.cat)(conditions)
+    return first if len(conditions) == 1 else joined_conditions(conditions)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from opendit.inference.prepared_model import PreparedModel
 from opendit.models import Condition, DiT
+from opendit.models.conditioning import joined
 
 
 class SlotModel(PreparedModel):
@@ -54,13 +55,13 @@ class SlotModel(PreparedModel):
 
     def admit(self, slots: Tensor, y: Condition, null: Condition) -> None:
         """Samples with conditions y and null, both (n, ...), take the slots (n,) int64."""
-        both = getattr(y, "cat", torch.cat)((y, null)) if self.guided else y
+        both = joined((y, null)) if self.guided else y
         vector, context = self.model.embed_condition(both)
         rows = self._rows_of(slots)
         self._vector.index_copy_(0, rows, vector)
         if context is None:
             return
-        contexts = [context] if self._parts == 2 else self.model.contexts(context)
+        contexts = [context] if self._parts == 2 else self.model.contexts(context) or []
         new = [*(part for block in contexts for part in block[:-1]), context[1]]
         for static, part in zip(self._static["contexts"], new, strict=True):
             static.index_copy_(0, rows, part)

@@ -1,6 +1,6 @@
 """What a sampler's steps take besides the state, as tables of which a step takes rows."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class StepInputs:
     def __init__(self, sampler: Sampler, like: Tensor, capacity: int):
         self.sampler, self.samples, self.capacity, self._rank = sampler, len(like), capacity, like.dim()
         inputs = [sampler.inputs(i) for i in range(sampler.steps)]
-        self.type = type(inputs[0])
+        self.type: Any = type(inputs[0])
         # Of every step which inputs it has: steps that differ there are recorded apart.
         self.present = [tuple(value is not None for value in step) for step in inputs]
         self._large: dict[int, Tensor] = {}  # input's number -> (capacity * B, C, ...)

@@ -3,12 +3,21 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 _ALIVE: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 _FAILED: list[torch.cuda.CUDAGraph] = []  # recordings that torch must go on finding, see _clear_up
+
+
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """What records: a :class:`GraphRecorder`, or something around one."""
+
+    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]: ...
 
 
 class GraphRecorder:
@@ -21,7 +30,7 @@ class GraphRecorder:
     def __init__(self):
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
-    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """As :func:`record`."""
         return record(work, self._stream, self._pool)
 
@@ -35,7 +44,7 @@ class GraphRecorder:
         current.wait_stream(self._stream)
 
 
-def record(work: Callable[[], Tensor], stream: torch.cuda.Stream, pool) -> tuple[Tensor, Callable[[], None]]:
+def record(work: Callable[[], T], stream: torch.cuda.Stream, pool) -> tuple[T, Callable[[], None]]:
     """Records what ``work`` enqueues without running it: (its result's memory, a function that runs it).
 
     Raises RuntimeError if something in it can't be recorded; the pool is good for no other recording then.

@@ -7,6 +7,7 @@ replaces a dropped caption by the encoder's own embedding of the empty string: s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,12 @@ class TextCondition:
 
 
 Condition = Tensor | TextCondition
+
+
+def joined(conditions: Sequence[Condition]) -> Condition:
+    """Several batches of conditions of one kind as one."""
+    join: Any = getattr(conditions[0], "cat", torch.cat)
+    return join(tuple(conditions))
 
 
 def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:

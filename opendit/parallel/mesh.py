@@ -50,7 +50,7 @@ class Mesh:
     world_size: int
     local_rank: int
     device: torch.device
-    dims: ParallelDims | None = None
+    dims: ParallelDims = field(default=None)  # pyright: ignore[reportArgumentType, reportAssignmentType] made below
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self):

@@ -21,7 +21,7 @@ SHORTEST_PASSWORD = 8
 
 
 def build_parser() -> CommandLine:
-    parser = CommandLine(name_of("python -m opendit.inference.page"), __doc__)
+    parser = CommandLine(name_of("python -m opendit.inference.page"), __doc__ or "")
     parser.heading("Shown: runs, their figures, and what can be drawn from")
     parser.option("--outputs", Value(unit="folder"), "the folder of runs", "./outputs")
     parser.option(

@@ -71,7 +71,9 @@ def application(page: Page, password: str | None, hosts: tuple[str, ...] | None 
             raise HTTPException(404) from None
         return FileResponse(path, media_type="image/png")
 
-    theme = gr.themes.Default(primary_hue="indigo", secondary_hue="indigo", font=FONT, font_mono=FIXED)
+    theme = gr.themes.Default(  # pyright: ignore[reportPrivateImportUsage] gradio's way to write it
+        primary_hue="indigo", secondary_hue="indigo", font=FONT, font_mono=FIXED
+    )
     theme = theme.set(layout_gap="10px", block_padding="7px 12px", button_large_padding="7px 12px")
     app = gr.mount_gradio_app(
         app,

@@ -217,7 +217,8 @@ class Catalog:
         file = find_weights(choice.path, choice.which)
         info = read_info(file)
         weights = Weights({}, file, info)
-        return ModelCard.of(weights.config, weights, objective_from_dict(info.get("objective"))) if info else None
+        config = weights.config
+        return config and ModelCard.of(config, weights, objective_from_dict(info.get("objective")))
 
 
 def _mark(path: Path) -> tuple:

@@ -47,7 +47,7 @@ def compare_tab(page: Page, blocks: gr.Blocks) -> None:
             asked_for = WhatForm(*values[2 * count :])
             choices = [how.choice(page.catalog) for how in hows]
             cards = [page.card(choice) for choice in choices]
-            same_conditions(*cards, asked_for)
+            same_conditions(cards[0], cards[1], asked_for)
             asked = [
                 read_forms(asked_for, how, choice, card, page.most_samples)
                 for how, choice, card in zip(hows, choices, cards, strict=True)
@@ -66,7 +66,10 @@ def compare_tab(page: Page, blocks: gr.Blocks) -> None:
             ]
             text = f"A: {choices[0].name}; B: {choices[1].name}; seed {asked[0].request.settings.seed}"
             notes = [note for pending in shown for note in pending.notes]
-            yield views.message(text, dict.fromkeys(notes)), views.pairs(*stored, list(map(difference, *drawn)))
+            yield (
+                views.message(text, dict.fromkeys(notes)),
+                views.pairs(stored[0], stored[1], list(map(difference, *drawn))),
+            )
 
     def stop(request: gr.Request) -> None:
         page.cancel(str(request.session_hash))

@@ -90,7 +90,7 @@ class PendingDrawing:
         with self._lock:
             if self.done:
                 return
-            self.samples, self.error, self.stage = samples or [], error and plain(error), "done"
+            self.samples, self.error, self.stage = samples or [], None if error is None else plain(error), "done"
             self._drawn = None  # whose tensors would keep a model's memory
             self._done.set()
         self._ended(self)

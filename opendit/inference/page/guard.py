@@ -26,7 +26,9 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 
-Scope, Receive, Send = dict, Callable[[], Awaitable[dict]], Callable[[dict], Awaitable[None]]
+Scope = dict
+Receive = Callable[[], Awaitable[dict]]
+Send = Callable[[dict], Awaitable[None]]
 
 
 class Guard:
@@ -76,6 +78,7 @@ class Guard:
         return None
 
     def _knows_password(self, authorization: str) -> bool:
+        assert self._password is not None
         kind, _, credentials = authorization.partition(" ")
         if kind.lower() != "basic":
             return False

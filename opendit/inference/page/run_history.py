@@ -111,5 +111,5 @@ def starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
 
 def changed_flags(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The flags of which two starts had other values, "--lr 0.0001 -> 0.001"."""
-    old, new = (start.get("flags") if isinstance(start.get("flags"), dict) else {} for start in (before, after))
+    old, new = (flags if isinstance(flags := start.get("flags"), dict) else {} for start in (before, after))
     return [f"--{name} {old.get(name)} -> {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]
