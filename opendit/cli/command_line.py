@@ -117,7 +117,7 @@ def value_of(item: dataclasses.Field) -> Value | None:
 
 def default_of(item: dataclasses.Field) -> Any:
     """A flag's default; a new list of one that takes several values."""
-    return item.default_factory() if item.default is dataclasses.MISSING else item.default
+    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 def check_values(config) -> None:

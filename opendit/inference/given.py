@@ -13,6 +13,7 @@ from torch import Tensor
 from opendit.data.base import BadSample
 from opendit.data.clips import decode_frames, resize_and_crop
 from opendit.data.picture_file import read_picture
+from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.inference.clip import VideoClip
 from opendit.models.configuration import DiTConfig
@@ -22,7 +23,7 @@ from opendit.models.names import parse_given
 
 def given_latents(
     config: DiTConfig,
-    codec: VideoCodec,
+    codec: ImageCodec | VideoCodec,
     size: tuple[int, ...],
     device: torch.device,
     *,
@@ -53,6 +54,7 @@ def given_latents(
         what = "draws pictures" if not config.is_video else "was trained without --given_frames"
         advice = "leave it out" + ", or fine-tune the model with it (docs/video.md)" * config.is_video
         raise ValueError(f"{flag}: {path} {what}; {advice}")
+    assert isinstance(codec, VideoCodec)  # of a model of clips
     count = _latent_count(config.given_frames, flag, size[0], frames, codec.temporal_downscale, path)
     pixels = (count - 1) * codec.temporal_downscale + 1
     side = size[1] * codec.downscale

@@ -276,8 +276,10 @@ class Pipeline:
 
                 for first in range(0, len(y), batch_size):
                     rows = slice(first, first + batch_size)
-                    how = dict(given=rows_of(given, index[rows]), callback=after_step)
-                    drawn += self.shown(engine.sample(y[rows], order.null, index[rows], seed, **how))
+                    own = rows_of(given, index[rows])
+                    drawn += self.shown(
+                        engine.sample(y[rows], order.null, index[rows], seed, given=own, callback=after_step)
+                    )
         return drawn
 
     def _given(self, size: tuple[int, ...], image: Any, clip: Any, frames: int | None) -> Tensor | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -164,7 +164,8 @@ def _load(
     # (Operations for inference alone read a projection's weight, of which ranks have parts.)
     kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)
     shares = sequence if divided is None else TensorParallel(divided, sequence)
-    model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=shares)
+    how: Any = shares  # of a kind that has what this model asks it for, where SequenceShards names all that any does
+    model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=how)
     with stages("VAE: waited for"):
         codec = loading.get(vae, config)
     if loading.work is not None:

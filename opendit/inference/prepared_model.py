@@ -12,8 +12,8 @@ from opendit.inference.gathered import GatheredContexts, GatheredModulations, se
 from opendit.kernels.common import kernels_available
 from opendit.kernels.step_rows import gather_rows
 from opendit.models import Condition, DiT
-from opendit.models.given_frames import with_given
 from opendit.models.conditioning import joined
+from opendit.models.given_frames import with_given
 
 PRODUCT_ROWS = 256  # of the products that make modulations
 

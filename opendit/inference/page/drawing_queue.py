@@ -48,7 +48,7 @@ class PendingDrawing:
         self.request, self.stage = request, "waiting"
         self.notes: list[str] = []
         self.samples: list[Any] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._ended, self._drawn = ended, None
         self._lock, self._done = threading.Lock(), threading.Event()
 
