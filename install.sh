@@ -30,7 +30,7 @@ ready() {
 import importlib.util as u, pathlib, sys
 needed = "torch torchvision timm diffusers transformers decord av einops safetensors tensorboard sklearn tqdm colossalai opendit"
 if sys.argv[1] == "test":
-    needed += " basedpyright pytest pytest_timeout xdist hypothesis ruff peft gradio playwright webdataset shtab braceexpand s3fs moto flask flask_cors"
+    needed += " pytest pytest_timeout xdist hypothesis ruff peft gradio playwright webdataset shtab braceexpand s3fs moto flask flask_cors mkdocs material mkdocstrings basedpyright"
 missing = [name for name in needed.split() if not u.find_spec(name)]
 if not missing:  # the opendit of another checkout would be used silently
     sys.path = [p for p in sys.path if p not in ("", ".")]
