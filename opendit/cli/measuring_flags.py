@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from opendit.cli.command_line import Flags, flag
+from opendit.cli.evaluate_flags import EvaluateConfig
 from opendit.cli.values import FROM_0, GUIDANCE, SAMPLING_STEPS, SHARE
-from opendit.evaluation.names import METRICS
+from opendit.evaluation.names import DIGITS, METRICS
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,13 @@ class EvaluationFlags(Flags):
     evaluate_video_features: str | None = flag(None, "as --video_features of opendit evaluate", unit="file")
     evaluate_steps: int = flag(50, "denoising steps of those samples", **SAMPLING_STEPS)
     evaluate_cfg_scale: float = flag(1.5, "guidance of those samples; 1: off", **GUIDANCE)
+
+    def evaluating(self) -> EvaluateConfig:
+        """What ``opendit evaluate`` would be given to measure the samples of --evaluate_every."""
+        how = {
+            "features": self.evaluate_features,
+            "video_features": self.evaluate_video_features,
+            "reference": self.evaluate_reference or (DIGITS if self.evaluate_features == DIGITS else None),
+            "metrics": self.evaluate_metrics,
+        }
+        return EvaluateConfig(**how, intervals=False, given=frozenset(how))

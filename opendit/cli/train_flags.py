@@ -15,14 +15,14 @@ from opendit.cli.checks import (
 )
 from opendit.cli.command_line import check_values, settle_idle
 from opendit.cli.errors import OnThisMachine
-from opendit.cli.evaluate_flags import EvaluateConfig
 from opendit.cli.measuring_flags import EvaluationFlags, ValidationFlags
 from opendit.cli.pack_checks import check_packs
 from opendit.cli.recipes import find_recipe
+from opendit.cli.run_flags import GridFlags, RunFlags, SaveFlags
 from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
 from opendit.data.names import check_inline, named_sources
 from opendit.diffusion.names import DESCRIPTIONS
-from opendit.evaluation.names import DIGITS, of_training
+from opendit.evaluation.names import of_training
 from opendit.models.names import KINDS, canonical_name, is_video, parse_given
 from opendit.parallel.names import PLUGINS, check_precision
 from opendit.parallel.sizes import (
@@ -54,9 +54,9 @@ class TrainConfig(
     component.MemoryFlags,
     component.PluginFlags,
     ParallelFlags,
-    component.RunFlags,
-    component.SaveFlags,
-    component.GridFlags,
+    RunFlags,
+    SaveFlags,
+    GridFlags,
     ValidationFlags,
     EvaluationFlags,
 ):
@@ -174,16 +174,6 @@ class TrainConfig(
             raise ValueError(
                 f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice; give each once"
             )
-
-    def evaluating(self) -> EvaluateConfig:
-        """What ``opendit evaluate`` would be given to measure the samples of --evaluate_every."""
-        how = {
-            "features": self.evaluate_features,
-            "video_features": self.evaluate_video_features,
-            "reference": self.evaluate_reference or (DIGITS if self.evaluate_features == DIGITS else None),
-            "metrics": self.evaluate_metrics,
-        }
-        return EvaluateConfig(**how, intervals=False, given=frozenset(how))
 
     def _check_evaluation(self) -> None:
         if self.ckpt_best not in (None, "val_loss") and not self.evaluate_every:
@@ -410,8 +400,8 @@ class Components:
         self.memory = flags.part(component.MemoryFlags)
         self.plugin = flags.part(component.PluginFlags)
         self.parallel = flags.part(ParallelFlags)
-        self.run = flags.part(component.RunFlags)
-        self.save = flags.part(component.SaveFlags)
-        self.grids = flags.part(component.GridFlags)
+        self.run = flags.part(RunFlags)
+        self.save = flags.part(SaveFlags)
+        self.grids = flags.part(GridFlags)
         self.validation = flags.part(ValidationFlags)
         self.evaluation = flags.part(EvaluationFlags)

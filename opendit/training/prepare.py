@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from opendit.cli.checks import check_writable
+from opendit.cli.run_flags import SaveFlags
 from opendit.cli.shared_flags import SpeedFlags
-from opendit.cli.train_components import CaptionFlags, DataFlags, SaveFlags, StartFlags
+from opendit.cli.train_components import CaptionFlags, DataFlags, StartFlags
 from opendit.cli.train_flags import Components, TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset

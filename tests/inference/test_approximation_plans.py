@@ -105,7 +105,7 @@ def test_what_does_nothing_or_can_not_be_combined_is_refused():
         Approximations.of(2, "taylor:3", 50)
     with pytest.raises(ValueError, match="at most half the 5 sampling steps"):
         Approximations.of(1, "taylor:3", 5)
-    with pytest.raises(ValueError, match="below the 4 sampling steps"):
+    with pytest.raises(ValueError, match="less than the 4 sampling steps"):
         Approximations.of(4, None, 4)
     with pytest.raises(ValueError, match="1 or more"):
         Approximations.of(0, None, 4)
