@@ -254,7 +254,7 @@ def test_another_batch_size_goes_on(unfinished, ckpt, uninterrupted, capsys):
     ("flags", "differences"),
     [
         ("--seed 6", "--seed 5 there, 6 here"),
-        ("--cfg_scale 3 --num_sampling_steps 3", "--num_sampling_steps 2 there, 3 here; --cfg_scale 2 there, 3 here"),
+        ("--cfg_scale 3 --num_sampling_steps 3", "--num_sampling_steps 2 there, 3 here, --cfg_scale 2 there, 3 here"),
         ("--num_samples 23", "--num_samples 22 there, 23 here"),
         ("--class_labels 1", "classes or prompts "),
         ("--no_save_png", "--save_png on there, off here"),
