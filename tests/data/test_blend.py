@@ -73,7 +73,7 @@ def test_workers_read_what_the_schedule_says(folder, workers):
         ("sources: &s [*s]", "a source is like"),
         ("sources: [{path: blend.yaml, weight: 1}]", "can't hold another blend"),
         ("sources: [{path: mock, weight: 1}]", "can't hold mock"),
-        ("sources: [", "is not YAML"),
+        ("sources: [", "not YAML that can be read"),
         ("[1]", "must be like"),
         ("sources: [{path: a, weight: 1}, {path: c, weight: 1}]", "a has no class 'hound'.*classes: union"),
         ("sources: [{path: a, weight: 1}, {path: c, weight: 1, classes: {wolf: dog}}]", "no class 'wolf'"),
