@@ -94,7 +94,7 @@ def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = F
             return run(x, t, y)
 
     def step(number: int) -> None:
-        x, t, noise, y = data.micro_batch(number)
+        x, t, noise, y, *_ = data.micro_batch(number)
         prepared = data.objective.prepare(x, t, noise)
         output = forward(prepared.x_t, prepared.timestep, y=y)
         data.objective.loss(output, prepared).mean().backward()

@@ -54,7 +54,7 @@ def plain_run(config=CONFIG) -> tuple[list[float], list[float], dict[str, Tensor
     adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     averages = {name: p.detach().clone() for name, p in model.named_parameters()}
     for step in range(STEPS):
-        x0, t, noise, y = samples(step, slice(None))
+        x0, t, noise, y, *_ = samples(step, slice(None))
         prepared = objective.prepare(x0, t, noise)
         loss = objective.loss(model(prepared.x_t, t, y), prepared).mean()
         loss.backward()
