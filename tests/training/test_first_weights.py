@@ -137,7 +137,7 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
         initial_config=case.found,
         dataset=SimpleNamespace(class_names=list(case.after)),
         lora=Lora(case.lora, 4.0, "base") if case.lora else None,
-        kernels=SimpleNamespace(ops=None, attend=local_attention),
+        kernels=SimpleNamespace(ops=None, attend=local_attention, varlen=None),
         sequence=None,
         stages=None,
         why_not_compiled="off",

@@ -93,15 +93,20 @@ def test_a_batch_is_read_when_it_is_asked_for_and_seen_by_all_who_must():
             read.append(micro)
             yield batch(micro=micro)
 
-    monitor = SimpleNamespace(loader_wait=lambda waited: seen.append(("monitor", waited)))
+    counted = []
+    monitor = SimpleNamespace(
+        loader_wait=lambda waited: seen.append(("monitor", waited)), count=lambda *what: counted.append(what)
+    )
+    flops = SimpleNamespace(of=lambda micro_batch: 7.0 * len(micro_batch.x0))
     pace = SimpleNamespace(begin=lambda waited: seen.append(("pace", waited)))
     diagnosis = SimpleNamespace(keep=lambda batch: seen.append(("diagnosis", batch.micro)))
-    micro_batches = MicroBatches(loader(), inputs(), 2, monitor, pace, diagnosis)
+    micro_batches = MicroBatches(loader(), inputs(), 2, flops, monitor, pace, diagnosis)
     for first in (0, 2):
-        read.clear(), seen.clear()
+        read.clear(), seen.clear(), counted.clear()
         step = micro_batches.of_next_step()
         assert not read
         next(step)
         assert read == [first] and [who for who, _ in seen] == ["monitor", "pace", "diagnosis"]
         assert seen[0][1] == seen[1][1] >= 0 and seen[2][1] == first
         assert len(list(step)) == 1 and read == [first, first + 1]
+        assert [flops for _, flops in counted] == [7.0 * 64] * 2  # a micro-batch's samples have 7 each here
