@@ -340,7 +340,7 @@ def _latent_geometry(
     multiple = downscale * side
     if data.image_size % multiple:
         raise ValueError(
-            f"--image_size {data.image_size} does not divide by {multiple} (--vae {data.vae}: {downscale}, patch of "
+            f"--image_size {data.image_size}: does not divide by {multiple} (--vae {data.vae}: {downscale}, patch of "
             f"{model}: {side}); use {max(multiple, round(data.image_size / multiple) * multiple)}"
         )
     return data.vae, channels, (data.image_size // downscale,) * 2, frames

@@ -199,7 +199,7 @@ def test_learned_positions_of_a_clip_model_without_its_frames_are_a_picture_mode
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", "DiT-S/2"], "hidden_size 128 there, 384 here; depth 4 there, 12 here"),
+        (["--model", "DiT-S/2"], "hidden_size 128 there, 384 here, depth 4 there, 12 here"),
         (["--model", "DiT-Ti/2", "--qk_norm"], "qk_norm False there, True here"),
         (["--model", "DiT-Ti/2", "--lora", "4", "--plugin", "gemini"], "--lora: does not work with --plugin gemini"),
     ],

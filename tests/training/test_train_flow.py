@@ -64,7 +64,7 @@ def test_two_ranks_follow_the_plain_loop_and_the_checkpoint_draws(tmp_path, no_r
     assert np.array_equal(drawn["default"], drawn["euler"]) and not np.array_equal(drawn["euler"], drawn["heun"])
     with pytest.raises(SystemExit):
         sample.main(["--ckpt", str(run), "--sampler", "ddim", "--output", str(tmp_path / "no")])
-    assert "sampled by euler or heun" in capsys.readouterr().err
+    assert "give euler or heun" in capsys.readouterr().err
 
 
 def test_a_resume_keeps_what_the_network_predicts(tmp_path, no_ranks, capsys):

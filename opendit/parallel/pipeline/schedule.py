@@ -66,7 +66,7 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
     if chunks_of(schedule) > 1 and micro_batches % ranks:
         raise ValueError(
             f"--pipeline_schedule {schedule}: takes micro-batches in groups of --pipeline_parallel_size {ranks}, and "
-            f"--grad_accumulation {micro_batches} does not divide by it; use "
+            f"--grad_accumulation {micro_batches}: does not divide by it; use "
             f"{max(ranks, round(micro_batches / ranks) * ranks)}, or 1f1b"
         )
 

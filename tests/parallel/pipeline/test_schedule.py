@@ -95,5 +95,5 @@ def test_what_cannot_be_scheduled_is_refused_by_name():
         ValueError, match="--pipeline_schedule gpipe: no such schedule; choose one of 1f1b, interleaved"
     ):
         make_schedule("gpipe", 0, 2, 4)
-    with pytest.raises(ValueError, match="--grad_accumulation 5 does not divide by it; use 4, or 1f1b"):
+    with pytest.raises(ValueError, match="--grad_accumulation 5: does not divide by it; use 4, or 1f1b"):
         make_schedule("interleaved", 0, 4, 5)
