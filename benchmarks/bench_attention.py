@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.results import append
+from benchmarks.results import add_flags, record
 from opendit.kernels.attention import BACKENDS, LocalAttention, flash_attn, package_attention
 from opendit.kernels.names import PACKAGE
 
@@ -256,8 +256,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--milliseconds", type=int, default=100, help="time for each measurement")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each kernel; the best counts")
     parser.add_argument("--seconds", type=float, default=170, help="no measurement begins after so long")
-    parser.add_argument("--results", default=None, help="append the rows to this CSV file")
-    parser.add_argument("--record", action="store_true", help="append them to benchmarks/results.csv")
+    add_flags(parser)
     args = parser.parse_args(argv)
     args.type = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     trials, kernels = Trials(args.seconds), [KERNELS[name] for name in args.kernels]
@@ -268,10 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = error_table(kernels, args, trials) + speed_table(kernels, args, trials)
     if trials.skipped:
         print(f"no time left for {len(trials.skipped)}: {'; '.join(dict.fromkeys(trials.skipped))}")
-    if args.results:
-        append(rows, args.results)
-    if args.record:
-        append(rows)
+    record(rows, args)
 
 
 if __name__ == "__main__":

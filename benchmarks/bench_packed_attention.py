@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_attention import Trials, median_ms
-from benchmarks.results import append
+from benchmarks.results import add_flags, record
 from opendit.kernels.attention import CUTE, LocalAttention, resolve_attention
 from opendit.kernels.varlen import TORCH, VarlenAttention, resolve_varlen
 from opendit.models.segment_attention import segment_attention
@@ -225,8 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--milliseconds", type=int, default=100, help="time for each measurement")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each way; the best counts")
     parser.add_argument("--seconds", type=float, default=170, help="no measurement begins after so long")
-    parser.add_argument("--results", default=None, help="append the rows to this CSV file")
-    parser.add_argument("--record", action="store_true", help="append them to benchmarks/results.csv")
+    add_flags(parser)
     args = parser.parse_args(argv)
     args.type = {"bf16": torch.bfloat16, "fp16": torch.float16}[args.dtype]
     trials = Trials(args.seconds)
@@ -237,10 +236,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = error_table(args, trials) + speed_table(args, trials)
     if trials.skipped:
         print(f"no time left for {len(trials.skipped)}: {'; '.join(dict.fromkeys(trials.skipped))}")
-    if args.results:
-        append(rows, args.results)
-    if args.record:
-        append(rows)
+    record(rows, args)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.bench_attention import median_ms
 from benchmarks.bench_packed_attention import LONGEST, MIXES, mixed
-from benchmarks.results import append
+from benchmarks.results import add_flags, record
 from opendit.kernels.common import kernels_available
 from tests.kernels.cases import MODULATED, Operator, arguments_of, make_inputs, output_gradients
 
@@ -69,8 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--milliseconds", type=int, default=50, help="time for each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="turns of both")
-    parser.add_argument("--results", default=None, help="append the rows to this CSV file")
-    parser.add_argument("--record", action="store_true", help="append them to benchmarks/results.csv")
+    add_flags(parser)
     args = parser.parse_args(argv)
     available, reason = kernels_available(args.device, DTYPES[args.dtype])
     if not available:
@@ -94,10 +93,7 @@ def main(argv: list[str] | None = None) -> None:
                 })  # fmt: skip
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-    if args.results:
-        append(rows, args.results)
-    if args.record:
-        append(rows)
+    record(rows, args)
 
 
 if __name__ == "__main__":

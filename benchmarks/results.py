@@ -1,5 +1,6 @@
 """Appends rows to benchmarks/results.csv."""
 
+import argparse
 import csv
 import datetime
 import subprocess
@@ -42,3 +43,17 @@ def append(rows: list[dict], path: Path | str = RESULTS, *, gpus: int = 1) -> No
             if made.get("baseline_value") and "ratio" not in row:
                 made["ratio"] = f"{float(made['value']) / float(made['baseline_value']):.3f}"
             writer.writerow(made)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """--results FILE and --record, which :func:`record` follows."""
+    parser.add_argument("--results", default=None, help="append the rows to this CSV file")
+    parser.add_argument("--record", action="store_true", help="append them to benchmarks/results.csv")
+
+
+def record(rows: list[dict], args: argparse.Namespace) -> None:
+    """Appends rows, as :func:`append`, where the flags of :func:`add_flags` ask for it."""
+    if args.results:
+        append(rows, args.results)
+    if args.record:
+        append(rows)

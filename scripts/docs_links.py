@@ -2,7 +2,6 @@
 repository's page of them; pictures outside it are copied into the site."""
 
 import re
-import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,8 +33,3 @@ def on_files(files, config, **_):
     for path in sorted((ROOT / PICTURES).glob("*")):
         files.append(File(f"{PICTURES}/{path.name}", str(ROOT), config["site_dir"], config["use_directory_urls"]))
     return files
-
-
-def on_post_build(config, **_) -> None:
-    """mkdocs' own event, after all pages: nothing of a cache stays."""
-    shutil.rmtree(ROOT / ".cache", ignore_errors=True)

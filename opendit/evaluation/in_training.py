@@ -13,12 +13,11 @@ from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import Codec
 from opendit.evaluation.digits import asked_of_captions, asked_of_labels
-from opendit.evaluation.extract import Features
 from opendit.evaluation.measuring import Measuring
 from opendit.evaluation.media import MediaOptions
 from opendit.evaluation.names import DIGITS, of_training
 from opendit.evaluation.results import Measurement, append_results, figure_text
-from opendit.evaluation.samples import Samples
+from opendit.evaluation.samples import DescribedSamples
 from opendit.models.conditioning import Condition
 from opendit.models.dit import DiT
 from opendit.training.drawing import EMASampler
@@ -64,7 +63,7 @@ class RunEvaluation:
             asked = asked_of_captions(captions)
         side = shape[-2] if shape[-2] == shape[-3] else None
         options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, spec.flags.frame_interval)
-        self._samples = Samples(self.count, shape, captions, self._told(), options, _not_by_itself, asked)
+        self._samples = DescribedSamples(self.count, shape, captions, self._told(), options, asked)
         folder = spec.folder / FOLDER
         try:
             self._measuring = Measuring(flags, self._samples, folder, spec.mesh, self._note)
@@ -163,10 +162,6 @@ class RunEvaluation:
         figures = dict.fromkeys(self._measuring.figure_names) | {row.metric: row.value for row in finite}
         append_results(folder, finite)
         return figures
-
-
-def _not_by_itself(_: Any) -> Features:
-    raise NotImplementedError("a run draws its own samples")
 
 
 def _encoded(conditioner: Conditioner, captions: list[str]) -> Condition:

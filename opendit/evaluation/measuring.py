@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from opendit.evaluation.clip_score import caption_embeddings, clip_scores
-from opendit.evaluation.digits import AskedDigits
 from opendit.evaluation.extract import Extractor, Layout
 from opendit.evaluation.figures import Figure, MetricInputs, RealSamples, check_features, figure_names, figures, plan
 from opendit.evaluation.known_files import find_default
@@ -19,7 +18,7 @@ from opendit.evaluation.names import DIGITS, METRICS
 from opendit.evaluation.networks import FeatureNetwork, digits_network, load_network
 from opendit.evaluation.reference import clip_shape, open_reference, real_digits
 from opendit.evaluation.results import Measurement
-from opendit.evaluation.samples import Samples
+from opendit.evaluation.samples import DescribedSamples
 from opendit.parallel.mesh import Mesh
 from opendit.training.fingerprint import code
 from opendit.training.monitor import print_block
@@ -53,7 +52,9 @@ class Measuring:
         OSError: a file is not there.
     """
 
-    def __init__(self, flags: "EvaluateConfig", samples: Samples, output: Path, mesh: Mesh, say: Callable[[str], None]):
+    def __init__(
+        self, flags: "EvaluateConfig", samples: DescribedSamples, output: Path, mesh: Mesh, say: Callable[[str], None]
+    ):
         self._flags, self._samples, self._device = flags, samples, mesh.device
         self._of_clips = samples.options if samples.clips else None
         self._networks = load_networks(flags, self._of_clips, mesh.device, say)
@@ -61,6 +62,7 @@ class Measuring:
         self.extractor = self._networks.extractor(flags, mesh.device, samples.clips, self._with_captions)
         layout = _usable(self.extractor.layout(samples.shape), samples)
         check_features(flags.metrics, layout, self._with_captions)
+        self._real: RealSamples | None = None  # made once: a run that trains measures many times
         self.reference = None
         if flags.reference is not None and _compares(flags):
             of_reference = self._networks.extractor(flags, mesh.device, samples.clips, captions=False)
@@ -113,7 +115,8 @@ class Measuring:
         )
         if flags.features != DIGITS:
             return inputs
-        return beside_real_digits(inputs, samples.asked, self._of_clips, self.extractor, flags.reference == DIGITS)
+        self._real = self._real or real_samples(samples, self.extractor, flags.reference == DIGITS)
+        return replace(inputs, asked=samples.asked, real=self._real)
 
     def _measurement(self, figure: Figure, told: dict[str, Any]) -> Measurement:
         network = None if figure.network is None else getattr(self._networks, figure.network)
@@ -194,22 +197,16 @@ def load_networks(
     return Networks(pictures, clips, captions)
 
 
-def beside_real_digits(
-    inputs: MetricInputs,
-    asked: AskedDigits | None,
-    of_clips: MediaOptions | None,
-    extractor: Extractor,
-    reference: bool,
-) -> MetricInputs:
-    """With the features of real digits. asked: what the samples were to show. of_clips: as of :func:`load_networks`.
-    reference: whether the held-out digits are what samples are compared with."""
-    count = len(next(iter(inputs.features.values())))
-    train, held_out = real_digits("train", of_clips, min(count, REAL)), real_digits("test", of_clips)
+def real_samples(samples: DescribedSamples, extractor: Extractor, reference: bool) -> RealSamples:
+    """The features of real digits, beside which figures of ``samples`` are read: of as many training digits, and of the
+    held-out ones. reference: whether these are what samples are compared with."""
+    of_clips = samples.options if samples.clips else None
+    train, held_out = real_digits("train", of_clips, min(samples.count, REAL)), real_digits("test", of_clips)
     of_train, of_held_out = (extractor(torch.from_numpy(real.media.every_one())) for real in (train, held_out))
-    return replace(inputs, asked=asked, real=RealSamples(of_train, of_held_out, held_out.asked, reference))
+    return RealSamples(of_train, of_held_out, held_out.asked, reference)
 
 
-def _usable(layout: Layout, samples: Samples) -> Layout:
+def _usable(layout: Layout, samples: DescribedSamples) -> Layout:
     """The features that figures can be computed of: without knowing what was asked for, not whether it is seen."""
     missing = set() if samples.asked else {"digit", "moved"}
     if samples.asked and samples.asked.directions is None:

@@ -33,22 +33,30 @@ FIX = "wait for its end, or give another --output"
 
 
 @dataclass(frozen=True)
-class Samples:
-    """shape: of one, (H, W, 3) or (T, H, W, 3). captions: of each, or None. told: fields of a Measurement. options: how
-    files of a reference become pixels like these. extract: computes their
-    features. asked: which digits they were to show, if that is known."""
+class DescribedSamples:
+    """What is known of samples before there are any.
+
+    shape: of one, (H, W, 3) or (T, H, W, 3). captions: of each, or None. told: fields of a Measurement. options: how
+    files of a reference become pixels like these. asked: which digits they are to show, if that is known.
+    """
 
     count: int
     shape: tuple[int, ...]
     captions: Sequence[str] | None
     told: dict[str, Any]
     options: MediaOptions
-    extract: Callable[[Extractor], Features]
-    asked: AskedDigits | None = None
+    asked: AskedDigits | None
 
     @property
     def clips(self) -> bool:
         return len(self.shape) == 4
+
+
+@dataclass(frozen=True)
+class Samples(DescribedSamples):
+    """Samples that can be had. extract: computes their features."""
+
+    extract: Callable[[Extractor], Features]
 
 
 @contextlib.contextmanager
@@ -90,7 +98,7 @@ def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> S
 
     labels = None if media.labels is None else media.labels[: media.count]
     asked = asked_of_labels(labels) or asked_of_captions(captions)
-    return Samples(media.count, shape, captions, told, options, extract, asked)
+    return Samples(media.count, shape, captions, told, options, asked, extract)
 
 
 def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], None]) -> Samples:
@@ -137,7 +145,7 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
     captions = None if classes else sampling.captions
     digits = classes and len(sampling.names) == 10
     asked = asked_of_labels(sampling.choices.numpy()) if digits else asked_of_captions(captions)
-    return Samples(count, shape, captions, told, options, extract, asked)
+    return Samples(count, shape, captions, told, options, asked, extract)
 
 
 def _ask_for_all_digits(sampling: SamplingRun) -> None:
