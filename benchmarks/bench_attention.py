@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import statistics
 import sys
 import time
 import warnings
@@ -36,6 +37,7 @@ LENGTHS = (8192, 74240, 256, 1024, 32768)  # in the order of their interest
 SHORT = (257, 1024)  # tokens whose N x N matrix fits in float64
 TOKENS = 32768  # of all samples of a case, at least
 BASELINE = "cudnn"
+AT_ONCE = 3  # calls that are queued together: few kernels can be, and a call of packs has many
 
 
 @functools.cache
@@ -158,6 +160,29 @@ def median_ms(call: Callable[[], object], milliseconds: int, device: str) -> flo
     from triton.testing import do_bench  # clears the L2 cache before each call
 
     return do_bench(call, warmup=milliseconds // 4, rep=milliseconds, return_mode="median")
+
+
+def device_ms(call: Callable[[], object], milliseconds: int, device: str) -> float:
+    """As :func:`median_ms`, and none of it is the host's time: the calls are queued while the GPU waits."""
+    if device == "cpu":
+        return median_ms(call, milliseconds, device)
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    wait = int(2e9 * AT_ONCE * 2 * (time.perf_counter() - start))  # in cycles of about 2 GHz
+    torch.cuda.synchronize()
+    found: list[float] = []
+    while len(found) < 3 * AT_ONCE or (sum(found) < milliseconds and len(found) < 100):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(AT_ONCE + 1)]
+        torch.cuda._sleep(wait)
+        for event in events[:-1]:
+            event.record()
+            call()
+        events[-1].record()
+        torch.cuda.synchronize()
+        found += [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return statistics.median(found)
 
 
 def speeds(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, milliseconds: int) -> tuple[float, float]:

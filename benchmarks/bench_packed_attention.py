@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.bench_attention import Trials, median_ms
+from benchmarks.bench_attention import Trials, device_ms
 from benchmarks.results import add_flags, record
 from opendit.kernels.attention import CUTE, LocalAttention, resolve_attention
 from opendit.kernels.varlen import TORCH, VarlenAttention, resolve_varlen
@@ -143,9 +143,9 @@ def tflops(way: Way, lengths: list[int], head_dim: int, args) -> tuple[float, fl
     """TFLOP/s forward and backward."""
     leaves, grad = inputs(sum(lengths), head_dim, args.type, args.device)
     with torch.no_grad():
-        forward = median_ms(lambda: way(*leaves), args.milliseconds, args.device)
+        forward = device_ms(lambda: way(*leaves), args.milliseconds, args.device)
     out = way(*leaves)
-    backward = median_ms(
+    backward = device_ms(
         lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), args.milliseconds, args.device
     )
     flop = forward_flop(lengths, head_dim) / 1e9

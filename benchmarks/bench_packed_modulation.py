@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.bench_attention import median_ms
+from benchmarks.bench_attention import device_ms
 from benchmarks.bench_packed_attention import LONGEST, MIXES, mixed
 from benchmarks.results import add_flags, record
 from opendit.kernels.common import kernels_available
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
                 times: dict[str, list[float]] = {"packed": [], "dense": []}
                 for _ in range(args.rounds):  # they take turns, so that a drift of the clocks meets both
                     for which, call in pair.items():
-                        times[which].append(median_ms(call, args.milliseconds, args.device))
+                        times[which].append(device_ms(call, args.milliseconds, args.device))
                 packed, dense = (statistics.median(times[which]) for which in ("packed", "dense"))
                 case = f"{name} {direction}, {mix} of {len(lengths)}, {sum(lengths)}x{args.width} {args.dtype}"
                 print(f"{case:64s} {packed:8.4f} {dense:8.4f} {dense / packed:6.2f}", flush=True)

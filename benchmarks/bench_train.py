@@ -35,6 +35,7 @@ from opendit.diffusion.random import Stream, integers, normal
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import KernelChoice, select_kernels
+from opendit.kernels.varlen import VarlenAttention
 from opendit.models import build_model, model_config
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, build_engine
@@ -109,7 +110,7 @@ def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = F
 
 def engine_step(
     args, config, mesh, data, plugin: str, precision: str, kernels: KernelChoice, *, graph: bool = False,
-    recompute: str = "none", compiled: bool = False,
+    recompute: str = "none", compiled: bool = False, varlen: VarlenAttention | None = None,
 ):  # fmt: skip
     with mesh.device:
         model = build_model(config)
@@ -117,6 +118,7 @@ def engine_step(
         model,
         ops=kernels.ops,
         attend=kernels.attend,
+        varlen=varlen,
         recompute=recompute,
         grad_checkpoint=args.grad_checkpoint,
         compiled=compiled,
