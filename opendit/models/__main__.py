@@ -23,7 +23,7 @@ def table(names: list[str], image_size: int, frames: int, batch: int, world: int
     for name in names:
         config = model_config(
             name,
-            input_size=(image_size // 8,) * 2,
+            input_size=(image_size // 8, image_size // 8),
             in_channels=4,
             num_classes=1000,
             frames=frames if is_video(name) else None,
@@ -39,7 +39,7 @@ def table(names: list[str], image_size: int, frames: int, batch: int, world: int
 
 
 def build_parser() -> CommandLine:
-    parser = CommandLine(name_of("python -m opendit.models"), __doc__)
+    parser = CommandLine(name_of("python -m opendit.models"), __doc__ or "")
     parser.heading("Models: which, and for which runs")
     parser.option("names", Value(), "these only, e.g. DiT-XL/2 vDiT-B/244", nargs="*", metavar="MODEL")
     parser.option("--image_size", Value(int, **SIDE), "side of a picture; latents have an eighth of it", 256)

@@ -122,7 +122,7 @@ def adapt(
                 made, why = _relabelled(fresh(name), weights.state[stored], before, class_names, found.null_class)
         elif there is not None and there != shape:
             made, why = _resized(name, shape, weights.state[stored], found, config)
-        if made is not None:
+        if made is not None and why is not None:
             done.resized[name], done.made[name], done.why[name] = own.numel(), made, why
         elif there is not None and why is None:
             done.reused[name], done.stored[name] = own.numel(), stored

@@ -58,6 +58,7 @@ class SequenceShards(Protocol):
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens (B, n, F) of all (B, N, F)."""
+        ...
 
     takes_projection: bool  # whether to call project_and_attend, with which inputs can travel beside their products
 
@@ -67,19 +68,23 @@ class SequenceShards(Protocol):
 
         Where ranks divide a layer's heads as well, H are this rank's heads and D is their width, and projections give
         and take the tokens of all of these ranks."""
+        ...
 
     def project_and_attend(
         self, x: Tensor, qkv: "Projection | MadeProjection", heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
         """The same of x (B, n, D), of which ``qkv`` makes q, k, v of so many heads each; ``float8``: by products in
         float8, and x may be what such operations hand over."""
+        ...
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, N, F), on every rank, from this rank's (B, n, F)."""
+        ...
 
     def start_experts(self, mlp: "ExpertMlp", y: Tensor) -> "Routing":
         """``mlp.start`` for this rank's tokens y (B, n, D), of an EC-DiT's MLP (models/ecdit.py), whose experts choose
         among the tokens of all ranks."""
+        ...
 
     axial: bool  # whether attention along an axis of the grid calls attend_along
 
@@ -94,6 +99,7 @@ class SequenceShards(Protocol):
         """The attention output (B, n, D) of this rank's tokens x (B, n, D), each to the tokens that differ from it in
         one axis alone, 0 the frame, 1 the place in it: made by ``attend(tokens, qkv, grid)`` of grids that are whole
         along that axis. rotary: the rotations of all tokens."""
+        ...
 
 
 class Attention(nn.Module):
@@ -140,7 +146,8 @@ class Attention(nn.Module):
         if self.kv_heads == self.num_heads:
             return ops.linear_heads(x, qkv, self.num_heads)
         heads = qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
+        return q, k, v
 
     def _qkv_of_every_head(self) -> "Projection | MadeProjection":
         """The projection to q, k, v of all heads, as the ranks that share them out expect it: where heads share keys
@@ -163,7 +170,7 @@ class Attention(nn.Module):
         """Queries and keys normalised and rotated."""
         rotary = grid and grid.rotary
         q, k = q.transpose(1, 2), k.transpose(1, 2)  # as they lie in memory: attention's result will lie so too
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
@@ -211,7 +218,7 @@ def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k, v for every head of queries (dimension 1): copies where heads share them, because not every kernel of torch
     shares them by itself, and because ranks can't share out fewer heads than they are."""
     copies = q.shape[1] // k.shape[1]
-    return (k, v) if copies == 1 else tuple(part.repeat_interleave(copies, dim=1) for part in (k, v))
+    return (k, v) if copies == 1 else (k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1))
 
 
 def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:
@@ -230,14 +237,13 @@ class AxialAttention(Attention):
     axis: ClassVar[int]  # 0: the frame, 1: the place
 
     def output(self, x: Tensor, ops: BlockOps = TORCH_OPS, grid: TokenGrid | None = None) -> Tensor:
-        shards = None if grid is None else grid.shards
-        if shards is None or not shards.axial:
+        if grid is None or grid.shards is None or not grid.shards.axial:
             return super().output(x, ops, grid)
 
         def attend(x: Tensor, qkv: "Projection | MadeProjection", part: TokenGrid) -> Tensor:
             return self.attention(*self.project(x, ops, qkv), part).transpose(1, 2).flatten(2)
 
-        return shards.attend_along(self.axis, x, self.qkv, attend, grid.rotary)
+        return grid.shards.attend_along(self.axis, x, self.qkv, attend, grid.rotary)
 
 
 class FrameAttention(AxialAttention):

@@ -1,12 +1,13 @@
 """What the blocks of every architecture are, how a stack of them is run, and the layer after them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opendit.models.attention import TokenGrid, of_rows
-from opendit.models.layers import BlockOps, RMSNorm, modulation
+from opendit.models.layers import BlockOps, Mlp, Projection, RMSNorm, modulation
 
 # What blocks attend to: tokens (B, L, D) and their mask (B, L) bool; or, of one block, the keys and values (B, L, H, d)
 # that it makes of them, and the mask.
@@ -28,6 +29,9 @@ class Block(nn.Module):
     Subclasses have ``mlp`` and ``adaLN_modulation``, and say in :meth:`deferred` what they do.
     """
 
+    mlp: Mlp
+    adaLN_modulation: nn.Module
+
     def __init__(self):
         super().__init__()
         self.ops = BlockOps()
@@ -43,6 +47,7 @@ class Block(nn.Module):
         attention = getattr(self, "cross_attn", None)
         if attention is None or context is None:
             return context
+        assert len(context) == 2, "keys and values are made of tokens, once"
         tokens, mask = context
         return *attention.keys_values(tokens), mask
 
@@ -87,7 +92,7 @@ class Block(nn.Module):
         of_rows: of a pack, see ``TokenGrid``.
         """
         if len(start) == 1:
-            return self.ops.residual_and_norm(*_emptied(start), shift, scale, norm, of_rows)
+            return self.ops.residual_and_norm(start.pop(), shift, scale, norm, of_rows)
         return self.ops.residual_then_norm(*_emptied(start), shift, scale, norm, of_rows)
 
     def take(self, start: list, of_rows: tuple[Tensor, ...] = ()) -> Tensor:
@@ -95,10 +100,19 @@ class Block(nn.Module):
         return start.pop() if len(start) == 1 else self.ops.linear_gate_residual(*_emptied(start), *of_rows)
 
 
-def _emptied(start: list) -> tuple:
-    parts = tuple(start)
+if TYPE_CHECKING:
+
+    class Blocks(nn.ModuleList):
+        """A stack of blocks, which to checkers a ModuleList is not."""
+
+        def __iter__(self) -> Iterator[Block]: ...
+        def __getitem__(self, index: int) -> Block: ...
+
+
+def _emptied(start: list) -> tuple[Tensor, Tensor, Tensor, Projection]:
+    h, gate, z, fc2 = start
     start.clear()
-    return parts
+    return h, gate, z, fc2
 
 
 def run_blocks(
@@ -131,11 +145,11 @@ def run_blocks(
             else:
                 x = block(*given)
         return x
-    start = [x]
+    start: list = [x]
     del x  # the first block lets go of it
     for block, context in zip(blocks, contexts, strict=True):
-        start = [*block.deferred(start, next(modulations), context, grid), block.mlp.fc2]
-    return blocks[-1].materialize(*start[:3], of_rows(grid))
+        start = [*block.deferred(start, cast(Tensor, next(modulations)), context, grid), block.mlp.fc2]
+    return blocks[-1].materialize(*start[:3], of_rows=of_rows(grid))
 
 
 def is_cut(block: nn.Module) -> bool:

@@ -56,6 +56,8 @@ class BytesEncoder(nn.Module):
     the mean took a little longer, and a convolution over neighbouring bytes below it made no difference.
     """
 
+    positions: Tensor
+
     def __init__(self, text: TextConfig):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, text.width)

@@ -7,7 +7,7 @@ replaces a dropped caption by the encoder's own embedding of the empty string: s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +92,14 @@ def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:
     For labels (B,), ids (B, L) and TextConditions alike; null is of y's kind, with one row or as many as y.
     """
     if isinstance(y, TextCondition):
+        assert isinstance(null, TextCondition), "null is of y's kind"
         fields = zip((null.tokens, null.mask, null.pooled), (y.tokens, y.mask, y.pooled), strict=True)
-        return TextCondition(*(where(dropped, n, field) for n, field in fields))
+        return TextCondition(*(_where(dropped, n, field) for n, field in fields))
+    assert isinstance(null, Tensor), "null is of y's kind"
+    return _where(dropped, null, y)
+
+
+def _where(dropped: Tensor, null: Tensor, y: Tensor) -> Tensor:
     return torch.where(dropped.view(-1, *(1,) * (y.dim() - 1)), null.to(y.dtype), y)
 
 
@@ -119,7 +125,7 @@ class CaptionEmbedder(nn.Module):
 
     def forward(self, y: TextCondition) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Returns the vector (B, D) and the context: None, or tokens (B, L, D) with their mask (B, L) bool."""
-        dtype = self.mlp[0].weight.dtype
+        dtype = cast(nn.Linear, self.mlp[0]).weight.dtype
         vector = self.mlp(layer_norm(y.pooled).to(dtype))
         if self.tokens is None:
             return vector, None

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from opendit.models import bytes_text
 from opendit.models.conditioning import TextConfig
@@ -213,7 +213,7 @@ class DiTConfig:
         if self.shared_modulation:
             embed += self.modulation_width * (d + self.bias)
         if self.text is None:
-            embed += (self.num_classes + self.null_class) * d
+            embed += (cast(int, self.num_classes) + self.null_class) * d
         else:
             embed += (self.text.width + 1 + d + 1) * d
             if self.text.cross_attention:

@@ -6,23 +6,25 @@ Parameter names are those of Meta's release, so its checkpoints load strictly.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
-from opendit.models.attention import (
-    Attention,
-    CrossAttention,
-    SequenceShards,
-    TokenGrid,
-    local_attention,
-    of_rows,
-)
+from opendit.models.attention import Attention, CrossAttention, SequenceShards, TokenGrid, local_attention, of_rows
 from opendit.models.blocks import Block, Context, Deferred, FinalLayer, Modulation, run_blocks
 from opendit.models.bytes_text import BytesEncoder
 from opendit.models.conditioning import CaptionEmbedder, Condition
 from opendit.models.configuration import DiTConfig, times
-from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, XavierUniform, initialize
+from opendit.models.initialization import (
+    Constant,
+    Distribution,
+    FanInUniform,
+    Normal,
+    XavierUniform,
+    initial_attention,
+    initialize,
+)
 from opendit.models.layers import (
     PLAIN,
     BlockOps,
@@ -35,14 +37,12 @@ from opendit.models.layers import (
     modulation,
 )
 from opendit.models.packs import predict_pack
-from opendit.models.positions import (
-    LearnedPositions,
-    grid_coordinates,
-    rotary_table,
-    sincos_position_table,
-)
+from opendit.models.positions import LearnedPositions, grid_coordinates, rotary_table, sincos_position_table
 from opendit.models.segment_attention import Varlen
 from opendit.models.segments import Segments
+
+if TYPE_CHECKING:
+    from opendit.models.blocks import Blocks
 
 
 class DiTBlock(Block):
@@ -80,17 +80,10 @@ class DiTBlock(Block):
             x, y = self.ops.residual_then_norm(x, gate_a, y, self.attn.proj, shift_m, scale_m, of_rows=rows)
         else:
             x = self.ops.linear_gate_residual(x, gate_a, y, self.attn.proj, *rows)
+            assert context is not None, "cross-attention is of models with a text"
             x = x + self.cross_attn(layer_norm(x), *context, grid=grid)
             y = self.ops.layernorm_modulate(x, shift_m, scale_m, *rows)
         return x, gate_m, y
-
-
-def initial_attention(name: str, output: Distribution | None = None) -> dict[str, Distribution]:
-    """The initial distributions of an attention called ``name``, to tokens of its own (qkv) or others (q, kv);
-    ``output``: that of its projection (None: Xavier's)."""
-    inputs = {f"{name}.{layer}.weight": XavierUniform() for layer in ("qkv", "q", "kv")}
-    norms = {f"{name}.{norm}.weight": Constant(1) for norm in ("q_norm", "k_norm")}
-    return {**inputs, **norms, f"{name}.proj.weight": output or XavierUniform()}
 
 
 class DiT(nn.Module):
@@ -108,12 +101,12 @@ class DiT(nn.Module):
         self.x_embedder = PatchEmbed(config.patch, config.in_channels, dim, config.given_channels)
         self.t_embedder = TimestepEmbedder(dim)
         self.text_encoder = BytesEncoder(text) if text and text.inside else None
-        labels = None if text else LabelEmbedder(config.num_classes, dim, config.null_class)
-        self.y_embedder = CaptionEmbedder(text, dim) if text else labels
+        classes = cast(int, config.num_classes), dim, config.null_class  # (given of a model without a text)
+        self.y_embedder = CaptionEmbedder(text, dim) if text else LabelEmbedder(*classes)
         self.register_positions()
         chunks = config.modulation_width // dim
         self.shared_modulation = modulation(dim, chunks, Options(config.bias)) if config.shared_modulation else None
-        self.blocks = nn.ModuleList(self.make_block() for _ in range(config.depth))
+        self.blocks = cast("Blocks", nn.ModuleList(self.make_block() for _ in range(config.depth)))
         self.final_layer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
         self.ops = BlockOps()
         self.grad_checkpoint = False
@@ -121,14 +114,14 @@ class DiT(nn.Module):
         # N tokens, in a grid of these sizes, as the ranks of a group share them.
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
         if self.device.type != "meta":
-            initialize(self, seed=torch.randint(2**62, (), device="cpu").item())
+            initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
 
     @property
     def no_graph(self) -> str:
         """Why the forward pass can't be recorded as a CUDA graph; empty if it can."""
         return ""
 
-    def make_block(self) -> nn.Module:
+    def make_block(self) -> Block:
         config = self.config
         return DiTBlock(config.hidden_size, config.num_heads, config.mlp_ratio, config.cross_attention, config.options)
 
@@ -242,7 +235,7 @@ class DiT(nn.Module):
     def contexts(self, context: Context | None) -> list[Context] | None:
         """What :meth:`predict` takes in the place of a context that it is given more than once: every block's keys and
         values of it. (In a single call every block makes its own, and nothing of them outlives it.)"""
-        return None if context is None else [block.keys_values(context) for block in self.blocks]
+        return None if context is None else [cast(Context, block.keys_values(context)) for block in self.blocks]
 
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None) -> Iterator[Modulation]:
         """What every block's, then the final layer's ``modulate`` gives for the condition c (B, D), each made when it
@@ -272,8 +265,9 @@ class DiT(nn.Module):
         return self._predict(x, modulations, context, positions, run).mean(dim=2, keepdim=True)
 
     def _predict(self, x, modulations, context, positions, run) -> Tensor:
-        start = [*self.embed(x, positions)]
-        grid = start.pop()
+        tokens, grid = self.embed(x, positions)
+        start = [tokens]
+        del tokens
         x = self.of_tokens(start, grid, modulations, context, run)
         return self.unpatchify(x if grid.shards is None else grid.shards.gather(x), grid.sizes)
 
@@ -302,7 +296,7 @@ class DiT(nn.Module):
             patches, positions = shards.take(patches), positions if positions is None else shards.take(positions)
         tokens = self.x_embedder.project(patches)
         if self.learned_positions is not None:
-            tokens = tokens if self.config.positions_in_blocks else tokens + positions
+            tokens = tokens if self.config.positions_in_blocks else tokens + cast(Tensor, positions)
         elif positions is not None:
             tokens = self.ops.add_table(tokens, positions)  # in fp32: bf16 positions of neighbours would coincide
         return tokens, self.token_grid(sizes, positions, shards)
@@ -384,7 +378,7 @@ class DiT(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.t_embedder.mlp[0].weight.device
+        return cast(nn.Linear, self.t_embedder.mlp[0]).weight.device
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
         """Tokens (B, N, p * p * C) to (B, C, H, W), for any number of dimensions."""

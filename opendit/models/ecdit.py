@@ -135,9 +135,11 @@ class Routing(Protocol):
 
     def compute(self) -> None:
         """Takes what has arrived through this rank's experts, and sends it back."""
+        ...
 
     def result(self) -> Tensor:
         """What is added to the tokens (B, n, D). Once."""
+        ...
 
 
 class _RoutedHere:
@@ -208,6 +210,8 @@ class _AddRows(torch.autograd.Function):
 
 class ECDiT(DiT):
     """DiT with experts, of pictures or clips."""
+
+    config: ECDiTConfig
 
     @property
     def no_graph(self) -> str:

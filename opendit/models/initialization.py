@@ -17,9 +17,10 @@ would make up for on GPUs alone).
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -159,7 +160,16 @@ def _standard_normals(key: int, start: int, count: int) -> np.ndarray:
 
 def distribution_of(model: nn.Module, name: str) -> Distribution:
     """Of a parameter by its canonical name. Raises ValueError unless exactly one pattern of the model's fits it."""
-    return value_of(name, model.initial_distributions(), "the initial distributions")
+    distributions: Callable[[], dict[str, Distribution]] = cast(Any, model).initial_distributions
+    return value_of(name, distributions(), "the initial distributions")
+
+
+def initial_attention(name: str, output: Distribution | None = None) -> dict[str, Distribution]:
+    """The initial distributions of an attention called ``name``, to tokens of its own (qkv) or others (q, kv);
+    ``output``: that of its projection (None: Xavier's)."""
+    inputs = {f"{name}.{layer}.weight": XavierUniform() for layer in ("qkv", "q", "kv")}
+    norms = {f"{name}.{norm}.weight": Constant(1) for norm in ("q_norm", "k_norm")}
+    return {**inputs, **norms, f"{name}.proj.weight": output or XavierUniform()}
 
 
 def initialize(model: nn.Module, seed: int) -> None:

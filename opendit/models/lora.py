@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ def lora_parameters(config: DiTConfig, rank: int) -> int:
     """How many weights ``add_lora`` adds to a model: (in + out) x rank for each target. None is made."""
     with on_meta():
         model = build_model(config)
-    layers = [model.get_submodule(name) for name in targets(model)]
+    layers = [cast(nn.Linear, model.get_submodule(name)) for name in targets(model)]
     return rank * sum(layer.in_features + layer.out_features for layer in layers)
 
 
@@ -66,7 +67,8 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
     ``train_too`` to be trained."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets(model), bias="none")
+    alpha: Any = lora.alpha  # peft's annotation says int, and it takes any number
+    config = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets(model), bias="none")
     config._register_custom_module({Projection: _lora_projection()})
     inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
@@ -85,9 +87,9 @@ def _lora_projection() -> type:
         def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
             """W x + (alpha / rank) B A x, (..., out) for x (..., in); as ``Projection.product``, with peft's order of
             sums and casts."""
-            product = adapted = self.base_layer.product(x, bias, multiply)
+            product = adapted = cast(Projection, self.base_layer).product(x, bias, multiply)
             for name in self.active_adapters:
-                a, b = self.lora_A[name], self.lora_B[name]
+                a, b = cast(nn.Linear, self.lora_A[name]), self.lora_B[name]
                 adapted = adapted + b(a(x.to(a.weight.dtype))) * self.scaling[name]
             return adapted.to(product.dtype)
 
@@ -97,6 +99,7 @@ def _lora_projection() -> type:
 def check_lora(weights: "Weights") -> None:
     """Raises ValueError that names the file if what a run of --lora left does not fit its own configuration."""
     lora, state = Lora(**weights.info["lora"]), weights.state
+    assert weights.config is not None, "what a run of --lora left is a file of ours"
     parameters, buffers = model_shapes(weights.config)
     wanted = dict(parameters | buffers)
     for name in parameters:
@@ -120,6 +123,6 @@ def merge_lora(model: DiT, weights: "Weights") -> None:
         if name.endswith(A):
             layer = name.removesuffix(A)
             product = state[layer + B].float() @ value.float()
-            parameters[f"{layer}.weight"] += lora.alpha / lora.rank * product
+            parameters[f"{layer}.weight"].add_(lora.alpha / lora.rank * product)
         elif not name.endswith(B) and name in parameters:
             parameters[name].copy_(value)

@@ -81,6 +81,7 @@ class MovieGenBlock(Block):
             x, y = self.ops.residual_then_norm(x, gate_a, y, self.attn.proj, shift_m, scale_m, self.mlp_norm, rows)
         else:
             x = self.ops.linear_gate_residual(x, gate_a, y, self.attn.proj, *rows)
+            assert self.cross_norm is not None and context is not None, "cross-attention is of models with a text"
             x = x + self.cross_attn(self.cross_norm(x), *context, grid=grid)
             x, y = self.ops.residual_and_norm(x, shift_m, scale_m, self.mlp_norm, rows)
         return self.mlp.deferred(x, gate_m, y, self.ops)
@@ -88,6 +89,8 @@ class MovieGenBlock(Block):
 
 class MovieGen(DiT):
     """MovieGen on latents (B, C, T, H, W), or of pictures (B, C, H, W)."""
+
+    config: MovieGenConfig
 
     def make_block(self) -> MovieGenBlock:
         return MovieGenBlock(self.config)

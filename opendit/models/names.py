@@ -95,7 +95,7 @@ def nearest(name: str, names) -> str:
     return spelled[found[0]] if found else ""
 
 
-def parse_name(name: str) -> tuple[str, str, int | tuple[int, ...]]:
+def parse_name(name: str) -> tuple[str, str, int | tuple[int, int, int]]:
     """("DiT", "XL", 2) of DiT-XL/2, ("vDiT", "XL", (2, 2, 2)) of vDiT-XL/222. Raises ValueError for another name."""
     match = re.fullmatch(r"([A-Za-z-]+)-([A-Za-z0-9]+)/(\d+|[1-8]x[1-8]x[1-8])", name, re.ASCII)
     if match:
@@ -104,7 +104,8 @@ def parse_name(name: str) -> tuple[str, str, int | tuple[int, ...]]:
         kind = KINDS.get(kind_name)
         if kind and size in kind.sizes:
             if kind.clips and re.fullmatch("[1-8]{3}", digits := patch.replace("x", "")):
-                return kind_name, size, tuple(map(int, digits))
+                frames, rows, columns = map(int, digits)
+                return kind_name, size, (frames, rows, columns)
             if kind.pictures and patch in map(str, PATCHES):
                 return kind_name, size, int(patch)
     own = [known for known in _LISTED if known.lower().startswith(name.partition("-")[0].lower() + "-")]

@@ -2,7 +2,7 @@
 blocks on samples of one size."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def _embed(model: "DiT", x: Tensor, packed: PlacedSegments) -> tuple[Tensor, Tok
     if config.positions_in_blocks:
         learned = positions
     elif model.learned_positions is not None:
-        tokens = tokens + positions
+        tokens = tokens + cast(Tensor, positions)
     elif positions is not None:
         tokens = model.ops.add_table(tokens, positions)
     return tokens, TokenGrid((len(x),), rotary, learned, shards, packed)

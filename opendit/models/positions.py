@@ -4,6 +4,7 @@ All are functions of coordinates (N, axes), so that they serve any grid, and pac
 """
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,7 @@ class LearnedPositions(nn.Module):
 
     def forward(self, coordinates: Tensor) -> Tensor:
         """(N, D) in the weights' dtype, of coordinates (N, axes) int64 below ``sizes``."""
-        return sum(table(at) for table, at in zip(self.axes, coordinates.unbind(1), strict=True))
+        return cast(Tensor, sum(table(at) for table, at in zip(self.axes, coordinates.unbind(1), strict=True)))
 
 
 class _AddTable(torch.autograd.Function):

@@ -22,10 +22,12 @@ class Varlen(Protocol):
 
     def takes(self, run: SegmentRun) -> bool:
         """Whether it is faster for such a run than a dense call of its own."""
+        ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
         """The attention output (N, H, d) of q, k, v (N, H, d); offsets: (S + 1,) int32, where each of S segments begins
         and the last one ends; longest: tokens of the longest."""
+        ...
 
 
 class AttentionCall(NamedTuple):
@@ -62,7 +64,7 @@ def segment_attention(
     # tensor of zeros for each.
     sizes = [*(part.tokens for part in parts), padding]
     rows = zip(*(x[0].transpose(0, 1).split(sizes) for x in (q, k, v)), strict=True)
-    found = [_attend_to(part, *own, packed, attend, varlen) for part, own in zip(parts, rows, strict=False)]
+    found = [_attend_to(part, own, packed, attend, varlen) for part, own in zip(parts, rows, strict=False)]
     if padding:
         found.append(q.new_zeros(padding, q.shape[1], v.shape[-1]).to(found[0].dtype))
     output = found[0] if len(found) == 1 else torch.cat(found)
@@ -70,11 +72,12 @@ def segment_attention(
 
 
 def _attend_to(
-    part: AttentionCall, q: Tensor, k: Tensor, v: Tensor, packed: PlacedSegments, attend: Attend, varlen: Varlen | None
+    part: AttentionCall, own: tuple[Tensor, ...], packed: PlacedSegments, attend: Attend, varlen: Varlen | None
 ) -> Tensor:
-    """(n, H, d) of a part's q, k, v (n, H, d)."""
-    first = part.runs[0]
+    """(n, H, d) of a part's ``own`` q, k, v (n, H, d)."""
+    first, (q, k, v) = part.runs[0], own
     if part.varlen:
+        assert varlen is not None, "calls_of asks it"
         offsets = packed.offsets_of(first.segment, sum(run.count for run in part.runs))
         return varlen(q, k, v, offsets, max(run.length for run in part.runs))
     return attend(*(by_segment(x, first) for x in (q, k, v))).transpose(1, 2).flatten(0, 1)

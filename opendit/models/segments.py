@@ -61,7 +61,8 @@ class Segments:
         whole = [_fill_patch(size, patch) for size in sizes]
         repeated = tuple(tuple(size) != full for size, full in zip(sizes, whole, strict=True))
         grids = [tuple(side // p for side, p in zip(size, patch, strict=True)) for size in whole]
-        return cls(tuple((1, *grid)[-3:] for grid in grids), tokens, repeated if any(repeated) else ())
+        whole_grids = ((1, *grid)[-3:] for grid in grids)
+        return cls(tuple((f, r, c) for f, r, c in whole_grids), tokens, repeated if any(repeated) else ())
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

@@ -15,4 +15,5 @@ def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
             model = build_model(config)
     except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
         raise ValueError(f"a model of this configuration can't be built ({str(error).splitlines()[0]})") from error
-    return tuple({n: tuple(p.shape) for n, p in named} for named in (model.named_parameters(), model.named_buffers()))
+    parameters, buffers = model.named_parameters(), model.named_buffers()
+    return {n: tuple(p.shape) for n, p in parameters}, {n: tuple(b.shape) for n, b in buffers}

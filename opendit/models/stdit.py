@@ -10,8 +10,8 @@ from torch import Tensor
 
 from opendit.models.attention import Attention, CrossAttention, FrameAttention, TemporalAttention, TokenGrid
 from opendit.models.blocks import Block, Context, Deferred
-from opendit.models.dit import DiT, initial_attention
-from opendit.models.initialization import Distribution
+from opendit.models.dit import DiT
+from opendit.models.initialization import Distribution, initial_attention
 from opendit.models.layers import Mlp, modulation
 from opendit.models.vdit import VDiTConfig
 
@@ -74,6 +74,7 @@ class STDiTBlock(Block):
             else:
                 x, y = self.ops.residual_then_norm(x, last_gate, y, attention.proj, shift, scale)
         if self.cross_attn is not None:
+            assert context is not None, "cross-attention is of models with a text"
             y, last_gate = self.cross_attn.output(y, *context), gate
             shift, scale, gate = next(modulations).unbind(1)
             x, y = self.ops.residual_then_norm(x, last_gate, y, self.cross_attn.proj, shift, scale)
@@ -82,6 +83,8 @@ class STDiTBlock(Block):
 
 class STDiT(DiT):
     """Spatio-temporal Diffusion Transformer on latents (B, C, T, H, W); a picture is a clip with T = 1."""
+
+    config: STDiTConfig
 
     def make_block(self) -> STDiTBlock:
         return STDiTBlock(self.config)

@@ -67,14 +67,14 @@ def model_config(
             raise ValueError(
                 f"--model {name}: takes pictures; for clips use {clips}-{size}/1{patch}{patch} or the like"
             )
-        input_size = tuple(input_size)
+        size_of_latents: tuple[int, ...] = tuple(input_size)
     else:
         if frames is None:
             pictures = kind_name if kind.pictures else "DiT"
             raise ValueError(
                 f"--model {name}: takes clips (--use_video); for pictures use {pictures}-{size}/2 or the like"
             )
-        input_size = (frames, *input_size)
+        size_of_latents = (frames, *input_size)
     if kind.cross_attention and text is not None:
         text = replace(text, cross_attention=True)
     options = {key: value for key, value in options.items() if value is not None}
@@ -83,7 +83,7 @@ def model_config(
         owners = " or ".join(k for k, v in CLASSES.items() if key in {field.name for field in fields(v.config)})
         raise ValueError(f"--{key}: is not for --model {name}; it is for {owners or 'no model'}")
     config = made.config(
-        input_size=input_size,
+        input_size=size_of_latents,
         patch_size=patch,
         in_channels=in_channels,
         hidden_size=hidden,
@@ -96,9 +96,9 @@ def model_config(
     )
     config = config if revision is None else of_revision(config, name, revision)
     try:
-        config.grid_of(input_size)
+        config.grid_of(size_of_latents)
     except ValueError as error:
-        sides = " x ".join(map(str, input_size))
+        sides = " x ".join(map(str, size_of_latents))
         raise ValueError(
             f"--model {name}: latents of {sides} don't divide by patch {patch}; take another --image_size or patch"
         ) from error

@@ -13,6 +13,7 @@ from opendit.models.plans.terms import (
     Heads,
     Kept,
     MemoryTerm,
+    OwnConfig,
     Plan,
     Replicated,
     Row,
@@ -25,7 +26,7 @@ from opendit.models.plans.terms import (
 if TYPE_CHECKING:
     from opendit.models.configuration import DiTConfig
 
-Count = Callable[["DiTConfig"], int]  # how many of something a block has
+Count = Callable[[OwnConfig], int]  # how many of something a block has
 
 # ------------------------------------------------------------------------------------------------------------- rules
 
@@ -174,7 +175,7 @@ def caption_attention(outside: Callable[[Execution], float]) -> MemoryTerm:
     def kept(config: "DiTConfig", execution: Execution) -> Kept:
         if not config.cross_attention:
             return Kept()
-        heads = 2 + 2 * config.text.max_tokens / config.tokens
+        heads = 2 + 2 * _caption_keys(config) / config.tokens
         return Kept(units=outside(execution) + heads * (1 + config.qk_norm))
 
     return MemoryTerm("cross-attention", kept)
@@ -225,12 +226,12 @@ def _modulation(config: "DiTConfig") -> int:
 def _cross_attention(config: "DiTConfig") -> int:
     if not config.cross_attention:
         return 0
-    n, m, d = config.tokens, config.text.max_tokens, config.hidden_size
+    n, m, d = config.tokens, _caption_keys(config), config.hidden_size
     return 2 * n * d * d + 2 * m * d * (2 * d) + 2 * n * d * d
 
 
 def _caption_keys(config: "DiTConfig") -> int:
-    return config.text.max_tokens if config.cross_attention else 0
+    return config.text.max_tokens if config.text and config.text.cross_attention else 0
 
 
 def _patches(config: "DiTConfig") -> int:

@@ -4,10 +4,12 @@ and checks are made of it by opendit.parallel.rules, the estimate of the memory 
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from opendit.models.configuration import DiTConfig
+
+OwnConfig = Any  # the configuration of the plan's own architecture
 
 # --------------------------------------------------------------------------------------------- rules of parameters
 
@@ -140,7 +142,7 @@ class MemoryTerm:
     """What a part of a block keeps for its backward pass."""
 
     part: str
-    kept: Callable[["DiTConfig", Execution], Kept]
+    kept: Callable[[OwnConfig, Execution], Kept]
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,9 @@ class FlopTerm:
     """
 
     part: str
-    flops: Callable[["DiTConfig"], int]
+    flops: Callable[[OwnConfig], int]
     place: Literal["block", "first", "last", "every"] = "block"
-    keys: Callable[["DiTConfig"], int] | None = None
+    keys: Callable[[OwnConfig], int] | None = None
 
     @property
     def per_block(self) -> bool:
@@ -183,13 +185,13 @@ class Plan:
         the block, and the backward pass would wait for the block's reduction, which nothing hides.
     """
 
-    rules: Callable[["DiTConfig"], dict[str, Rule]]
-    divisible: Callable[["DiTConfig"], dict[str, dict[str, int]]]
+    rules: Callable[[OwnConfig], dict[str, Rule]]
+    divisible: Callable[[OwnConfig], dict[str, dict[str, int]]]
     memory: tuple[MemoryTerm, ...]
-    backward: Callable[["DiTConfig", Execution], float]
+    backward: Callable[[OwnConfig, Execution], float]
     flops: tuple[FlopTerm, ...]
     stages: StageCuts
-    projections: Callable[["DiTConfig"], dict[str, tuple[str, ...]]]
+    projections: Callable[[OwnConfig], dict[str, tuple[str, ...]]]
     units: tuple[str, ...] = ("blocks.*",)
 
     def kept(self, config: "DiTConfig", execution: Execution) -> Kept:
