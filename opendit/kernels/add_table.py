@@ -8,7 +8,7 @@ four times what the bytes need. Backward is nothing at all: dx = dy.
 import torch
 from torch import Tensor
 
-from opendit.kernels import common
+from opendit.kernels.checks import check_tensors
 from opendit.kernels.common import tl, triton
 from opendit.kernels.operators import operator
 
@@ -81,5 +81,5 @@ def add_table(x: Tensor, table: Tensor) -> Tensor:
     """
     if x.dim() != 3 or table.numel() != x[0].numel() or table.shape[-2:] != x.shape[-2:]:
         raise ValueError(f"x must be (B, N, D) and table (N, D), not {tuple(x.shape)} and {tuple(table.shape)}")
-    common.check_tensors(x=x, table=table)
+    check_tensors(x=x, table=table)
     return _forward_op(x, table)

@@ -16,6 +16,7 @@ from torch.backends import cuda as cuda_backends
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opendit.kernels.capability import FEATURES, compute_capability
+from opendit.kernels.filled_heads import with_filled_heads
 from opendit.kernels.names import ATTENTION, PACKAGE
 from opendit.models.attention import local_attention
 
@@ -43,33 +44,11 @@ def flash_attn() -> tuple[Callable[..., Tensor | tuple], str] | None:
 
 
 def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor:
-    """Attention (B, H, N, d) by the package, of heads that are filled up to ``head_size`` with zeros, which change
-    nothing. Deterministic where torch is told to be.
-
-    What the package keeps of filled-up heads for its backward pass is kept without the zeros, which are added anew:
-    else q, k and v would be kept a second time.
-    """
-    d = q.shape[-1]
-    parts = [x.transpose(1, 2) for x in (q, k, v)]
-    if head_size == d:
-        return _call_package(*parts, d).transpose(1, 2)
-    filled = [F.pad(x, (0, head_size - d)) for x in parts]
-
-    def keep(saved: Tensor) -> tuple[Tensor, bool]:
-        for own, wide in zip(parts, filled, strict=True):
-            if saved.data_ptr() == wide.data_ptr():  # autograd gives another object of the same memory
-                return own.detach(), True
-        wide = saved.shape[-1:] == (head_size,) and saved.dim() == 4  # the output
-        return (saved[..., :d].contiguous() if wide else saved), wide
-
-    def restore(kept: tuple[Tensor, bool]) -> Tensor:
-        tensor, wide = kept
-        return F.pad(tensor, (0, head_size - d)) if wide else tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, restore):
-        output = _call_package(*filled, d)
-    filled.clear(), parts.clear()  # autograd keeps the functions above, and by them what they refer to
-    return output[..., :d].transpose(1, 2)
+    """Attention (B, H, N, d) by the package, of heads that are filled up to ``head_size`` with zeros. Deterministic
+    where torch is told to be."""
+    parts = (x.transpose(1, 2) for x in (q, k, v))
+    call = functools.partial(_call_package, d=q.shape[-1])
+    return with_filled_heads(*parts, head_size, call).transpose(1, 2)
 
 
 def _call_package(q: Tensor, k: Tensor, v: Tensor, d: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common, fp8
+from opendit.kernels.checks import check_tensors
 from opendit.kernels.common import Launch, tl, triton
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_tiles import float8_factor, float8_range
@@ -168,5 +169,5 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     """
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias must be (D,) = {tuple(x.shape[-1:])}, not {tuple(bias.shape)}")
-    common.check_tensors(x=x, bias=bias)
+    check_tensors(x=x, bias=bias)
     return _forward_op(x, bias)

@@ -167,9 +167,27 @@ def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns
 # --------------------------------------------------------------------------------------------------- per-sample sums
 
 
-@triton.jit(do_not_specialize=("slots", "slots_per_sample"))
+@triton.jit
+def first_row(sample_ptr, rows, sample, WAYS: tl.constexpr):
+    """The first of ``rows`` rows, in the order of their samples, that is of ``sample`` or a later one, or ``rows``.
+
+    Programs look at WAYS places at a time: two or three reads from memory, one after the other, where halving takes 16.
+    """
+    low = 0
+    width = rows
+    while width > 0:
+        step = (width + WAYS - 1) // WAYS
+        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # of each part of so many rows
+        before = tl.load(sample_ptr + last, mask=last < low + width, other=2147483647) < sample
+        found = low + step * tl.sum(before.to(tl.int32), axis=0)
+        width = tl.minimum(step - 1, low + width - found)
+        low = found
+    return low
+
+
+@triton.jit(do_not_specialize=("slots", "slots_per_sample", "rows"))
 def _finish_kernel(
-    partial_ptr, out0_ptr, out1_ptr, out2_ptr, offsets_ptr, slots, slots_per_sample,
+    partial_ptr, out0_ptr, out1_ptr, out2_ptr, sample_ptr, rows, slots, slots_per_sample,
     CHUNK: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -178,10 +196,10 @@ def _finish_kernel(
     which = tl.program_id(2)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     if PACKED:
-        first_row = tl.load(offsets_ptr + sample).to(tl.int32)
-        stop_row = tl.load(offsets_ptr + sample + 1).to(tl.int32)
-        first = first_row // CHUNK + sample
-        stop = tl.where(stop_row > first_row, (stop_row - 1) // CHUNK + sample + 1, first)
+        begin = first_row(sample_ptr, rows, sample, 256)
+        end = first_row(sample_ptr, rows, sample + 1, 256)
+        first = begin // CHUNK + sample
+        stop = tl.where(end > begin, (end - 1) // CHUNK + sample + 1, first)
     else:
         first = sample * slots_per_sample
         stop = first + slots_per_sample
@@ -251,10 +269,8 @@ class Rows:
         if not self.packed:
             _finish(partial[0], outputs, self.samples, self.chunks_per_sample)
             return
-        samples = torch.arange(self.samples + 1, dtype=self.sample_of_row.dtype, device=self.x.device)
-        offsets = torch.searchsorted(self.sample_of_row, samples)
         on_average = -(-self.chunks_per_sample // self.samples)  # slots of a sample: only shapes the tile
-        _finish(partial[0], outputs, self.samples, on_average, offsets, self.launch.chunk)
+        _finish(partial[0], outputs, self.samples, on_average, self.sample_of_row, self.launch.chunk)
 
     def new_total(self) -> Tensor:
         """fp32 slots for one more sum, over all samples; the packed form's slots that nobody owns have to be zero."""
@@ -265,17 +281,18 @@ class Rows:
 
 def _finish(
     partial: Tensor, outputs: list[Tensor], samples: int, slots_per_sample: int,
-    offsets: Tensor | None = None, chunk: int = 1,
+    sample_of_row: Tensor | None = None, chunk: int = 1,
 ) -> None:  # fmt: skip
-    """Sums fp32 slots into ``outputs``; ``offsets`` (samples + 1,), the samples' first rows, asks for packed slots."""
+    """Sums fp32 slots into ``outputs``; ``sample_of_row`` (rows,) asks for packed slots."""
     (slots, width), count = partial.shape, len(outputs)
     # 4,096 numbers a program. Many slots: tall narrow tiles, so that few samples still make enough programs.
     block_p = min(next_power_of_2(slots_per_sample), 128)
     block_d = min(max(4096 // block_p, 32), 512, next_power_of_2(width))
     out = [outputs[min(i, count - 1)] for i in range(3)]
     _finish_kernel[(samples, -(-width // block_d), count)](
-        partial, *out, partial if offsets is None else offsets, slots, slots_per_sample,
-        CHUNK=chunk, D=width, BLOCK_P=block_p, BLOCK_D=block_d, PACKED=offsets is not None, COUNT=count, num_warps=4,
+        partial, *out, or_unused(sample_of_row, partial), 0 if sample_of_row is None else len(sample_of_row), slots,
+        slots_per_sample, CHUNK=chunk, D=width, BLOCK_P=block_p, BLOCK_D=block_d, PACKED=sample_of_row is not None,
+        COUNT=count, num_warps=4,
     )  # fmt: skip
 
 
@@ -340,58 +357,6 @@ def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tu
 def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
     """Modulation vectors (B, D) with unit column stride; chunks of a (B, 6 D) tensor pass without a copy."""
     return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in vectors)
-
-
-# ------------------------------------------------------------------------------------------- checks
-
-
-def check_inputs(
-    x: Tensor, sample_of_row: Tensor | None, same_shape: dict[str, Tensor], bias: Tensor | None = None,
-    **vectors: Tensor,
-) -> None:  # fmt: skip
-    """Raises ValueError unless x is (B, N, D), or (rows, D) or (1, rows, D) with sample_of_row (rows,), vectors (B, D),
-    bias (D,)."""
-    if sample_of_row is None:
-        if x.dim() != 3:
-            raise ValueError(f"x must be (B, N, D), or (rows, D) with sample_of_row; it is {tuple(x.shape)}")
-    elif not _fits_rows(x, sample_of_row) or sample_of_row.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"the packed form takes x (rows, D) and sample_of_row (rows,) int32 or int64, not {tuple(x.shape)} and "
-            f"{tuple(sample_of_row.shape)} {sample_of_row.dtype}"
-        )
-    width = x.shape[-1]
-    if not MIN_WIDTH <= width <= MAX_WIDTH:
-        raise ValueError(f"the width D must be {MIN_WIDTH} to {MAX_WIDTH}, not {width}")
-    for name, other in same_shape.items():
-        if other.shape != x.shape:
-            raise ValueError(f"{name} must have x's shape {tuple(x.shape)}, not {tuple(other.shape)}")
-    first = next(iter(vectors.values()))
-    for name, vector in vectors.items():
-        expected = (first.shape[0] if sample_of_row is not None else x.shape[0], width)
-        if vector.shape != expected:
-            raise ValueError(f"{name} must be (B, D) = {expected}, not {tuple(vector.shape)}")
-    if "shift" in vectors and vectors["shift"].dtype != vectors["scale"].dtype:
-        raise ValueError(f"shift and scale differ in dtype: {vectors['shift'].dtype}, {vectors['scale'].dtype}")
-    if bias is not None:
-        if bias.shape != (width,):
-            raise ValueError(f"bias must be (D,) = ({width},), not {tuple(bias.shape)}")
-        vectors = {**vectors, "bias": bias}
-    check_tensors(x=x, **same_shape, **vectors)
-
-
-def _fits_rows(x: Tensor, sample_of_row: Tensor) -> bool:
-    rows = tuple(sample_of_row.shape)
-    return tuple(x.shape[:-1]) in (rows, (1, *rows))
-
-
-def check_tensors(**tensors: Tensor) -> None:
-    """Raises ValueError unless all are of a dtype that kernels take and on the first one's device."""
-    first, device = next((name, tensor.device) for name, tensor in tensors.items())
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} must be bf16, fp16 or fp32, not {tensor.dtype}")
-        if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, {first} on {device}")
 
 
 def rows_of_samples(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:

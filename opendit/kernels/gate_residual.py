@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common
+from opendit.kernels.checks import check_inputs
 from opendit.kernels.common import SIZES, Launch, block_width, rows_of_samples, tl, triton, unit_columns
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
@@ -219,5 +220,5 @@ def gate_residual(
     Raises:
         ValueError: shapes, dtypes or devices don't fit.
     """
-    common.check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate)
+    check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate)
     return _forward_op(x, gate, branch, bias, sample_of_row)

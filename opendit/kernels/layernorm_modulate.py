@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common, fp8
+from opendit.kernels.checks import check_inputs
 from opendit.kernels.common import (
     SIZES,
     Launch,
@@ -340,7 +341,7 @@ def layernorm_modulate(
     Returns:
         x's shape and dtype.
     """
-    common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
+    check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, eps, True, True)[0]
 
 
@@ -366,11 +367,11 @@ def residual_layernorm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """(x, LN(x) * (1 + scale) + shift), for what goes on with x too: the backward pass adds both gradients of x in the
     same pass over memory, where autograd would take one more, of three tensors. Arguments as above."""
-    common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
+    check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, True)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
     """x * (1 + scale) + shift by the same kernels without the normalisation; arguments as above."""
-    common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
+    check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, 0.0, False, False)[0]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.kernels import common
+from opendit.kernels.checks import check_inputs, check_tensors
 from opendit.kernels.gate_residual import gate_residual_reference
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_forward
 from opendit.kernels.layernorm_modulate import ResidualNormModulate, layernorm_modulate_forward, modulate_reference
@@ -60,7 +60,7 @@ def _modulation(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> tupl
     Gemini has to see."""
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight must be (D,) = {tuple(x.shape[-1:])}, not {tuple(weight.shape)}")
-    common.check_tensors(x=x, weight=weight, shift=shift, scale=scale)
+    check_tensors(x=x, weight=weight, shift=shift, scale=scale)
     weight = weight.float()
     return shift.float(), torch.addcmul(weight - 1, weight, scale.float())
 
@@ -83,7 +83,7 @@ def rmsnorm_modulate(
         ValueError: shapes, dtypes or devices don't fit.
     """
     shift, scale = _modulation(x, weight, shift, scale)
-    common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
+    check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, eps, True, False)[0]
 
 
@@ -92,7 +92,7 @@ def residual_rmsnorm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """(x, RMSNorm(x) * (1 + scale) + shift), both gradients of x added in one pass over memory; arguments as above."""
     shift, scale = _modulation(x, weight, shift, scale)
-    common.check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
+    check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, False)
 
 
@@ -113,5 +113,5 @@ def gate_residual_rmsnorm_modulate(
     both of x's shape and dtype; y is normalised from h as rounded to that dtype. Raises ValueError: as above.
     """
     shift, scale = _modulation(x, weight, shift, scale)
-    common.check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)
+    check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)
     return gate_residual_layernorm_modulate_forward(x, gate, branch, shift, scale, bias, sample_of_row, eps, False)[:2]

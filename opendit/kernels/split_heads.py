@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common, fp8
+from opendit.kernels.checks import check_tensors
 from opendit.kernels.common import Launch, block_width, choose_launch, tl, triton
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_tiles import float8_factor, float8_range
@@ -194,5 +195,5 @@ def split_heads(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tupl
         raise ValueError(f"qkv must be (B, N, 3 D) with D divisible by {num_heads} heads, not {tuple(qkv.shape)}")
     if bias is not None and bias.shape != qkv.shape[-1:]:
         raise ValueError(f"bias must be (3 D,) = {tuple(qkv.shape[-1:])}, not {tuple(bias.shape)}")
-    common.check_tensors(qkv=qkv, **({} if bias is None else {"bias": bias}))
+    check_tensors(qkv=qkv, **({} if bias is None else {"bias": bias}))
     return _SplitHeads.apply(qkv, bias, num_heads)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common
+from opendit.kernels.checks import check_tensors
 from opendit.kernels.common import Launch, tl, triton
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import column_block, logistic
@@ -136,5 +137,5 @@ def swiglu(x: Tensor) -> Tensor:
     """
     if x.shape[-1] % 2:
         raise ValueError(f"x must be (..., 2 H), not {tuple(x.shape)}")
-    common.check_tensors(x=x)
+    check_tensors(x=x)
     return _forward_op(x)

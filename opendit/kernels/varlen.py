@@ -1,9 +1,10 @@
 """Which kernel attends to neighbours of unequal length in a pack, with the reason: FlashAttention 4 where it is
 installed and right, torch's ``varlen_attn``, or none, in which case every run has a dense call of its own.
 
-Dense kernels are the faster ones (torch 2.11 on an H200, a mix of 256 to 8,192 tokens, TFLOP/s forward / backward at
-head sizes 72 and 128: varlen 226 / 196 and 345 / 308, dense cuDNN on equal lengths 356 / 313 and 599 / 530), so a run
-that fills the GPU by itself stays dense. Where many short runs follow each other, a call for each would leave it idle.
+FlashAttention 4 is as fast on unequal lengths as on equal ones, and takes whole packs (docs/kernels.md has figures).
+torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length that was measured on an H200, 256 to 32,768.
+But cuDNN plans for half a tenth of a second whenever it meets a new number of samples or length, and a call for each of
+many short runs costs the host more than the GPU: so runs of few tokens go to ``varlen_attn``, and others stay dense.
 """
 
 import functools
@@ -13,17 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels.attention import CUTE, HALF
 from opendit.kernels.capability import FEATURES, compute_capability
+from opendit.kernels.filled_heads import with_filled_heads
 from opendit.models.segments import SegmentRun
 
-# A run is dense if one of its segments has so many tokens, or several neighbours have so many together. (Estimates: a
-# kernel for so many tokens lasts longer than the host needs for the call, and cuDNN's plan for a length it has not met
-# yet is paid for.)
-LONG, TOGETHER = 8192, 4096
+# A run is dense if one of its segments has so many tokens, or several neighbours have so many together: on an H200 the
+# dense kernel for them is faster by a third to a half, and lasts longer than the host needs for the call.
+LONG, TOGETHER = 1024, 4096
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,13 @@ class VarlenAttention:
     head_size: int
 
     def takes(self, run: SegmentRun) -> bool:
+        if self.package == CUTE:
+            return True
         return run.length < LONG and (run.count == 1 or run.count * run.length < TOGETHER)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
-        size = q.shape[-1]
-        if size < self.head_size:
-            q, k, v = (F.pad(x, (0, self.head_size - size)) for x in (q, k, v))
-        found = _function(self.package)(q, k, v, offsets, longest, size**-0.5)
-        return found if size == self.head_size else found[..., :size]
+        function, scale = _function(self.package), q.shape[-1] ** -0.5
+        return with_filled_heads(q, k, v, self.head_size, lambda q, k, v: function(q, k, v, offsets, longest, scale))
 
 
 def _torch_varlen() -> Callable[..., Tensor]:
@@ -103,7 +102,8 @@ def resolve_varlen(
             wrong.append(package)
             continue
         filled = f", heads filled up to {size}" if size != head_dim else ""
-        return VarlenAttention(package, size), f"a call for each run that fills the GPU, {package} for others{filled}"
+        what = "for all" if package == CUTE else "for runs that don't fill the GPU"
+        return VarlenAttention(package, size), f"{package} {what}{filled}"
     return None, f"one call a run: {' and '.join(wrong)} are missing, or wrong here"
 
 

@@ -14,6 +14,7 @@ INTERPRETED = (
     ),
     (
         "test_add_table.py",
+        "test_first_row.py",
         "test_philox.py",
         "test_sampling_step.py",
         "test_short_attention.py",

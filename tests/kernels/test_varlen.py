@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from opendit.kernels import varlen
+from opendit.kernels.attention import CUTE
 from opendit.kernels.varlen import LONG, TOGETHER, VarlenAttention, resolve_varlen
 from opendit.models.segments import SegmentRun
 
@@ -58,7 +59,7 @@ def test_the_first_that_is_right_is_taken(packages):
     packages(absent=missing, all_tokens=to_all, no_gradient=without_gradient_of_k, good=right, other=right)
     found, why = resolve_varlen(CUDA, torch.bfloat16, 24)
     assert found == VarlenAttention("good", 24)
-    assert why == "a call for each run that fills the GPU, good for others"
+    assert why == "good for runs that don't fill the GPU"
     packages(absent=missing, all_tokens=to_all)
     found, why = resolve_varlen(CUDA, torch.bfloat16, 24)
     assert found is None and why == "one call a run: absent and all_tokens are missing, or wrong here"
@@ -67,7 +68,7 @@ def test_the_first_that_is_right_is_taken(packages):
 def test_heads_are_filled_up_where_that_is_right(packages):
     packages(picky=multiples_of_32)
     found, why = resolve_varlen(CUDA, torch.bfloat16, 72)
-    assert found.head_size == 96 and why.endswith("picky for others, heads filled up to 96")
+    assert found.head_size == 96 and why.endswith("picky for runs that don't fill the GPU, heads filled up to 96")
     q, k, v = torch.randn(3, 9, 2, 72, dtype=torch.float64).unbind()
     offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
     torch.testing.assert_close(found(q, k, v, offsets, 5), right(q, k, v, offsets, 5, 72**-0.5))
@@ -89,4 +90,27 @@ def test_where_there_is_none_the_reason_is_said(packages):
 def test_runs_that_fill_the_gpu_stay_dense():
     kernel = VarlenAttention("any", 64)
     assert kernel.takes(SegmentRun(0, 1, LONG - 1)) and not kernel.takes(SegmentRun(0, 1, LONG))
-    assert kernel.takes(SegmentRun(3, 2, TOGETHER // 2 - 1)) and not kernel.takes(SegmentRun(3, 2, TOGETHER // 2))
+    assert kernel.takes(SegmentRun(3, 8, TOGETHER // 8 - 1)) and not kernel.takes(SegmentRun(3, 8, TOGETHER // 8))
+
+
+def test_flash_attention_4_takes_them_all():
+    kernel = VarlenAttention(CUTE, 64)
+    assert kernel.takes(SegmentRun(0, 1, 7)) and kernel.takes(SegmentRun(0, 8, 1 << 16))
+
+
+def test_what_is_kept_for_the_backward_pass_has_no_zeros(packages):
+    packages(picky=multiples_of_32)
+    kernel, offsets = VarlenAttention("picky", 32), torch.tensor([0, 4, 9], dtype=torch.int32)
+    q, k, v = leaves = [x.requires_grad_() for x in torch.randn(3, 9, 2, 24, dtype=torch.float64).unbind()]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = kernel(q, k, v, offsets, 5)
+    assert not any(x.shape[-1] == 32 for x in kept if x.dim() > 1)
+    wanted = right(q, k, v, offsets, 5, 24**-0.5)
+    grad = torch.randn_like(out)
+    for got, want in zip(
+        (out, *torch.autograd.grad(out, leaves, grad)),
+        (wanted, *torch.autograd.grad(wanted, leaves, grad)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
