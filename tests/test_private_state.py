@@ -5,23 +5,19 @@ from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
+PUBLIC = ("_replace", "_repr_html_")  # of named tuples and of notebooks: documented, with an underscore all the same
 LIBRARIES = ("torch.", "sys.", "os.", "tl.", "interpreter.", "ast.")
 # File below tests/ -> how often it names a private attribute of something that is not its own.
 KNOWN = {
-    "cli/test_auto_parallel.py": 2,
     "data/energon/make_fixtures.py": 1,
-    "data/order/test_blend.py": 1,
-    "data/order/test_schedule.py": 2,
     "data/shards/test_shard_dataset.py": 1,
     "data/shards/test_tar_latents.py": 1,
     "data/test_broken_clips.py": 2,
-    "data/test_latents_checks.py": 2,
+    "data/test_latents_checks.py": 1,
     "data/test_loader.py": 6,
     "data/test_torchvision_sets.py": 2,
-    "diffusion/test_ddpm.py": 3,
-    "diffusion/test_ddpm_loss.py": 1,
+    "diffusion/test_ddpm.py": 1,
     "encoders/test_folder.py": 2,
-    "encoders/test_pictures.py": 1,
     "evaluation/test_in_training.py": 1,
     "evaluation/test_program.py": 2,
     "gpu/test_cublaslt_gpu.py": 4,
@@ -33,7 +29,6 @@ KNOWN = {
     "inference/test_fused_steps.py": 1,
     "inference/test_job.py": 5,
     "inference/test_parts.py": 2,
-    "inference/test_pipeline.py": 1,
     "inference/test_server.py": 4,
     "inference/test_slot_loop.py": 1,
     "kernels/test_attention.py": 1,
@@ -41,18 +36,14 @@ KNOWN = {
     "kernels/test_fp8_fsdp.py": 2,
     "kernels/test_recompute.py": 1,
     "kernels/test_varlen.py": 5,
-    "models/test_initialization.py": 3,
     "parallel/engines/test_fsdp.py": 1,
     "parallel/test_colossal.py": 4,
     "parallel/test_host_memory.py": 1,
     "parallel/test_loss_scale.py": 4,
     "parallel/test_sequence_parts.py": 1,
     "ranks.py": 1,
-    "state/test_finite.py": 1,
-    "state/test_lock.py": 1,
     "state/test_shard_damage.py": 2,
-    "training/test_endings.py": 2,
-    "training/test_faults.py": 1,
+    "training/test_endings.py": 1,
     "training/test_memory_fsdp.py": 1,
     "training/test_prepare.py": 1,
 }
@@ -76,7 +67,7 @@ def private_names(source: str) -> list[str]:
 
 
 def _private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC
 
 
 def test_no_test_reaches_for_more_private_state():
@@ -88,5 +79,6 @@ def test_no_test_reaches_for_more_private_state():
 
 
 def test_it_counts():
-    source = "from opendit.x import _a, b\nb._c()\nself._d\ntorch._e\nmonkeypatch.setattr(b, '_f', 1)\nx.__g__\n"
+    source = "from opendit.x import _a, b\nb._c()\nself._d\ntorch._e\nmonkeypatch.setattr(b, '_f', 1)\n"
+    source += "x.__g__\nx._replace(y=1)\n"
     assert Counter(private_names(source)) == Counter(["_a", "b._c", "_f"])

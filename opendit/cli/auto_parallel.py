@@ -125,7 +125,7 @@ class Circumstances:
     has_gpu: bool = True
 
 
-class _Search:
+class Search:
     """The candidates that flags leave open on a data set."""
 
     def __init__(self, flags: TrainConfig, dataset: MediaDataset, where: Circumstances):
@@ -315,7 +315,7 @@ def choose(
     Raises:
         ValueError: no product fits, or the flags can't be had on so many ranks; the message says what to change.
     """
-    search = _Search(flags, dataset, where)
+    search = Search(flags, dataset, where)
     pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
     for offload, cut in itertools.product(search.options("offload", tuple(OFFLOADED)), pipelines):
         chosen = [one for one in search.best(offload, cut) if search.accepts(one.candidate)][:shown]

@@ -57,7 +57,7 @@ class _Request:
     packed: bool = False  # samples of any sizes, in one sequence
 
 
-class _Requests:
+class Requests:
     """The sampler: what to read, step after step, micro-batch after micro-batch."""
 
     def __init__(self, schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step):
@@ -254,7 +254,7 @@ def build_loader(
         raise ValueError(f"{micro_batches} micro-batches, but the schedule is for {schedule.micro_batches}")
     if schedule.dataset_size != len(dataset):
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
-    requests = _Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
+    requests = Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
     how = dict(num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available())
     batches = ReadAhead(_BatchReader(dataset), requests, **how, patience=patience, log=log, on_hang=on_hang)
     return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, dataset.verification(dp_rank, dp_size))

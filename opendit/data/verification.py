@@ -9,7 +9,7 @@ from pathlib import Path
 
 from opendit.common.errors import DataError
 
-_BLOCK = 8 << 20
+READ_AT_ONCE = 8 << 20
 
 
 class Verification:
@@ -65,7 +65,7 @@ class Verification:
         with open(path, "rb", buffering=0) as file:
             while True:
                 started = time.monotonic()
-                block = file.read(_BLOCK)
+                block = file.read(READ_AT_ONCE)
                 if not block:
                     return digest.hexdigest()
                 digest.update(block)  # releases the interpreter's lock

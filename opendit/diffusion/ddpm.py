@@ -152,14 +152,14 @@ class DDPM:
         """This schedule with ``first`` added to its timesteps ``t``: what its methods look up on ``device`` is copied
         to there in ``tables``, which have ``room`` entries, and are made if they are empty."""
         placed = replace(self)
-        for name, table in self._tables(device).items():
+        for name, table in self.tables(device).items():
             if name not in tables:
                 tables[name] = table.new_zeros(room)
             tables[name][first : first + len(table)] = table
         placed._on_device[device] = tables
         return placed
 
-    def _tables(self, device: torch.device) -> dict[str, Tensor]:
+    def tables(self, device: torch.device) -> dict[str, Tensor]:
         """What the methods look up, on ``device``. Copied there once, so that a training step never waits for it."""
         if device not in self._on_device:
             ac = self.alphas_cumprod
@@ -185,11 +185,11 @@ class DDPM:
         """Table ``name`` at ``t``, float32, (B, 1, ..., 1) with the rank of ``x``."""
         if t.dtype != torch.int64 or t.shape != x.shape[:1]:
             raise ValueError(f"t must be ({x.shape[0]},) int64, got {tuple(t.shape)} {t.dtype}")
-        return self._tables(x.device)[name][t].reshape(-1, *(1,) * (x.ndim - 1))
+        return self.tables(x.device)[name][t].reshape(-1, *(1,) * (x.ndim - 1))
 
     def model_timesteps(self, t: Tensor) -> Tensor:
         """What the network is told for ``t``: the timesteps of the unshortened schedule. (B,) int64."""
-        return self._tables(t.device)["timestep_map"][t]
+        return self.tables(t.device)["timestep_map"][t]
 
     def q_sample(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """x_t of q(x_t | x_0), [H] eq. 4, from standard normal ``noise`` of x0's shape."""
@@ -213,7 +213,7 @@ class DDPM:
 
     def noise_level(self, t: Tensor) -> Tensor:
         """Noise over signal in x_t, sigma / alpha: (B,) float32."""
-        return self._tables(t.device)["sqrt_recip_ac_m1"][t]
+        return self.tables(t.device)["sqrt_recip_ac_m1"][t]
 
     def posterior(self, x0: Tensor, xt: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (shape of x) and clipped log variance (B, 1, ..., 1) of q(x_{t-1} | x_t, x_0), [H] eq. 6 and 7."""
@@ -278,7 +278,7 @@ def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> 
 
     An error of eps is SNR times that of x_0, one of the velocity SNR + 1 times; SNR is alpha^2 / sigma^2.
     """
-    snr = schedule._tables(t.device)["snr"][t]
+    snr = schedule.tables(t.device)["snr"][t]
     return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
 
 
@@ -323,7 +323,7 @@ def _variational_bound(schedule: DDPM, eps: Tensor, v: Tensor, x0: Tensor, xt: T
     mean, _ = schedule.posterior(schedule.predict_x0(xt, t, eps), xt, t)
     log_variance = schedule.learned_log_variance(v, t)
     kl = _normal_kl(true_mean, true_log_variance, mean, log_variance)
-    nll = _discretized_nll(x0, mean, log_variance)
+    nll = discretized_nll(x0, mean, log_variance)
     return torch.where(t == 0, _mean_per_sample(nll), _mean_per_sample(kl)) / math.log(2)
 
 
@@ -333,10 +333,11 @@ def _normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance
     return 0.5 * (-1 + difference + torch.exp(-difference) + (mean1 - mean2) ** 2 * torch.exp(-log_variance2))
 
 
-def _discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
+def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
     """-log of the normal's mass on the bin x +- 1/255, the outer bins reaching to infinity ([H] eq. 13), in nats.
 
-    The bins are those of 8-bit pixels in [-1, 1]; Meta's DiT keeps them for latents, and so do we.
+    x in [-1, 1], mean and log_variance have one shape, that of what is returned. The bins are those of 8-bit pixels;
+    Meta's DiT keeps them for latents, and so do we.
     """
     centered = x - mean
     first, last = x < -0.999, x > 0.999

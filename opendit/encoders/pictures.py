@@ -40,7 +40,7 @@ def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = N
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
     for i, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):
         x, y = 4 + i % across * cell_w, 4 + i // across * cell_h
-        draw.text((x, y), _fit(caption, width * zoom, font), fill="black", font=font)
+        draw.text((x, y), fit_caption(caption, width * zoom, font), fill="black", font=font)
         image = Image.fromarray(picture).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
         sheet.paste(image, (x, y + text))
     return sheet
@@ -53,7 +53,7 @@ def one_line(caption: str) -> str:
     return " ".join("".join(kinds.get(unicodedata.category(c), c) for c in caption).split())
 
 
-def _fit(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     """As much of a caption as is at most ``width`` pixels wide, the first four characters in any case."""
     line = one_line(caption[:10_000])
     short = line[: 4 * width]  # measuring takes time per character, and no font's are that narrow

@@ -127,7 +127,7 @@ def draw(distribution: Distribution, seed: int, name: str, shape: Sequence[int],
     return out
 
 
-def _words(key: int, start: int, count: int) -> np.ndarray:
+def random_words(key: int, start: int, count: int) -> np.ndarray:
     """Words [start, start + count) of the generator, uint64; start is a multiple of BLOCK."""
     # NumPy counts up before it draws, so that its first block is that of the counter after the given one.
     return np.random.Philox(key=key, counter=(start // BLOCK - 1) % (1 << 256)).random_raw(count)
@@ -135,7 +135,7 @@ def _words(key: int, start: int, count: int) -> np.ndarray:
 
 def _symmetric_uniforms(key: int, start: int, count: int) -> np.ndarray:
     """Of U(-1, 1), float32: exact, and symmetric; two of a word."""
-    bits = _words(key, start // 2, count // 2).astype("<u8", copy=False).view("<i4")
+    bits = random_words(key, start // 2, count // 2).astype("<u8", copy=False).view("<i4")
     np.right_shift(bits, 8, out=bits)
     values = bits.astype(np.float32)
     values += np.float32(0.5)
@@ -145,7 +145,7 @@ def _symmetric_uniforms(key: int, start: int, count: int) -> np.ndarray:
 
 def _standard_normals(key: int, start: int, count: int) -> np.ndarray:
     """Of N(0, 1), float64, by Box and Muller: two of two words."""
-    values = (_words(key, start, count) >> np.uint64(11)).astype(np.float64)
+    values = (random_words(key, start, count) >> np.uint64(11)).astype(np.float64)
     values += 0.5
     values *= 2.0**-53  # U(0, 1)
     pairs = values.reshape(-1, 2)

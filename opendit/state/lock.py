@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOCK = ".lock"
 HEARTBEAT_S = 10.0  # an owner touches its lock this often, for processes on other machines to see
 PATIENCE_S = 45.0  # a lock of another machine that nobody touches for so long is taken over
-_EMPTY_S = 2.0  # that an owner may take to write its name into the lock it has made
+EMPTY_S = 2.0  # that an owner may take to write its name into the lock it has made
 
 _held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
@@ -201,7 +201,7 @@ def _is(file: int, path: Path) -> bool:
 
 def _owner(file: int, wait: bool) -> dict:
     """What a lock says of its owner; {} if nothing, which is ``wait``-ed for."""
-    end = time.monotonic() + (_EMPTY_S if wait else 0)
+    end = time.monotonic() + (EMPTY_S if wait else 0)
     while True:
         with contextlib.suppress(ValueError, RecursionError):  # the file may hold anything
             owner = json.loads(os.pread(file, 4096, 0))

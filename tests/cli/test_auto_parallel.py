@@ -100,7 +100,7 @@ def test_nothing_better_was_left_out():
     """Against all candidates, priced one by one without leaving any out."""
     flags = flags_of(f"{LONG} --dry_run 4 --global_batch_size 8")
     where = Circumstances(4, 4, 100 * GIB, H200)
-    search = auto_parallel._Search(flags, data_of(flags), where)
+    search = auto_parallel.Search(flags, data_of(flags), where)
     every = [one for form in search.forms("none") for one in search.batches(form) if search.accepts(one)]
     assert len(every) > 200
     best = min(filter(None, map(search.price, every)), key=lambda one: one.price)
@@ -184,7 +184,7 @@ def test_words_name_the_limit_and_the_bytes():
     one = chosen(f"{CLIPS} --global_batch_size 8", 4)[0]
     flags = flags_of(f"{CLIPS} --dry_run 4")
     where = Circumstances(4, 4, 131.4 * GIB, H200)
-    config = auto_parallel._Search(flags, data_of(flags), where).config
+    config = auto_parallel.Search(flags, data_of(flags), where).config
     head, first = auto_parallel.report([one], config, where, "an H200")
     assert "4 ranks, 131.4 GiB each" in head and "8 samples of 8,192 tokens" in head
     assert first.startswith("1. ") and f"{8 * 8192 / 4 / one.cost.total:,.0f} tokens/s a rank" in first

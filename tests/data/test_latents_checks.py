@@ -233,7 +233,7 @@ def test_the_ranks_share_the_files(cache):
 def test_a_verification_ends_at_once_wherever_it_is(tmp_path, monkeypatch):
     with open(tmp_path / "large", "wb") as file:
         file.truncate(1 << 36)
-    monkeypatch.setattr(verification_module, "_BLOCK", 1 << 20)
+    monkeypatch.setattr(verification_module, "READ_AT_ONCE", 1 << 20)
     verification = Verification(tmp_path, {"large": "0" * 64}, "--data_path X")
     assert not threads()
     verification.check()

@@ -153,8 +153,8 @@ def test_tables_are_moved_once_and_survive_inference_mode():
     schedule, x, t = DDPM.linear(), randn(2, 1, 2, 2, dtype=torch.float32), torch.tensor([1, 2])
     with torch.inference_mode():
         schedule.q_sample(x, t, x)
-    tables = schedule._tables(x.device)
-    assert schedule._tables(torch.device("cpu")) is tables
+    tables = schedule.tables(x.device)
+    assert schedule.tables(torch.device("cpu")) is tables
     assert not any(v.is_inference() for v in tables.values())
     x.requires_grad_()
     schedule.q_sample(x, t, x).sum().backward()

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from opendit.diffusion import training_loss
-from opendit.diffusion.ddpm import _discretized_nll, prepare
+from opendit.diffusion.ddpm import discretized_nll, prepare
 from tests.diffusion.test_ddpm import SCHEDULE, bayes_posterior, randn
 
 
@@ -77,14 +77,14 @@ def test_hybrid_loss_on_a_respaced_schedule_and_a_video():
 def test_the_masses_of_the_256_bins_sum_to_1():
     pixels = torch.linspace(-1, 1, 256)[:, None].expand(256, 40)
     mean, log_variance = torch.linspace(-1.3, 1.3, 40), torch.linspace(-9, 2, 40)
-    mass = torch.exp(-_discretized_nll(pixels, mean.expand(256, 40), log_variance.expand(256, 40)))
+    mass = torch.exp(-discretized_nll(pixels, mean.expand(256, 40), log_variance.expand(256, 40)))
     torch.testing.assert_close(mass.sum(0), torch.ones(40), rtol=0, atol=1e-5)
 
 
 def test_the_mass_far_from_the_mean_is_symmetric_and_not_lost():
     """6 sigma away a bin holds 1e-9: as a difference of numbers near 1 that is 0 in float32."""
     x, log_variance = torch.tensor([0.06, -0.06]), torch.full((2,), 2 * math.log(0.01))
-    nll = _discretized_nll(x, torch.zeros(2), log_variance)
+    nll = discretized_nll(x, torch.zeros(2), log_variance)
     assert nll[0] == nll[1]
     z = np.array([(0.06 - 1 / 255) / 0.01, (0.06 + 1 / 255) / 0.01])
     assert nll[0].item() == pytest.approx(-np.log(tanh_cdf(-z[0]) - tanh_cdf(-z[1])), rel=1e-4)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
-from opendit.encoders.pictures import _fit, draw_grid, one_line, save_contact_sheet, save_grid, to_uint8
+from opendit.encoders.pictures import draw_grid, fit_caption, one_line, save_contact_sheet, save_grid, to_uint8
 
 FONT = ImageFont.load_default(size=11)
 ODD = ["", " ", "\n", "a\nb\tc\x00d\x1b[31m", "مرحبا بالعالم", "e\u0301" * 9, "\U0001f469\u200d" * 3]
@@ -19,7 +19,7 @@ ODD += ["\ud800", "caf\udce9", "\u202eabc", "漢字"]
 @given(st.text(st.characters(codec=None), max_size=300), st.sampled_from([8, 64, 120, 1024]))
 @settings(deadline=None, max_examples=300)
 def test_what_is_drawn_of_a_caption(caption, width):
-    text, line = _fit(caption, width, FONT), one_line(caption)
+    text, line = fit_caption(caption, width, FONT), one_line(caption)
     assert text.isprintable() and not any(0xD800 <= ord(c) < 0xE000 for c in text)
     if FONT.getlength(line) <= width or len(line) <= 4:
         assert text == line
@@ -31,8 +31,8 @@ def test_what_is_drawn_of_a_caption(caption, width):
 
 
 def test_a_short_caption_is_left_as_it_is():
-    assert _fit("zero", 64, FONT) == "zero" and _fit("abcd", 1, FONT) == "abcd"
-    assert _fit("a name that is far too long for its picture", 64, FONT) == "a name th…"
+    assert fit_caption("zero", 64, FONT) == "zero" and fit_caption("abcd", 1, FONT) == "abcd"
+    assert fit_caption("a name that is far too long for its picture", 64, FONT) == "a name th…"
     assert one_line("a\r\n\tb\u2028c\x00d") == "a b c d" and one_line("x\udce9") == "x\ufffd"
 
 

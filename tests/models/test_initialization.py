@@ -61,13 +61,13 @@ def test_the_reference_has_the_published_answer():
 def test_words_are_philox_s(block):
     key = (77 << 64) + 5
     expected = [*philox(block, key), *philox(block + 1, key)]
-    assert initialization._words(key, 4 * block, 8).tolist() == expected
+    assert initialization.random_words(key, 4 * block, 8).tolist() == expected
 
 
 def test_values_are_functions_of_the_words(monkeypatch):
     """Element by element, from the formulas, in Python's floats."""
-    keys, words_of = [], initialization._words
-    monkeypatch.setattr(initialization, "_words", lambda key, *place: keys.append(key) or words_of(key, *place))
+    keys, words_of = [], initialization.random_words
+    monkeypatch.setattr(initialization, "random_words", lambda key, *place: keys.append(key) or words_of(key, *place))
     start = 5 * GRID + 3
     normal, uniform = (values(kind, start=start, count=6).tolist() for kind in (Normal(0.02), XavierUniform()))
     assert keys[0] == keys[1]

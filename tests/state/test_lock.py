@@ -139,7 +139,7 @@ def test_an_owner_shows_that_it_lives(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', '{"pid": 1}', "\x00" * 99, "[" * 4096])
 def test_a_damaged_lock_is_nobodys(content, tmp_path, flocks, monkeypatch):
-    monkeypatch.setattr(locking, "_EMPTY_S", 0.1)
+    monkeypatch.setattr(locking, "EMPTY_S", 0.1)
     (tmp_path / LOCK).write_text(content)
     with take(tmp_path):
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()

@@ -17,7 +17,8 @@ from opendit.data.order.pool import Pool, RowsByKey
 
 SORTED, KEYED = "sorted", "keyed"  # what a checkpoint says of the order of its samples
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations, apart from those of Stream
-_WINDOW = 1024  # units whose rows are computed at once
+MANY_EPOCHS = 10_000  # over which a mean is taken
+WINDOW = 1024  # units whose rows are computed at once
 _BLOCK = 128  # samples, of several sources, within which the sources' order is drawn
 
 
@@ -65,6 +66,11 @@ class BatchSchedule:
         """Whole steps in the first pass over the data."""
         return self.steps(1)
 
+    @property
+    def mean_steps_per_epoch(self) -> float:
+        """Steps in a pass over the data, where a step may hold the end of one pass and the beginning of the next."""
+        return self.steps(MANY_EPOCHS) / MANY_EPOCHS
+
     def steps(self, epochs: int) -> int:
         """Whole steps in so many passes over the data."""
         return epochs * self.dataset_size // self.global_batch
@@ -106,7 +112,7 @@ class BatchSchedule:
 
     def _of_step(self, step: int) -> StepRows:
         if step not in self._computed[0]:
-            count = max(1, _WINDOW // self.global_batch)
+            count = max(1, WINDOW // self.global_batch)
             steps = range(step // count * count, (step // count + 1) * count)
             self._computed = steps, self._steps(steps)
         steps, found = self._computed

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.data import BatchSchedule, BucketSchedule
-from opendit.data.loader import _Requests
+from opendit.data.loader import Requests
 from opendit.data.order import schedule as schedules
 from opendit.data.order.pool import RowsByKey
 
@@ -132,7 +132,7 @@ def test_any_world_and_any_restart_give_one_sequence(restarts, seed, shaped):
     found = {}
     for world, start, stop in zip((8, 6, 3, 1), stops[:-1], stops[1:], strict=True):
         for rank in range(world):
-            for request in _Requests(make(), rank, world, 24 // world, 1, start, stop):
+            for request in Requests(make(), rank, world, 24 // world, 1, start, stop):
                 for key in request.sample_keys:
                     assert (key.step, key.index) not in found
                     found[key.step, key.index] = key.sample
@@ -151,5 +151,5 @@ def test_a_million_samples_on_paper():
 
 def test_rows_are_computed_in_windows_that_change_nothing(monkeypatch):
     wide = [BatchSchedule(70, 6, 1).rows(step) for step in (0, 5, 37, 4)]
-    monkeypatch.setattr(schedules, "_WINDOW", 1)
+    monkeypatch.setattr(schedules, "WINDOW", 1)
     assert [BatchSchedule(70, 6, 1).rows(step) for step in (0, 5, 37, 4)] == wide
