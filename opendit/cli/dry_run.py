@@ -133,9 +133,9 @@ def _steps(asked: Components, dataset: MediaDataset | None, samples: int, config
         return {"steps": f"{ends}; {batch.epochs:,} epochs of data that can't be found"}
     schedule = make_schedule(asked, dataset, samples, config)
     last = last_step_of(batch, schedule)
-    epochs = last / schedule.steps_per_epoch
+    an_epoch = schedule.mean_steps_per_epoch
     return {
-        "steps": f"{schedule.steps_per_epoch:,} an epoch, {last:,} in all = {epochs:,.1f} epochs, "
+        "steps": f"{an_epoch:,.2f} an epoch, {last:,} in all = {last / an_epoch:,.1f} epochs, "
         f"{last * samples:,} {'samples' if batch.tokens is None else f'lots of {batch.tokens:,} tokens'}"
     }
 

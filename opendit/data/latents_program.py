@@ -112,9 +112,8 @@ def run(
         if index is not None:
             skipped = f", {len(index['skipped']):,} unreadable files left out" if index["skipped"] else ""
             noun = noun_of(index)
-            print(
-                f"{index['count']:,} {noun} in {len(index['shards'])} shards{skipped}: train with --data_path {output}"
-            )
+            shards = f"{len(index['shards']):,} shard{'s'[: len(index['shards']) != 1]}"
+            print(f"{index['count']:,} {noun} in {shards}{skipped}: train with --data_path {output}")
         return index
 
 

@@ -67,20 +67,21 @@ class ReadAhead:
         reader.dataset.on_read = self.reading.begin
         # A process that this one's main thread starts can be told to end with it.
         in_main = threading.current_thread() is threading.main_thread()
-        loader = DataLoader(
-            _Guarded(reader, self.reading) if num_workers else reader,
-            batch_size=None,  # a request is a whole batch
-            sampler=requests,
-            num_workers=num_workers,
-            prefetch_factor=AHEAD if num_workers else None,
-            collate_fn=_unchanged,
-            pin_memory=pin_memory,
-            worker_init_fn=partial(_start_worker, with_parent=in_main),
-        )
         handler = signal.getsignal(signal.SIGCHLD)
         with collection_paused(), warnings.catch_warnings():
-            # More workers than cores is right where reading waits for a disk.
+            # More workers than cores is right where reading waits for a disk. (torch says so when a loader is made, and
+            # some versions when it starts.)
             warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader = DataLoader(
+                _Guarded(reader, self.reading) if num_workers else reader,
+                batch_size=None,  # a request is a whole batch
+                sampler=requests,
+                num_workers=num_workers,
+                prefetch_factor=AHEAD if num_workers else None,
+                collate_fn=_unchanged,
+                pin_memory=pin_memory,
+                worker_init_fn=partial(_start_worker, with_parent=in_main),
+            )
             self._results = iter(loader)
         # torch now raises at whatever line the program is when a worker dies: in the middle of saving, or where Python
         # swallows it. Without its handler the next result asked for raises.

@@ -9,7 +9,8 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -150,18 +151,33 @@ def transformers_model(folder: Path, name: str, stem: str) -> Any:
     model_class = getattr(transformers, name)
     made = model_class.config_class.from_pretrained(folder, local_files_only=True)
     check_size(lambda: model_class(made), shapes, folder)
-    model, report = model_class.from_pretrained(
-        folder,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        attn_implementation="sdpa" if model_class._supports_sdpa else "eager",
-        output_loading_info=True,
-        dtype=torch.float32,
-    )
+    with _no_progress_bars():
+        model, report = model_class.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="sdpa" if model_class._supports_sdpa else "eager",
+            output_loading_info=True,
+            dtype=torch.float32,
+        )
     if report["missing_keys"]:  # transformers would go on with random weights
         raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
     return model
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Without those of transformers, which every rank would draw."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

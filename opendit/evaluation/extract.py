@@ -137,7 +137,8 @@ def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh, 
         def fill(sink: "_Sink") -> None:
             groups = store.parts.to_draw(store.missing, extractor.batch_size)
             mine = [batch for group in groups[mesh.rank :: mesh.world_size] for batch in group]
-            with Progress(sum(map(len, mine)), "samples", title=media.name, disable=not mesh.is_main) as progress:
+            title = media.name if mesh.world_size == 1 else f"{media.name} (rank 0's part of {mesh.world_size})"
+            with Progress(sum(map(len, mine)), "samples", title=title, disable=not mesh.is_main) as progress:
                 for batch, pixels in _ahead(mine, media, pool):
                     if pixels.shape[1:] != shape:
                         sizes = " and ".join(" x ".join(map(str, found)) for found in (shape, pixels.shape[1:]))

@@ -255,7 +255,8 @@ def _direction(inputs: MetricInputs) -> Iterator[Figure]:
 
 
 def _share(metric: str, inputs: MetricInputs, right: Tensor, real: Tensor) -> Figure:
-    value, _, interval, by = _mean(right.double())
+    value = float(right.double().mean())
+    interval, by = share_interval(value, len(right)), "Wilson's score, 95 %"
     return Figure(metric, value, _network(inputs), interval, by, compared=False, of_real=float(real.double().mean()))
 
 
@@ -274,6 +275,15 @@ def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
     assert inputs.scores is not None
     value, _, interval, by = _mean(inputs.scores.double())
     yield Figure("clip_score", value, "captions", interval, by, compared=False, truncated=inputs.truncated)
+
+
+def share_interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's score interval of 95 % (1927) for a share in [0, 1] of ``count`` samples. It stays in [0, 1], and has a
+    width at shares of 0 and 1, where a standard error has none."""
+    square = NORMAL_95**2 / count
+    middle = (share + square / 2) / (1 + square)
+    error = NORMAL_95 / (1 + square) * (share * (1 - share) / count + square / (4 * count)) ** 0.5
+    return max(0.0, middle - error), min(1.0, middle + error)
 
 
 def _mean(values: Tensor) -> tuple[float, None, tuple[float, float] | None, str | None]:

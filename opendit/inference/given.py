@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from opendit.data.base import BadSample
+from opendit.data.base import BadSample, name_few
 from opendit.data.clips import decode_frames, resize_and_crop
 from opendit.data.picture_file import read_picture
 from opendit.encoders.vae import ImageCodec
@@ -19,6 +19,14 @@ from opendit.inference.clip import VideoClip
 from opendit.models.configuration import DiTConfig
 from opendit.models.given_frames import give
 from opendit.models.names import parse_given
+
+
+def describe_given(given: Tensor | None, files: Sequence[str]) -> dict[str, str]:
+    """The row that says how many frames of mask ++ given (n, 1 + C, T, H, W) are given, and by which files."""
+    if given is None:
+        return {}
+    mask = given[0, 0].flatten(1).amax(1)
+    return {"given": f"{int(mask.sum())} of {len(mask)} latent frames, by {name_few(list(files))}"}
 
 
 def given_latents(

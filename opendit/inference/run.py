@@ -24,7 +24,7 @@ from opendit.common.stages import Stages
 from opendit.data.progress import Progress
 from opendit.data.video_file import write_mp4
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
-from opendit.inference.given import rows_of
+from opendit.inference.given import describe_given, rows_of
 from opendit.inference.job import GRID_PICTURES, SHEET_CLIPS, digest_of_weights, job_of
 from opendit.inference.output import OutputFolder, file_name, texts, write_npz
 from opendit.inference.output_pipeline import OutputPipeline, Writers
@@ -373,6 +373,7 @@ def announce(sampling: SamplingRun) -> None:
         "sequence": f"over {sampling.mesh.sp_size} ranks, {sequence.plan}" if sequence else "whole on every rank",
         "processes": f"{sampling.mesh.world_size} ({processor})",
         "samples": f"{len(sampling.choices)}{shares}, seed {flags.seed}",
+        **describe_given(sampling.given, flags.image or flags.clip),
     }
     print_block("OpenDiT sampling", rows)
     for note in sampling.notes:

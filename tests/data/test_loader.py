@@ -156,6 +156,15 @@ class ProcessIds(Numbers):
         return torch.tensor([[[float(os.getpid())]], [[float(torch.get_num_threads())]]])
 
 
+def test_more_workers_than_cores_are_nothing_to_warn_of(monkeypatch, recwarn):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    given = dict(dp_rank=0, dp_size=1, batch_size=2, num_workers=2)
+    iterator = build_loader(Numbers(4), BatchSchedule(4, 2, 0), **given)
+    next(iterator)
+    iterator.close()
+    assert not [warning for warning in recwarn if "DataLoader" in str(warning.message)]
+
+
 def test_workers_live_through_the_epochs_with_one_thread_each_and_end_on_close():
     iterator = build_loader(ProcessIds(4), BatchSchedule(4, 2, 0), dp_rank=0, dp_size=1, batch_size=2, num_workers=2)
     batches = [next(iterator) for _ in range(12)]

@@ -130,6 +130,14 @@ def test_the_text_model_of_a_whole_clip(tmp_path, clip):
     check(encoder, whole.text_model, lambda output: output.pooler_output)
 
 
+def test_no_bar_of_transformers_is_drawn(t5, capfd):
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    load_text_encoder(t5[0], device="cpu")
+    assert "Loading weights" not in capfd.readouterr().err and logging.is_progress_bar_enabled()
+
+
 def test_many_captions_go_in_parts(clip, monkeypatch):
     encoder = load_text_encoder(clip[0], device="cpu")
     whole = encoder.encode(CAPTIONS * 2)

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.stats
 import torch
 
 from opendit.evaluation import manifold
+from opendit.evaluation.figures import share_interval
 from opendit.evaluation.frechet import Gaussian, Moments, frechet_distance, jackknife_error
 from opendit.evaluation.manifold import precision_recall
 from opendit.evaluation.scores import inception_score, kernel_distance
@@ -159,6 +161,13 @@ def test_inception_score_is_adm_s():
     assert inception_score(logits)[1] is None
     sure = torch.eye(5).repeat(3, 1) * 1e4  # every class as often, without a doubt
     assert inception_score(sure)[0] == pytest.approx(5)
+
+
+@pytest.mark.parametrize("right, count", [(0, 5), (3, 40), (20, 40), (98, 100), (7, 7)])
+def test_the_interval_of_a_share_is_scipys(right, count):
+    low, high = share_interval(right / count, count)
+    expected = scipy.stats.binomtest(right, count).proportion_ci(0.95, method="wilson")
+    assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-6) and 0 <= low < high <= 1
 
 
 def test_kernel_distance_is_the_mean_over_pairs():

@@ -213,7 +213,7 @@ def weights(tmp_path_factory):
     }
 
 
-def test_sample_py_and_python_draw_the_same_clips(weights, frames, tmp_path, no_ranks):
+def test_sample_py_and_python_draw_the_same_clips(weights, frames, tmp_path, no_ranks, capsys):
     write_mp4(tmp_path / "a.mp4", frames, 8)
     flags = f"--ckpt {weights['random']} --num_sampling_steps 4 --seed 7 --prompt a b c --cfg_scale 2 --batch_size 2"
     flags += f" --output {tmp_path}/s --npz {tmp_path}/s.npz"
@@ -225,6 +225,9 @@ def test_sample_py_and_python_draw_the_same_clips(weights, frames, tmp_path, no_
         ("", {}),
     ):
         sample.main(shlex.split(f"{flags} {words}"))
+        told = capsys.readouterr().out
+        assert f"given      {what.get('clip_frames')} of 4 latent frames, by {tmp_path}/a.mp4" in told or not what
+        assert what or "latent frames" not in told
         drawn = np.load(tmp_path / "s.npz")["arr_0"]
         samples = np.stack([clip.frames for clip in pipe(["a", "b", "c"], **how, **what)])
         assert np.array_equal(samples, drawn) and drawn.std() > 1

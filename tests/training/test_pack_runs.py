@@ -98,6 +98,16 @@ def test_a_resume_goes_on_with_the_same_packs(pictures, packed, tmp_path, no_ran
     assert "packs of up to 64 tokens" in out and "in packs one call a run: varlen kernels need a CUDA GPU" in out
 
 
+def test_packs_that_hold_all_samples_several_times(pictures, tmp_path, no_ranks, capsys):
+    """An epoch is less than a step, which neither a run nor what is said before it divides by."""
+    large = ("--pack_tokens", "4096")
+    assert train.main([*FLAGS, "--data_path", str(pictures), "--max_steps", "2", *large, "--dry_run", "1"]) in (0, None)
+    told = capsys.readouterr().out
+    assert "0.24 an epoch, 2 in all = 8." in told, told
+    run(pictures, tmp_path, *large, steps=1)
+    assert "; 0.24 steps an epoch" in capsys.readouterr().out
+
+
 def test_a_held_out_loss_is_that_without_packs(pictures, tmp_path, no_ranks):
     (line,) = run(pictures, tmp_path, "--validate_share", "0.1", "--validate_every", "1", steps=1)
     assert line["val_loss"] > 0

@@ -48,7 +48,7 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
     with Progress(len(entries), "samples", initial=done, title="packing") as bar:
         for count in in_processes(write_job, todo, num_workers):
             bar.update(count)
-    print(f"{len(entries):,} samples in {len(jobs):,} tars: train with --data_path {printable(output)}")
+    print(f"{len(entries):,} samples in {_tars(len(jobs))}: train with --data_path {printable(output)}")
 
 
 def make_indexes(root: str, *, num_workers: int = 4) -> None:
@@ -78,7 +78,7 @@ def make_indexes(root: str, *, num_workers: int = 4) -> None:
         examples = [example for header in headers for example in header.examples]
         print(f"left out {left_out:,} samples: {name_few(examples)}")
     print(
-        f"{sum(header.rows for header in headers):,} samples ({_kinds(headers)}) in {len(tars):,} tars: train with "
+        f"{sum(header.rows for header in headers):,} samples ({_kinds(headers)}) in {_tars(len(tars))}: train with "
         f"--data_path {printable(root)}"
     )
 
@@ -96,6 +96,10 @@ def _is_current(tar: Path, plan: str) -> bool:
         return header.tar_bytes == tar.stat().st_size and (not plan or header.plan == plan)
     except (OSError, ValueError):
         return False
+
+
+def _tars(number: int) -> str:
+    return f"{number:,} tar{'s'[: number != 1]}"
 
 
 def _kinds(headers: Sequence[Header]) -> str:
