@@ -1,0 +1,160 @@
+"""How scripts/run_docs.py runs the pages' commands on a CPU within seconds: what is made smaller, what stands in for
+the reader's own files, and what is not run, with the reason.
+
+Patterns are regular expressions, searched in a command's text as ``shlex.join`` gives it, or in Python code."""
+
+# Of every command, in this order. Folders of runs are named by the model, so that they follow.
+SUBSTITUTIONS = [
+    (r"outputs/000-(DiT-Ti-2|vDiT-Ti-822)", r"digits/000-\1"),  # the demos', apart from what is Ti by the next line
+    (r"\b(v?DiT|ST-DiT|EC-DiT|MovieGen)-(?:S|B|L|XL|1B|5B|7B)([/-])(?=\d)", r"\1-Ti\2"),
+    (r"--num_sampling_steps 20 50 250", "--num_sampling_steps 2 3 4"),
+    (r"--metrics fid precision", "--metrics frechet_distance precision"),  # fid is of the published Inception alone
+    (r"--pack_tokens 65536", "--pack_tokens 4096"),
+    (r"--image_size 512 --bucket_tokens 16384", "--image_size 64 --bucket_tokens 64"),
+    (r"--(?:sequence_parallel_size 4|tensor_parallel_size 2) --cfg_parallel", "--cfg_parallel"),  # on 2 processes
+    (r"--num_frames 64", "--num_frames 16"),
+    (r"/data/coyo", "coyo"),  # no folder of the machine's root is written to
+    (r'device="cuda:1"', 'device="cpu"'),
+    (r"\bsteps=(?:20|50)", "steps=2"),
+    (r"\[3\] \* 100", "[3] * 4"),
+    (r"max_steps=10_000", "max_steps=2, batch_size=2, num_workers=0, sample_steps=2"),
+]
+# Of dry runs alone: tables as long as a large batch.
+OF_DRY_RUNS = [
+    (r"--data_path (?:clips\.csv|data\.csv|CSV)", "--data_path many.csv"),
+    (r"--data_path (?:FOLDER|\./imagenet/train)", "--data_path digits"),
+]
+
+# Program -> flag -> the largest number it gets; the flag is added where a command has none.
+LIMITS = {
+    "train": {"--max_steps": 2, "--batch_size": 2, "--num_workers": 0, "--sample_steps": 2},
+    "sample": {"--num_sampling_steps": 6, "--num_samples": 4},
+    "evaluate": {"--num_sampling_steps": 3, "--num_samples": 24},
+    "preprocess": {},
+}
+# Program -> flags that are added where none of these is given.
+UNLESS = {"train": (("--model", "--recipe"), ["--model", "DiT-Ti/2"])}
+# As LIMITS, but no flag is added.
+LOWERED = {
+    "train": {"--global_batch_size": 4, "--evaluate_every": 2, "--evaluate_samples": 20},
+    "sample": {},
+    "evaluate": {},
+    "preprocess": {"--num_workers": 2},
+}
+# A flag of a command -> flags that are added beside it.
+BESIDE = {
+    "--evaluate_every": ["--evaluate_steps", "2"],
+    "--evaluate_features": ["--evaluate_metrics", "fid"],
+}
+
+PROCESSES = 2  # at most; runs of train.py with more are dry runs of that many
+# train.py with these is a dry run, too: their models or samples are too large for a CPU whatever the flags say.
+DRY = [
+    (r"--recipe (?!digits|list)", "a preset of a large model"),
+]
+
+# (pattern, reason). Where the program is one of ours, the command is parsed.
+NOT_RUN = [
+    (r"^(?:bash install\.sh|\. |pip install)", "changes the environment"),
+    (r"run_tests\.sh|-m pytest", "the tests, which run by themselves"),
+    (r"^bash train_(?:img|video)\.sh$", "trains for five to ten minutes; tests/test_scripts.py has its parts"),
+    (r"^sbatch ", "needs Slurm"),
+    (r"^colossalai run --hostfile", "needs other machines"),
+    (r"^colossalai run", "needs fabric, which training does not"),
+    (r"--nnodes", "needs other machines"),
+    (r"opendit page|^mkdocs serve", "a server that does not end; tests/inference/page starts it"),
+    (r"page_screenshot\.py", "needs Chromium and a server"),
+    (r"benchmarks[/.]bench_(?!faults\.py --list)", "a benchmark"),
+    (r"benchmarks/plot\.py", "draws the repository's own pictures anew"),
+    (r"http://host|s3://bucket", "needs a server; tests/data/shards starts one"),
+    (r"opendit\.cli\.links", "measures the links between GPUs"),
+    (r"--feature_precision tf32", "needs a GPU"),
+    (r"golden retriever", "a line for each kind of model; tests/inference/test_pipeline.py runs such lines"),
+    (r"SamplingEngine\(model|sequence_parallel\(mesh", "a fragment, of objects that the reader has"),
+    (r"Image\.open\(.000003", "of a picture that the page drew; tests/inference/page reads one"),
+]
+
+# Page -> name that its commands use -> what stands there (scripts/docs_stand_ins.py). What is not listed must be made
+# by an earlier command of the page, or be a block that names its file in its first line.
+GIVEN = {
+    "README.md": {
+        "pictures": "pictures",
+        "CLIPS": "clips",
+        "DiT-XL-2-256x256.pt": "meta",
+        "RUN": "run",
+        "REFERENCE": "pictures",
+        "DATA": "pictures",
+        "TARS": "tars",
+    },
+    "docs/checkpoints.md": {
+        "pictures": "pictures",
+        "outputs/000-DiT-XL-2": "run",
+        "DiT-XL-2-256x256.pt": "meta",
+    },
+    "docs/data.md": {
+        "pictures": "pictures",
+        "TARS": "tars",
+        "/data/coyo": "energon",
+        "metadataset.yaml": "metadataset",
+    },
+    "docs/evaluation.md": {
+        "outputs/000-DiT-XL-2": "run",
+        "VIRTUAL_imagenet256_labeled.npz": "reference",
+        "samples.npz": "samples",
+        "reference.npz": "reference",
+        "pictures": "pictures",
+        "RUN": "run",
+        "REFERENCE": "pictures",
+        "DiT-XL-2-256x256.pt": "meta",
+        "imagenet/train": "pictures",
+        "outputs/000-DiT-Ti-2": "digits_run",
+        "digits.npz": "digits_samples",
+        "outputs/000-DiT-S-2": "run",
+        "outputs/001-DiT-S-2": "run",
+    },
+    "docs/finetuning.md": {
+        "RUN": "run",
+        "FOLDER": "pictures",
+        "DiT-XL-2-256x256.pt": "meta",
+        "BASE": "run",
+        "LORA_RUN": "lora_run",
+    },
+    "docs/images.md": {"pictures": "pictures", "outputs/000-DiT-Ti-2": "digits_run_with_samples"},
+    "docs/kernels.md": {"latents": "latents"},
+    "docs/launching.md": {"data.csv": "captioned"},
+    "docs/mixing.md": {
+        "pictures": "pictures",
+        "more": "more",
+        "pictures.csv": "captioned",
+        "more.csv": "captioned",
+        "media.csv": "mixed",
+    },
+    "docs/parallelism.md": {"CSV": "table", "FOLDER": "pictures", "RUN": "clips_run"},
+    "docs/python.md": {
+        "outputs/000-vDiT-XL-222": "clips_run",
+        "outputs/000-DiT-XL-2": "run",
+        "weights.safetensors": "weights",
+        "DiT-XL-2-256x256.pt": "meta",
+        "dit-pipeline": "diffusers",
+        "pictures": "pictures",
+    },
+    "docs/recipes.md": {"CLIPS": "clips"},
+    "docs/sampling.md": {"outputs/000-DiT-XL-2": "run", "RUN": "run", "model.pt": "meta", "dit-pipeline": "diffusers"},
+    "docs/sampling_engine.md": {"outputs/000-DiT-XL-2": "run"},
+    "docs/sequence_parallel.md": {"CSV": "table"},
+    "docs/training.md": {"latents": "latents", "pictures": "pictures", "clips.csv": "table"},
+    "docs/validation.md": {
+        "pictures": "pictures",
+        "train.csv": "captioned",
+        "test.csv": "others",
+        "VIRTUAL_imagenet256_labeled.npz": "reference",
+    },
+    "docs/video.md": {
+        "CLIPS": "clips",
+        "RUN": "clips_run",
+        "prompts.txt": "prompts",
+        "seven.png": "picture",
+        "seven.mp4": "clip",
+        "outputs/000-vDiT-Ti-822": "digits_clips_run",
+    },
+}

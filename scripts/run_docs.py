@@ -1,0 +1,256 @@
+"""Runs the commands that README.md and docs/*.md print as a new user would: page by page, from top to bottom, in a
+fresh clone of the repository for each page, on a CPU, at small sizes (scripts/docs_settings.py). A page's blocks of
+Python are run as one session, after its commands.
+
+    python -m scripts.run_docs                                    # all pages
+    python -m scripts.run_docs --pages README.md docs/training.md
+    python -m scripts.run_docs --keep FOLDER                      # keeps the clones, and what each command prints
+
+A line a command: ok, dry (a dry run), failed with the last line of its error, or not run with the reason. The exit code
+is 1 if one failed. What is not committed is not in a clone.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import docs_settings as settings
+from scripts.docs_commands import check, commands, files, program, python_blocks
+from scripts.docs_stand_ins import StandIns, save_encoders
+
+ROOT = Path(__file__).resolve().parents[1]
+SHOWN = {"run": "ok", "dry": "dry run", "failed": "failed", "not run": "not run"}
+NPROC = re.compile(r"--nproc[_-]per[_-]node[= ](\d+)")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is done with a command. kind: run, dry or not run; words: what is run; reason: why it is not."""
+
+    kind: str
+    words: list[str]
+    reason: str = ""
+
+
+def read_page(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def prepared(words: list[str]) -> Attempt:
+    """The command at the sizes of the settings."""
+    text = shlex.join(words)
+    if reason := not_run(text):
+        return Attempt("not run", words, reason)
+    name, arguments = program(words) or ("", [])
+    name = name.removesuffix(".py")
+    processes = int(found[1]) if (found := NPROC.search(text)) else 1
+    if name == "train" and "--dry_run" not in words and any(not word.startswith("--help") for word in arguments[:1]):
+        if processes > settings.PROCESSES or any(re.search(pattern, text) for pattern, _ in settings.DRY):
+            words = ["python", "train.py", *arguments, "--dry_run", str(processes)]
+            return Attempt("dry", shlex.split(substituted(shlex.join(words), settings.OF_DRY_RUNS)))
+    text = NPROC.sub(lambda nproc: nproc[0].replace(nproc[1], str(min(processes, settings.PROCESSES))), text)
+    text = substituted(text)
+    if "--dry_run" in words:
+        return Attempt("dry", shlex.split(substituted(shlex.join(words), settings.OF_DRY_RUNS)))
+    words = shlex.split(text)
+    if name in settings.LIMITS and "--recipe list" not in text and (name != "evaluate" or "--ckpt" in words):
+        words = limited(words, settings.LIMITS[name], settings.LOWERED[name])
+        for flag, added in settings.BESIDE.items():
+            words += added if flag in words and added[0] not in words else []
+        given, added = settings.UNLESS.get(name, ((), []))
+        words += added if not set(given) & set(words) else []
+    return Attempt("run", words)
+
+
+def not_run(text: str) -> str:
+    """Why a command or block isn't run; empty if it is."""
+    return next((reason for pattern, reason in settings.NOT_RUN if re.search(pattern, text)), "")
+
+
+def substituted(text: str, table: Sequence[tuple[str, str]] = tuple(settings.SUBSTITUTIONS)) -> str:
+    for pattern, replacement in table:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def limited(words: list[str], limits: dict[str, int], lowered: dict[str, int]) -> list[str]:
+    """``words`` with no number above those of the flags; ``limits`` are added where they are not given."""
+    words = list(words)
+    for flag, most in (limits | lowered).items():
+        if flag in words:
+            place = words.index(flag) + 1
+            if words[place].isdigit():
+                words[place] = str(min(int(words[place]), most))
+        elif flag in limits:
+            words += [flag, str(most)]
+    return words
+
+
+class Runner:
+    """Runs commands in clones below a folder, with homes and caches of their own and without a network."""
+
+    def __init__(self, folder: Path, limit: float):
+        self.folder, self.limit = folder, limit
+        hub, torch_home = folder / "hub", folder / "torch"
+        if not torch_home.exists():
+            save_encoders(hub, torch_home)
+        (folder / "home").mkdir(parents=True, exist_ok=True)
+        self.environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "VIRTUAL_ENV": sys.prefix,
+            "HOME": str(folder / "home"),
+            "HF_HUB_CACHE": str(hub),
+            "HF_HUB_OFFLINE": "1",
+            "TORCH_HOME": str(torch_home),
+            "PIP_NO_INDEX": "1",  # a command that would change the environment fails
+            "CUDA_VISIBLE_DEVICES": "",
+            "COLUMNS": "120",
+        }
+        self.stand_ins = StandIns(folder / "stand_ins", self.make)
+
+    def make(self, words: list[str], folder: Path) -> None:
+        """Runs a program of this repository for a stand-in. Raises RuntimeError with its last line if it fails."""
+        code, told = self.run(words, ROOT)
+        if code:
+            raise RuntimeError(f"{shlex.join(words)}: {last_line(told)}")
+
+    def clone(self, page: str, words: str) -> Path:
+        """A fresh clone, with what the page takes for given and these words of its commands name."""
+        clone = self.folder / page.replace("/", "-").removesuffix(".md")
+        shutil.rmtree(clone, ignore_errors=True)
+        subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(clone)], check=True)
+        for name, content in files(read_page(page)).items():
+            (clone / name).write_text(content)
+            words += content
+        for name, stand_in in {**settings.GIVEN.get(page, {}), "many.csv": "many"}.items():
+            name = substituted(name)
+            if name not in words:
+                continue
+            source, target = self.stand_ins.at(stand_in), clone / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_file():
+                shutil.copy(source, target)
+            elif not target.exists():  # of two models that have become one
+                shutil.copytree(source, target)
+        return clone
+
+    def run(self, words: list[str], folder: Path) -> tuple[int, str]:
+        """(exit code, what it printed) of a command; what runs past the limit is killed, with its children."""
+        environment = {**self.environment, "PYTHONPATH": str(folder)}
+        while "=" in words[0]:
+            name, _, environment[name] = words[0].partition("=")
+            words = words[1:]
+        words = [re.sub(r"^~(?=/)", environment["HOME"], word) for word in words]
+        redirected = words[words.index(">") + 1 :] if ">" in words else []
+        if redirected:
+            words = ["bash", "-c", f"{shlex.join(words[: words.index('>')])} > {redirected[0]}"]
+        process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            told, _ = process.communicate(timeout=self.limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            told, _ = process.communicate()
+            return 124, f"{told}\nerror: it took more than {self.limit:.0f} s"
+        return process.returncode, told
+
+
+def last_line(told: str) -> str:
+    """The error of a command that failed."""
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    told_by_us = [line for line in lines if re.match(r"(?:\S+: )?error: ", line)]  # torchrun adds lines of its own
+    raised = [line for line in lines if re.match(r"[\w.]*(?:Error|Exception|Exit)\b", line)]
+    return (told_by_us or raised or lines or ["(nothing printed)"])[-1]
+
+
+def parsed(words: list[str]) -> str:
+    """What parsing a command that is not run adds to its reason."""
+    found = program(words)
+    return "; parsed" if found is not None and check(*found) else ""
+
+
+def attempts(page: str) -> list[tuple[int, str, Attempt]]:
+    """(line, as the page has it, what is done with it) of a page's commands, then of its blocks of Python."""
+    text = read_page(page)
+    found = [(line, shlex.join(words), prepared(words)) for line, words in commands(text)]
+    blocks = python_blocks(text)
+    for line, code in blocks:
+        if reason := not_run(code):
+            found.append((line, "a block of Python", Attempt("not run", [], reason)))
+    session = [(line, code) for line, code in blocks if not not_run(code)]
+    if session:
+        code = "\n".join(substituted(code) for _, code in session)
+        name = f"{len(session)} block{'s'[: len(session) > 1]} of Python"
+        found.append((session[0][0], name, Attempt("run", ["python", "-c", code])))
+    return found
+
+
+def run_page(runner: Runner, page: str, only: str, log: Path) -> Counter:
+    """Runs a page's commands that match ``only`` and prints a line of each; returns how many ended how."""
+    counts, clone = Counter(), None
+    chosen = [found for found in attempts(page) if re.search(only, found[1])]
+    everything = " ".join(word for _, _, attempt in chosen if attempt.kind != "not run" for word in attempt.words)
+    for number, (line, text, attempt) in enumerate(chosen):
+        kind, note, start = attempt.kind, "", time.perf_counter()
+        if kind == "not run":
+            note = f": {attempt.reason}{parsed(attempt.words)}"
+        else:
+            clone = clone or runner.clone(page, everything)
+            code, told = runner.run(attempt.words, clone)
+            name = f"{page.replace('/', '-').removesuffix('.md')}-{number:02d}.txt"
+            (log / name).write_text(f"{page}:{line}\n{text}\n{shlex.join(attempt.words)}\n\n{told}")
+            if code or "Traceback" in told:
+                kind, note = "failed", f": {last_line(told)} (exit code {code}, {name})"
+        counts[kind] += 1
+        seconds = f"{time.perf_counter() - start:5.1f} s" if attempt.kind != "not run" else " " * 7
+        print(f"{SHOWN[kind]:<8}{seconds}  {page}:{line}  {text}{note}", flush=True)
+    return counts
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    pages = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+    parser.add_argument("--pages", nargs="+", default=pages, metavar="PAGE", help="README.md, docs/training.md, ...")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="commands that this regular expression matches")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep clones, stand-ins and logs there")
+    parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="of one command [600]")
+    args = parser.parse_args(argv)
+    os.chdir(ROOT)
+    if subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True).stdout:
+        print("note: what is not committed is not in the clones")
+    folder = (args.keep or Path(tempfile.mkdtemp(prefix="opendit-docs-"))).resolve()
+    try:
+        log = folder / "logs"
+        log.mkdir(parents=True, exist_ok=True)
+        runner, counts = Runner(folder, args.limit), Counter()
+        for page in args.pages:
+            counts += run_page(runner, page, args.only, log)
+    finally:
+        if args.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    print(", ".join(f"{counts[kind]} {name}" for kind, name in SHOWN.items()))
+    return int(counts["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
