@@ -3,15 +3,44 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from opendit.kernels.common import kernels_available, next_power_of_2, tl, triton
+
+ROWS = 32  # of a program
+
+
+@triton.jit(do_not_specialize=("heads", "total"))
+def _fill_kernel(
+    x_ptr, out_ptr, heads, total, token_stride,
+    HEAD_STRIDE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """``total`` rows of D numbers, ``heads`` a token, to rows of SIZE."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)[None, :]
+    live = (row < total)[:, None]
+    start = (row // heads) * token_stride + (row % heads) * HEAD_STRIDE
+    x = tl.load(x_ptr + start[:, None] + cols, mask=live & (cols < D), other=0.0)
+    tl.store(out_ptr + row[:, None] * SIZE + cols, x, mask=live & (cols < SIZE))
 
 
 def fill(x: Tensor, size: int) -> Tensor:
-    """x (..., d) with zeros up to (..., size). (F.pad would write zeros to all of it first.)"""
-    d = x.shape[-1]
+    """x (..., H, d) with zeros up to (..., H, size), in memory as its shape says.
+
+    F.pad would write zeros to all of it first; a kernel reads and writes everything once.
+    """
+    if not kernels_available(x.device, x.dtype)[0]:
+        return F.pad(x, (0, size - x.shape[-1]))
+    heads, d = x.shape[-2:]
+    by_token = x.reshape(-1, heads, d)
+    by_token = by_token if by_token.stride(-1) == 1 else by_token.contiguous()
     filled = x.new_empty(*x.shape[:-1], size)
-    filled[..., :d] = x
-    filled[..., d:] = 0
+    total = by_token.shape[0] * heads
+    _fill_kernel[(triton.cdiv(total, ROWS),)](
+        by_token, filled, heads, total, by_token.stride(0),
+        HEAD_STRIDE=by_token.stride(1), D=d, SIZE=size, BLOCK=next_power_of_2(size), ROWS=ROWS, num_warps=4,
+    )  # fmt: skip
     return filled
 
 
@@ -29,7 +58,7 @@ class _Fill(torch.autograd.Function):
 def with_filled_heads(
     q: Tensor, k: Tensor, v: Tensor, head_size: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """What ``attend`` makes of q, k, v (..., d) as (..., head_size), (..., d).
+    """What ``attend`` makes of q, k, v (..., H, d) as (..., H, head_size), (..., H, d).
 
     What it keeps of them for its backward pass is kept without the zeros, which are added anew: else q, k and v would
     be kept a second time.
