@@ -6,54 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.kernels.common import kernels_available, next_power_of_2, tl, triton
-
-ROWS = 32  # of a program
-
-
-@triton.jit(do_not_specialize=("heads", "total"))
-def _fill_kernel(
-    x_ptr, out_ptr, heads, total, token_stride,
-    HEAD_STRIDE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """``total`` rows of D numbers, ``heads`` a token, to rows of SIZE."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK)[None, :]
-    live = (row < total)[:, None]
-    start = (row // heads) * token_stride + (row % heads) * HEAD_STRIDE
-    x = tl.load(x_ptr + start[:, None] + cols, mask=live & (cols < D), other=0.0)
-    tl.store(out_ptr + row[:, None] * SIZE + cols, x, mask=live & (cols < SIZE))
-
-
-def fill(x: Tensor, size: int) -> Tensor:
-    """x (..., H, d) with zeros up to (..., H, size), in memory as its shape says.
-
-    F.pad would write zeros to all of it first; a kernel reads and writes everything once.
-    """
-    if not kernels_available(x.device, x.dtype)[0]:
-        return F.pad(x, (0, size - x.shape[-1]))
-    heads, d = x.shape[-2:]
-    by_token = x.reshape(-1, heads, d)
-    by_token = by_token if by_token.stride(-1) == 1 else by_token.contiguous()
-    filled = x.new_empty(*x.shape[:-1], size)
-    total = by_token.shape[0] * heads
-    _fill_kernel[(triton.cdiv(total, ROWS),)](
-        by_token, filled, heads, total, by_token.stride(0),
-        HEAD_STRIDE=by_token.stride(1), D=d, SIZE=size, BLOCK=next_power_of_2(size), ROWS=ROWS, num_warps=4,
-    )  # fmt: skip
-    return filled
-
-
-class _Fill(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, size: int) -> Tensor:
-        ctx.d = x.shape[-1]
-        return fill(x, size)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        return grads[0][..., : ctx.d], None
-
 
 def with_filled_heads(
     q: Tensor, k: Tensor, v: Tensor, head_size: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -67,7 +19,7 @@ def with_filled_heads(
     if head_size == d:
         return attend(q, k, v)
     parts = [q, k, v]
-    filled = [_Fill.apply(x, head_size) for x in parts]
+    filled = [F.pad(x, (0, head_size - d)) for x in parts]
 
     def keep(saved: Tensor) -> tuple[Tensor, bool]:
         for own, wide in zip(parts, filled, strict=True):
@@ -78,7 +30,7 @@ def with_filled_heads(
 
     def restore(kept: tuple[Tensor, bool]) -> Tensor:
         tensor, wide = kept
-        return fill(tensor, head_size) if wide else tensor
+        return F.pad(tensor, (0, head_size - d)) if wide else tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, restore):
         output = attend(*filled)
