@@ -15,14 +15,16 @@ The kernels take all tensors at once (opendit/kernels/tensor_table.py).
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from opendit.kernels.averages import averages_reference
-from opendit.kernels.common import TRITON, kernels_available, tl, triton
+from opendit.kernels.common import kernels_available
 from opendit.kernels.host_access import InPlace, Staged
+from opendit.kernels.language import TRITON, tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, triton_dtype
 
 # Elements a program takes, and its warps. Norm and update of DiT-XL/2 (675 M parameters) on an H200 in ms: 2048 and 2
@@ -55,7 +57,7 @@ def adamw_ema_reference(
     used = [i for i, gradient in enumerate(gradients) if gradient is not None]
     adamw(
         [masters[i] for i in used],
-        [gradients[i].float() * coefficient for i in used],
+        [cast(Tensor, gradients[i]).float() * coefficient for i in used],
         [exp_avgs[i] for i in used],
         [exp_avg_sqs[i] for i in used],
         [],
@@ -373,10 +375,12 @@ class FusedStep:
         finite, coefficient, _, _, *weights = self.scalars.tolist()
         if not finite:
             return
+        exp_avgs, exp_avg_sqs = self.state
         adamw_ema_reference(
             self.masters[part],
             self._gradients[part],
-            *(tensors[part] for tensors in self.state),
+            exp_avgs[part],
+            exp_avg_sqs[part],
             self.working[part],
             [shards[part] for shards in self.averages],
             [1.0 - weight for weight in weights[: len(self.averages)]],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels.checks import check_tensors
-from opendit.kernels.common import tl, triton
+from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 
 # ---------------------------------------------------------------------------------------------------------- reference

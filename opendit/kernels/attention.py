@@ -43,17 +43,23 @@ def flash_attn() -> tuple[Callable[..., Tensor | tuple], str] | None:
     return None
 
 
+def _installed() -> tuple[Callable[..., Tensor | tuple], str]:
+    found = flash_attn()
+    assert found is not None, "asked for where there is a package"
+    return found
+
+
 def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor:
     """Attention (B, H, N, d) by the package, of heads that are filled up to ``head_size`` with zeros. Deterministic
     where torch is told to be."""
-    parts = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     call = functools.partial(_call_package, d=q.shape[-1])
-    return with_filled_heads(*parts, head_size, call).transpose(1, 2)
+    return with_filled_heads(q, k, v, head_size, call).transpose(1, 2)
 
 
 def _call_package(q: Tensor, k: Tensor, v: Tensor, d: int) -> Tensor:
     deterministic = torch.are_deterministic_algorithms_enabled()
-    output = flash_attn()[0](q, k, v, softmax_scale=d**-0.5, deterministic=deterministic)
+    output = _installed()[0](q, k, v, softmax_scale=d**-0.5, deterministic=deterministic)
     return output[0] if isinstance(output, tuple) else output  # some give the log-sum-exp, too
 
 
@@ -65,7 +71,7 @@ def right_head_size(device: torch.device | str, dtype: torch.dtype, head_dim: in
     one of 32 around it, and where these differ its dq is wrong (H200, head size 72: relative error 1.1; right at 64 and
     128). So it is tried on a few tokens, once, when a run chooses its kernels.
     """
-    return _right_head_size(torch.device(device).type, dtype, head_dim, flash_attn()[1])
+    return _right_head_size(torch.device(device).type, dtype, head_dim, _installed()[1])
 
 
 @functools.cache
@@ -82,7 +88,7 @@ def _is_right(device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool
     *leaves, grad = (torch.randn(2, 3, 193, head_dim, generator=generator).to(device, dtype) for _ in range(4))
     made, exact = ([x.to(kind).requires_grad_() for x in leaves] for kind in (dtype, torch.float64))
     try:
-        out = package_attention(*made, size)
+        out = package_attention(*made, head_size=size)
         found = [out, *torch.autograd.grad(out, made, grad)]
     except Exception:  # of its compiler, its assertions: whatever it is, the package is of no use here
         return False
@@ -112,7 +118,9 @@ class LocalAttention:
         if backend in ("cudnn", PACKAGE) and torch.compiler.is_compiling():
             backend = "flash"
         if backend == PACKAGE:
-            return package_attention(q, k, v, right_head_size(q.device, q.dtype, q.shape[-1]))
+            size = right_head_size(q.device, q.dtype, q.shape[-1])
+            assert size is not None, "usable, which is asked first, says so"
+            return package_attention(q, k, v, size)
         with sdpa_kernel(BACKENDS[backend]):
             return F.scaled_dot_product_attention(q, k, v)
 
@@ -148,7 +156,7 @@ def resolve_attention(
         raise ValueError("attention 'flash_attn' was asked for and is not installed: pip install flash-attn-4")
     if requested != "auto":
         if not usable(requested, device, dtype, head_dim, length):
-            wrong = f", or {flash_attn()[1]} is wrong here" if requested == PACKAGE else ""
+            wrong = f", or {_installed()[1]} is wrong here" if requested == PACKAGE else ""
             raise ValueError(f"attention {requested!r} was asked for and does not run here{wrong}: {shape}")
         return requested, "asked for" + (_how(device, dtype, head_dim) if requested == PACKAGE else "")
     note = ""
@@ -159,14 +167,14 @@ def resolve_attention(
             how = _how(device, dtype, head_dim) if backend == PACKAGE else ""
             return backend, f"{why}{how} ({shape}){note}"
         if backend == PACKAGE:
-            note = f"; not {flash_attn()[1]}, which is installed: its results or gradients are wrong here"
+            note = f"; not {_installed()[1]}, which is installed: its results or gradients are wrong here"
     raise ValueError(f"no attention kernel avoids the N x N matrix here: {shape}")
 
 
 def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Of the package: which it is, and what it needs."""
     size = right_head_size(device, dtype, head_dim)
-    return f", {flash_attn()[1]}" + (f" with heads filled up to {size}" if size != head_dim else "")
+    return f", {_installed()[1]}" + (f" with heads filled up to {size}" if size != head_dim else "")
 
 
 def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length: int) -> list[tuple[str, str]]:
@@ -210,7 +218,7 @@ def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int
     if backend == "math":
         return True
     if backend == PACKAGE:
-        package, card = flash_attn()[1], compute_capability(device)
+        package, card = _installed()[1], compute_capability(device)
         oldest = FEATURES["flash_attn" if package == PACKAGE else "flash_attn_3"].oldest
         largest = 128 if package == CUTE and card[0] in (10, 11) else 256
         documented = dtype in HALF and card >= oldest and head_dim % 8 == 0 and head_dim <= largest

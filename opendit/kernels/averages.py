@@ -12,8 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opendit.kernels.common import kernels_available, tl, triton
+from opendit.kernels.common import kernels_available
 from opendit.kernels.host_access import InPlace, Staged
+from opendit.kernels.language import tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit
 
 # Elements a program takes at a time, and its warps; programs in all.

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from opendit.kernels import common, fp8
 from opendit.kernels.checks import check_tensors
-from opendit.kernels.common import Launch, tl, triton
+from opendit.kernels.common import Launch
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_tiles import float8_factor, float8_range
+from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import column_block, gelu_sigmoid, load_columns, store_column_sums
 
@@ -129,7 +130,8 @@ def _backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, bias))
+    dx, dbias = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, bias))
+    return dx, dbias
 
 
 def bias_gelu_backward_float8(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Float8, Tensor]:

@@ -16,28 +16,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from opendit.kernels.capability import compute_capability, missing, pretending
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU-only or macOS torch: the references still work, kernels_available says why kernels don't
-
-    class _MissingTriton:
-        constexpr = object
-
-        @staticmethod
-        def jit(function=None, **options):
-            return function or (lambda f: f)
-
-    triton = tl = _MissingTriton()
-    TRITON = False
-else:
-    TRITON = True
+from opendit.kernels.language import TRITON, tl, triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MIN_WIDTH, MAX_WIDTH = 64, 8192
@@ -310,7 +295,7 @@ def like_bias(bias: Tensor | None, other: Tensor) -> Tensor:
 
 def finish_bias(total: Tensor | None, bias: Tensor | None, other: Tensor) -> Tensor:
     """The gradient of ``bias`` from its slots; see :func:`like_bias`."""
-    return like_bias(bias, other) if bias is None else finish_total(total, bias.dtype)
+    return like_bias(bias, other) if bias is None else finish_total(cast(Tensor, total), bias.dtype)
 
 
 def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:

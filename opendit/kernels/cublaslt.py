@@ -140,7 +140,7 @@ class Product:
         return y
 
 
-Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias
+Multiply = Callable[..., Tensor]  # of x, weight, and bias or None
 
 
 def fastest(times: list[float], equal: list[bool]) -> int | None:

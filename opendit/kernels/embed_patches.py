@@ -6,19 +6,21 @@ halves of a guided batch begin with the same tokens: made once, written for each
 """
 
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.kernels.common import or_unused, tl, triton
+from opendit.kernels.common import or_unused
+from opendit.kernels.language import tl, triton
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
 def as_clip(sides: tuple[int, ...]) -> tuple[int, int, int]:
     """(t, h, w) of a picture's (h, w), or of a clip's."""
-    return (1,) * (3 - len(sides)) + tuple(sides)
+    return cast("tuple[int, int, int]", (1,) * (3 - len(sides)) + tuple(sides))
 
 
 def embed_patches_reference(

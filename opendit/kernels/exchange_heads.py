@@ -14,7 +14,7 @@ calls this sees to it that the others are ready (opendit.parallel.sequence.peer_
 import torch
 from torch import Tensor
 
-from opendit.kernels.common import tl, triton
+from opendit.kernels.language import tl, triton
 
 # ---------------------------------------------------------------------------------------------------------- reference
 

@@ -18,12 +18,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from opendit.kernels.common import block_width, next_power_of_2, or_unused, tl, triton
+from opendit.kernels.common import block_width, next_power_of_2, or_unused
 from opendit.kernels.fp8_tiles import float8_factor, float8_range
+from opendit.kernels.language import tl, triton
 from opendit.kernels.tiles import column_block
 from opendit.kernels.transpose import tiles_of, transpose
 
@@ -203,5 +205,6 @@ def product(
     fast: the sums stay in the tensor cores, which keep some 14 bits of them, over the whole of K.
     out: (M, N) of ``dtype``, contiguous, to write to.
     """
-    options = dict(zip(("scale_a", "scale_b"), descales, strict=True), bias=bias, out_dtype=dtype, use_fast_accum=fast)
-    return torch._scaled_mm(a, b.t(), **options, **({} if out is None else {"out": out}))
+    options: dict[str, Any] = dict(zip(("scale_a", "scale_b"), descales, strict=True))
+    options |= {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, **({} if out is None else {"out": out})}
+    return torch._scaled_mm(a, b.t(), **options)

@@ -12,6 +12,7 @@ To autograd it is a stand-in, a tensor of its shape and dtype without memory, wh
 (:class:`Quantized`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +121,7 @@ def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: T
     return y.view(*x.data.shape[:-1], weight.shape[0]), (x.data, x.descale, w.data, w.descale)
 
 
-def _backward_products(ctx, dy: Float8, saved: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def _backward_products(ctx, dy: Float8, saved: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """(dx of x's shape, dW (out, in)).
 
     dW sums over the tokens, many more numbers than the others: it moves its sums to fp32 on the way.

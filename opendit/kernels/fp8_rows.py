@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import fp8
-from opendit.kernels.common import or_unused, split_width, tl, triton
+from opendit.kernels.common import or_unused, split_width
 from opendit.kernels.fp8 import E4M3, Float8
 from opendit.kernels.fp8_tiles import largest_of, power_of_2
+from opendit.kernels.language import tl, triton
 from opendit.kernels.tiles import gelu_coarse, load_tiles, load_vectors, store_tiles
 
 # ---------------------------------------------------------------------------------------------------------- reference

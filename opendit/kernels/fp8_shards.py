@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opendit.kernels.common import TRITON, tl, triton
 from opendit.kernels.fp8 import E4M3, EXACT, LIMIT, float8_factor_reference, float8_reference
 from opendit.kernels.fp8_tiles import float8_range
+from opendit.kernels.language import TRITON, tl, triton
 from opendit.kernels.tensor_table import addresses_of, at, block_table, send, triton_dtype
 
 BLOCK, WARPS = 4096, 4  # elements a program takes, and its warps (not tuned: a rank passes over its shards once a step)

@@ -1,6 +1,6 @@
 """Device functions for kernels that write float8: the factor of a tensor or a row, and the range of a format."""
 
-from opendit.kernels.common import tl, triton
+from opendit.kernels.language import tl, triton
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ class Float8Weight(Tensor):
 
     float8: Float8
     # So that it does not count as a tensor that watches torch's calls, as Gemini's do.
-    __torch_function__ = _disabled_torch_function_impl
+    __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # as torch documents it
 
     @staticmethod
     def __new__(cls, float8: Float8, dtype: torch.dtype):
@@ -63,7 +64,7 @@ def keep_weights(model: nn.Module) -> int:
     product again. Returns the bytes that this takes."""
     taken = 0
     for layer in model.modules():
-        weight = getattr(layer, "weight", None)
+        weight: Any = getattr(layer, "weight", None)
         if isinstance(layer, Projection) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
             cast = fp8.cast(weight.detach(), E4M3, exact=True)
             _ = (

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from opendit.kernels import common
 from opendit.kernels.checks import check_inputs
-from opendit.kernels.common import SIZES, Launch, block_width, rows_of_samples, tl, triton, unit_columns
+from opendit.kernels.common import SIZES, Launch, block_width, rows_of_samples, unit_columns
+from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,

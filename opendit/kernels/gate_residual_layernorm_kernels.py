@@ -1,15 +1,8 @@
 """The kernels of gate_residual_layernorm_modulate.py, which says what they compute, and how they are launched."""
 
-from opendit.kernels.common import (
-    SIZES,
-    Launch,
-    next_power_of_2,
-    pipeline_stages,
-    split_width,
-    tl,
-    triton,
-)
+from opendit.kernels.common import SIZES, Launch, next_power_of_2, pipeline_stages, split_width
 from opendit.kernels.fp8_tiles import float8_factor, float8_range, modulated_factor
+from opendit.kernels.language import tl, triton
 from opendit.kernels.tiles import (
     chunk_of_program,
     load_rows,

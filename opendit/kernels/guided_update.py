@@ -14,8 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from opendit.kernels.common import or_unused, tl, triton
+from opendit.kernels.common import or_unused
 from opendit.kernels.embed_patches import as_clip
+from opendit.kernels.language import tl, triton
 
 MOST_OLD, MOST_NEW = 3, 2  # tensors that the kernel has pointers for
 

@@ -62,7 +62,7 @@ class Staged:
         """As :meth:`InPlace.run`; the last parts are still on their way back when the current stream is done."""
         stride = 4 * (self._ring.shape[2] - self._rows.shape[1])
         gone: list = []
-        if self._coming is not None:
+        if self._coming is not None and self._going is not None:
             self._coming.wait_stream(
                 self._going
             )  # what is read now, and the ring buffer, as the last run has left them
@@ -85,7 +85,7 @@ class Staged:
         if self._going is not None:
             self._going.synchronize()
 
-    def _copy(self, stream: torch.cuda.Stream | None, after: torch.cuda.Event | None, source: Tensor, target: Tensor):
+    def _copy(self, stream: torch.cuda.Stream | None, after: "torch.Event | None", source: Tensor, target: Tensor):
         """Row by row, as only what is contiguous is copied without the host; the event at the end."""
         if stream is None:
             target.copy_(source)

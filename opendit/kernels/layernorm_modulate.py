@@ -18,18 +18,10 @@ from torch import Tensor
 
 from opendit.kernels import common, fp8
 from opendit.kernels.checks import check_inputs
-from opendit.kernels.common import (
-    SIZES,
-    Launch,
-    pipeline_stages,
-    rows_of_samples,
-    split_width,
-    tl,
-    triton,
-    unit_columns,
-)
+from opendit.kernels.common import SIZES, Launch, pipeline_stages, rows_of_samples, split_width, unit_columns
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_tiles import float8_factor, float8_range, modulated_factor
+from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,

@@ -34,6 +34,7 @@ def operator(
     torch.library.register_fake(f"opendit::{name}", fake, lib=_library)
     direct = on_device
     if backward is not None:
+        assert setup_context is not None, "it keeps what backward gets"
         torch.library.register_autograd(f"opendit::{name}", backward, setup_context=setup_context, lib=_library)
         direct = _differentiable(on_device, backward, setup_context)
     registered = getattr(torch.ops.opendit, name).default

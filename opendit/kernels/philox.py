@@ -7,7 +7,7 @@ Word k of counter (block, index, step, stream) under the key ``seed`` is number 
 import torch
 from torch import Tensor
 
-from opendit.kernels.common import tl, triton
+from opendit.kernels.language import tl, triton
 
 BLOCK = 256  # counters of a program
 

@@ -24,6 +24,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,8 @@ class Recomputed:
 def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """``tensor``, which make(*inputs) has made, and how it can be recomputed; inputs that can be are."""
     if torch.is_grad_enabled():
-        tensor.recomputed = Recomputed(tensor.device, make, *(getattr(i, "recomputed", i) for i in inputs))
+        made: Any = tensor  # which has no such attribute by its class
+        made.recomputed = Recomputed(tensor.device, make, *(getattr(i, "recomputed", i) for i in inputs))
     return tensor
 
 
@@ -120,16 +122,18 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
         return ops
     norm, forked = ops.layernorm_modulate, ops.residual_layernorm_modulate
     joined = ops.linear_gate_residual_layernorm_modulate
-    fused = ops.kernel("layernorm_modulate") is not None and ops.kernel("layernorm_modulate").keeps == ("x",)
+    kernel, gelu_kernel = ops.kernel("layernorm_modulate"), ops.kernel("linear_gelu")
+    fused = kernel is not None and kernel.keeps == ("x",)
     # The fused kernel keeps nothing but its input; torch's expressions keep what lies between norm and modulation.
     thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
-    activation = ops.kernel("linear_gelu") and ops.kernel("linear_gelu").after_product  # adds the bias, too
+    activation = gelu_kernel and gelu_kernel.after_product  # adds the bias, too
 
     # of_rows: nothing, or a pack's sample_of_row.
     def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> Tensor:
         return _remember(thrifty(x, shift, scale, *of_rows), norm, x, shift, scale, *of_rows)
 
     def residual_layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> tuple[Tensor, Tensor]:
+        assert forked is not None, "where there is none, nor is there this"
         same, y = forked(x, shift, scale, *of_rows)
         return same, _remember(y, norm, x, shift, scale, *of_rows)
 
@@ -160,6 +164,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
             return ops.linear_gate_residual(x, gate, z, layer, *of_rows)
 
     def linear_gate_residual_layernorm_modulate(x, gate, z, layer, shift, scale, *of_rows) -> tuple[Tensor, Tensor]:
+        assert joined is not None, "where there is none, nor is there this"
         z = _as_a_linear_sees(z)
         with _not_keeping(z):
             h, y = joined(x, gate, z, layer, shift, scale, *of_rows)

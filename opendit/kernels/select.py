@@ -132,7 +132,9 @@ def _after(norm, modulation):
 def _apex_layer_norm():
     """apex's LayerNorm without weights over the last dimension, or None when apex is not installed."""
     try:
-        from apex.normalization.fused_layer_norm import fused_layer_norm
+        from apex.normalization.fused_layer_norm import (  # pyright: ignore[reportMissingImports]  # by hand alone
+            fused_layer_norm,
+        )
     except ImportError:
         return None
     return lambda x: fused_layer_norm(x, x.shape[-1:], 1e-6)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from opendit.kernels.capability import missing
-from opendit.kernels.common import kernels_available, next_power_of_2, tl, triton
+from opendit.kernels.common import kernels_available, next_power_of_2
+from opendit.kernels.language import tl, triton
 from opendit.models.layers import Attend
 
 LONGEST = 1024  # tokens; above, kernels with more tiles in flight are made for it

@@ -7,14 +7,17 @@ projection has added already:
     dqkv[b, n, (s, h, j)] = (dq, dk, dv)[s][b, h, n, j],  dbias = sum over b, n of dqkv
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from opendit.kernels import common, fp8
 from opendit.kernels.checks import check_tensors
-from opendit.kernels.common import Launch, block_width, choose_launch, tl, triton
+from opendit.kernels.common import Launch, block_width, choose_launch
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_tiles import float8_factor, float8_range
+from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import column_block, store_column_sums
 
@@ -31,7 +34,8 @@ def split_heads_reference(qkv: Tensor, num_heads: int, bias: Tensor | None = Non
 def head_views(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, N, d): views of qkv (B, N, 3 D), for whom somebody else makes the gradient."""
     B, N, width = qkv.shape
-    return qkv.view(B, N, 3, num_heads, width // (3 * num_heads)).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = qkv.view(B, N, 3, num_heads, width // (3 * num_heads)).permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
 
 
 # ------------------------------------------------------------------------------------------------------------- kernel
@@ -128,12 +132,14 @@ def _launch(
         *(stride // unit for stride in dq.stride()[:3]),
         D=width, HEAD=d, UNIT=unit, BLOCK=block, BLOCKS=blocks, SUMS=sums is not None, **launch.options(), **options,
     )  # fmt: skip
-    return None if sums is None else common.finish_total(total, sums)
+    return None if sums is None or total is None else common.finish_total(total, sums)
 
 
-def _of_one_layout(*grads: Tensor) -> tuple[Tensor, ...]:
-    first = grads[0].stride()
-    return grads if first[-1] == 1 and all(g.stride() == first for g in grads) else tuple(g.contiguous() for g in grads)
+def _of_one_layout(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    first = dq.stride()
+    if first[-1] == 1 and first == dk.stride() == dv.stride():
+        return dq, dk, dv
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _gather(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -149,7 +155,7 @@ def gather_heads_float8(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype) -
     dqkv = Float8.empty((B, N, 3 * H * d), fp8.E5M2, dq.device)
     # The largest does not depend on the order, so memory that is dense is taken as it lies.
     rows = [(g if g.is_contiguous() else g.transpose(1, 2)).flatten(2) for g in grads]
-    return dqkv, _launch(*grads, dqkv, sums, fp8.amax(*rows))
+    return dqkv, cast(Tensor, _launch(*grads, dqkv, sums, fp8.amax(*rows)))  # (it has been asked for sums)
 
 
 def _gather_fake(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Tensor, Tensor]:

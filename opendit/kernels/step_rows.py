@@ -7,7 +7,8 @@ rows on an H200, four times what their bytes need.
 import torch
 from torch import Tensor
 
-from opendit.kernels.common import next_power_of_2, tl, triton
+from opendit.kernels.common import next_power_of_2
+from opendit.kernels.language import tl, triton
 
 # ---------------------------------------------------------------------------------------------------------- reference
 

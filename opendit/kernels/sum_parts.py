@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from opendit.kernels.common import tl, triton
+from opendit.kernels.language import tl, triton
 
 
 def sum_parts_reference(parts: Tensor) -> Tensor:

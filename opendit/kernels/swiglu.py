@@ -13,7 +13,8 @@ from torch import Tensor
 
 from opendit.kernels import common
 from opendit.kernels.checks import check_tensors
-from opendit.kernels.common import Launch, tl, triton
+from opendit.kernels.common import Launch
+from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import column_block, logistic
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opendit.kernels.common import tl, triton
+from opendit.kernels.language import tl, triton
 
 
 @triton.jit

@@ -4,7 +4,7 @@ A row of D columns is held as two blocks, main and tail (common.split_width). Wh
 argument list or a returned pair holds the main block and goes unused. Numbers are fp32 from load to store.
 """
 
-from opendit.kernels.common import tl, triton
+from opendit.kernels.language import tl, triton
 
 # ----------------------------------------------------------------------------------------------- loading and storing
 

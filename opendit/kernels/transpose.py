@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from opendit.kernels.common import block_width, tl, triton
+from opendit.kernels.common import block_width
+from opendit.kernels.language import tl, triton
 from opendit.kernels.tiles import column_block
 
 TILE = {"ROWS": 64, "num_warps": 4}

@@ -12,6 +12,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -51,8 +52,8 @@ def _torch_varlen() -> Callable[..., Tensor]:
 
     def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
         # (Older versions take no scale; they have the one that heads of this size ask for.)
-        how = {} if scale == q.shape[-1] ** -0.5 else {"scale": scale}
-        return varlen_attn(q, k, v, offsets, offsets, longest, longest, **how)
+        how: dict[str, Any] = {} if scale == q.shape[-1] ** -0.5 else {"scale": scale}
+        return cast(Tensor, varlen_attn(q, k, v, offsets, offsets, longest, longest, **how))
 
     return call
 
@@ -125,7 +126,7 @@ def _right(package: str, device: str, dtype: torch.dtype, head_dim: int, size: i
     # Views of one tensor, as a projection leaves them.
     made, exact = ([x.detach().requires_grad_() for x in qkv.to(kind).unbind(1)] for kind in (dtype, torch.float64))
     try:
-        out = VarlenAttention(package, size)(*made, offsets, max(lengths))
+        out = VarlenAttention(package, size)(*made, offsets=offsets, longest=max(lengths))
         found = [out, *torch.autograd.grad(out, made, grad)]
     except Exception:  # it is missing, or of another version, or does not run here: whatever it is, it is of no use
         return False
