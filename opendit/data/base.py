@@ -5,7 +5,7 @@ sample is used. Everything random about the sample is keyed by it (see ``opendit
 gives the same numbers in any process, on any number of GPUs and after any resume.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +67,8 @@ class MediaDataset(Dataset):
     sample_shape: (C, H, W) or (C, T, H, W) of what one item holds.
     random_flip: mirror half of the samples, keyed by Stream.FLIP.
     random_window: read clips from a place drawn for each sample, keyed by Stream.CROP, rather than their middle.
+    vae, scaling_factor, shift_factor: of latents; text_encoder, max_tokens: of captions; see ``CachedLatents``. Others
+    have no such attributes.
     as_bytes: give pixels as uint8, for ``to_pixels`` to turn into [-1, 1] where the batch is needed; a data set whose
     samples are not made of bytes ignores it.
     shortened: reads so far that took a clip's frames closer together than asked for, because it is too short.
@@ -84,6 +86,11 @@ class MediaDataset(Dataset):
     as_bytes: bool = False
     shortened: int = 0
     on_read: Callable[[int], None] | None = None
+    vae: str
+    scaling_factor: float | Sequence[float]
+    shift_factor: float | Sequence[float]
+    text_encoder: str | None
+    max_tokens: int
     note: str = ""
     seed: int = 0
     max_bad: float = 0.05

@@ -53,14 +53,24 @@ def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
 class SequenceShards(Protocol):
     """The tokens of a sequence that several ranks share, as a model sees them (opendit.parallel.sequence)."""
 
-    first: int  # the place of this rank's first token
-    rows: int  # tokens of a rank, padding among them
+    @property
+    def first(self) -> int:
+        """The place of this rank's first token."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a rank, padding among them."""
+        ...
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens (B, n, F) of all (B, N, F)."""
         ...
 
-    takes_projection: bool  # whether to call project_and_attend, with which inputs can travel beside their products
+    @property
+    def takes_projection(self) -> bool:
+        """Whether to call :meth:`project_and_attend`, with which inputs can travel beside their products."""
+        ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: "GridAttention") -> Tensor:
         """The attention output (B, n, D) of this rank's tokens over those of all ranks; q (B, H, n, d) and k, v (B,
@@ -71,7 +81,7 @@ class SequenceShards(Protocol):
         ...
 
     def project_and_attend(
-        self, x: Tensor, qkv: "Projection | MadeProjection", heads: int, attend: Attend, float8: bool = False
+        self, x: Tensor, qkv: "AnyProjection", heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
         """The same of x (B, n, D), of which ``qkv`` makes q, k, v of so many heads each; ``float8``: by products in
         float8, and x may be what such operations hand over."""
@@ -86,14 +96,17 @@ class SequenceShards(Protocol):
         among the tokens of all ranks."""
         ...
 
-    axial: bool  # whether attention along an axis of the grid calls attend_along
+    @property
+    def axial(self) -> bool:
+        """Whether attention along an axis of the grid calls :meth:`attend_along`."""
+        ...
 
     def attend_along(
         self,
         axis: int,
         x: Tensor,
-        qkv: "Projection | MadeProjection",
-        attend: "Callable[[Tensor, Projection | MadeProjection, TokenGrid], Tensor]",
+        qkv: "AnyProjection",
+        attend: "Callable[[Tensor, AnyProjection, TokenGrid], Tensor]",
         rotary: Tensor | None,
     ) -> Tensor:
         """The attention output (B, n, D) of this rank's tokens x (B, n, D), each to the tokens that differ from it in
@@ -138,9 +151,7 @@ class Attention(nn.Module):
             return shards.attention(q, k, v, attend)
         return attend(q, k, v).transpose(1, 2).flatten(2)
 
-    def project(
-        self, x: Tensor, ops: BlockOps, qkv: "Projection | MadeProjection | None" = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, ops: BlockOps, qkv: "AnyProjection | None" = None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, d), k and v (B, kv_heads, N, d), by the layer's projection or by one in its place."""
         qkv = self.qkv if qkv is None else qkv
         if self.kv_heads == self.num_heads:
@@ -149,7 +160,7 @@ class Attention(nn.Module):
         q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v
 
-    def _qkv_of_every_head(self) -> "Projection | MadeProjection":
+    def _qkv_of_every_head(self) -> "AnyProjection":
         """The projection to q, k, v of all heads, as the ranks that share them out expect it: where heads share keys
         and values, with copies of those rows."""
         if self.kv_heads == self.num_heads:
@@ -214,6 +225,9 @@ class MadeProjection:
         return multiply(x, self.weight) if bias is None else multiply(x, self.weight, bias)
 
 
+AnyProjection = Projection | MadeProjection  # what makes q, k, v
+
+
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k, v for every head of queries (dimension 1): copies where heads share them, because not every kernel of torch
     shares them by itself, and because ranks can't share out fewer heads than they are."""
@@ -240,7 +254,7 @@ class AxialAttention(Attention):
         if grid is None or grid.shards is None or not grid.shards.axial:
             return super().output(x, ops, grid)
 
-        def attend(x: Tensor, qkv: "Projection | MadeProjection", part: TokenGrid) -> Tensor:
+        def attend(x: Tensor, qkv: "AnyProjection", part: TokenGrid) -> Tensor:
             return self.attention(*self.project(x, ops, qkv), part).transpose(1, 2).flatten(2)
 
         return grid.shards.attend_along(self.axis, x, self.qkv, attend, grid.rotary)

@@ -33,7 +33,7 @@ class FusedAdamW(torch.optim.AdamW):
     def step(self, closure=None, div_scale: float = -1):
         for group in self.param_groups:
             for params in _by_size([p for p in group["params"] if p.grad is not None], self.elements):
-                grads = [p.grad.to(p.dtype) for p in params]
+                grads = [p.grad.to(p.dtype) for p in params if p.grad is not None]
                 if div_scale > 0:
                     grads = [g if g is not p.grad else g.clone() for g, p in zip(grads, params, strict=True)]
                     torch._foreach_mul_(grads, 1.0 / div_scale)
@@ -111,9 +111,10 @@ class OnePassAdamW:
         (settings,) = self.adam.param_groups
         states = [self.adam.init_state(key) for key in self._keys]
         if self._fused is None:
-            moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
             self._fused = FusedStep(
-                *(self._own(tensors) for tensors in (self._keys, *moments)),
+                self._own(self._keys),
+                self._own([state["exp_avg"] for state in states]),
+                self._own([state["exp_avg_sq"] for state in states]),
                 None if self._working is None else self._own(self._working),
                 count=torch.zeros((), dtype=torch.float32, device=self._keys[0].device),
                 betas=settings["betas"],

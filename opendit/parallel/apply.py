@@ -1,6 +1,7 @@
 """A model becomes the parallel model, in the one order in which its changes may come."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,8 +62,8 @@ def apply_parallel(
         keep_stages(model, stages)
     if experts is not None:
         divide_among(model, experts)
-    sequence = sequence if tensor is None else divide(model, tensor, sequence)
-    model.use(ops=ops, attend=attend, varlen=varlen, sequence=sequence)
+    shared = sequence if tensor is None else divide(model, tensor, sequence)
+    model.use(ops=ops, attend=attend, varlen=varlen, sequence=shared)
     recompute_in(model, recompute)
     model.grad_checkpoint = grad_checkpoint
     if compiled:
@@ -110,7 +111,7 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     outer, inner = ("pp",) if mesh.pp_size > 1 else (), ("tp",) if mesh.tp_size > 1 else ()
     grid = mesh.device_mesh(*outer, *names, *inner)
     grid = grid[names] if outer or inner else grid
-    settings = dict(
+    settings: dict[str, Any] = dict(
         mesh=grid,
         mp_policy=MixedPrecisionPolicy(sharding.dtype, sharding.reduce_dtype, cast_forward_inputs=False),
         reshard_after_forward=not sharding.keep_gathered,
@@ -121,12 +122,13 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(sharding.dtype)
     units = shard_units(plan_of(model.config), (name for name, _ in model.named_parameters()))
-    called = [model.get_submodule(name) for name in units if name]
+    called: list[Any] = [model.get_submodule(name) for name in units if name]
     for module in called:
         fully_shard(module, **settings)
     model.modulate_in_blocks = True
     # What is outside of all units is used at the beginning and at the end of both passes: it stays gathered.
-    fully_shard(model, **settings | {"reshard_after_forward": False})
+    settings["reshard_after_forward"] = False
+    fully_shard(model, **settings)
     for place, module in enumerate(called):
         module.set_modules_to_forward_prefetch(called[place + 1 : place + 1 + PREFETCHED])
         module.set_modules_to_backward_prefetch(called[max(0, place - PREFETCHED) : place][::-1])

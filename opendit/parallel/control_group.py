@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ class ControlGroup:
     def __init__(self, mesh: Mesh, patience_minutes: float = 60.0):
         self.mesh = mesh
         timeout = datetime.timedelta(minutes=patience_minutes)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if mesh.world_size > 1 else None
+        group = dist.new_group(backend="gloo", timeout=timeout) if mesh.world_size > 1 else None
+        self._group = cast("dist.ProcessGroup | None", group)  # all ranks are in it
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (any picklable object), in rank order, on every rank."""
@@ -43,7 +44,7 @@ class ControlGroup:
         for found in self.gather(problem):
             if found is not None:
                 raise found
-        return result
+        return cast(Result, result)
 
     def start_any(self, flag: bool) -> Callable[[], bool]:
         """Starts to ask whether ``flag`` is true on any rank; the function returned waits and gives the answer, the
@@ -51,7 +52,7 @@ class ControlGroup:
         if self._group is None:
             return lambda: flag
         box = torch.tensor([int(flag)], dtype=torch.int32)
-        work = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work: Any = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
         def answer() -> bool:
             work.wait()

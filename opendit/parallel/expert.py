@@ -10,6 +10,7 @@ import functools
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from opendit.models.shapes import model_shapes
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible
 from opendit.parallel.sequence.collectives import Group, start_gather
-from opendit.parallel.sequence.experts import RoutingByRanks
+from opendit.parallel.sequence.experts import OwnTokens, RoutingByRanks
 from opendit.parallel.sizes import ParallelDims
 from opendit.parallel.tensor.collectives import start_sum
 from opendit.parallel.tensor.layers import divide_experts
@@ -66,7 +67,7 @@ def divide_among(model: DiT, group: Group) -> None:
 
 
 def _start(mlp: ExpertMlp, group: Group, y: Tensor, shards: SequenceShards | None = None) -> Routing:
-    return RoutingByRanks(mlp, y, shards, group)
+    return RoutingByRanks(mlp, y, cast("OwnTokens | None", shards), group)
 
 
 def _expert_mlps(model: DiT) -> list[ExpertMlp]:
@@ -89,10 +90,12 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
     found = set()
     for mlp in _expert_mlps(model):
         shapes = {name: tuple(getattr(mlp, name).shape) for name in STACKS}
-        for name, shape in shapes.items() if ranks else ():
-            shard = getattr(mlp, name).new_empty(math.prod(shape) // ranks.size)
-            setattr(mlp, name, nn.Parameter(shard))
-        mlp.weights = partial(_weights, mlp, tuple(shapes.values()), how)
+        if ranks is not None:
+            for name, shape in shapes.items():
+                shard = getattr(mlp, name).new_empty(math.prod(shape) // ranks.size)
+                setattr(mlp, name, nn.Parameter(shard))
+        gathering: Any = mlp
+        gathering.weights = partial(_weights, mlp, tuple(shapes.values()), how)
         found |= {getattr(mlp, name) for name in STACKS}
     return found
 

@@ -12,6 +12,7 @@ changed (:meth:`Float8Shards.refresh`). So a step quantises once, however often 
 """
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,9 +47,10 @@ class Float8Shards:
         self._quantizer = ShardQuantizer(shards, sent, dtype)
         for weight, *parts in zip(weights, shards, sent, self._quantizer.descales.split(1), strict=True):
             shard, rows, descale = parts
+            hooked: Any = shard  # FSDP2 looks for these on the tensor
             gathered = _Gathered(rows, descale, weight.sharded_param.shape[0])
-            shard.fsdp_pre_all_gather = gathered.fsdp_pre_all_gather
-            shard.fsdp_post_all_gather = gathered.fsdp_post_all_gather
+            hooked.fsdp_pre_all_gather = gathered.fsdp_pre_all_gather
+            hooked.fsdp_post_all_gather = gathered.fsdp_post_all_gather
             weight._init_extensions()  # which it did when it made the shard, and found none
 
     def refresh(self) -> None:
@@ -73,7 +75,7 @@ class _Gathered:
         return (self._sent,), None
 
     def fsdp_post_all_gather(
-        self, gathered: Sequence[Tensor], metadata, dtype: torch.dtype, *, out: Tensor | None = None
+        self, gathered: Sequence[Tensor], metadata, dtype: torch.dtype, *, out: Float8Weight | None = None
     ):
         data = gathered[0].view(E4M3)[: self._length]
         if out is None:

@@ -7,6 +7,7 @@ different samples.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -43,12 +44,12 @@ def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
     if cfg_parallel:
         check_cfg_parallel(mesh.sp_size, mesh.tp_size, mesh.world_size)
         pairs = [[i, i + ranks] for i in range(mesh.world_size) if i // ranks % 2 == 0]
-        halves = Group.of(dist.new_subgroups_by_enumeration(pairs)[0])
+        halves = Group.of(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(pairs)[0]))  # every rank is in one
         group = halves if ranks == 1 else None
         ranks *= 2
     if ranks > 1 and group is None:
         replicas = [list(range(first, first + ranks)) for first in range(0, mesh.world_size, ranks)]
-        group = Group.of(dist.new_subgroups_by_enumeration(replicas)[0])
+        group = Group.of(cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(replicas)[0]))
     return Replica(mesh.rank // ranks, mesh.world_size // ranks, mesh.rank % ranks == 0, halves, group)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import mmap
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,13 +60,15 @@ class _Pages(mmap.mmap):
     _address = 0
 
     def lock(self, address: int) -> None:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(self), PORTABLE_AND_MAPPED))
+        runtime: Any = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(address, len(self), PORTABLE_AND_MAPPED))
         self._address = address
 
     def unlock(self) -> None:
         if self._address:
             torch.cuda.synchronize()
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._address))
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostUnregister(self._address))
             self._address = 0
 
     def __del__(self):

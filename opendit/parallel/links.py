@@ -94,8 +94,8 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
     target = torch.empty_like(source)
     q, k, v, grad = (random(1, sizes.heads, sizes.tokens, 128) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    forward = timer(lambda: F.scaled_dot_product_attention(*leaves))
-    both = timer(lambda: torch.autograd.grad(F.scaled_dot_product_attention(*leaves), leaves, grad))
+    forward = timer(lambda: F.scaled_dot_product_attention(q, k, v))
+    both = timer(lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), leaves, grad))
     flops = 4 * sizes.heads * sizes.tokens**2  # for each element of a head
     # Rates at the length that was timed; the model's are those of long sequences.
     there, back = ((sizes.tokens + half) / sizes.tokens for half in (H200.attention_half, H200.attention_half_backward))
@@ -113,6 +113,7 @@ def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict:
     groups = [size for size in (2, 4, 8, 16) if node % size == 0]
     if node > 1 and node not in groups:
         groups.append(node)
+    group = None
     for size in groups:
         group = mesh.divided(ParallelDims(dp_shard=world // size, sp=size)).group("sp")
         gathers.append((size, _gathered(mesh, group, size, sizes.shard, timer)))
@@ -140,14 +141,14 @@ def _across(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, flo
     return {"node_link": rate, "node_latency": latency / (nodes - 1)}
 
 
-def _gathered(mesh: Mesh, group: dist.ProcessGroup, size: int, shard: int, timer: _Timer) -> float:
+def _gathered(mesh: Mesh, group: dist.ProcessGroup | None, size: int, shard: int, timer: _Timer) -> float:
     """Bytes/s that each rank receives in an all-gather."""
     mine = torch.empty(shard, dtype=torch.uint8, device=mesh.device)
     whole = torch.empty(size * shard, dtype=torch.uint8, device=mesh.device)
     return (size - 1) * shard / timer(lambda: dist.all_gather_into_tensor(whole, mine, group=group))
 
 
-def _pass_on(sent: Tensor, received: Tensor, after: int, before: int, group: dist.ProcessGroup) -> None:
+def _pass_on(sent: Tensor, received: Tensor, after: int, before: int, group: dist.ProcessGroup | None) -> None:
     """To the next rank of a group, from the one before."""
     works = dist.batch_isend_irecv(
         [

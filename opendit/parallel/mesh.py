@@ -6,7 +6,7 @@ Works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ...) and with
 import datetime
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,8 @@ class Mesh:
         place = AXES.index("sp")
         sizes[place : place + 1] = [self.dims.sp // inner, inner]
         grids = (grid_groups(sizes, [axis]) for axis in (place + 1, place))
-        return tuple(_new_group(grid, self.device, priority=True) for grid in grids)
+        near, apart = (_new_group(grid, self.device, priority=True) for grid in grids)
+        return near, apart
 
     def links(self, around: bool) -> dict[tuple[int, bool], dist.ProcessGroup]:
         """The groups in which neighbours of a pipeline send to each other, by the place of the first of the two and by
@@ -281,7 +282,7 @@ def _new_group(groups: list[list[int]], device: torch.device, priority: bool = F
     if priority and device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = True
-    return dist.new_subgroups_by_enumeration(groups, pg_options=options)[0]
+    return cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(groups, pg_options=options)[0])
 
 
 def close_mesh() -> None:

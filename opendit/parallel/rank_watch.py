@@ -184,6 +184,7 @@ class RankWatch:
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
+            assert self._listener is not None, "what was selected"
             connection, _ = self._listener.accept()
             self._selector.register(_settled(connection), selectors.EVENT_READ, _Peer(connection))
 
@@ -214,8 +215,9 @@ class RankWatch:
             if not secrets.compare_digest(str(message.get("token")), self._token) or not isinstance(hello, dict):
                 self._drop(peer, lost=False)
                 return
-            peer.rank, peer.host, peer.pid = hello["rank"], hello["host"], hello["pid"]
-            self._peers[peer.rank] = peer
+            rank: int = hello["rank"]
+            peer.rank, peer.host, peer.pid = rank, hello["host"], hello["pid"]
+            self._peers[rank] = peer
             if len(self._peers) == self.place.world_size - 1:
                 self._all_here.set()
                 for each in self._peers.values():

@@ -4,6 +4,7 @@ sizes divide. Pure functions of shapes, names and numbers: nothing here holds a 
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ def _quotient(number: int, divisor: int, parts: str, what: str = "features") -> 
 def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
     """A rank's part of a canonical tensor: a view where it is one slice, else a copy. Raises as local_slices."""
     parts = [full[slices] for slices in local_slices(full.shape, rule, rank, size)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=divided_dimension(rule, full.shape))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cast(int, divided_dimension(rule, full.shape)))
 
 
 # --------------------------------------------------------------------------------------------- shard units and stages

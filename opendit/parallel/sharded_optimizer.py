@@ -158,7 +158,7 @@ class ShardedOptimizer:
         self.grad_norm, self.finite = fused.decide(total, scale=scale, clip=self._clip)
         fused.update(lr=adam["lr"], weight_decay=adam["weight_decay"])
         self._refresh_float8()
-        if self._averages is not None:
+        if self._averages is not None and self._side is not None:
             self._side.run(partial(self._averages.move, fused.scalars))
         if self._offload == "state" and self._device.type == "cuda":
             self._updated = torch.cuda.Event()

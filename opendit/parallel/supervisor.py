@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -150,8 +151,8 @@ class Supervisor:
         closing.start()
         closing.join(seconds + 1.0)  # what is closed may wait for a device that waits for the lost rank
         if code == FAILED:
-            _tell_torchrun(ending.text)
-        self._write_error(self._named(ending.text) if code == FAILED else str(ending))
+            _tell_torchrun(cast(str, ending.text))
+        self._write_error(self._named(cast(str, ending.text)) if code == FAILED else str(ending))
         self._exit(code)
 
     def _close(self, seconds: float) -> None:
@@ -167,7 +168,7 @@ class Supervisor:
         time.sleep(LAST_LOST if ending.text is None else LAST)
         mine = ending.rank == self.place.rank
         if self._silent.acquire(blocking=False):
-            self._write_error(self._named(ending.text) if mine else str(ending))
+            self._write_error(self._named(cast(str, ending.text)) if mine else str(ending))
         self._exit(self._code if mine else OTHER_RANK)
 
     def _exit(self, code: int) -> None:

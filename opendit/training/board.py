@@ -4,7 +4,9 @@ import os
 import socket
 import struct
 import time
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from opendit.common.records import RecordFile
 
@@ -18,12 +20,12 @@ class Board:
     """
 
     def __init__(self, folder: Path, first_step: int):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
+        made = _messages("event")
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
         self._file, self._written = RecordFile(folder / name), False
-        version = Event(wall_time=time.time(), file_version="brain.Event:2")
-        start = Event(wall_time=time.time(), step=first_step, session_log=SessionLog(status=SessionLog.START))
+        version = made.Event(wall_time=time.time(), file_version="brain.Event:2")
+        log = made.SessionLog(status=made.SessionLog.START)
+        start = made.Event(wall_time=time.time(), step=first_step, session_log=log)
         self._start = _record(version.SerializeToString()) + _record(start.SerializeToString())
 
     @property
@@ -33,14 +35,12 @@ class Board:
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Raises OSError if they have to wait for the next ones, as do all methods."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
+        Summary = _messages("summary").Summary
         self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
 
     def picture(self, tag: str, png: bytes, step: int) -> None:
         """Shows a PNG file of these bytes."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
+        Summary = _messages("summary").Summary
         width, height = struct.unpack(">II", png[16:24])  # of the header, the first chunk of every PNG
         image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
         self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
@@ -49,12 +49,15 @@ class Board:
         self._file.close()
 
     def _add(self, summary, step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        event = _record(Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
+        event = _record(_messages("event").Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
         start, self._start = self._start, b""
         self._written = True
         self._file.append(start + event)
+
+
+def _messages(of: str) -> Any:
+    """TensorBoard's protocol buffers, whose classes are made when they are imported."""
+    return import_module(f"tensorboard.compat.proto.{of}_pb2")
 
 
 def _record(data: bytes) -> bytes:

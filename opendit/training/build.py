@@ -132,12 +132,13 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
             tokens_of=lambda size: math.prod(spec.model_config.grid_of(size)),
             given_frames=spec.model_config.given_frames,
         )
+        evaluated = None if evaluation is None else evaluation.of
         diagnosis = Diagnosis(engine, runner, inputs, spec.dataset, spec.schedule, flags.grad_accumulation)
         with (
             contextlib.closing(runner),
             open_monitor(spec, supervisor, failures) as monitor,
             open_loader(spec, supervisor) as loader,
-            open_checkpoints(spec, engine, ema, monitor, supervisor, evaluation and evaluation.of) as checkpoints,
+            open_checkpoints(spec, engine, ema, monitor, supervisor, evaluated) as checkpoints,
             open_profiler(spec, monitor) as profiler,
             supervisor.announced(),
             Interrupt(mesh) as interrupt,

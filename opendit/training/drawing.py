@@ -3,13 +3,14 @@
 import contextlib
 from collections.abc import Iterator
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from opendit.diffusion.sampling import sample_in_batches
-from opendit.encoders.conditioner import preview_labels
+from opendit.encoders.conditioner import CaptionConditioner, preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
 from opendit.inference.engine import SamplingEngine
 from opendit.models import Condition, DiT, empty_model
@@ -54,11 +55,18 @@ class EMASampler:
     def _model(self) -> DiT:
         spec, engine, mesh = self._spec, self._engine, self._engine.mesh
         if engine.whole:
-            return engine.module
+            return cast(DiT, engine.module)
         with mesh.device:
             model = empty_model(spec.model_config, parameters=mesh.tp_size * mesh.pp_size == 1)
-        kernels, how = spec.kernels, dict(sequence=spec.sequence, tensor=tensor_group(mesh), stages=spec.stages)
-        apply_parallel(model, ops=kernels.ops, attend=kernels.attend, **how)
+        kernels, tensor = spec.kernels, tensor_group(mesh)
+        apply_parallel(
+            model,
+            ops=kernels.ops,
+            attend=kernels.attend,
+            sequence=spec.sequence,
+            tensor=tensor,
+            stages=spec.stages,
+        )
         allocate(model, mesh.device)
         return model.place(mesh.device, engine.dtype)
 
@@ -68,7 +76,7 @@ class EMASampler:
         """(index, latents) of some samples at a time. index: (N,) numbers of samples, by which their noise is keyed; y:
         their conditions. Collective over the ranks that share samples."""
         spec, seed, null = self._spec, self._spec.flags.global_seed, self._spec.conditioner.null()
-        how = dict(steps=steps, sampler=spec.objective.preview_sampler, cfg_scale=cfg_scale)
+        how: dict[str, Any] = dict(steps=steps, sampler=spec.objective.preview_sampler, cfg_scale=cfg_scale)
         if self._pipeline is not None:  # what is made beforehand for all steps is made of all blocks
             objective = spec.objective.for_tokens(spec.model_config.tokens)
             how |= dict(objective=objective, seed=seed, forward=partial(self._pipeline, model))
@@ -96,8 +104,9 @@ class SampleGrids:
     def _draw(self, model: DiT, step: int) -> None:
         spec, monitor = self._spec, self._monitor
         y, captions = self._what()
-        how = dict(steps=spec.flags.sample_steps, cfg_scale=spec.flags.sample_cfg_scale)
-        batches = self._sampler.batches(model, y, torch.arange(len(captions)), **how)
+        index, steps, cfg_scale = torch.arange(len(captions)), spec.flags.sample_steps, spec.flags.sample_cfg_scale
+        batches = self._sampler.batches(model, y, index, steps, cfg_scale)
+        assert spec.codec is not None, "draw asks whether there is one"
         pictures = np.concatenate([to_uint8(spec.codec.decode(latents)) for _, latents in batches])
         if not spec.mesh.is_main:
             return
@@ -115,7 +124,7 @@ class SampleGrids:
         spec = self._spec
         if spec.model_config.text is not None:
             captions = example_captions(spec.dataset, count=8 if spec.flags.use_video else 16)
-            return spec.conditioner.encode(captions), captions
+            return cast(CaptionConditioner, spec.conditioner).encode(captions), captions
         names = spec.dataset.class_names
         labels = preview_labels(len(names), 4 * len(names) if len(names) <= 10 else 32)
         return labels.to(spec.mesh.device), [names[label] for label in labels]

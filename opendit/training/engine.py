@@ -58,7 +58,7 @@ def _first_values(spec: RunSpecification, model: DiT) -> Values:
     fits of --pretrained. With --lora the model gets its layers."""
     seed = spec.flags.global_seed
     initial = InitialValues(model, seed)
-    if spec.initial is None:
+    if spec.initial is None or spec.initial_config is None:
         return initial
     start = adapt(model, spec.initial, spec.initial_config, spec.dataset.class_names, fresh=initial.whole)
     spec.notes += [f"--pretrained: {line}" for line in start.describe()]

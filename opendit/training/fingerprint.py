@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -152,8 +152,8 @@ def _encoders(spec: RunSpecification) -> dict[str, str | None]:
     if spec.dataset.kind == "pixels":
         vae = "none" if spec.vae == "none" else _network(vae_folder(spec.vae))
     if getattr(spec.conditioner, "encoder", None) is not None and getattr(spec.dataset, "text_encoder", None) is None:
-        text = _network(encoder_folder(spec.flags.text_encoder))
-    base = str(spec.initial.path) if spec.lora else None
+        text = _network(encoder_folder(cast(str, spec.flags.text_encoder)))
+    base = str(spec.initial.path) if spec.lora and spec.initial else None
     return {
         "vae": vae,
         "vae_path": spec.vae,

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from opendit.cli.shared_flags import ParallelFlags
 from opendit.cli.train_components import BatchFlags, CaptionFlags, DataFlags
@@ -188,7 +189,7 @@ def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str
     frames that are not whole latent ones."""
     if asked is None or latent is None or not asked.startswith("prefix:"):
         return asked
-    count, temporal = parse_given(asked), (num_frames - 1) // max(1, latent - 1) or 1
+    count, temporal = cast(int, parse_given(asked)), (num_frames - 1) // max(1, latent - 1) or 1
     if (count - 1) % temporal:
         whole = max(0, (count - 1) // temporal) * temporal + 1
         raise ValueError(
@@ -291,7 +292,7 @@ def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
 def _condition(captions: CaptionFlags, num_classes: int | None, data_path: str, dataset: MediaDataset) -> dict:
     """What the model is conditioned on, as arguments of model_config: num_classes or text."""
     if dataset.conditioning == "text":
-        name, cached = captions.text_encoder, getattr(dataset, "text_encoder", None)
+        name, cached = cast(str, captions.text_encoder), getattr(dataset, "text_encoder", None)
         kind, width, longest = text_geometry(name)
         tokens = captions.max_text_tokens or (dataset.max_tokens if cached and name != "bytes" else longest)
         check_tokens(name, kind, longest, tokens)
@@ -328,6 +329,7 @@ def _latent_geometry(
         vae = data.vae if "vae" in data.given else dataset.vae
         return vae, channels // 2, (height, width), frames[0] if frames else None
     if data.use_video:
+        assert not isinstance(patch, int), "--use_video is for models of clips"
         channels, downscale, temporal = video_geometry(data.vae, dataset.sample_shape[0])
         frames, side = latent_frames(data.num_frames, temporal), math.lcm(*patch[1:])
         if frames % patch[0]:
@@ -336,6 +338,7 @@ def _latent_geometry(
                 f"patch of {model}; change it, or take a model with a shorter patch"
             )
     else:
+        assert isinstance(patch, int), "models of clips need --use_video"
         (channels, downscale), frames, side = codec_geometry(data.vae, dataset.sample_shape[0]), None, patch
     multiple = downscale * side
     if data.image_size % multiple:
@@ -343,4 +346,5 @@ def _latent_geometry(
             f"--image_size {data.image_size}: does not divide by {multiple} (--vae {data.vae}: {downscale}, patch of "
             f"{model}: {side}); use {max(multiple, round(data.image_size / multiple) * multiple)}"
         )
-    return data.vae, channels, (data.image_size // downscale,) * 2, frames
+    latent = data.image_size // downscale
+    return data.vae, channels, (latent, latent), frames

@@ -43,11 +43,13 @@ class Latents:
         """
         if self.cached is not None:
             return sample_moments(x, self._noise(x, step, index), *self.cached)
+        codec = self.codec
+        assert codec is not None, "pixels have one"
         if not self.sampled:
-            return self.codec.encode(x, None)
-        moments = self.codec.moments(x)
+            return codec.encode(x, None)
+        moments = codec.moments(x)
         # A VAE on a CPU may answer in channels_last; the backward pass of Gemini's sharded convolution crashes on that.
-        return self.codec.sample(moments, self._noise(moments, step, index)).contiguous()
+        return codec.sample(moments, self._noise(moments, step, index)).contiguous()
 
     def _noise(self, moments: Tensor, step: int, index: Tensor) -> Tensor:
         shape = (moments.shape[1] // 2, *moments.shape[2:])
@@ -99,20 +101,22 @@ class Inputs:
 
     def _packed(self, batch: Batch, index: Tensor) -> PackedMicroBatch:
         """The samples of a batch (a tuple of tensors, each of its own shape) as packs."""
+        packing, samples = self.packing, batch.x
+        assert packing is not None and isinstance(samples, tuple), "samples of unequal sizes are a run of packs'"
         x0, noise, given = [], [], []
-        for part in same_size(batch.x):
-            x = torch.stack([sample.to(self.device, non_blocking=True) for sample in batch.x[part]])
+        for part in same_size(samples):
+            x = torch.stack([sample.to(self.device, non_blocking=True) for sample in samples[part]])
             for found, made in zip((x0, noise), self._noised(x, batch.step, index[part]), strict=True):
                 found.append(made)
             given.append(self._given(x0[-1], batch.step, index[part]))
-        segments = self.packing.segments(tuple(group.shape[2:]) for group in x0 for _ in group)
-        shares = self.packing.shares(batch.weights, len(index), batch.segments_in_step)
+        segments = packing.segments(tuple(group.shape[2:]) for group in x0 for _ in group)
+        shares = packing.shares(batch.weights, len(index), batch.segments_in_step)
         return PackedMicroBatch(
-            self.packing.patches(x0),
+            packing.patches(x0),
             self.objective.times(self.seed, batch.step, index, segments.lengths),
-            self.packing.patches(noise),
+            packing.patches(noise),
             self._condition(batch, index),
             segments,
             shares.to(self.device, non_blocking=True),
-            None if self.given_frames is None else self.packing.patches(given),
+            None if self.given_frames is None else packing.patches(given),
         )

@@ -47,6 +47,7 @@ class Interrupt:
 
     def answer(self) -> bool:
         """The answer to the last :meth:`ask`, the same on all ranks; waits for it."""
+        assert self._answer is not None, "ask first"
         return self._answer()
 
     def _note(self, number: int, frame) -> None:

@@ -125,7 +125,7 @@ class Monitor:
         yield
         self._since += time.perf_counter() - began
 
-    def log(self, step: int, epoch: int, lr: float, grad_norm: float, **more) -> dict:
+    def log(self, step: int, epoch: int, lr: float, grad_norm: float | None, **more) -> dict:
         """Writes one line; the loss is the mean over all ranks and all steps since the last line that were not
         skipped, null if all were."""
         total, count = self.mesh.sum(self._sums).tolist()
@@ -152,7 +152,7 @@ class Monitor:
             with self.failures.survive("log.jsonl", step):
                 self.log_file.append(json.dumps(self.last).encode() + b"\n")
             numbers = {k: v for k, v in self.last.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
-            self.scalars(numbers, step)
+            self.scalars(dict[str, float](numbers), step)
             shown = {
                 "loss": "-" if loss is None else f"{loss:.4f}",
                 "img/s": f"{rate:.1f}",

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -32,8 +33,8 @@ class Pace:
         self._channel = ControlGroup(mesh) if mesh.world_size > 1 else None
         self._on_gpu = mesh.device.type == "cuda"
         self._data, self._batches, self._since = 0.0, 0, time.perf_counter()
-        self._begun: float | torch.cuda.Event | None = None
-        self._forwards: deque[float | tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=TIMED)
+        self._begun: Any = None  # the host's clock in seconds, or on a GPU an event
+        self._forwards: deque[Any] = deque(maxlen=TIMED)  # seconds, or two events
         self._named, self._lines = None, 0  # the rank named last, and the log lines since
 
     def begin(self, waited: float) -> None:

@@ -4,6 +4,7 @@ import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -14,6 +15,7 @@ from opendit.cli.train_components import CaptionFlags, DataFlags, StartFlags
 from opendit.cli.train_flags import Components, TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
+from opendit.data.order.packs import PackSchedule
 from opendit.data.order.schedule import KEYED, SORTED
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
 from opendit.encoders.folder import KNOWN
@@ -96,7 +98,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     # Checkpoints from before there was another order do not name theirs.
     order = stored.get("order", SORTED) if resume else KEYED
     schedule = make_schedule(asked, dataset, global_batch, config, order)
-    if resume and (packs := resume.state.get("packs")) is not None and schedule.packed:
+    if resume and (packs := resume.state.get("packs")) is not None and isinstance(schedule, PackSchedule):
         schedule.restore(packs, resume.state["step"])
     if resume:
         resumed = read_config(resume.model)
@@ -127,7 +129,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     notes += lock_notes
     last_step = last_step_of(batch, schedule)
     first_step = resume.state["step"] if resume else 0
-    if first_step >= last_step:
+    if resume and first_step >= last_step:
         notes.append(
             f"{resume.folder} is already at step {first_step} of {last_step}; raise --max_steps or --epochs to go on"
         )
@@ -172,7 +174,8 @@ def make_deterministic() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time; nothing here reads such memory
+    memory: Any = torch.utils.deterministic  # an attribute by the module's class
+    memory.fill_uninitialized_memory = False  # it costs time; nothing here reads such memory
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
@@ -187,7 +190,7 @@ def _sequence(
     if asked.batch.pack_tokens is not None:
         shape = replace(shape, types=tuple(kind for kind in shape.types if kind not in OWN_ATTENTION))
     sequence = sequence_parallel(mesh, parallel.sequence_parallel_type, shape, keep_gathered=keep_gathered)
-    if keep_gathered and sequence.plan.kind != "fastseq":
+    if keep_gathered and sequence is not None and sequence.plan.kind != "fastseq":
         notes.append(f"--keep_gathered does nothing: {sequence.plan.kind}, which auto took, gathers nothing")
     return sequence
 
@@ -306,18 +309,20 @@ def _conditioner(
 ) -> Conditioner:
     """What conditions are made by. Embeddings from a cache need no encoder but ``for_grids``."""
     if config.text is None:
-        return LabelConditioner(config.num_classes, mesh.device)
+        return LabelConditioner(cast(int, config.num_classes), mesh.device)
     encoder, empty = None, None if config.text.inside else getattr(dataset, "empty_caption", None)
     empty = empty and [part.unsqueeze(0) for part in empty]
     needed = for_grids or empty is None
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # (mock data have no words)
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
-        encoder = load_text_encoder(text_encoder, device=mesh.device, dtype=dtype, max_tokens=config.text.max_tokens)
+        name, longest = cast(str, text_encoder), config.text.max_tokens
+        encoder = load_text_encoder(name, device=mesh.device, dtype=dtype, max_tokens=longest)
     return CaptionConditioner(config.text, mesh.device, encoder, empty)
 
 
-def _lora(start: StartFlags, initial: Weights, resume: Checkpoint | None, notes: list[str]) -> Lora:
+def _lora(start: StartFlags, initial: Weights | None, resume: Checkpoint | None, notes: list[str]) -> Lora:
     """Raises ValueError if peft is missing, or if the checkpoint to resume has another rank or scale."""
+    assert start.lora is not None and initial is not None, "--lora adds to --pretrained"
     check_peft()
     lora = Lora(start.lora, start.lora_alpha or start.lora, str(initial.path.resolve()))
     if resume is not None:

@@ -4,6 +4,7 @@ closes it where the run ends by an error."""
 import math
 import os
 from functools import partial
+from typing import cast
 
 from opendit.common.records import WriteFailures
 from opendit.data import BatchIterator, build_loader
@@ -94,7 +95,7 @@ def best_checkpoint(spec: RunSpecification, evaluated: str | None) -> BestCheckp
     if name is None or not spec.mesh.is_main:
         return None
     of = spec.fingerprint["validation"] if name == "val_loss" else evaluated
-    best = BestCheckpoint(spec.folder / "checkpoints", name, of, spec.first_step)
+    best = BestCheckpoint(spec.folder / "checkpoints", name, cast(str, of), spec.first_step)
     if best.folder is not None:
         called = "held-out loss" if name == "val_loss" else name
         Progress.write(f"--ckpt_best: so far {best.folder}, with a {called} of {best.figure:.5f}")

@@ -42,7 +42,7 @@ class WandbLogger(RunLogger):
         mode = os.environ.get("WANDB_MODE") or "offline"
         if mode != "online":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which would report crashes of the library itself
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]  # who wants it installs it
 
         self._wandb = wandb
         known = folder / "wandb" / "run_id"
@@ -79,8 +79,8 @@ class MlflowLogger(RunLogger):
 
     def __init__(self, folder, config):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it tells its makers how it is used
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric, Param
+        from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # who wants it installs it
+        from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
         self._metric, outputs = Metric, folder.resolve().parent
         own = f"sqlite:///{outputs / 'mlflow.db'}"

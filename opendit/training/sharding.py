@@ -1,5 +1,7 @@
 """How --plugin fsdp divides a run's model: what --reshard auto means here, and how gradients accumulate."""
 
+from typing import cast
+
 from opendit.models import DiTConfig
 from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import PRECISIONS
@@ -18,6 +20,6 @@ def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float
     return Sharding(
         reduce_dtype=PRECISIONS[settled.reduce_dtype],
         keep_gathered=settled.reshard == "never",
-        keep_gradients=settled.keep_gradients,
+        keep_gradients=cast(bool, settled.keep_gradients),  # it is settled
         gather_float8=setup.gathers_float8,
     )

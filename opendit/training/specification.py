@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from opendit.cli.command_line import to_dict
 from opendit.cli.train_flags import TrainConfig
@@ -98,7 +98,7 @@ def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
     if dataset.conditioning != "text":
         return []
     rows = range(0, len(dataset), max(1, len(dataset) // (4 * count)))
-    return list(dict.fromkeys(dataset.caption(row) for row in rows))[:count]
+    return list(dict.fromkeys(cast(str, dataset.caption(row)) for row in rows))[:count]
 
 
 def _path_or_name(value: str | None) -> str | None:

@@ -9,8 +9,10 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from opendit.models import DiTConfig, plan_of
+from opendit.models.ecdit import ECDiTConfig
 from opendit.parallel.expert import expert_parameters
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.names import AXIAL
@@ -271,7 +273,9 @@ class _Step:
         ranks, config, hardware = self.setup.expert_parallel, self.config, self.hardware
         if ranks == 1 or self.setup.tensor_parallel > 1:
             return Traffic()
-        received = config.expert_capacity * self.unit / self.setup.sequence_parallel * (ranks - 1) / ranks
+        received = (
+            cast(ECDiTConfig, config).expert_capacity * self.unit / self.setup.sequence_parallel * (ranks - 1) / ranks
+        )
         inside = span(ranks, 1, self.node).nodes == 1
         seconds = received / (hardware.link if inside else hardware.node_link) + hardware.latency
         one = Traffic(received, seconds, seconds)
@@ -331,7 +335,7 @@ def step_cost(
         ValueError: ranks can't share the model's sequences by ``sequence_type``.
     """
     if setup.pipeline_parallel > 1:
-        how = dict(sequence_type=sequence_type, sequence_types=sequence_types, graph=graph)
+        how: dict[str, Any] = dict(sequence_type=sequence_type, sequence_types=sequence_types, graph=graph)
         setup = replace(setup, micro_batches=micro_batches)
         stages = (
             step_cost(*stage, batch, micro_batches, hardware, node, **how) for stage in stage_setups(config, setup)

@@ -50,7 +50,7 @@ class StepLog:
             names = {k: k.removeprefix("eval_") for k, v in measured.items() if k.startswith("eval_") and k != "eval_s"}
             figures = {name: measured[k] for k, name in names.items() if isinstance(measured[k], float)}
             self.figures["evaluation"] = {"of": of, "figures": figures}
-        grad_norm = result.grad_norm.item() if result.finite else None
+        grad_norm = float(result.grad_norm) if result.finite else None
         self.skipped = self._skipped_before + int(self._engine.skipped)
         seen = torch.tensor([self._loader.skipped, self._loader.shortened], device=mesh.device)
         bad_files, short_clips = mesh.sum(seen) // mesh.sharing  # so many ranks read the same

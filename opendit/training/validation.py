@@ -2,11 +2,12 @@
 
 import math
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from opendit.data import MediaDataset
 from opendit.data.base import to_pixels
 from opendit.data.loader import read_batches
 from opendit.data.progress import Progress
@@ -46,9 +47,10 @@ class Validation:
 
     def __init__(self, spec: RunSpecification, engine: Engine, ema: EMA, runner: Runner, monitor: Monitor):
         self._spec, self._engine, self._ema, self._runner, self._monitor = spec, engine, ema, runner, monitor
-        flags, mesh = spec.flags, spec.mesh
+        flags, mesh, dataset = spec.flags, spec.mesh, spec.validation
+        assert dataset is not None, "the run holds samples out"
         every, self.count = steps_between(spec), number_of_losses(spec)
-        self.samples = FixedSamples(spec.validation, self.count, flags.batch_size)
+        self.samples = FixedSamples(dataset, self.count, flags.batch_size)
         quantiles = self.samples.quantiles
         objective = spec.objective.for_tokens(spec.model_config.tokens)
         self._times = objective.times_at(quantiles)
@@ -60,26 +62,26 @@ class Validation:
             with monitor.failures.survive(PICTURE):
                 self._history = LossHistory.read(spec.folder / "log.jsonl", sorted(self.noise))
         rounds = -(-batches // mesh.dp_size)
-        self._batches = self._read([turn * mesh.dp_size + mesh.dp_rank for turn in range(rounds)])
+        self._batches = self._read(dataset, [turn * mesh.dp_size + mesh.dp_rank for turn in range(rounds)])
         work = rounds * mesh.pp_size / (3 * every * flags.grad_accumulation)
         monitor.say(
-            f"validation: {self.count:,} losses on {spec.validation.describe()}, every {every:,} steps: "
+            f"validation: {self.count:,} losses on {dataset.describe()}, every {every:,} steps: "
             f"{work:.2%} of the run's work"
         )
 
-    def _read(self, turns: list[int]) -> list[FixedBatch]:
+    def _read(self, dataset: MediaDataset, turns: list[int]) -> list[FixedBatch]:
         """This rank's micro-batches; what is beyond the last one is the first one again, and does not count."""
         spec, flags, device = self._spec, self._spec.flags, self._spec.mesh.device
         found, there = [], len(self.samples.micro_batches)
-        latents = spec.latents_of(spec.validation, SEED)
+        latents = spec.latents_of(dataset, SEED)
         keys = [self.samples.keys(turn if turn < there else 0) for turn in turns]
-        how = dict(num_workers=min(flags.num_workers, len(keys)), patience=flags.data_timeout)
+        how: dict[str, Any] = dict(num_workers=min(flags.num_workers, len(keys)), patience=flags.data_timeout)
         shown = Progress(len(keys), "micro-batches", title="validation", disable=not spec.mesh.is_main)
-        with shown, read_batches(spec.validation, keys, max_bad=flags.max_bad, on_skip=Progress.write, **how) as read:
+        with shown, read_batches(dataset, keys, max_bad=flags.max_bad, on_skip=Progress.write, **how) as read:
             for turn, batch in zip(turns, read, strict=True):
                 index = batch.index.to(device)
                 with torch.no_grad():
-                    x0 = latents.of(to_pixels(batch.x.to(device)), 0, index)
+                    x0 = latents.of(to_pixels(cast(Tensor, batch.x).to(device)), 0, index)
                     condition = spec.conditioner.of_batch(batch)
                 new = self.samples.new[turn] if turn < there else 0
                 found.append(FixedBatch(batch.index, new, x0.cpu(), condition.to("cpu")))

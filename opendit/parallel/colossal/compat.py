@@ -8,6 +8,7 @@ import importlib.util
 import sys
 import types
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,8 @@ def _import_colossalai() -> None:
     # Those that are there stay out too: peft, imported now, would take bitsandbytes' stand-in for real.
     hidden = [n for n in _OPTIONAL if n not in sys.modules]
     if not hasattr(dist, "is_hccl_available"):  # gone from new torch, called by Colossal-AI's pipeline code
-        dist.is_hccl_available = lambda: False
+        incomplete: Any = dist
+        incomplete.is_hccl_available = lambda: False
     finder = _StandIn(hidden)
     sys.meta_path.insert(0, finder)
     try:

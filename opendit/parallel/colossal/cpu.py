@@ -1,5 +1,7 @@
 """Colossal-AI's ZeRO and Gemini on a CPU, which they take for a GPU."""
 
+from typing import Any, cast
+
 import torch
 from colossalai.accelerator import set_accelerator
 from colossalai.accelerator.cpu_accelerator import CpuAccelerator
@@ -57,7 +59,7 @@ class _CpuAsCuda(CpuAccelerator):
     def _idle(self, *args, **kwargs):
         return _Idle()
 
-    Stream = Event = current_stream = default_stream = stream = _idle
+    Stream = Event = current_stream = default_stream = stream = cast(Any, _idle)
 
     def set_stream(self, stream_):
         return None
@@ -66,7 +68,8 @@ class _CpuAsCuda(CpuAccelerator):
 def _keep_chunks_in_one_memory() -> None:
     """Gemini tells a "cuda" shard from a "cpu" shard and moves it between the two; on a CPU both are the
     same memory, so a shard stays what it was born as: a "cuda" shard."""
-    close, paired_move = gemini_chunk.Chunk.close_chunk, gemini_chunk.Chunk._Chunk__paired_shard_move
+    chunk: Any = gemini_chunk.Chunk
+    close, paired_move = chunk.close_chunk, chunk._Chunk__paired_shard_move
 
     def close_chunk(self):
         self.shard_device = torch.device("cuda")  # a name only: nothing is allocated there

@@ -39,7 +39,7 @@ class FSDPPlugin(Plugin):
     def configure(
         self, model: DiT, optimizer: FusedAdamW | None = None, criterion=None, dataloader=None, lr_scheduler=None
     ):
-        float8 = None
+        float8 = sharded = None
         if self.mesh.dims.size("loss") > 1:
             apply_shards(model, self.mesh, self.sharding)
             if any(parameter.is_meta for parameter in model.parameters()):
@@ -52,7 +52,7 @@ class FSDPPlugin(Plugin):
                 parameter.data = parameter.data.to(self.sharding.dtype)
         if optimizer is not None:
             trained: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-            optimizer = ShardedOptimizer(
+            sharded = ShardedOptimizer(
                 optimizer,
                 trained,
                 self.mesh.group("fsdp"),
@@ -62,7 +62,7 @@ class FSDPPlugin(Plugin):
                 float8=float8,
                 replicated=self.replicated,
             )
-        return model, optimizer, criterion, dataloader, lr_scheduler
+        return model, sharded, criterion, dataloader, lr_scheduler
 
     def control_device(self) -> bool:
         return True

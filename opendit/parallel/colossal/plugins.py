@@ -4,6 +4,7 @@ Import it by ``opendit.parallel.colossal.load()``, which makes the imports below
 """
 
 import warnings
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,7 @@ def boost(
     gradients, and zero2 divides state; None: all.
     """
     on_gpu = torch.cuda.is_available()
+    built: Any  # each has arguments of its own
     if plugin == "zero2":
         built = LowLevelZeroPlugin(
             stage=2,
@@ -130,20 +132,20 @@ def boost(
         built.zero_optim_kwargs["dp_process_group"] = group
     elif group is not None:
         built.ddp_kwargs["process_group"] = group
-    model, optimizer = boost_with(built, module, optimizer)
+    model, boosted = boost_with(built, module, optimizer)
     if plugin == "gemini" and precision == "bf16":
-        optimizer.mix_precision_mixin = _FiniteBF16(model.chunk_manager)
+        boosted.mix_precision_mixin = _FiniteBF16(model.chunk_manager)
     if plugin == "ddp":
         _settle_buckets(model.module)
-    return model, optimizer
+    return model, boosted
 
 
-def boost_with(plugin: Plugin, module: nn.Module, optimizer: torch.optim.Optimizer):
+def boost_with(plugin: Plugin, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
     """What Colossal-AI's Booster makes of both, with this plugin."""
     with warnings.catch_warnings():  # torch's advice on DDP arguments that TorchDDPPlugin passes
         warnings.simplefilter("ignore")
-        model, optimizer, *_ = Booster(plugin=plugin).boost(module, optimizer)
-    return model, optimizer
+        boosted = Booster(plugin=plugin).boost(module, optimizer)
+    return boosted[0], boosted[1]
 
 
 def _settle_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
@@ -156,5 +158,5 @@ def _settle_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
     """
     params = [p for p in ddp.parameters() if p.requires_grad]
     ddp.reducer.prepare_for_backward([])
-    sum(p.sum() * 0 for p in params).backward()
+    cast(torch.Tensor, sum(p.sum() * 0 for p in params)).backward()
     ddp.zero_grad(set_to_none=True)

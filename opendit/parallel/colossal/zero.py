@@ -1,5 +1,7 @@
 """Colossal-AI's ZeRO-2 optimizer with another step: few passes over memory, and a host that does not wait."""
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from colossalai.zero import LowLevelZeroOptimizer
@@ -36,6 +38,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     grad_norm: Tensor
     finite: Tensor
     replicated: ReplicatedGradients | None = None
+    pg_to_param_list: dict[dist.ProcessGroup, list[nn.Parameter]]
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -48,8 +51,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._working = [w.view(self._world, -1)[self._rank] for w in self._padded]
         self._shards: dict[int, Tensor] = {}  # gradients of this rank, by the id of the parameter
         self._bucket: list[nn.Parameter] = []
-        self._in_flight: list[tuple[dist.Work, list[nn.Parameter], Tensor]] = []
-        self._adamw = OnePassAdamW(self.optim, self.masters, self._own_sizes(), self._working)
+        self._in_flight: list[tuple[Any, list[nn.Parameter], Tensor]] = []
+        self._adamw = OnePassAdamW(cast(Any, self.optim), self.masters, self._own_sizes(), self._working)
         if self._world == 1:
             for hook in self.grad_handles:
                 hook.remove()
@@ -83,7 +86,9 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
             return
         rows = []
         for param in self._bucket:
-            grad = _padded(param.grad.reshape(-1), self.get_param_padding_size(param)).view(self._world, -1)
+            grad = _padded(cast(Tensor, param.grad).reshape(-1), self.get_param_padding_size(param)).view(
+                self._world, -1
+            )
             rows.append(_padded(grad, -grad.shape[1] % ALIGNMENT))
             param.grad = None
         flat = torch.cat(rows, dim=1).div_(self._world)

@@ -104,9 +104,10 @@ class Engine(ABC):
         self.finish_loading()
 
     plugin: str  # its name in --plugin
+    gradients: Any  # a tensor for each trained parameter, or None; of plugins whose passes can be recorded
 
     @abstractmethod
-    def _wrap(self, module: nn.Module, settings: Settings) -> tuple[nn.Module, Any, torch.optim.Optimizer, str]:
+    def _wrap(self, module: nn.Module, settings: Settings) -> tuple[Any, Any, Any, str]:
         """Puts the module on this rank's device and under the plugin: (what forward calls, what steps, the AdamW that
         has the learning rate and the state, one line that says which AdamW it is and why)."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ class DDPEngine(BoosterEngine):
 
     def backward(self, loss, gradient=None):
         if gradient is None:
-            self._torch_scaler.scale(loss).backward()
+            self._torch_scaler.scale(cast(torch.Tensor, loss)).backward()
         else:
             self._torch_scaler.scale(gradient.new_zeros(()))  # which makes its numbers: no loss is scaled on this rank
             torch.autograd.backward(loss, gradient)

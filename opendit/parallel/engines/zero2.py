@@ -1,5 +1,7 @@
 """ZeRO stage 2, by Colossal-AI's plugin and the optimizer of opendit/parallel/colossal/zero.py."""
 
+from typing import cast
+
 from torch import Tensor
 
 from opendit.parallel.engines.base import StepResult
@@ -41,7 +43,9 @@ class Zero2Engine(BoosterEngine):
         self._optimizer_keys = {n: self.optimizer.working_to_master_param[id(p)] for n, p in named.items()}
 
     def master(self, name):
-        return self._optimizer_keys[name][: self.layout.local(name).numel]  # without the padding of the last shards
+        return cast(Tensor, self._optimizer_keys[name])[
+            : self.layout.local(name).numel
+        ]  # without the padding of the last shards
 
     def finish_loading(self):
         self.optimizer.gather_working_params()

@@ -1,6 +1,7 @@
 """Runs a rank's share of a schedule: receives, passes, sends."""
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from torch import Tensor
 
@@ -25,8 +26,9 @@ def execute(
     posted: dict[int, tuple] = {}
 
     def post(place: int) -> None:
-        if place not in posted and incoming[place] is not None:
-            posted[place] = links.post(incoming[place], key_of(actions[place].micro_batch))
+        message = incoming[place]
+        if place not in posted and message is not None:
+            posted[place] = links.post(message, key_of(actions[place].micro_batch))
 
     for place, action in enumerate(actions):
         post(place)
@@ -42,6 +44,6 @@ def execute(
         del value
         message = sent(action, links.rank, links.ranks, chunks)
         if message is not None:
-            links.send(message, result, action.chunk, key_of(action.micro_batch))
+            links.send(message, cast(Tensor, result), action.chunk, key_of(action.micro_batch))
         del result
     links.finish()

@@ -1,5 +1,7 @@
 """A model on the stages of a pipeline, called like one that is whole: to draw samples from it."""
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +11,7 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.executor import execute
 from opendit.parallel.pipeline.links import Links
 from opendit.parallel.pipeline.schedule import Action, one_by_one
+from opendit.parallel.pipeline.stages import PipelineStages
 
 
 class PipelineForward:
@@ -30,12 +33,13 @@ class PipelineForward:
         parts = [slice(start, start + rows) for start in range(0, len(x), rows)]
         predicted = x.new_empty((len(x), model.config.out_channels, *x.shape[2:]), dtype=torch.float32)
         shapes = [tuple(x[part].shape) for part in parts]
+        stages: PipelineStages = cast(Any, model).stages
 
         def compute(action: Action, tokens: Tensor | None) -> Tensor:
             part, shape = parts[action.micro_batch], shapes[action.micro_batch]
             given = x[part] if tokens is None else tokens
             output = model(given, t[part], y[part], chunk=action.chunk, shape=shape)
-            if model.stages.last and action.chunk == self._chunks - 1:
+            if stages.last and action.chunk == self._chunks - 1:
                 predicted[part] = output
             return output
 

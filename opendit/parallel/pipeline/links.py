@@ -7,6 +7,7 @@ share one could wait for each other for ever.
 """
 
 from collections import deque
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -72,7 +73,7 @@ class Links:
             self._shapes[True, message.chunk, key] = DTYPES[number], tuple(shape)
         dtype, shape = self._shapes[message.forward, message.chunk, key]
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        return tensor, dist.irecv(tensor, src=source, group=group)
+        return tensor, cast(dist.Work, dist.irecv(tensor, src=source, group=group))
 
     def send(self, message: Message, tensor: Tensor, chunk: int, key: tuple) -> None:
         """Starts to send a message; ``chunk``: of this rank, that made it."""

@@ -4,6 +4,7 @@ of them, and the modules that make the condition, which are on every rank."""
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +108,8 @@ def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
             delattr(owner, attribute)
         else:
             owner._modules[attribute] = Absent()
-    model.stages, model.forward = stages, StageForward(model, stages)
+    cut: Any = model
+    cut.stages, cut.forward = stages, StageForward(model, stages)
     return model
 
 
@@ -121,7 +123,7 @@ def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
     """Those of a model's parameters that all ranks of its pipeline have; none if it has no stages."""
     if getattr(model, "stages", None) is None:
         return frozenset()
-    every = plan_of(model.config).stages.every
+    every = plan_of(cast(DiT, model).config).stages.every
     return frozenset(name for name in names if name.partition(".")[0] in every)
 
 

@@ -1,16 +1,17 @@
 """Sequence parallelism: the ranks of a group share the tokens of every sample; see docs/sequence_parallel.md."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from torch import Tensor
 
+from opendit.models.attention import AnyProjection, GridAttention, SequenceShards
 from opendit.models.ecdit import ExpertMlp, Routing
-from opendit.models.layers import Attend, Projection
+from opendit.models.layers import Attend
 from opendit.parallel.hardware import H200
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import AXIAL, OWN_ATTENTION
-from opendit.parallel.sequence.axial import AllToAll, SharedGrid, shared_grid
+from opendit.parallel.sequence.axial import AllToAll, shared_grid
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.sequence.direct import DirectUlysses
@@ -42,10 +43,11 @@ class SequenceParallel:
 
     shares_samples: ClassVar[bool] = True
 
-    def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> "SharedSequence | SharedGrid":
-        """``length`` tokens, in a grid of these sizes."""
-        whole = SharedSequence(self, length) if self.strategy is not None else None
-        return whole if self.axial is None else shared_grid(self.group, sizes, self.axial, whole)
+    def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
+        """``length`` tokens, in a grid of these sizes, with what the models that are given them ask for."""
+        whole = cast(SequenceShards, SharedSequence(self, length)) if self.strategy is not None else None
+        found = whole if self.axial is None else shared_grid(self.group, sizes, self.axial, whole)
+        return cast(SequenceShards, found)
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,19 @@ class SharedSequence:
     @property
     def takes_projection(self) -> bool:
         """Whether the strategy makes q, k, v itself."""
-        return self.sequence.strategy.takes_projection
+        return self.sequence.strategy is not None and self.sequence.strategy.takes_projection
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
         """The attention output (B, rows, D) of q (B, H, rows, d) and k, v (B, kv_heads, rows, d) of this rank's tokens,
         over all tokens."""
-        return self.sequence.strategy.attention(q, k, v, attend, self.length)
+        return cast(UlyssesRing, self.sequence.strategy).attention(q, k, v, attend, self.length)
 
     def project_and_attend(
-        self, x: Tensor, qkv: Projection, heads: int, attend: Attend, float8: bool = False
+        self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
         """The same of x (B, rows, D), of which ``qkv`` makes q, k, v; ``float8``: by products in float8."""
-        return self.sequence.strategy.project_and_attend(x, qkv, heads, attend, self.length, float8)
+        strategy = cast("FastSeq | DirectFastSeq | DirectUlysses", self.sequence.strategy)
+        return strategy.project_and_attend(x, qkv, heads, attend, self.length, float8)
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, length, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""

@@ -22,7 +22,7 @@ cut off afterwards: its gradient is exactly zero.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,8 @@ from opendit.common.compiler import not_compiled
 from opendit.kernels import fp8
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_linear import Modulated, Quantized, quantized
-from opendit.models.attention import SequenceShards, TokenGrid
-from opendit.models.layers import Attend, Projection
+from opendit.models.attention import AnyProjection, GridAttention, SequenceShards, TokenGrid
+from opendit.models.layers import Attend
 from opendit.parallel.sequence.collectives import Exchange, Group, gather_tokens
 from opendit.parallel.sequence.products import in_working_dtype
 from opendit.parallel.sizes import divide_grid
@@ -63,7 +63,8 @@ class GridShare:
 
     def local(self, axis: int) -> tuple[int, int]:
         """Frames and places of a rank, where this axis is divided."""
-        return tuple(self.share(axis) if i == axis else size for i, size in enumerate(self.sizes))
+        frames, places = (self.share(axis) if i == axis else size for i, size in enumerate(self.sizes))
+        return frames, places
 
     def own(self, x: Tensor, axis: int) -> Tensor:
         """This rank's share (B, f, s, F) of all (B, T S, F), where this axis is divided; zeros for padding."""
@@ -106,6 +107,15 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
 
+class GridExchange(Protocol):
+    """What brings tokens to the other layout of a grid and back."""
+
+    def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
+        """``attend(lines, which)`` (B, n, D') of tokens in the other layout (B, n, D), given back in this one; which:
+        the part of this rank's share there that they are."""
+        ...
+
+
 @dataclass(frozen=True)
 class AllToAll:
     """The exchanges around an attention by collectives, in ``parts``: while one part's q, k, v and attention are
@@ -115,8 +125,7 @@ class AllToAll:
 
     @not_compiled  # torch's compiler would not keep the order in which parts are sent and awaited
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
-        """``attend(lines, which)`` (B, n, D') of tokens in the other layout (B, n, D), given back in this one; which:
-        the part of this rank's share there that they are."""
+        """See :meth:`GridExchange.attend`."""
         returned, which = [], slice(0, 0)
         for lines in self._arriving(grid, x):
             which = slice(which.stop, which.stop + lines.shape[1] // grid.sizes[grid.home])
@@ -129,13 +138,14 @@ class AllToAll:
             x = quantized(x)
             yield _moved(x, grid)
             return
-        for exchange in grid.leave(*in_working_dtype(x), self.parts):
+        for exchange in grid.leave(in_working_dtype(x)[0], self.parts):
             yield grid.arrive(exchange).flatten(1, 2)
 
 
 def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
     """Frames and places of a part of this rank's share in the other layout."""
-    return tuple(which.stop - which.start if axis == grid.away else size for axis, size in enumerate(grid.sizes))
+    frames, places = (which.stop - which.start if i == grid.away else size for i, size in enumerate(grid.sizes))
+    return frames, places
 
 
 def _moved(x: Quantized, grid: GridShare) -> Quantized:
@@ -170,7 +180,7 @@ class SharedGrid:
     """
 
     grid: GridShare
-    exchange: "AllToAll"  # or what takes its place
+    exchange: GridExchange
     full: SequenceShards | None = None
     _rotations: dict = field(default_factory=dict, compare=False, repr=False)
 
@@ -198,8 +208,8 @@ class SharedGrid:
         self,
         axis: int,
         x: Tokens,
-        qkv: Projection,
-        attend: Callable[[Tokens, Projection, TokenGrid], Tensor],
+        qkv: AnyProjection,
+        attend: Callable[..., Tensor],
         rotary: Tensor | None,
     ) -> Tensor:
         """The attention output (B, rows, D) of x (B, rows, D), each to the tokens that differ from it in ``axis``
@@ -227,20 +237,24 @@ class SharedGrid:
     @property
     def takes_projection(self) -> bool:
         """Of attention to all tokens: whether the strategy makes q, k, v itself."""
-        return self.full.takes_projection
+        return self.full is not None and self.full.takes_projection
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
         """Attention to all tokens."""
+        assert self.full is not None, "the model has attention to all tokens"
         return self.full.attention(q, k, v, attend)
 
     def project_and_attend(
-        self, x: Tensor, qkv: Projection, heads: int, attend: Attend, float8: bool = False
+        self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
         """Attention to all tokens."""
+        assert self.full is not None, "the model has attention to all tokens"
         return self.full.project_and_attend(x, qkv, heads, attend, float8)
 
 
-def shared_grid(group: Group, sizes: tuple[int, ...], exchange: AllToAll, full: SequenceShards | None) -> SharedGrid:
+def shared_grid(
+    group: Group, sizes: tuple[int, ...], exchange: GridExchange, full: SequenceShards | None
+) -> SharedGrid:
     """A grid of frames, rows and columns as the ranks of ``group`` share it: by frames, or where that takes more
     padding and there is no attention to all tokens, by places."""
     sizes = sizes[0], math.prod(sizes[1:])

@@ -3,8 +3,9 @@
 Everything talks to one group of ranks, never to the world.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ class Group:
     size: int
 
     @classmethod
-    def of(cls, handle: dist.ProcessGroup) -> "Group":
+    def of(cls, handle: dist.ProcessGroup | None) -> "Group":
         """The group of a process group that this rank is in."""
         return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
@@ -29,7 +30,7 @@ class Group:
 class Flight:
     """A collective under way, and the tensors that it reads and writes, which must live until it has ended."""
 
-    def __init__(self, works: list[dist.Work], received: Tensor, sent: Tensor):
+    def __init__(self, works: Sequence[Any], received: Tensor, sent: Tensor):
         self._works, self._received, self._sent = works, received, sent
 
     def wait(self) -> Tensor:
@@ -100,6 +101,7 @@ class Exchange:
 
     def _land(self) -> Tensor:
         flight, self.flight = self.flight, None
+        assert flight is not None, "it has departed"
         return flight.wait()
 
 

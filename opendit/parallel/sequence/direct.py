@@ -17,7 +17,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.common.compiler import not_compiled
 from opendit.kernels.exchange_heads import new_heads
-from opendit.models.layers import Attend, Projection
+from opendit.models.attention import AnyProjection
+from opendit.models.layers import Attend
 from opendit.parallel.sequence.layout import column_sums
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory, PeerRows
 from opendit.parallel.sequence.products import Products, taken_over
@@ -34,7 +35,7 @@ class DirectUlysses:
 
     @not_compiled  # what other ranks read and write is in no graph of a compiler
     def project_and_attend(
-        self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int, float8: bool = False
+        self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
     ) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
         taken = taken_over(x, qkv, float8)
@@ -54,7 +55,7 @@ class Layer:
     groups: int
     num_heads: int
     length: int
-    shape: tuple[int, int, int]  # (B, n, D)
+    shape: tuple[int, ...]  # (B, n, D)
     held: list = field(default_factory=list)  # what copy engines read
     arriving: dict = field(default_factory=dict)  # a group's event
     doutput: dict = field(default_factory=dict)  # a group's gradient, there or still arriving, of its heads

@@ -11,6 +11,7 @@ attention of those that are here.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class DirectExchange:
         """See :meth:`opendit.parallel.sequence.axial.AllToAll.attend`."""
         if grid.home != FRAMES or not isinstance(x, Tensor):
             return AllToAll(self.parts).attend(grid, x, attend)
-        (x,) = in_working_dtype(x)
+        x = cast(Tensor, in_working_dtype(x)[0])
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # the backward pass of all ranks uses the same buffers, whatever is frozen
         frames, own = grid.local(FRAMES)[0], grid.share(grid.away)

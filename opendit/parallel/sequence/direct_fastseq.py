@@ -10,7 +10,7 @@ product that makes the weight's gradient. That of the own input comes last, and 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from opendit.common.compiler import not_compiled
 from opendit.kernels.common import kernels_available
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 from opendit.kernels.sum_parts import sum_parts, sum_parts_reference
-from opendit.models.layers import Attend, Projection
+from opendit.models.attention import AnyProjection
+from opendit.models.layers import Attend
 from opendit.parallel.sequence.direct import Collect, Depart, Layer
 from opendit.parallel.sequence.layout import own_rows, whole_rows, zeros_but_own
 from opendit.parallel.sequence.peer_memory import Buffer, Pair, PeerMemory
@@ -38,7 +39,7 @@ class DirectFastSeq:
 
     @not_compiled  # what other ranks read and write is in no graph of a compiler
     def project_and_attend(
-        self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int, float8: bool = False
+        self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
     ) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
         taken = taken_over(x, qkv, float8)
@@ -165,7 +166,7 @@ class _OwnProjection(torch.autograd.Function):
             _input_gradient(products, made[:, layer.tokens_of(peer)], columns, out)
         there = memory.ready_beside(Buffer.GRADIENT)
         if ctx.needs_input_grad[2]:  # small things, while a rank may have to wait for another
-            dbias = whole_rows(own_dbias, group)
+            dbias = whole_rows(cast(Tensor, own_dbias), group)
         if ctx.needs_input_grad[1]:
             dweight = zeros_but_own(own_weight[0], weight, group)
         memory.wait(there)

@@ -33,7 +33,8 @@ class OwnTokens(Protocol):
     @property
     def rows(self) -> int: ...
 
-    length: int
+    @property
+    def length(self) -> int: ...
 
 
 class RoutingByRanks:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opendit.models.layers import Attend, Projection
+from opendit.models.attention import AnyProjection
+from opendit.models.layers import Attend
 from opendit.parallel.sequence.collectives import Exchange, Flight, Group, Ring, start_gather
 from opendit.parallel.sequence.layout import (
     own_rows,
@@ -36,7 +37,7 @@ class FastSeq:
     takes_projection: ClassVar[bool] = True  # inputs travel beside their products
 
     def project_and_attend(
-        self, x: Tensor, qkv: Projection, num_heads: int, attend: Attend, length: int, float8: bool = False
+        self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
     ) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
         taken = taken_over(x, qkv, float8)
@@ -62,6 +63,7 @@ class _GatheredAgain:
     def take(self) -> Tensor:
         """The gathered shards (P, B, n, D), once they are here."""
         flight, self._flight = self._flight, None
+        assert flight is not None, "the gather was started"
         return flight.wait()
 
 

@@ -60,7 +60,8 @@ def attend_part_backward(
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, False)
     grads = reference_backward(*(t.float() for t in (dout, q, k, v, out, lse)))
-    return tuple(grad.to(q.dtype) for grad in grads)
+    dq, dk, dv = (grad.to(q.dtype) for grad in grads)
+    return dq, dk, dv
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,10 @@ attention, 107 us, takes 111 beside such copies, 129 beside the kernel.)
 import functools
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -89,7 +91,7 @@ class PeerMemory:
             # torch zeroes it, the barrier's signals too, on the stream, behind what that has been given. Done later, it
             # would wipe out what a faster rank has written there: attention to 64k tokens is 100 ms, and this is none.
             torch.cuda.synchronize(self.device)
-            handle = symmetric.rendezvous(memory, self.group.handle)
+            handle = symmetric.rendezvous(memory, cast(dist.ProcessGroup, self.group.handle))
             made.append((handle, torch.tensor(handle.buffer_ptrs, device=self.device), memory))
         return made[-1][:2]
 
@@ -97,7 +99,7 @@ class PeerMemory:
         """The barrier of one use of ``buffer``, or one more of the same; the device waits in it, not the host."""
         self._barrier(buffer, again, channel=0)
 
-    def ready_beside(self, buffer: Buffer) -> torch.cuda.Event:
+    def ready_beside(self, buffer: Buffer) -> torch.Event:
         """The same behind the copies and all that the current stream has been given, and beside what it is given next,
         until it waits for this event.
 
@@ -141,7 +143,7 @@ class PeerMemory:
                 exchange_heads(heads, rows.addresses, shape, rank, first, push, own=True, offset=rows.offset)
         return self._copy([self._other_heads(heads, rows, first, push) for heads, first in groups])
 
-    def copy_beside(self, groups: list[list[Pair]], own: list[Pair] = ()) -> list[torch.cuda.Event]:
+    def copy_beside(self, groups: list[list[Pair]], own: Sequence[Pair] = ()) -> list[torch.cuda.Event]:
         """Rows between this rank's memory and others', as :meth:`exchange_beside` carries heads; ``own`` are within
         this card, and are there before the first group."""
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -181,7 +183,7 @@ class PeerMemory:
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
     """(rows, h, d) by a copy engine; both dense within a row. (copy_ would take a kernel for it.)"""
-    from cuda.bindings import runtime
+    from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
     rows, h, d = source.shape
     if not rows:
@@ -216,7 +218,7 @@ def _obstacle(device: torch.device) -> str:
     if not usable:
         return why
     try:
-        from cuda.bindings import runtime  # noqa: F401
+        from cuda.bindings import runtime  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
         from torch.distributed import _symmetric_memory  # noqa: F401
     except ImportError as error:
         return str(error)

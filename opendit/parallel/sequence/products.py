@@ -4,7 +4,7 @@ activations, or in float8 (kernels/fp8.py).
 A strategy says when inputs and gradients travel; what travels, and how it is multiplied, is said here.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from opendit.kernels import fp8
 from opendit.kernels.fp8_linear import Modulated, Quantized, quantized
 from opendit.kernels.fp8_weight import weight_in_float8
-from opendit.models.layers import Projection
+from opendit.models.attention import AnyProjection
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.layout import linear_into, own_rows, weight_gradient
 
@@ -29,7 +29,7 @@ class Products:
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:
         """sent W^T + bias, written to ``out``, contiguous and with as many rows of the factor's length."""
-        linear_into(out, sent, *factor, bias)
+        linear_into(out, sent, factor[0], bias)
 
     def gradient(self, grad: Tensor) -> Tensor:
         """The gradient (..., out) of the product as a factor of the other two, of the same shape."""
@@ -121,7 +121,7 @@ class Projected(NamedTuple):
     products: Products
 
 
-def taken_over(x: Tensor | Modulated | Quantized, qkv: Projection, float8: bool) -> Projected:
+def taken_over(x: Tensor | Modulated | Quantized, qkv: AnyProjection, float8: bool) -> Projected:
     """The projection ``qkv`` of x (B, n, D). float8: by products in float8, of what LayerNorm + modulate hands over.
 
     Ranks multiply each other's inputs, and the weight's gradient is one product over the tokens of all of them, so in
@@ -129,8 +129,8 @@ def taken_over(x: Tensor | Modulated | Quantized, qkv: Projection, float8: bool)
     samples' modulation, which is the same on all ranks. (From a tensor's own amax it would not be.)
     """
     if not float8:
-        x, weight, bias = in_working_dtype(x, qkv.weight, qkv.bias)
-        return Projected(x, weight, bias, x.detach(), Products())
+        given, weight, bias = in_working_dtype(cast(Tensor, x), qkv.weight, qkv.bias)
+        return Projected(given, weight, bias, given.detach(), Products())
     assert isinstance(x, Modulated | Quantized), "an input whose scale the ranks have not agreed on"
     x = quantized(x)
     products = Float8Products((x.stand_in.dtype, qkv.weight.dtype), x.data.descale)
@@ -138,9 +138,10 @@ def taken_over(x: Tensor | Modulated | Quantized, qkv: Projection, float8: bool)
     return Projected(x.stand_in, qkv.weight, qkv.bias, sent, products)
 
 
-def in_working_dtype(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What autocast would hand to a linear layer: before anything is sent, which then is half as much."""
-    kind = tensors[0].device.type
+def in_working_dtype(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """What autocast would hand to a linear layer: before anything is sent, which then is half as much. None stays
+    None."""
+    tensors, kind = (first, *others), first.device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)

@@ -32,7 +32,8 @@ def _pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    return packed[:, :, :length].transpose(2, 3).unbind(0)
+    k, v = packed[:, :, :length].transpose(2, 3).unbind(0)
+    return k, v
 
 
 def _of_shared(grad: Tensor, heads: int) -> Tensor:

@@ -34,14 +34,13 @@ class UlyssesRing:
         rows, block = q.shape[2], q.shape[2] * self.heads.size
         lengths = [min(max(length - i * block, 0), block) for i in range(self.ring.size)]
         mine, first = lengths[self.ring.rank], self.ring.rank * block
-        if self.ring.size > 1:
-            attend = self._around(attend, first, lengths)
+        around = self._around(attend, first, lengths) if self.ring.size > 1 else attend
         if self.heads.size == 1:
-            output = attend(*(part[:, :, :mine] for part in (q, k, v))).transpose(1, 2).flatten(2)
+            output = around(*(part[:, :, :mine] for part in (q, k, v))).transpose(1, 2).flatten(2)
             return F.pad(output, (0, 0, 0, rows - mine)) if mine < rows else output
         ranks = self.heads.size
         arrived = Exchange(self.heads).start(pack(q, *for_every_head(q, k, v), ranks)).finish()
-        output = attend(*unpack(arrived, mine))
+        output = around(*unpack(arrived, mine))
         return side_by_side(Exchange(self.heads).start(tokens_by_rank(output, rows, ranks)).finish())
 
     def _around(self, attend: GridAttention, first: int, lengths: list[int]) -> Attend:

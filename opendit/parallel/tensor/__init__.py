@@ -12,21 +12,28 @@ have (opendit/parallel/tensor/gradients.py adds them up).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opendit.models import DiT, DiTConfig, plan_of
-from opendit.models.attention import Attention, CrossAttention, MadeProjection
+from opendit.models.attention import (
+    AnyProjection,
+    Attention,
+    CrossAttention,
+    GridAttention,
+    MadeProjection,
+    SequenceShards,
+)
 from opendit.models.ecdit import ExpertMlp, Routing
-from opendit.models.layers import Attend, Projection
+from opendit.models.layers import Attend
 from opendit.models.plans.terms import Column, Replicated
 from opendit.parallel.layout import Layout
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible, rule_of
-from opendit.parallel.sequence import SequenceParallel, SharedSequence
-from opendit.parallel.sequence.axial import SharedGrid
+from opendit.parallel.sequence import SequenceParallel
 from opendit.parallel.sequence.collectives import Group, take_tokens
 from opendit.parallel.sequence.products import in_working_dtype
 from opendit.parallel.tensor.collectives import join, join_result, sum_shares
@@ -59,9 +66,10 @@ class TensorParallel:
         """Whether ranks of another group have other tokens of a sample."""
         return self.sequence is not None
 
-    def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> "SharedTokens":
+    def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
         shared = None if self.sequence is None else self.sequence(length, sizes)
-        return SharedTokens(self.group, length if shared is None else shared.rows, shared)
+        found = SharedTokens(self.group, length if shared is None else shared.rows, shared)
+        return cast(SequenceShards, found)  # with what the models that are given them ask for
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class SharedTokens:
 
     group: Group
     length: int
-    shared: SharedSequence | SharedGrid | None
+    shared: SequenceShards | None
 
     @property
     def rows(self) -> int:
@@ -95,7 +103,7 @@ class SharedTokens:
         """Whether a shared sequence's strategy makes q, k, v itself."""
         return self.shared is not None and self.shared.takes_projection
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
         """The attention output (B, P rows, H d) of q, k, v (B, H, P rows, d) of this rank's heads."""
         padding = q.shape[2] - self.length
         if padding:
@@ -111,9 +119,10 @@ class SharedTokens:
         return _RoutedByParts(mlp, y, self)
 
     def project_and_attend(
-        self, x: Tensor, qkv: Projection, heads: int, attend: Attend, float8: bool = False
+        self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
         """The same of x (B, rows, D), of which ``qkv`` makes q, k, v of so many heads each."""
+        assert self.shared is not None, "whose strategy it is"
         x = join(x, 1, self.group)
         output = self.shared.project_and_attend(x[:, : self.length], qkv, heads, attend, float8)
         return F.pad(output, (0, 0, 0, x.shape[1] - self.length))
@@ -123,9 +132,10 @@ class SharedTokens:
         """Whether a shared grid has its own attention along an axis."""
         return self.shared is not None and self.shared.axial
 
-    def attend_along(self, axis: int, x: Tensor, qkv: Projection, attend: Callable, rotary: Tensor | None) -> Tensor:
+    def attend_along(self, axis: int, x: Tensor, qkv: AnyProjection, attend: Callable, rotary: Tensor | None) -> Tensor:
         """The attention output (B, P rows, H d) of x (B, rows, D) along one axis of the grid, for this rank's heads."""
-        x = join(*in_working_dtype(x), 1, self.group)
+        assert self.shared is not None, "whose grid it is"
+        x = join(in_working_dtype(x)[0], 1, self.group)
         own = MadeProjection(qkv.weight, qkv.bias)  # of tokens that are joined already
         output = self.shared.attend_along(axis, x[:, : self.length], own, attend, rotary)
         return F.pad(output, (0, 0, 0, x.shape[1] - self.length))

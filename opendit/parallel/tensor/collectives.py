@@ -86,12 +86,12 @@ class _ColumnProduct(torch.autograd.Function):
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         gathered = start_gather(x, ctx.group) if of_weight else None
         summed = start_sum(grad @ weight, 1, ctx.group) if of_x else None
-        dbias = rows.sum(0) if of_bias else None
-        if of_weight:
+        dweight, dbias = None, rows.sum(0) if of_bias else None
+        if gathered is not None:
             whole = side_by_side(gathered.wait(), 1)
             del gathered
             dweight = rows.t() @ whole.flatten(0, 1)
-        return summed.wait() if of_x else None, dweight if of_weight else None, dbias, None
+        return None if summed is None else summed.wait(), dweight, dbias, None
 
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:

@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ class Divided:
 
 def divided_by(rule: Rule, shape: tuple[int, ...], ranks: int, group: str = "tp") -> Divided:
     """Raises ValueError if the ranks can't share it evenly."""
-    dim = divided_dimension(rule, shape)
+    dim = cast(int, divided_dimension(rule, shape))
     slices = [[part[dim] for part in local_slices(shape, rule, rank, ranks)] for rank in range(ranks)]
     ranges = tuple(tuple((part.start, part.stop) for part in own) for own in slices)
     return Divided(tuple(shape), Cut(group, dim, ranges))
@@ -53,7 +54,8 @@ class ColumnParallel(Part):
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
         """``multiply`` is not asked: the product has a backward pass of its own."""
-        return column_product(*_as_autocast_does(x, self.weight, bias), self.group)
+        x, weight, bias = _as_autocast_does(x, self.weight, bias)
+        return column_product(x, weight, bias, self.group)
 
 
 class RowParallel(Part):
@@ -76,9 +78,10 @@ class GatheredColumn(Part):
         return join(super().product(x, bias, multiply), x.dim() - 1, self.group)
 
 
-def _as_autocast_does(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Copies in autocast's dtype, if that is on: an operation with a backward pass of its own must make them before."""
-    device = tensors[0].device.type
+def _as_autocast_does(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Copies in autocast's dtype, if that is on: an operation with a backward pass of its own must make them before.
+    None stays None."""
+    tensors, device = (first, *others), first.device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     return tuple(None if tensor is None else tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
@@ -95,7 +98,7 @@ def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
         held = math.prod(shape) // (ranks if isinstance(rule_of(rules, name), DIVIDING) else 1)
         found[0] += held
         found[1] += held * name.startswith("blocks.0.")
-    return tuple(found)
+    return found[0], found[1]
 
 
 def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
@@ -123,11 +126,14 @@ def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
 
 def divide_experts(mlp: ExpertMlp, group: Group, name_of_group: str = "tp") -> None:
     """Leaves this rank its experts, in place; ``name_of_group``: in the mesh."""
-    share, mlp.divided = len(mlp.expert_fc1) // group.size, {}
+    share = len(mlp.expert_fc1) // group.size
+    divided: dict[str, Divided] = {}
     for name in ("expert_fc1", "expert_fc2"):
         parameter = getattr(mlp, name)
-        mlp.divided[name] = divided_by(Expert(), parameter.shape, group.size, name_of_group)
+        divided[name] = divided_by(Expert(), parameter.shape, group.size, name_of_group)
         setattr(mlp, name, _own(parameter, Expert(), group))
+    of_ranks: Any = mlp
+    of_ranks.divided = divided
     mlp.held = slice(group.rank * share, (group.rank + 1) * share)
 
 

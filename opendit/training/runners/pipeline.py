@@ -7,6 +7,7 @@ passes scale the loss and reduce gradients in buckets (zero2), or leave that to 
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.pipeline.executor import execute
 from opendit.parallel.pipeline.links import Links
 from opendit.parallel.pipeline.schedule import Action, make_schedule, one_by_one
+from opendit.parallel.pipeline.stages import PipelineStages
 from opendit.training.runners.base import Runner
 from opendit.training.runners.micro_batch import MicroBatch
 
@@ -34,7 +36,8 @@ class PipelineRunner(Runner):
 
     def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
         super().__init__(engine, micro_batches, "off: passes wait for other stages' messages (a pipeline)")
-        self.objective, self.stages = objective, engine.module.stages
+        self.objective = objective
+        self.stages: PipelineStages = cast(Any, engine.module).stages
         self._links = links or Links(engine.mesh, around=self.stages.chunks > 1)
         self._actions = make_schedule(self.stages.schedule, self.stages.rank, self.stages.ranks, micro_batches)
 
@@ -96,6 +99,7 @@ class Passes:
             micro_batch = next(self._coming, None)
             if micro_batch is None:
                 self.check_number()
+            assert micro_batch is not None, "too few have been an error"
             self._given.append((micro_batch, self._objective.prepare(*micro_batch[:3])))
         return self._given[number]
 
