@@ -53,11 +53,12 @@ DRY = [
     (r"--recipe (?!digits|list)", "a preset of a large model"),
 ]
 
+# (pattern, reason): with --slow they are run as they are.
+SLOW = [(r"^bash train_(?:img|video)\.sh$", "trains for five to ten minutes (--slow)")]
 # (pattern, reason). Where the program is one of ours, the command is parsed.
 NOT_RUN = [
     (r"^(?:bash install\.sh|\. |pip install)", "changes the environment"),
     (r"run_tests\.sh|-m pytest", "the tests, which run by themselves"),
-    (r"^bash train_(?:img|video)\.sh$", "trains for five to ten minutes; tests/test_scripts.py has its parts"),
     (r"^sbatch ", "needs Slurm"),
     (r"^colossalai run --hostfile", "needs other machines"),
     (r"^colossalai run", "needs fabric, which training does not"),

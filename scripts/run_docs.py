@@ -34,6 +34,10 @@ SHOWN = {"run": "ok", "dry": "dry run", "failed": "failed", "not run": "not run"
 NPROC = re.compile(r"--nproc[_-]per[_-]node[= ](\d+)")
 
 
+class StandInError(Exception):
+    """What stands in for a reader's file could not be made."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """What is done with a command. kind: run, dry or not run; words: what is run; reason: why it is not."""
@@ -47,10 +51,10 @@ def read_page(page: str) -> str:
     return (ROOT / page).read_text()
 
 
-def prepared(words: list[str]) -> Attempt:
+def prepared(words: list[str], slow: bool = False) -> Attempt:
     """The command at the sizes of the settings."""
     text = shlex.join(words)
-    if reason := not_run(text):
+    if reason := not_run(text, slow):
         return Attempt("not run", words, reason)
     name, arguments = program(words) or ("", [])
     name = name.removesuffix(".py")
@@ -73,9 +77,10 @@ def prepared(words: list[str]) -> Attempt:
     return Attempt("run", words)
 
 
-def not_run(text: str) -> str:
+def not_run(text: str, slow: bool = False) -> str:
     """Why a command or block isn't run; empty if it is."""
-    return next((reason for pattern, reason in settings.NOT_RUN if re.search(pattern, text)), "")
+    reasons = settings.NOT_RUN if slow else settings.SLOW + settings.NOT_RUN
+    return next((reason for pattern, reason in reasons if re.search(pattern, text)), "")
 
 
 def substituted(text: str, table: Sequence[tuple[str, str]] = tuple(settings.SUBSTITUTIONS)) -> str:
@@ -121,10 +126,10 @@ class Runner:
         self.stand_ins = StandIns(folder / "stand_ins", self.make)
 
     def make(self, words: list[str], folder: Path) -> None:
-        """Runs a program of this repository for a stand-in. Raises RuntimeError with its last line if it fails."""
+        """Runs a program of this repository for a stand-in. Raises StandInError with its last line if it fails."""
         code, told = self.run(words, ROOT)
         if code:
-            raise RuntimeError(f"{shlex.join(words)}: {last_line(told)}")
+            raise StandInError(f"{shlex.join(words)}: {last_line(told)}")
 
     def clone(self, page: str, words: str) -> Path:
         """A fresh clone, with what the page takes for given and these words of its commands name."""
@@ -189,10 +194,10 @@ def parsed(words: list[str]) -> str:
     return "; parsed" if found is not None and check(*found) else ""
 
 
-def attempts(page: str) -> list[tuple[int, str, Attempt]]:
+def attempts(page: str, slow: bool = False) -> list[tuple[int, str, Attempt]]:
     """(line, as the page has it, what is done with it) of a page's commands, then of its blocks of Python."""
     text = read_page(page)
-    found = [(line, shlex.join(words), prepared(words)) for line, words in commands(text)]
+    found = [(line, shlex.join(words), prepared(words, slow)) for line, words in commands(text)]
     blocks = python_blocks(text)
     for line, code in blocks:
         if reason := not_run(code):
@@ -205,10 +210,9 @@ def attempts(page: str) -> list[tuple[int, str, Attempt]]:
     return found
 
 
-def run_page(runner: Runner, page: str, only: str, log: Path) -> Counter:
-    """Runs a page's commands that match ``only`` and prints a line of each; returns how many ended how."""
+def run_page(runner: Runner, page: str, chosen: list[tuple[int, str, Attempt]], log: Path) -> Counter:
+    """Runs ``chosen`` commands of a page and prints a line of each; returns how many ended how."""
     counts, clone = Counter(), None
-    chosen = [found for found in attempts(page) if re.search(only, found[1])]
     everything = " ".join(word for _, _, attempt in chosen if attempt.kind != "not run" for word in attempt.words)
     for number, (line, text, attempt) in enumerate(chosen):
         kind, note, start = attempt.kind, "", time.perf_counter()
@@ -232,6 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     pages = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
     parser.add_argument("--pages", nargs="+", default=pages, metavar="PAGE", help="README.md, docs/training.md, ...")
     parser.add_argument("--only", default="", metavar="PATTERN", help="commands that this regular expression matches")
+    parser.add_argument("--slow", action="store_true", help="also those that train for minutes")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep clones, stand-ins and logs there")
     parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="of one command [600]")
     args = parser.parse_args(argv)
@@ -244,7 +249,12 @@ def main(argv: list[str] | None = None) -> int:
         log.mkdir(parents=True, exist_ok=True)
         runner, counts = Runner(folder, args.limit), Counter()
         for page in args.pages:
-            counts += run_page(runner, page, args.only, log)
+            chosen = [found for found in attempts(page, args.slow) if re.search(args.only, found[1])]
+            try:
+                counts += run_page(runner, page, chosen, log)
+            except StandInError as error:
+                counts["failed"] += 1
+                print(f"{SHOWN['failed']:<8}{page}: {error}", flush=True)
     finally:
         if args.keep is None:
             shutil.rmtree(folder, ignore_errors=True)

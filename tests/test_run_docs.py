@@ -44,6 +44,7 @@ def test_commands_of_a_page_have_their_lines_and_variables():
     "command, kind, words",
     [
         ("bash install.sh", "not run", "bash install.sh"),
+        ("bash train_img.sh", "not run", "bash train_img.sh"),
         (
             "python train.py --model DiT-XL/2 --batch_size 128 --max_steps 1",
             "run",
@@ -73,6 +74,22 @@ def test_what_is_run_of_a_command(command, kind, words):
     assert (attempt.kind, attempt.words) == (kind, words.split())
 
 
+def test_slow_commands_are_run_when_asked_for():
+    assert run_docs.prepared(["bash", "train_video.sh"], slow=True).kind == "run"
+
+
+def test_a_stand_in_that_can_not_be_made_fails_its_page_alone(monkeypatch, tmp_path, capsys):
+    def refuse(runner, page, chosen, log):
+        raise run_docs.StandInError("python train.py: error: no")
+
+    monkeypatch.setattr(run_docs, "save_encoders", lambda hub, torch_home: None)
+    monkeypatch.setattr(run_docs, "run_page", refuse)
+    assert run_docs.main(["--pages", "docs/data.md", "docs/video.md", "--keep", str(tmp_path)]) == 1
+    *_, first, second, counts = capsys.readouterr().out.splitlines()
+    assert first == "failed  docs/data.md: python train.py: error: no" and second.startswith("failed  docs/video.md")
+    assert counts == "0 ok, 0 dry run, 2 failed, 0 not run"
+
+
 def test_every_stand_in_that_a_page_is_given_can_be_made_and_is_named_by_the_page():
     for page, given in docs_settings.GIVEN.items():
         text = (ROOT / page).read_text()
@@ -84,7 +101,7 @@ def test_every_reason_not_to_run_is_that_of_a_command():
     pages = ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
     texts = [run_docs.shlex.join(words) for page in pages for _, words in commands((ROOT / page).read_text())]
     texts += [code for page in pages for _, code in python_blocks((ROOT / page).read_text())]
-    for pattern, reason in docs_settings.NOT_RUN:
+    for pattern, reason in docs_settings.SLOW + docs_settings.NOT_RUN:
         assert any(re.search(pattern, text) for text in texts), (pattern, reason)
 
 
