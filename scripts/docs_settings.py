@@ -36,7 +36,7 @@ LIMITS = {
 UNLESS = {"train": (("--model", "--recipe"), ["--model", "DiT-Ti/2"])}
 # As LIMITS, but no flag is added.
 LOWERED = {
-    "train": {"--global_batch_size": 4, "--evaluate_every": 2, "--evaluate_samples": 20},
+    "train": {"--global_batch_size": 4, "--warmup_steps": 1, "--evaluate_every": 2, "--evaluate_samples": 20},
     "sample": {},
     "evaluate": {},
     "preprocess": {"--num_workers": 2},

@@ -37,10 +37,10 @@ def maker(ending: str = "") -> Callable[[Maker], Maker]:
 class StandIns:
     """The stand-ins in a folder: each is made when it is first asked for.
 
-    run: starts one of the repository's programs, (its words, the folder that it is to work in).
+    run: runs one of the repository's programs, by its words.
     """
 
-    def __init__(self, folder: Path, run: Callable[[list[str], Path], None]):
+    def __init__(self, folder: Path, run: Callable[[list[str]], None]):
         self.folder, self.run = folder, run
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -55,7 +55,7 @@ class StandIns:
         """A run of two samples at ``path``."""
         outputs = path.with_name(f"{path.name}_outputs")
         shutil.rmtree(outputs, ignore_errors=True)
-        self.run(["python", "train.py", *flags, *SMALL_RUN, "--outputs", str(outputs)], self.folder)
+        self.run(["python", "train.py", *flags, *SMALL_RUN, "--outputs", str(outputs)])
         next(outputs.glob("000-*")).rename(path)
 
 
@@ -84,7 +84,7 @@ def picture(here: StandIns, path: Path) -> None:
 @maker()
 def demo(here: StandIns, path: Path) -> None:
     words = ["python", "preprocess.py", "demo", "--output", str(path), "--clips", "12", "--size", "256"]
-    here.run(words, here.folder)
+    here.run(words)
 
 
 @maker()
@@ -174,13 +174,13 @@ def more(here: StandIns, path: Path) -> None:
 @maker(".safetensors")
 def weights(here: StandIns, path: Path) -> None:
     words = ["python", "-m", "opendit.export", "opendit", "--ckpt", str(here.at("meta")), "--model", "DiT-Ti/2"]
-    here.run([*words, "--output", str(path)], here.folder)
+    here.run([*words, "--output", str(path)])
 
 
 @maker()
 def latents(here: StandIns, path: Path) -> None:
     words = ["python", "preprocess.py", "latents", "--data_path", str(here.at("pictures")), "--output", str(path)]
-    here.run([*words, "--num_workers", "0"], here.folder)
+    here.run([*words, "--num_workers", "0"])
 
 
 @maker()
@@ -226,7 +226,7 @@ def digits_clips_run(here: StandIns, path: Path) -> None:
 @maker(".npz")
 def digits_samples(here: StandIns, path: Path) -> None:
     words = ["python", "sample.py", "--ckpt", str(here.at("digits_run")), "--num_samples", "40", "--npz", str(path)]
-    here.run([*words, "--num_sampling_steps", "2", "--output", str(path.with_name("drawn"))], here.folder)
+    here.run([*words, "--num_sampling_steps", "2", "--output", str(path.with_name("drawn"))])
 
 
 @maker(".npz")
@@ -249,13 +249,13 @@ def reference(here: StandIns, path: Path) -> None:
 @maker(".pt")
 def meta(here: StandIns, path: Path) -> None:
     words = ["python", "-m", "opendit.export", "meta", "--ckpt", str(here.at("run")), "--output", str(path)]
-    here.run(words, here.folder)
+    here.run(words)
 
 
 @maker()
 def diffusers(here: StandIns, path: Path) -> None:
     words = ["python", "-m", "opendit.export", "diffusers", "--ckpt", str(here.at("run")), "--output", str(path)]
-    here.run(words, here.folder)
+    here.run(words)
 
 
 FEATURES, SPATIAL = 12, 20

@@ -125,9 +125,12 @@ class Runner:
         }
         self.stand_ins = StandIns(folder / "stand_ins", self.make)
 
-    def make(self, words: list[str], folder: Path) -> None:
-        """Runs a program of this repository for a stand-in. Raises StandInError with its last line if it fails."""
-        code, told = self.run(words, ROOT)
+    def make(self, words: list[str]) -> None:
+        """Runs a program for a stand-in, in a clone apart from the pages'. Raises StandInError with its error."""
+        clone = self.folder / "stand_ins_clone"
+        if not clone.exists():
+            subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(clone)], check=True)
+        code, told = self.run(words, clone)
         if code:
             raise StandInError(f"{shlex.join(words)}: {last_line(told)}")
 
