@@ -45,7 +45,7 @@ class Clip(NamedTuple):
     interval: int
 
 
-class _Memory:
+class FileMemory:
     """The last ``REMEMBERED`` files that something is known of, the oldest forgotten first."""
 
     def __init__(self):
@@ -63,7 +63,7 @@ class _Memory:
 
 # Of this process. A file that hung would cost its time limit again in every epoch, and decord keeps about 1 KB of every
 # file that it fails to open, each time.
-_hung, _unopened = _Memory(), _Memory()
+_hung, _unopened = FileMemory(), FileMemory()
 
 
 def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:

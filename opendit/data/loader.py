@@ -175,7 +175,7 @@ class BatchIterator:
         verification: Verification | None = None,
     ):
         self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
-        self._verification = verification
+        self.verification = verification
         self.shortened = 0
 
     def __enter__(self) -> "BatchIterator":
@@ -191,8 +191,8 @@ class BatchIterator:
         """Raises DataError if too many files are unreadable, a worker process died or hangs, or a file of the data set
         was found to be damaged."""
         batch = next(self._batches)
-        if self._verification is not None:
-            self._verification.check()  # only now: its thread starts after the worker processes
+        if self.verification is not None:
+            self.verification.check()  # only now: its thread starts after the worker processes
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         if isinstance(batch.x, Tensor):
@@ -213,8 +213,8 @@ class BatchIterator:
 
     def close(self) -> None:
         """Ends the worker processes and the verification; may be called twice."""
-        if self._verification is not None:
-            self._verification.close()
+        if self.verification is not None:
+            self.verification.close()
         self._batches.close()
 
 

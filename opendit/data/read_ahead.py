@@ -35,7 +35,7 @@ POLL = 1.0  # seconds between two looks at the workers while a batch is awaited
 
 # A thread that frees a tensor while the interpreter ends aborts the process ("terminate called without an active
 # exception"): what such a thread may still have is kept for ever.
-_not_ended: list = []
+not_ended: list = []
 
 
 class ReadAhead:
@@ -197,16 +197,16 @@ class ReadAhead:
             self.reading.end()
             return
         # In a thread, for torch's waits are not bounded: workers that answer end at once, the others are killed.
-        orderly = threading.Thread(target=_shut_down, args=(results,), name="loader end", daemon=True)
+        orderly = threading.Thread(target=shut_down, args=(results,), name="loader end", daemon=True)
         orderly.start()
         orderly.join(timeout=1)
         self._end()
         orderly.join(timeout=1)
         if orderly.is_alive():  # on a busy machine; it must not be the one that frees the batches
-            _not_ended.append(results)
+            not_ended.append(results)
 
 
-def _shut_down(results) -> None:
+def shut_down(results) -> None:
     with suppress(Exception):  # of queues whose other end was just killed
         results._shutdown_workers()
 

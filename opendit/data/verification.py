@@ -38,11 +38,15 @@ class Verification:
         if self.damage is not None:
             raise DataError(f"{self.flag}: {self.damage}; copy it again or run the preprocess.py command that made it")
 
+    def wait(self) -> None:
+        """Until the thread has read all files, or found one that is damaged."""
+        if self._thread is not None:
+            self._thread.join()
+
     def close(self) -> None:
         """Ends the thread, wherever it is; may be called twice."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self.wait()
 
     def _verify(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # where a thread has a priority of its own (Linux)

@@ -134,7 +134,7 @@ def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh, 
         settings = {"samples": media.sha256, "media": f"{media.name} {media.how}".strip(), **extractor.settings()}
         store = _Store(output, settings, media.count, extractor.batch_size, extractor.layout(shape), mesh, say)
 
-        def fill(sink: "_Sink") -> None:
+        def fill(sink: "Sink") -> None:
             groups = store.parts.to_draw(store.missing, extractor.batch_size)
             mine = [batch for group in groups[mesh.rank :: mesh.world_size] for batch in group]
             title = media.name if mesh.world_size == 1 else f"{media.name} (rank 0's part of {mesh.world_size})"
@@ -156,7 +156,7 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path, say: 
     size, count = sampling.flags.batch_size, len(sampling.choices)
     store = _Store(output, {**drawn, **extractor.settings()}, count, size, layout, sampling.mesh, say)
 
-    def fill(sink: "_Sink") -> None:
+    def fill(sink: "Sink") -> None:
         finite = _FiniteLatents()
         # The queue has a name that no earlier one had.
         name = sampling.mesh.broadcast_object(secrets.token_hex(8))
@@ -268,11 +268,11 @@ class _Store:
         parts.begin()
         return job, list(range(parts.count)) if missing is None else missing
 
-    def run(self, extractor: Extractor, fill: Callable[["_Sink"], None]) -> Features:
+    def run(self, extractor: Extractor, fill: Callable[["Sink"], None]) -> Features:
         """Has ``fill`` deliver what is missing, and reads all of it."""
         begun = time.monotonic()
         if self.missing:
-            sink = _Sink(PartAssembly(self.parts, self.missing), extractor)
+            sink = Sink(PartAssembly(self.parts, self.missing), extractor)
             fill(sink)
             sink.flush()
         self.mesh.barrier()
@@ -288,7 +288,7 @@ class _Store:
         return Features(count, arrays, self.settings, seconds, computed)
 
 
-class _Sink:
+class Sink:
     """Pixels in, rows of features to their parts. On a GPU the networks work on a stream of their own, beside the one
     that draws; what a batch gives is taken when the next one has been begun, so that the device need not wait."""
 

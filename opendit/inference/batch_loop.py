@@ -59,7 +59,7 @@ class BatchLoop:
         self, recorder: GraphRecorder | None = None, recording: AbstractContextManager | None = None
     ) -> list[SlotSample]:
         """As of ``SlotLoop``."""
-        loop = self._begin() if self._loop is None else self._loop
+        loop = self.begin() if self._loop is None else self._loop
         loop.advance(self._at, recorder and _Recorder(recorder, recording or nullcontext()))
         self._at += 1
         self.computed += len(self.rows)
@@ -79,7 +79,8 @@ class BatchLoop:
         assert self._loop is not None
         return self._loop.latents()[[rows[id(sample)] for sample in samples]]
 
-    def _begin(self) -> SamplingLoop:
+    def begin(self) -> SamplingLoop:
+        """Puts the live samples into a loop of their own, at its first step."""
         samples = self.live
         numbers, seeds = (
             torch.tensor([getattr(sample, name) for sample in samples], dtype=torch.int64, device=self._device)

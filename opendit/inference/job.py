@@ -19,9 +19,9 @@ from opendit.parallel.layout import Layout
 from opendit.parallel.tensor import layout_of
 
 GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most; the single files and the .npz hold all
-_ODD = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed number: multiples of it are spread over all bits
+ODD = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed number: multiples of it are spread over all bits
 # Words that are summed up at once: as many as a CPU's own caches hold, or as many as keep a GPU busy.
-_WORDS = {"cpu": 1 << 14, "cuda": 1 << 22}
+WORDS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
 def job_of(sampling: SamplingRun, weights: str) -> Job:
@@ -129,23 +129,23 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        words = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_weighted_sum(words)}\n".encode())
+        words = tensor.detach().contiguous().flatten().view(INTEGERS[tensor.element_size()])
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {weighted_sum(words)}\n".encode())
     return digest.hexdigest()
 
 
-def _weighted_sum(words: Tensor) -> int:
-    """The sum of word i times (i + 1) * _ODD | 1, modulo 2^64.
+def weighted_sum(words: Tensor) -> int:
+    """The sum of word i times (i + 1) * ODD | 1, modulo 2^64.
 
-    For an even s, (s + i + 1) * _ODD | 1 is s * _ODD + ((i + 1) * _ODD | 1): the same factors serve all parts, and so
+    For an even s, (s + i + 1) * ODD | 1 is s * ODD + ((i + 1) * ODD | 1): the same factors serve all parts, and so
     does their memory."""
-    size, device = _WORDS[words.device.type], words.device
-    factors = torch.arange(1, 1 + min(size, len(words)), device=device) * _ODD | 1
+    size, device = WORDS_AT_ONCE[words.device.type], words.device
+    factors = torch.arange(1, 1 + min(size, len(words)), device=device) * ODD | 1
     products, total = torch.empty_like(factors), torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, len(words), size):
         part = words[start : start + size]
         total += torch.mul(part, factors[: len(part)], out=products[: len(part)]).sum()
-        total += part.sum(dtype=torch.int64) * _signed(start * _ODD)
+        total += part.sum(dtype=torch.int64) * _signed(start * ODD)
     return int(total.item())
 
 
@@ -154,4 +154,4 @@ def _signed(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

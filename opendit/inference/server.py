@@ -115,6 +115,11 @@ class SamplingServer:
         self.close()
 
     @property
+    def undelivered(self) -> int:
+        """Samples that are drawn and wait to be decoded."""
+        return self._delivery.waiting
+
+    @property
     def waiting(self) -> int:
         """Samples that wait for a row."""
         return sum(len(request.pending) for request in list(self._requests) if not request.done)
@@ -255,7 +260,7 @@ class SamplingServer:
                 self._requests = [request for request in self._requests if not request.done]
                 for loop in self.loops.values():
                     self._drop(loop, [sample for sample in loop.live if sample.owner.done])
-                chosen = self._choose() if self._delivery.waiting <= 2 * self.batch_size else []
+                chosen = self._choose() if self.undelivered <= 2 * self.batch_size else []
                 if not chosen and not any(loop.live for loop in self.loops.values()):
                     # What waits for the delivery is not told of: it is looked at again soon.
                     self._wake.wait(0.01 if any(request.pending for request in self._requests) else None)

@@ -109,7 +109,7 @@ class SlotLoop:
         self._sampler = sample.table.sampler
         state = sample.table.start(like)
         self._state_type: Any = type(state)  # a NamedTuple
-        self._state = tuple(part.clone() for part in state)
+        self.state = tuple(part.clone() for part in state)
         self._tick = torch.zeros(slots, dtype=torch.int64, device=self._device)
         self._order = torch.arange(slots, device=self._device)
         self._scale = torch.ones(slots, *(1,) * len(self.shape), device=self._device)
@@ -151,7 +151,7 @@ class SlotLoop:
             else:
                 chosen = self._put(np.array(some))
                 where, given = rows[chosen], noise[chosen]
-            for static, part in zip(self._state, table.start(given), strict=True):
+            for static, part in zip(self.state, table.start(given), strict=True):
                 static.index_copy_(0, where, part)
         for row, sample in zip(free, samples, strict=True):
             self.rows[row] = sample
@@ -186,7 +186,7 @@ class SlotLoop:
 
     def record_all(self, recorder: GraphRecorder, recording) -> None:
         """Records the steps of all batch sizes; samples in rows stay what they are. As :meth:`advance`."""
-        static = (*self._state, self._tick)
+        static = (*self.state, self._tick)
         kept = [part.clone() for part in static]
         for size in self.sizes:
             if size not in self._warm:
@@ -212,14 +212,14 @@ class SlotLoop:
     def latents(self, samples: list[SlotSample]) -> Tensor:
         """x of samples that have a row, (n, C, ...) float32."""
         rows = {id(sample): row for row, sample in enumerate(self.rows) if sample is not None}
-        x = self._state_type(*self._state).x
+        x = self._state_type(*self.state).x
         return x.index_select(0, self._put(np.array([rows[id(sample)] for sample in samples], dtype=np.int64)))
 
     def _advance(self, size: int) -> None:
         tick, order = self._tick[:size], self._order[:size]
         self.network.begin(tick)
         inputs = self._inputs.in_cells(torch.add(order, tick, alpha=size), self._scale[:size])
-        state = [part[:size] for part in self._state]
+        state = [part[:size] for part in self.state]
         after = self._sampler.advance(self._model(size), self._state_type(*state), inputs)
         parts = [part.clone() if any(part is old for old in state) else part for part in after]
         for static, part in zip(state, parts, strict=True):
@@ -265,7 +265,7 @@ class SlotLoop:
             return
         free = free[: len(moved)]
         source, target = self._put(np.array(moved)), self._put(np.array(free))
-        for part in self._state:
+        for part in self.state:
             part[target] = part[source]
         self.network.move(source, target)
         for old, new in zip(moved, free, strict=True):

@@ -35,17 +35,18 @@ class BestCheckpoint:
         for folder in sorted(checkpoints.glob("step_*"), key=step_of):
             if 0 <= step_of(folder) <= last:
                 try:
-                    self._take(folder, read_state(folder))
+                    self.take(folder, read_state(folder))
                 except ValueError:  # damaged, which a --load of it tells
                     continue
 
     def saved(self, checkpoints: Path, state: dict) -> None:
         """A checkpoint was put in its place, with this state.json. Raises OSError if the link can't be moved."""
-        self._take(step_folder(checkpoints, state["step"]), state)
+        self.take(step_folder(checkpoints, state["step"]), state)
         if self.folder is not None:  # also where it is an old one, and a run that went back left the link at another
             point_to(checkpoints / BEST_LINK, self.folder)
 
-    def _take(self, folder: Path, state: dict) -> None:
+    def take(self, folder: Path, state: dict) -> None:
+        """Of a checkpoint's folder and state: it is the best from now on, if its figure is better."""
         if self._of_samples:
             evaluation = state.get("evaluation", {"of": None, "figures": {}})
             figure, of = evaluation["figures"].get(self._name), evaluation["of"]

@@ -99,9 +99,10 @@ class SampleGrids:
             return
         with self._sampler.model() as model:
             if model is not None:
-                self._draw(model, step)
+                self.draw_of(model, step)
 
-    def _draw(self, model: DiT, step: int) -> None:
+    def draw_of(self, model: DiT, step: int) -> None:
+        """By the weights of ``model``, on the ranks that have them."""
         spec, monitor = self._spec, self._monitor
         y, captions = self._what()
         index, steps, cfg_scale = torch.arange(len(captions)), spec.flags.sample_steps, spec.flags.sample_cfg_scale

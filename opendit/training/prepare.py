@@ -221,7 +221,7 @@ def _kernels(asked: Components, config: DiTConfig, mesh: Mesh, stored: str | Non
     head_dim = config.hidden_size // config.num_heads
     packs = asked.batch.pack_tokens is not None
     kernels = select_kernels(asked.speed, mesh.device, dtype, head_dim, config.tokens, packs=packs)
-    return _agree_on_attention(kernels, stored, asked.speed, asked.run.deterministic, config, dtype, mesh, notes)
+    return agree_on_attention(kernels, stored, asked.speed, asked.run.deterministic, config, dtype, mesh, notes)
 
 
 def _why_not_compiled(asked: bool, plugin: str) -> str | None:
@@ -237,7 +237,7 @@ def _sharding(samples: int, config: DiTConfig, memory: Setup, mesh: Mesh) -> Sha
     return choose_sharding(config, memory, samples, card_memory(mesh.device))
 
 
-def _agree_on_attention(
+def agree_on_attention(
     kernels: KernelChoice,
     stored: str | None,
     speed: SpeedFlags,

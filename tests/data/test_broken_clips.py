@@ -195,7 +195,7 @@ def test_a_file_that_can_not_be_opened_is_opened_once_until_it_changes(tmp_path,
 
 def test_what_is_remembered_of_files_is_bounded(monkeypatch):
     monkeypatch.setattr(clips, "REMEMBERED", 3)
-    memory = clips._Memory()
+    memory = clips.FileMemory()
     for path in ("a", "b", "c", "a", "d"):
         memory.add(path, path.upper())
     assert [memory.get(path) for path in "abcd"] == [("A",), None, ("C",), ("D",)]

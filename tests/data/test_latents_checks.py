@@ -213,7 +213,7 @@ def threads():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_flipped_bit_ends_the_reading_with_the_shard_s_name(workers, cache):
     with batches(cache, end_step=20, num_workers=workers) as loader:
-        assert len(list(loader)) == 20 and loader._verification.damage is None
+        assert len(list(loader)) == 20 and loader.verification.damage is None
     path = sorted(cache.glob("latents-*"))[2]
     flip_a_bit(path)
     with batches(cache, num_workers=workers) as loader:

@@ -109,7 +109,7 @@ def test_more_is_better_for_some():
 
     best = BestCheckpoint(Path("nowhere"), "accuracy", "these", 0)
     for step, (accuracy, of) in enumerate([(0.2, "these"), (0.5, "these"), (0.9, "others"), (0.4, "these")], 1):
-        best._take(Path(str(step)), {"step": step, "evaluation": {"of": of, "figures": {"accuracy": accuracy}}})
+        best.take(Path(str(step)), {"step": step, "evaluation": {"of": of, "figures": {"accuracy": accuracy}}})
     assert (best.folder, best.figure) == (Path("2"), 0.5)
 
 

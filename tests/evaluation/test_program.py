@@ -142,7 +142,7 @@ def test_ranks_share_the_work(world, here):
 def test_what_was_interrupted_goes_on(monkeypatch, capsys):
     write(Path("run.safetensors"))
     whole = evaluate(**RUN, output="other")
-    deliver, batches = extract._Sink.deliver, []
+    deliver, batches = extract.Sink.deliver, []
 
     def fail_later(self, index, pixels):
         batches.append(len(index))
@@ -152,7 +152,7 @@ def test_what_was_interrupted_goes_on(monkeypatch, capsys):
 
     evaluate(samples="reference.npz", reference="reference.npz", metrics=["kid"])  # the reference is there already
     with monkeypatch.context() as patch:
-        patch.setattr(extract._Sink, "deliver", fail_later)
+        patch.setattr(extract.Sink, "deliver", fail_later)
         with pytest.raises(OSError, match="the disk is full"):
             evaluate(**RUN)
     capsys.readouterr()

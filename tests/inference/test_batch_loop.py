@@ -53,8 +53,8 @@ def test_the_pipelines_latents_bit_for_bit_beside_others(pipe, recorder, monkeyp
 
 @pytest.mark.parametrize(("cache", "batches"), [("taylor:2", [8, 4]), ("first_block:0.3", [8, 2, 2])])
 def test_requests_of_the_same_settings_share_a_batch_unless_it_decides_for_all(pipe, cache, batches, monkeypatch):
-    begun, begin = [], BatchLoop._begin
-    monkeypatch.setattr(BatchLoop, "_begin", lambda self: begun.append(len(self.live)) or begin(self))
+    begun, begin = [], BatchLoop.begin
+    monkeypatch.setattr(BatchLoop, "begin", lambda self: begun.append(len(self.live)) or begin(self))
     with SamplingServer(pipe, batch_size=8, decode=lambda x: list(x.clone())) as server:
         first = server.submit([1] * 8, steps=100, cache=cache)  # so that the others wait, and meet
         others = [server.submit([2, 3], steps=100, seed=seed, cache=cache) for seed in (1, 2)]

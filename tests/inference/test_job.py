@@ -18,7 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_digest_tells_tensors_apart(dtype, monkeypatch):
-    monkeypatch.setitem(module._WORDS, "cpu", 8)  # in several pieces
+    monkeypatch.setitem(module.WORDS_AT_ONCE, "cpu", 8)  # in several pieces
     values = torch.arange(30).view(5, 6).to(dtype)
     base = {"a": values, "b": torch.zeros(3, dtype=dtype), "c": torch.tensor(1.5), "d": torch.empty(0)}
     digest = tensors_digest(base)
@@ -41,10 +41,10 @@ def test_a_digest_tells_tensors_apart(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("words", [14, 1 << 14])
 def test_the_sum_of_a_digest_is_that_of_its_formula(dtype, words, monkeypatch):
-    monkeypatch.setitem(module._WORDS, "cpu", words)
-    found = torch.randn(1001).to(dtype).view(module._INTEGERS[dtype.itemsize])
-    expected = sum(word * ((place + 1) * module._ODD | 1) for place, word in enumerate(found.tolist()))
-    assert module._weighted_sum(found) % 2**64 == expected % 2**64
+    monkeypatch.setitem(module.WORDS_AT_ONCE, "cpu", words)
+    found = torch.randn(1001).to(dtype).view(module.INTEGERS[dtype.itemsize])
+    expected = sum(word * ((place + 1) * module.ODD | 1) for place, word in enumerate(found.tolist()))
+    assert module.weighted_sum(found) % 2**64 == expected % 2**64
 
 
 @pytest.mark.parametrize(

@@ -295,9 +295,9 @@ def test_nothing_is_drawn_while_too_much_waits_to_be_decoded(pipes):
 
     with SamplingServer(pipes["classes"], batch_size=2, decode=decode) as server:
         requests = [server.submit([0], steps=1) for _ in range(20)]
-        until(lambda: server._delivery.waiting > 4)
+        until(lambda: server.undelivered > 4)
         time.sleep(0.1)
-        assert server._delivery.waiting <= 6 and server.waiting >= 14
+        assert server.undelivered <= 6 and server.waiting >= 14
         gate.set()
         assert all(len(request.result(60)) == 1 for request in requests)
 

@@ -186,7 +186,7 @@ def test_free_rows_stay_finite(which, sampler, memory):
             loop.admit([replace(sample) for sample in come])
             for _ in range(ticks):
                 loop.drop(loop.advance())
-                assert all(part.isfinite().all() for part in loop._state)
+                assert all(part.isfinite().all() for part in loop.state)
 
 
 def test_a_sampler_whose_steps_differ_is_refused(monkeypatch):

@@ -67,7 +67,7 @@ def fail_to_draw() -> None:
     def draw(*_):
         raise RuntimeError("no picture")
 
-    opendit.training.drawing.SampleGrids._draw = draw
+    opendit.training.drawing.SampleGrids.draw_of = draw
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -44,6 +44,6 @@ def test_attention_of_resumed_and_deterministic_runs(
     speed = SimpleNamespace(enable_flashattn=flashattn, attention=asked)
     config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=3)
     kernels, notes = KernelChoice(BlockOps(), LocalAttention(chosen), "", "measured"), []
-    agreed = preparing._agree_on_attention(kernels, stored, speed, deterministic, config, torch.bfloat16, mesh, notes)
+    agreed = preparing.agree_on_attention(kernels, stored, speed, deterministic, config, torch.bfloat16, mesh, notes)
     assert agreed.attend.backend == used and (agreed.attention_note == "measured") == (used == chosen)
     assert len(notes) == (stored == "math" and asked == "auto")

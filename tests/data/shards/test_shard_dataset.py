@@ -81,7 +81,7 @@ def test_damage_is_named_by_tar_and_key(tmp_path):
     assert item.text == "a 3" and item.skipped == (f"{path}: 0002.png: damaged: its checksum is not the index's",)
     check = data.verification(0, 1)
     check.check()
-    check._thread.join()
+    check.wait()
     with pytest.raises(DataError, match="x.tar is damaged: its checksum is not the index's"):
         check.check()
     os.truncate(path, 3000)

@@ -167,7 +167,7 @@ def test_a_damaged_sample_is_replaced_and_its_tar_named(copy):
     assert path in item.skipped[0]
     check = data.verification(0, 1)
     check.check()
-    check._thread.join()
+    check.wait()
     with pytest.raises(DataError, match=f"{path} is damaged"):
         check.check()
 
