@@ -60,7 +60,7 @@ def test_every_name_is_shown_and_told_of():
 
 
 def test_pyright_has_nothing_to_say():
-    """Of the rooms that are listed in pyproject.toml."""
+    """Of what pyproject.toml names: the package."""
     if importlib.util.find_spec("basedpyright") is None:
         pytest.skip("basedpyright is not installed: pip install basedpyright, or opendit[test]")
     words = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -14,7 +14,7 @@ from opendit.data.processes import collection_paused, end_processes, end_with_pa
 
 def run_apart(
     function: Callable, work: Sequence[tuple], num_workers: int, time_limit: float
-) -> Iterator[tuple[int, Any]]:
+) -> Generator[tuple[int, Any], None, None]:
     """Yields (index, ``function(*work[index])`` or, as text, why it failed) for all of the work, in the order of
     completion; ``time_limit``: seconds for one. The function returns no text itself.
 
@@ -65,7 +65,7 @@ def run_apart(
 def _start_worker(function: Callable) -> tuple[Connection, multiprocessing.Process]:
     # A forked process is there at once; others import torch for seconds, and again after every crash.
     methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+    context: Any = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(function, theirs, os.getpid()), daemon=True)
     with collection_paused():

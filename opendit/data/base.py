@@ -67,8 +67,8 @@ class MediaDataset(Dataset):
     sample_shape: (C, H, W) or (C, T, H, W) of what one item holds.
     random_flip: mirror half of the samples, keyed by Stream.FLIP.
     random_window: read clips from a place drawn for each sample, keyed by Stream.CROP, rather than their middle.
-    vae, scaling_factor, shift_factor: of latents; text_encoder, max_tokens: of captions; see ``CachedLatents``. Others
-    have no such attributes.
+    vae, scaling_factor, shift_factor: of latents; text_encoder, max_tokens, empty_caption: of captions; see
+    ``LatentDataset``. Others have no such attributes.
     as_bytes: give pixels as uint8, for ``to_pixels`` to turn into [-1, 1] where the batch is needed; a data set whose
     samples are not made of bytes ignores it.
     shortened: reads so far that took a clip's frames closer together than asked for, because it is too short.
@@ -91,6 +91,7 @@ class MediaDataset(Dataset):
     shift_factor: float | Sequence[float]
     text_encoder: str | None
     max_tokens: int
+    empty_caption: Embedding | None
     note: str = ""
     seed: int = 0
     max_bad: float = 0.05
@@ -128,7 +129,7 @@ class MediaDataset(Dataset):
 
     def latent_sizes(self) -> np.ndarray:
         """(rows, 3) int32, of cached latents: frames, height and width of every row's."""
-        return np.tile(np.int32((1, *self.sample_shape[1:])[-3:]), (len(self), 1))
+        return np.tile(np.array((1, *self.sample_shape[1:])[-3:], dtype=np.int32), (len(self), 1))
 
     def source(self, row: int) -> str:
         """Where a row comes from, for people: its file."""

@@ -118,9 +118,9 @@ class BlendedDataset(MediaDataset):
         sizes = [part.media_sizes() for part in self.parts]
         if all(each is None for each in sizes):
             return None
-        own = (1, *self.sample_shape[1:])[-3:]
+        own = np.array((1, *self.sample_shape[1:])[-3:], dtype=np.int32)
         of = zip(sizes, self.parts, strict=True)
-        return np.concatenate([np.tile(np.int32(own), (len(part), 1)) if each is None else each for each, part in of])
+        return np.concatenate([np.tile(own, (len(part), 1)) if each is None else each for each, part in of])
 
     def latent_sizes(self) -> np.ndarray:
         return np.concatenate([part.latent_sizes() for part in self.parts])

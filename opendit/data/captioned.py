@@ -87,16 +87,16 @@ class CaptionedDataset(MediaDataset):
         return self.load_sized(row, flip, start, (self.num_frames, self.image_size, self.image_size))
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
-        frames, *sides = shape
+        frames, height, width = shape
         if self.shape_key(row) == PICTURE:
-            picture = fill_crop(read_picture(self.paths[row]), *sides)
+            picture = fill_crop(read_picture(self.paths[row]), height, width)
             pixels = to_tensor(picture, flip, self.as_bytes)
             return pixels[:, None] if self.use_video else pixels
         clip, interval = read_clip(
             self.paths[row],
             frames,
             self.frame_interval,
-            tuple(sides),
+            (height, width),
             start=start,
             short_clips=self.short_clips,
             as_bytes=self.as_bytes,
@@ -154,9 +154,11 @@ def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
     """Looks whether up to 2,000 files spread evenly over ``paths`` exist and are files; none is opened.
 
     Raises FileNotFoundError if none is, ValueError if more than the share ``max_bad`` is missing."""
-    rows = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), CHECKED_FILES)).round().astype(np.int64)).tolist()
+    rows: list[int] = np.unique(
+        np.linspace(0, len(paths) - 1, min(len(paths), CHECKED_FILES)).round().astype(np.int64)
+    ).tolist()
     with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
-        found = list(pool.map(lambda row: problem(paths[row]), rows))
+        found = list(pool.map(problem, [paths[row] for row in rows]))
     missing = [f"{printable(paths[row])} ({why})" for row, why in zip(rows, found, strict=True) if why is not None]
     name = f"--data_path {printable(csv_path)}"
     hints = "".join(

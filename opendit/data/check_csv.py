@@ -72,8 +72,8 @@ def check_rows(
     for fault in faults:
         if fault is not None:
             dropped[fault[0]].append(fault[1])
-    kept = [i for i, medium in enumerate(media) if medium is not None]
-    return [rows[i] for i in kept], [media[i] for i in kept], dropped
+    kept = [(row, medium) for row, medium in zip(rows, media, strict=True) if medium is not None]
+    return [row for row, _ in kept], [medium for _, medium in kept], dropped
 
 
 def table(media: list[Medium]) -> str:

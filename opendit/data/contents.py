@@ -24,7 +24,7 @@ def hash_files(paths: Sequence[str]) -> str:
     rows = _spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
     with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
-        return hash_parts(str(len(paths)), *pool.map(lambda row: _contents(paths[row], share), rows))
+        return hash_parts(str(len(paths)), *pool.map(lambda path: _contents(path, share), [paths[row] for row in rows]))
 
 
 def _contents(path: str, share: int) -> bytes:

@@ -4,6 +4,7 @@ It needs no download, so it is the demo, the tests' data and the smallest thing 
 """
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ def _load() -> tuple[Tensor, Tensor, Tensor]:
     """All pictures (1797, 1, 8, 8) in [-1, 1], labels (1797,), and which rows are held out (1797,) bool."""
     from sklearn.datasets import load_digits
 
-    data = load_digits()
+    data: Any = load_digits()
     images = torch.from_numpy(data.images).float().div(8).sub(1)[:, None]  # values 0..16
     # RandomState's numbers are frozen by numpy's policy, so the split never changes.
     random, test = np.random.RandomState(0), np.zeros(len(data.target), dtype=bool)

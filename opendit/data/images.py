@@ -150,10 +150,12 @@ def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
 
     Raises ValueError naming the first few if all, or more than the share ``max_bad``, can't be opened."""
     picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
-    rows = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), CHECKED_HEADERS)).round().astype(np.int64)).tolist()
+    rows: list[int] = np.unique(
+        np.linspace(0, len(paths) - 1, min(len(paths), CHECKED_HEADERS)).round().astype(np.int64)
+    ).tolist()
     with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
         warnings.simplefilter("ignore")  # Pillow warns of large and odd files; whether one is usable shows anyway
-        found = list(pool.map(lambda row: check_header(paths[row]), rows))
+        found = list(pool.map(check_header, [paths[row] for row in rows]))
     bad = [f"{printable(paths[row])}: {why}" for row, why in zip(rows, found, strict=True) if why is not None]
     if len(bad) > max_bad * len(rows):
         share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
@@ -185,7 +187,8 @@ class FolderDataset(MediaDataset):
         return self.paths[row]
 
     def load(self, row: int, flip: bool) -> Tensor:
-        return self.load_sized(row, flip, None, (1, *self.sample_shape[1:]))
+        _, height, width = self.sample_shape
+        return self.load_sized(row, flip, None, (1, height, width))
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
         return to_tensor(fill_crop(read_picture(self.paths[row]), *shape[1:]), flip, self.as_bytes)

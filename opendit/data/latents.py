@@ -16,6 +16,7 @@ one is unfinished.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -105,12 +106,12 @@ class LatentDataset(CachedLatents, MediaDataset):
         self.text_encoder, self.max_tokens = (text["encoder"], text["max_tokens"]) if text else (None, 0)
         self.token_ends = [shard["token_ends"] for shard in arrays] if text else []
         self.empty_caption = read_empty_caption(self.folder, self.max_tokens) if text else None
-        self._open: dict[int, dict[str, object]] = {}  # shard -> its mapped tensors, opened where they are first read
+        self._open: dict[int, dict[str, Any]] = {}  # shard -> its mapped tensors, opened where they are first read
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def _find(self, row: int) -> tuple[int, int, dict[str, object]]:
+    def _find(self, row: int) -> tuple[int, int, dict[str, Any]]:
         """(shard, row in the shard, its mapped tensors)."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         if shard not in self._open:

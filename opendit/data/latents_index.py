@@ -18,7 +18,7 @@ from opendit.common.hashing import hash_parts
 from opendit.common.rules import read_json, shown
 from opendit.common.strict_files import checked
 from opendit.common.tensor_files import write_file
-from opendit.data.base import flip_note
+from opendit.data.base import MediaDataset, flip_note
 from opendit.data.latents_check import REPAIR, check_index
 from opendit.data.latents_schema import LATENTS_INDEX, LATENTS_SIZES
 from opendit.data.medium import Medium, of_moments
@@ -96,7 +96,7 @@ def write_index(folder: Path, version: int, indexes: list[dict]) -> None:
     os.replace(partial, folder / INDEX)
 
 
-class CachedLatents:
+class CachedLatents(MediaDataset):
     """What data sets of cached latents have of their index, whatever their shards are."""
 
     kind = "latents"

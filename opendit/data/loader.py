@@ -4,6 +4,7 @@ batch into parts."""
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -95,7 +96,7 @@ class _BatchReader(Dataset):
             x = self.buffer.batch(len(request.sample_keys), item.x) if x is None else x
             x[i] = item.x
             items.append(item._replace(x=None))
-        return self._batch(request, x, items, self.dataset.shortened - shortened)
+        return self._batch(request, cast(Tensor, x), items, self.dataset.shortened - shortened)
 
     def _packed(self, request: _Request) -> Batch:
         """Samples of any sizes: one after the other in one piece of memory, of which the batch has views."""
@@ -255,7 +256,7 @@ def build_loader(
     if schedule.dataset_size != len(dataset):
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
     requests = Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
-    how = dict(num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available())
+    how: dict[str, Any] = dict(num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available())
     batches = ReadAhead(_BatchReader(dataset), requests, **how, patience=patience, log=log, on_hang=on_hang)
     return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, dataset.verification(dp_rank, dp_size))
 

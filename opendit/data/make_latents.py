@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -237,7 +238,7 @@ def noun_of(settings: dict) -> str:
     return "clips" if "video" in settings else "pictures"
 
 
-def inner(codec: Codec):
+def inner(codec: Codec) -> Any:
     return getattr(codec, "codec", codec)  # of a picture's codec that works frame by frame
 
 
@@ -247,9 +248,10 @@ def _device(codec: Codec) -> torch.device:
 
 def latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, frames: int | None = None) -> tuple[int, ...]:
     """(C, h, w) of a picture's latent, (C, t, h, w) of a clip's, of ``frames`` frames if that is given."""
+    latents_of: Any = codec  # pictures' take a side, clips' the frames before it
     if _frames(dataset) is None:
-        return codec.latent_shape(image_size)
-    return codec.latent_shape(frames or _frames(dataset), image_size, image_size)
+        return latents_of.latent_shape(image_size)
+    return latents_of.latent_shape(frames or _frames(dataset), image_size, image_size)
 
 
 def _shard_shape(dataset: MediaDataset, codec: Codec, settings: dict, rows: list[int]) -> tuple[int, ...]:
@@ -300,7 +302,7 @@ def _encode_shard(
                     f"the latents of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision "
                     "bf16 or fp32, and check the VAE's weights if that doesn't help"
                 )
-            embedded = embed(encoder, [dataset.caption(row) for row in rows]) if encoder else []
+            embedded = embed(encoder, [cast(str, dataset.caption(row)) for row in rows]) if encoder else []
             parts.append((moments.cpu(), torch.tensor(labels), torch.tensor(rows), embedded))
         bar.update(len(rows) + len(skipped))
     return parts, all_skipped
@@ -313,7 +315,7 @@ def _join(parts: list[Part], dataset: MediaDataset, shape: tuple[int, ...], enco
     moments, labels, rows = (torch.cat(tensors) for tensors in list(zip(*parts, strict=True))[:3])
     tensors = {"moments": moments, "labels": labels.long(), "rows": rows.long()}
     if dataset.conditioning == "text":
-        tensors |= pack_captions([dataset.caption(row) for row in rows.tolist()])
+        tensors |= pack_captions([cast(str, dataset.caption(row)) for row in rows.tolist()])
     if encoder:
         embedded = [caption for part in parts for caption in part[3]]
         tensors |= pack_embeddings(embedded, encoder.width)

@@ -47,7 +47,8 @@ def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: 
             os.replace(file.name, path)
         except OSError:
             return found
-        return _read(path, rows)
+        again = _read(path, rows)
+        return found if again is None else again
 
 
 def _read(path: Path, rows: int) -> np.ndarray | None:

@@ -54,7 +54,7 @@ class MockDataset(MediaDataset):
         # Of captions that a frozen encoder has seen; the bytes encoder is a part of the model and is given words.
         self.text_encoder = text_encoder if text_encoder != "bytes" else None
         if self.text_encoder:
-            _, self.width, longest = text_geometry(text_encoder)
+            _, self.width, longest = text_geometry(self.text_encoder)
             self.max_tokens = max_text_tokens or longest
             self.empty_caption = self._random_embedding(ROWS)
 

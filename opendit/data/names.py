@@ -45,9 +45,10 @@ def is_address(data_path: str) -> bool:
 def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
     """(path, weight) of every source of ``A:0.7,B:0.3``; None for what is not written so, or is there as a file."""
     found = [re.fullmatch(r"\s*(.+):([-+.0-9eE]+)\s*", part) for part in data_path.split(",")]
-    if len(found) < 2 or not all(found) or os.path.exists(data_path):
+    whole = [one for one in found if one is not None]
+    if len(found) < 2 or len(whole) < len(found) or os.path.exists(data_path):
         return None
-    return [(one[1], one[2]) for one in found]
+    return [(one[1], one[2]) for one in whole]
 
 
 def check_inline(data_path: str, flag: str = "--data_path") -> None:

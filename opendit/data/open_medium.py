@@ -31,4 +31,5 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
 
     with name_for_ffmpeg(path) as name, av.open(name) as file:
         rate = float(file.streams.video[0].average_rate or 0)
-    return Medium(lengths[0], *frames.shape[1:3], rate), frames
+    height, width = frames.shape[1:3]
+    return Medium(lengths[0], height, width, rate), frames

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import RawArray, util
 from multiprocessing.connection import wait
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -53,7 +54,7 @@ class ReadAhead:
 
     def __init__(
         self,
-        reader: Dataset,
+        reader: Any,
         requests,
         *,
         num_workers: int,
@@ -82,7 +83,7 @@ class ReadAhead:
                 pin_memory=pin_memory,
                 worker_init_fn=partial(_start_worker, with_parent=in_main),
             )
-            self._results = iter(loader)
+            self._results: Any = iter(loader)
         # torch now raises at whatever line the program is when a worker dies: in the middle of saving, or where Python
         # swallows it. Without its handler the next result asked for raises.
         if signal.getsignal(signal.SIGCHLD) is not handler:
@@ -92,7 +93,7 @@ class ReadAhead:
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:
-            self._results._get_data = lambda: me()._wait_for_result()
+            self._results._get_data = lambda: cast(ReadAhead, me())._wait_for_result()
         self._asked: float | None = None  # since when the main process waits for a result
         self._hung = ""  # why the workers were given up
         self._closing = threading.Event()

@@ -53,6 +53,7 @@ def build_dataset(data_path: str, image_size: int, **options) -> MediaDataset:
                     "it out"
                 )
             return dataset
+    assert path is not None, "what is a name of its own has been opened"
     raise ValueError(f"{asked.shown}: is {_file_advice(path)}")
 
 

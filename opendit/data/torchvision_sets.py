@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from PIL import Image
@@ -51,7 +52,7 @@ def _stl10(folder: Path, split: str) -> Arrays:
     from torchvision import datasets
 
     data = datasets.STL10(folder.parent, split=split)
-    return data.data.transpose(0, 2, 3, 1), data.labels, list(data.classes)
+    return data.data.transpose(0, 2, 3, 1), cast(np.ndarray, data.labels), list(data.classes)
 
 
 def _svhn(folder: Path, split: str) -> Arrays:

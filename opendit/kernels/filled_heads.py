@@ -34,5 +34,6 @@ def with_filled_heads(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, restore):
         output = attend(*filled)
-    filled.clear(), parts.clear()  # autograd keeps the functions above, and by them what they refer to
+    for held in (filled, parts):  # autograd keeps the functions above, and by them what they refer to
+        held.clear()
     return output[..., :d]

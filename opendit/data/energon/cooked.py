@@ -7,7 +7,7 @@ import os
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 from PIL import Image
@@ -53,7 +53,7 @@ def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
             if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:
                 key, ending = split
                 if fields.takes(ending):
-                    parts[ending] = tar.extractfile(member).read()
+                    parts[ending] = cast(IO[bytes], tar.extractfile(member)).read()
     return key, parts
 
 

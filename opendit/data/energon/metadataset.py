@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from opendit.data.energon.prepared import COOKER, is_prepared
 from opendit.data.files import printable
@@ -132,7 +132,7 @@ class _Reader:
         return self._mixed(node, form, name, kind, (*_SECOND, name), where, at)
 
     def _mixed(self, node: dict, form: str, name: str, kind: str, known: tuple, where: str, at: "_At") -> tuple:
-        entries = node.get(form)
+        entries = cast(list, node.get(form))
         self._check(isinstance(entries, list) and entries, where, f"{form} must be a list of {{path: ..., {name}: 1}}")
         for entry in entries:
             self._check(isinstance(entry, dict), where, f"an entry of {form} is like {{path: ..., {name}: 1}}")
@@ -183,7 +183,7 @@ class _Reader:
         content = node.get("subset")
         if content is None:
             return outer
-        ends = content.get("range") if isinstance(content, dict) else None
+        ends = cast(list, content.get("range") if isinstance(content, dict) else None)
         self._check(
             isinstance(ends, list) and len(ends) == 2, where, "a subset is {range: [10%, 90%]} or {range: [0, 99]}"
         )

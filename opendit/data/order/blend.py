@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -63,7 +64,11 @@ class BlendSchedule(BatchSchedule):
             if size == 0:
                 raise ValueError(f"the source {name} has no samples")
         of_source = [None if keys is None else RowsByKey(keys[a:b]) for a, b in zip(starts, sources.ends, strict=True)]
-        values = [0] if keys is None else sorted({value for each in of_source for value in each.values.tolist()})
+        values = (
+            [0]
+            if keys is None
+            else sorted({value for each in of_source if each is not None for value in each.values.tolist()})
+        )
         self._samples = [1] * len(values) if samples is None else list(samples)
         self._shaped = len(values) > 1 or self._samples != [1]
         if len(starts) > _MOST or len(values) > _MOST_SHAPES:
@@ -89,11 +94,11 @@ class BlendSchedule(BatchSchedule):
         self._parts = Mixture(rates, seed, PARTS)
         begins = [self._parts.counts(start) * self._part for start, _ in rates]
         # A pass over the data is a whole number of blocks: at its end the sources' counts are what weights ask for.
-        samples = Fraction(sources.epoch, max(1, round(sources.epoch / _SAMPLES)))
+        block = Fraction(sources.epoch, max(1, round(sources.epoch / _SAMPLES)))
         self._mixtures = []
         for shape in range(len(values)):
             of_shape = [[row[shape] for row in table] for _, table in cells]
-            stages = [(int(at[shape]), _rates(each, samples)) for at, each in zip(begins, of_shape, strict=True)]
+            stages = [(int(at[shape]), _rates(each, block)) for at, each in zip(begins, of_shape, strict=True)]
             self._mixtures.append(Mixture(stages, seed, SOURCES + shape * _MOST))
 
     def _of_cells(self, weights: tuple[Fraction, ...]) -> list[list[Fraction]]:
@@ -102,7 +107,7 @@ class BlendSchedule(BatchSchedule):
 
     def _of_parts(self, table: list[list[Fraction]]) -> list[Fraction]:
         """How often a micro-batch is of each shape: of shapes of which it takes more samples, as much less often."""
-        of_shapes = [sum(column) for column in zip(*table, strict=True)]
+        of_shapes = [sum(column, Fraction(0)) for column in zip(*table, strict=True)]
         return [weight / count for weight, count in zip(of_shapes, self._samples, strict=True)]
 
     @property
@@ -131,7 +136,7 @@ class BlendSchedule(BatchSchedule):
         """(sources,) int64: the samples that the steps before ``step`` have taken of each."""
         parts = self._parts.counts(step * self._cut)
         of_shapes = zip(self._mixtures, parts.tolist(), self._part, strict=True)
-        return sum(mixture.counts(count * part) for mixture, count, part in of_shapes)
+        return cast(np.ndarray, sum(mixture.counts(count * part) for mixture, count, part in of_shapes))
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
         return self._of_shape(0, start, stop)

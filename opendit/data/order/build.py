@@ -1,5 +1,7 @@
 """The schedule of a data set."""
 
+from typing import Any, cast
+
 import numpy as np
 
 from opendit.data.base import MediaDataset
@@ -29,10 +31,10 @@ def build_schedule(
     ValueError if there are too few samples.
     """
     if pack_tokens is not None:
-        tokens, sources = dataset.token_counts(), dataset.source_rows()
+        tokens, sources = cast(ShapedDataset, dataset).token_counts(), dataset.source_rows()
         return PackSchedule(tokens, pack_tokens, global_batch, seed, sources=sources, attention=attention)
     if bucket_tokens is not None:
-        return _in_buckets(dataset, global_batch, micro_batches, seed, bucket_tokens)
+        return _in_buckets(cast(ShapedDataset, dataset), global_batch, micro_batches, seed, bucket_tokens)
     one_shape, by_shape = (SortedSchedule, SortedBucketSchedule) if order == SORTED else (BatchSchedule, BucketSchedule)
     keys = dataset.shape_keys()
     if (sources := dataset.source_rows()) is not None:
@@ -40,11 +42,12 @@ def build_schedule(
     shapes = None if keys is None else RowsByKey(keys)
     if shapes is None or len(shapes.values) < 2:
         return one_shape(len(dataset), global_batch, seed)
-    return by_shape(keys if order == SORTED else shapes, global_batch, micro_batches, seed)
+    of_rows: Any = keys if order == SORTED else shapes
+    return by_shape(of_rows, global_batch, micro_batches, seed)
 
 
 def _in_buckets(dataset: ShapedDataset, global_batch: int, micro_batches: int, seed: int, tokens: int) -> BatchSchedule:
-    keys, sources = dataset.shape_keys(), dataset.source_rows()
+    keys, sources = cast(np.ndarray, dataset.shape_keys()), dataset.source_rows()
     samples = [tokens // int(dataset.tokens[key]) for key in np.unique(keys)]
     if sources is not None:
         return BlendSchedule(sources, global_batch, micro_batches, seed, keys, samples)

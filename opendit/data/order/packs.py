@@ -10,7 +10,7 @@ through the windows before, to the same packs.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -116,7 +116,7 @@ class PackSchedule(BatchSchedule):
         if self.sources is not None:
             begin = self._beginning(step // self.steps_per_window)
             waiting = self._rows_at(np.array(begin.carry, dtype=np.int64), begin.stages)
-            counts = self._order(begin.stages).consumed(begin.position)
+            counts = cast(BlendSchedule, self._order(begin.stages)).consumed(begin.position)
             counts -= np.bincount(np.searchsorted(self.sources.ends, waiting, side="right"), minlength=len(counts))
             found |= self.sources.log(counts)
         return found

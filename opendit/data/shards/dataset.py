@@ -211,13 +211,13 @@ class ShardDataset(MediaDataset):
         return pixels[:, None] if self.use_video else pixels
 
     def _clip(self, row: int, content: bytes, flip: bool, start: float | None, shape: Size) -> Tensor:
-        frames, *sides = shape
+        frames, height, width = shape
         with _as_file(content) as path:
             clip, interval = read_clip(
                 path,
                 frames,
                 self.frame_interval,
-                tuple(sides),
+                (height, width),
                 start=start,
                 short_clips=self.short_clips,
                 as_bytes=self.as_bytes,

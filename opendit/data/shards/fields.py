@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from opendit.data.folders import CLIPS
 from opendit.data.picture_file import picture_suffixes
@@ -31,7 +33,7 @@ class Fields:
     exact: bool = False
     whole: bool = False
 
-    def find_medium(self, parts: dict[str, object]) -> str | None:
+    def find_medium(self, parts: Mapping[str, object]) -> str | None:
         """The ending of the member that is the picture or clip: ``jpg`` before ``mask.jpg``."""
         if self.parts is not None:
             parts = {ending: part for ending, part in parts.items() if self.takes(ending)}
@@ -82,7 +84,7 @@ def read_label(content: bytes, path: Path) -> int:
 def _read(content: bytes, path: Path) -> object:
     try:
         text = content.decode("utf-8-sig")
-        value = json.loads(text) if suffix_of(path[0]) in (".json", ".jsn") else text
+        value: Any = json.loads(text) if suffix_of(path[0]) in (".json", ".jsn") else text
         for key in path[1:]:
             value = value[int(key)] if isinstance(value, list) else value[key]
         return value

@@ -21,6 +21,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 from safetensors.torch import load, save
@@ -126,7 +127,7 @@ def read_header(path: Path) -> tuple[int, dict, list[str]] | None:
             member = tar.next()
             if member is None or member.name != ABOUT or path.stat().st_size != header.tar_bytes:
                 return None
-            about = parse_text(tar.extractfile(member).read(SHARD.most_bytes).decode(), SHARD, path)
+            about = parse_text(cast(IO[bytes], tar.extractfile(member)).read(SHARD.most_bytes).decode(), SHARD, path)
     except (OSError, ValueError, tarfile.TarError):
         return None
     return (header.rows, about["settings"], about["skipped"]) if header.plan == _plan(about["settings"]) else None

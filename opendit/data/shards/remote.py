@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from opendit.common.errors import DataError
 from opendit.data.files import printable
@@ -42,10 +42,11 @@ class Remote:
 
     def __init__(self, address: str):
         self.kind = address.partition("://")[0]
-        self._system, self._process = None, None
+        self._system: Any = None
+        self._process: int | None = None
 
     @property
-    def system(self):
+    def system(self) -> Any:
         """fsspec's file system. Raises ValueError if fsspec, or what it needs for this kind, is not installed."""
         if self._process != os.getpid():
             try:
@@ -97,7 +98,7 @@ class Remote:
         full = [name if "://" in name else f"{self.kind}://{name}" for name in names]
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
-    def _call(self, name: str, *args, **options):
+    def _call(self, name: str, *args, **options) -> Any:
         system = self.system
         if system.async_impl:
             from fsspec.asyn import sync

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
         with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
             size = file.seek(0, 2)
             while (member := tar.next()) is not None:
-                tar.members = []  # it keeps all of them: gigabytes, of a large tar
+                cast(Any, tar).members = []  # it keeps all of them: gigabytes, of a large tar
                 if not member.isreg() or (split := split_name(member.name, exact)) is None:
                     continue
                 if member.sparse is not None:

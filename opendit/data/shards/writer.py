@@ -1,6 +1,7 @@
 """Packs media into tars. What is in which tar is planned first, so that any process can write any of them, and one that
 was killed in the middle is written again with the same bytes."""
 
+import builtins
 import os
 import tarfile
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ class Entry:
     changed: int
     ending: str
     beside: str  # the ending: txt or cls
-    text: bytes
+    text: builtins.bytes
 
 
 @dataclass(frozen=True)

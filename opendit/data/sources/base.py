@@ -39,6 +39,12 @@ class Request:
     energon_cooker: str | None = None
 
     @property
+    def located(self) -> Path:
+        """``path``, of a source that is no name of its own."""
+        assert self.path is not None, "a source that is a name of its own has no path"
+        return self.path
+
+    @property
     def shown(self) -> str:
         """The flag as messages name it."""
         return f"--data_path {printable(self.data_path)}"

@@ -8,6 +8,6 @@ TAKES = "a CSV of captioned media"
 
 
 def open_source(asked: Request) -> CaptionedDataset | None:
-    if asked.path.is_dir() or asked.path.suffix.lower() != ".csv":
+    if asked.located.is_dir() or asked.located.suffix.lower() != ".csv":
         return None
-    return CaptionedDataset(asked.path, asked.image_size, **asked.of_clips())
+    return CaptionedDataset(asked.located, asked.image_size, **asked.of_clips())

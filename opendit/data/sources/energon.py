@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -34,13 +35,13 @@ _SPLITS = {"train": ("train",), "test": ("val", "test")}  # Energon's names
 
 
 def open_source(asked: Request) -> MediaDataset | None:
-    if asked.path.is_dir():
-        if not is_prepared(asked.path):
+    if asked.located.is_dir():
+        if not is_prepared(asked.located):
             return None
-        found = [Leaf(asked.path, "")], ALONE
-    elif asked.path.suffix.lower() in (".yaml", ".yml") and is_metadataset(read_yaml(asked.path, asked.shown)):
+        found = [Leaf(asked.located, "")], ALONE
+    elif asked.located.suffix.lower() in (".yaml", ".yml") and is_metadataset(read_yaml(asked.located, asked.shown)):
         try:
-            kind, leaves = read_metadataset(asked.path, _SPLITS[asked.split], asked.shown)
+            kind, leaves = read_metadataset(asked.located, _SPLITS[asked.split], asked.shown)
         except NoSuchSplitThere as error:
             raise _no_split(asked, error) from error
         found = leaves, kind
@@ -57,7 +58,7 @@ def open_source(asked: Request) -> MediaDataset | None:
     if kind == REPETITIONS:
         weights = [share * len(part) for share, part in zip(weights, parts, strict=True)]
     epoch = max(1, int(sum(weights))) if kind == REPETITIONS else None
-    return BlendedDataset(_names(leaves, asked.path), parts, [(0, weights)], shown=asked.shown, epoch=epoch)
+    return BlendedDataset(_names(leaves, asked.located), parts, [(0, weights)], shown=asked.shown, epoch=epoch)
 
 
 def _no_split(asked: Request, error: ValueError) -> ValueError:
@@ -103,7 +104,7 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
         shards,
         asked.image_size,
         cooker=cooker,
-        name=asked.energon_cooker,
+        name=cast(str, asked.energon_cooker),
         fields=prepared.fields,
         subflavors={**prepared.subflavors, **leaf.subflavors},
         class_names=names,

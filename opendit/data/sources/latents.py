@@ -13,23 +13,23 @@ TAKES = "a folder of cached latents"
 
 
 def open_source(asked: Request) -> LatentDataset | TarLatents | None:
-    if not asked.path.is_dir():
+    if not asked.located.is_dir():
         return None
-    indexes = read_indexes(asked.path)
+    indexes = read_indexes(asked.located)
     if indexes is None:
-        if any(asked.path.glob("latents-*.safetensors")) or any(asked.path.glob("latents-*-of-*.tar")):
+        if any(asked.located.glob("latents-*.safetensors")) or any(asked.located.glob("latents-*-of-*.tar")):
             raise ValueError(
                 f"{asked.shown}: holds unfinished latents; run the preprocess.py command that made them again"
             )
         return None
     asked.check_split()
     if indexes[0]["version"] == FILES_VERSION:
-        latents = LatentDataset(asked.path, asked.image_size, **asked.of_latents())
+        latents = LatentDataset(asked.located, asked.image_size, **asked.of_latents())
     else:
         index = choose_index(indexes, asked.shown, asked.image_size)
-        text, tars = index.get("text"), open_tars(asked.path, index)
-        empty = read_empty_caption(asked.path, text["max_tokens"]) if text else None
+        text, tars = index.get("text"), open_tars(asked.located, index)
+        empty = read_empty_caption(asked.located, text["max_tokens"]) if text else None
         latents = TarLatents(asked.shown, index, tars, empty_caption=empty, max_bad=asked.max_bad, **asked.of_latents())
-    if next(files_below(str(asked.path), picture_suffixes(), Ignored(), visits=1), None) is not None:
+    if next(files_below(str(asked.located), picture_suffixes(), Ignored(), visits=1), None) is not None:
         latents.note = "; the pictures that are in the folder as well are not read"
     return latents

@@ -9,7 +9,7 @@ TAKES = "a folder of pictures"
 
 
 def open_source(asked: Request) -> FolderDataset | None:
-    if not asked.path.is_dir():
+    if not asked.located.is_dir():
         return None
     if asked.use_video:
         raise ValueError(
@@ -17,5 +17,5 @@ def open_source(asked: Request) -> FolderDataset | None:
             f"run: python preprocess.py folder {printable(asked.data_path)} --output videos.csv"
         )
     asked.check_split()
-    path = str(asked.path)
+    path = str(asked.located)
     return FolderDataset(path, asked.image_size, seed=asked.seed, random_flip=asked.random_flip, max_bad=asked.max_bad)

@@ -18,9 +18,9 @@ EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3
 
 
 def open_source(asked: Request) -> BlendedDataset | None:
-    if asked.path.is_dir() or asked.path.suffix.lower() not in (".yaml", ".yml"):
+    if asked.located.is_dir() or asked.located.suffix.lower() not in (".yaml", ".yml"):
         return None
-    return _open(read_yaml(asked.path, asked.shown), asked, asked.path.parent)
+    return _open(read_yaml(asked.located, asked.shown), asked, asked.located.parent)
 
 
 def open_inline(sources: list[tuple[str, str]], asked: Request) -> BlendedDataset:

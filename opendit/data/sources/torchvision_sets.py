@@ -8,7 +8,7 @@ TAKES = "a torchvision data set's folder"
 
 
 def open_source(asked: Request) -> ArrayDataset | None:
-    known = find_known(asked.path) if asked.path.is_dir() and not asked.use_video else None
+    known = find_known(asked.located) if asked.located.is_dir() and not asked.use_video else None
     if known is None:
         return None
     return ArrayDataset(*known, asked.image_size, seed=asked.seed, random_flip=asked.random_flip, split=asked.split)
