@@ -110,6 +110,15 @@ class ResultFlags(Flags):
         common=True,
         unit="folder",
     )
+    dry_run: int | None = flag(
+        None,
+        "draw and measure a few batches, say how long all would take on so many GPUs, and stop",
+        alone=0,
+        at_least=0,
+        at_most=2**20,
+        common="try a few batches; say how long all take",
+        unit="gpus",
+    )
     save_features: str | None = flag(
         None, "also write the samples' features to this .npz, a reference for later", unit="file"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from opendit.evaluation.dry_run import dry_run
 from opendit.evaluation.measuring import Measuring
 from opendit.evaluation.reference import save_features
 from opendit.evaluation.results import Measurement, append_results, digits_line, read_results, table, without_time
@@ -69,7 +70,7 @@ def measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None] = l
                 f"{number} of {len(points)}: guidance {point.cfg_scale:g}, {point.num_sampling_steps} steps", flush=True
             )
         found += _measure(point, mesh, started if number == 1 else lambda: None)
-    if mesh.is_main:
+    if mesh.is_main and flags.dry_run is None:
         print(f"\n{sweep_table(found)}\nas CSV: {write_sweep(Path(flags.output), found)}", flush=True)
     return found
 
@@ -91,7 +92,12 @@ def _measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None]) -
         if mesh.is_main:
             measuring.announce()
         started()
-        features = samples.extract(measuring.extractor)
+        samples.announce()
+        if flags.dry_run is not None:
+            batch = flags.batch_size if samples.drawn else flags.feature_batch_size
+            dry_run(samples, measuring.extractor, batch, flags.dry_run, mesh)
+            return []
+        features = samples.extract(measuring.extractor, samples.count, output)
         found: list[Measurement] = []
         problems: list[str] = []
         if mesh.is_main:

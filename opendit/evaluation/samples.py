@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,15 @@ class DescribedSamples:
 
 @dataclass(frozen=True)
 class Samples(DescribedSamples):
-    """Samples that can be had. extract: computes their features."""
+    """Samples that can be had.
 
-    extract: Callable[[Extractor], Features]
+    extract: computes the features of so many of them, the first ones, and keeps them below a folder. drawn: whether
+    they are drawn for it. announce: says how.
+    """
+
+    extract: Callable[[Extractor, int, Path], Features]
+    drawn: bool = False
+    announce: Callable[[], None] = lambda: None
 
 
 @contextlib.contextmanager
@@ -93,8 +100,8 @@ def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> S
     options = replace(options, image_size=options.image_size or side, num_frames=shape[0] if len(shape) == 4 else 1)
     captions = media.captions[: media.count] if media.captions else None
 
-    def extract(extractor: Extractor) -> Features:
-        return extract_media(media, extractor, Path(flags.output), mesh, say)
+    def extract(extractor: Extractor, first: int, output: Path) -> Features:
+        return extract_media(replace(media, count=first), extractor, output, mesh, say)
 
     labels = None if media.labels is None else media.labels[: media.count]
     asked = asked_of_labels(labels) or asked_of_captions(captions)
@@ -138,14 +145,19 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
     interval = flags.frame_interval if "frame_interval" in flags.given else round(SOURCE_FPS / sampling.fps)
     options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, interval)
 
-    def extract(extractor: Extractor) -> Features:
-        announce(sampling)
-        return extract_run(sampling, extractor, Path(flags.output), say)
+    def extract(extractor: Extractor, first: int, output: Path) -> Features:
+        every = sampling.flags, sampling.choices
+        sampling.flags, sampling.choices = replace(sampling.flags, num_samples=first), sampling.choices[:first]
+        try:
+            return extract_run(sampling, extractor, output, say)
+        finally:
+            sampling.flags, sampling.choices = every
 
     captions = None if classes else sampling.captions
     digits = classes and len(sampling.names) == 10
     asked = asked_of_labels(sampling.choices.numpy()) if digits else asked_of_captions(captions)
-    return Samples(count, shape, captions, told, options, asked, extract)
+    announced = partial(announce, sampling)
+    return Samples(count, shape, captions, told, options, asked, extract, drawn=True, announce=announced)
 
 
 def _ask_for_all_digits(sampling: SamplingRun) -> None:

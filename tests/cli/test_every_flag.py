@@ -72,6 +72,7 @@ SAMPLE = {
 }
 LATER = {("a folder",): "what is in it is looked at later"}
 EVALUATE = {
+    "dry_run": {ZEROS: "the processes that there are"},
     **dict.fromkeys(("samples", "reference", "features", "video_features", "clip_model"), LATER),
     "outputs": {NAMES: "a folder of that name"},
     "output": {NAMES: "a folder of that name"},
