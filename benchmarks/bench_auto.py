@@ -24,7 +24,8 @@ from benchmarks.bench_recipes import figures, train
 from benchmarks.results import RESULTS, append
 from opendit.cli.auto_parallel import Circumstances, Priced, choose, data_of
 from opendit.cli.command_line import parse
-from opendit.cli.train_flags import Components, TrainConfig
+from opendit.cli.components import Components
+from opendit.cli.train_flags import TrainConfig
 from opendit.models.names import KINDS, SIZES
 from opendit.parallel.hardware import GIB, H200, HardwareModel, find_hardware
 from opendit.training.from_flags import memory_setup, plan_model

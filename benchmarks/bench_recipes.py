@@ -30,8 +30,9 @@ import torch
 
 from benchmarks.results import append
 from opendit.cli.command_line import parse
+from opendit.cli.components import Components
 from opendit.cli.dry_run import CARDS
-from opendit.cli.train_flags import Components, TrainConfig
+from opendit.cli.train_flags import TrainConfig
 from opendit.models import config_from_dict
 from opendit.state.run_folders import run_folders
 from opendit.training.from_flags import memory_setup, open_data, plan_model

@@ -27,8 +27,9 @@ from opendit.encoders.autoencoder_kl import AutoencoderKL
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import VAECodec
 from opendit.inference.engine import SamplingEngine
+from opendit.inference.output import save_one
 from opendit.inference.output_pipeline import OutputPipeline, Writers
-from opendit.inference.run import save_one, writer_threads
+from opendit.inference.run import writer_threads
 from opendit.parallel.mesh import Mesh
 
 SD_VAE = {

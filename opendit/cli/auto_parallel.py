@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from opendit.cli.train_flags import Components, TrainConfig
+from opendit.cli.components import Components
+from opendit.cli.train_flags import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.kernels.names import RECOMPUTE
 from opendit.models import DiTConfig, plan_of
@@ -22,7 +23,7 @@ from opendit.parallel.sizes import ParallelDims, environment_node_size
 from opendit.training.from_flags import memory_setup, open_data, plan_model, sequence_shape
 from opendit.training.host_memory import USABLE_OF_A_HOST, host_memory
 from opendit.training.memory import GIB, OFFLOADED, USABLE, Setup, card_memory, estimate, settle_sharding
-from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second
+from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
 
 PLUGINS = ("zero2", "fsdp")  # that are chosen among; others only where they are asked for
 SHOWN = 5
@@ -389,13 +390,3 @@ def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin
             f"{one.limit()}: {candidate}"
         )
     return lines
-
-
-def budget(cost: StepCost) -> str:
-    """What a rank receives in a step, by kind, in words."""
-
-    def words(kind: str, traffic: Traffic) -> str:
-        alone, exposed = 1e3 * traffic.seconds, 1e3 * traffic.exposed
-        return f"{kind} {traffic.bytes / 1e9:,.2f} GB, {alone:,.1f} ms ({exposed:,.1f} not hidden)"
-
-    return "; ".join(words(*item) for item in cost.traffic.items()) or "nothing"

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from opendit.cli.auto_parallel import Circumstances, budget, choose, report
+from opendit.cli.auto_parallel import Circumstances, choose, report
 from opendit.cli.command_line import overridden
+from opendit.cli.components import Components
 from opendit.cli.errors import say
-from opendit.cli.train_flags import Components, TrainConfig
+from opendit.cli.train_flags import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.models import DiTConfig
@@ -30,7 +31,7 @@ from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, larges
 from opendit.training.memory_stages import stage_setups
 from opendit.training.monitor import print_block
 from opendit.training.shapes import make_schedule, samples_at_once, shape_samples
-from opendit.training.step_cost import step_cost, tokens_per_second
+from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second
 
 CARDS = {"80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}  # as torch counts an H100's and an H200's memory
 
@@ -192,3 +193,13 @@ def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
         rows[f"  on {name}"] = f"does not fit; the cheapest mitigation is {mitigation}" if mitigation else "fits"
         rows[f"  on {name}"] += f" (up to --batch_size {largest})" if largest else ""
     return rows
+
+
+def budget(cost: StepCost) -> str:
+    """What a rank receives in a step, by kind, in words."""
+
+    def words(kind: str, traffic: Traffic) -> str:
+        alone, exposed = 1e3 * traffic.seconds, 1e3 * traffic.exposed
+        return f"{kind} {traffic.bytes / 1e9:,.2f} GB, {alone:,.1f} ms ({exposed:,.1f} not hidden)"
+
+    return "; ".join(words(*item) for item in cost.traffic.items()) or "nothing"

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from opendit.common.replace import replacing
+from opendit.data.video_file import write_mp4
 from opendit.inference.parts import npy_header
 
 INDEX = ".samples.json"  # the files in a folder that sample.py wrote, and will take away when it draws there again
@@ -107,3 +109,12 @@ def texts(captions: list[str]) -> tuple[str, tuple[int, ...], Iterator[np.ndarra
     descr = f"<U{max([1, *map(len, captions)])}"
     blocks = (np.array(captions[first : first + 256], dtype=descr) for first in range(0, len(captions), 256))
     return descr, (len(captions),), blocks
+
+
+def save_one(stem: Path, picture: np.ndarray, fps: float) -> None:
+    """STEM.png of a picture (H, W, 3), STEM.mp4 of a clip (T, H, W, 3); whole, or not there."""
+    if picture.ndim == 4:
+        write_mp4(stem.with_name(stem.name + ".mp4"), picture, fps)
+    else:
+        with replacing(stem.with_name(stem.name + ".png")) as new:
+            Image.fromarray(picture).save(new)

@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.common.replace import replacing
 from opendit.common.stages import Stages
 from opendit.data.progress import Progress
-from opendit.data.video_file import write_mp4
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
 from opendit.inference.given import describe_given, rows_of
 from opendit.inference.job import GRID_PICTURES, SHEET_CLIPS, digest_of_weights, job_of
-from opendit.inference.output import OutputFolder, file_name, texts, write_npz
+from opendit.inference.output import OutputFolder, file_name, save_one, texts, write_npz
 from opendit.inference.output_pipeline import OutputPipeline, Writers
 from opendit.inference.parts import DamagedPart, Job, PartAssembly, Parts, find
 from opendit.inference.prepare import SamplingRun, prepare
@@ -391,12 +389,3 @@ def approximated(sampling: SamplingRun) -> dict[str, str]:
     if not approximate(sampling) or sampling.replica.halves:
         return {}
     return {"approximate": f"{sampling.engine.share_evaluated:.1%} of the blocks' work was done"}
-
-
-def save_one(stem: Path, picture: np.ndarray, fps: float) -> None:
-    """STEM.png of a picture (H, W, 3), STEM.mp4 of a clip (T, H, W, 3); whole, or not there."""
-    if picture.ndim == 4:
-        write_mp4(stem.with_name(stem.name + ".mp4"), picture, fps)
-    else:
-        with replacing(stem.with_name(stem.name + ".png")) as new:
-            Image.fromarray(picture).save(new)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+from opendit.cli.components import Components
 from opendit.cli.shared_flags import ParallelFlags
 from opendit.cli.train_components import BatchFlags, CaptionFlags, DataFlags
-from opendit.cli.train_flags import Components
 from opendit.common.errors import DataError
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
 from opendit.data.held_out import SEED, hold_out

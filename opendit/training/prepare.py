@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 
 from opendit.cli.checks import check_writable
+from opendit.cli.components import Components
 from opendit.cli.run_flags import SaveFlags
 from opendit.cli.shared_flags import SpeedFlags
 from opendit.cli.train_components import CaptionFlags, DataFlags, StartFlags
-from opendit.cli.train_flags import Components, TrainConfig
+from opendit.cli.train_flags import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.data.order.packs import PackSchedule

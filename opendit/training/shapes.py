@@ -2,7 +2,7 @@
 
 import math
 
-from opendit.cli.train_flags import Components
+from opendit.cli.components import Components
 from opendit.data import BatchSchedule, MediaDataset, build_schedule
 from opendit.data.order.buckets import TokenSize, shape_table
 from opendit.data.order.schedule import KEYED

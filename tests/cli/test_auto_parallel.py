@@ -11,7 +11,9 @@ import train
 from opendit.cli import auto_parallel
 from opendit.cli.auto_parallel import Circumstances, choose, choose_on_ranks, data_of
 from opendit.cli.command_line import parse
-from opendit.cli.train_flags import Components, TrainConfig
+from opendit.cli.components import Components
+from opendit.cli.dry_run import budget
+from opendit.cli.train_flags import TrainConfig
 from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.hardware import GIB, H200
 from opendit.parallel.sizes import ParallelDims
@@ -190,7 +192,7 @@ def test_words_name_the_limit_and_the_bytes():
     assert first.startswith("1. ") and f"{8 * 8192 / 4 / one.cost.total:,.0f} tokens/s a rank" in first
     assert first.endswith(str(one.candidate)) and "takes" in first
     gradients = 2 * config.parameters() * 3 / 4 / 1e9
-    assert f"gradients {gradients:,.2f} GB" in auto_parallel.budget(one.cost)
+    assert f"gradients {gradients:,.2f} GB" in budget(one.cost)
 
 
 TINY = (

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import shutil
 from dataclasses import fields
 
@@ -17,7 +16,6 @@ import train
 from opendit.cli.command_line import flags_of, parse
 from opendit.cli.train_flags import OBJECTIVE_FLAGS, TrainConfig
 from opendit.common.hashing import hash_parts
-from opendit.data.contents import hash_files
 from opendit.data.resolve import build_dataset
 from opendit.parallel.mesh import Mesh
 from opendit.training import fingerprint as module
@@ -274,41 +272,6 @@ def test_other_pictures_are_told_and_a_copy_is_not(suffix, tmp_path):
         lines = changes(stored, of(tmp_path, "--data_path", str(path)), 3)
         said = [f"resume: --data_path {first} -> {path}: other data ({why}): {CURVE}"] if why else []
         assert lines == said
-
-
-def test_contents_are_noticed_wherever_they_change(tmp_path):
-    path = tmp_path / "weights"
-    content = bytearray(os.urandom(3 << 20))
-    path.write_bytes(content)
-    first = hash_files([str(path)])
-    assert hash_files([str(path)]) == first
-    for place in (0, 1 << 20, len(content) - 1):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        assert hash_files([str(path)]) != first
-    path.write_bytes(content + b"x")
-    assert hash_files([str(path)]) != first
-
-
-def test_large_files_and_many_files_are_sampled(tmp_path, monkeypatch):
-    from opendit.data import contents
-
-    paths = []
-    for i in range(40):
-        (tmp_path / str(i)).write_bytes(os.urandom(50_000))
-        paths.append(str(tmp_path / str(i)))
-    monkeypatch.setattr(contents, "MOST_FILES", 11)
-    monkeypatch.setattr(contents, "MOST_BYTES", 100_000)
-    first = hash_files(paths)
-    assert hash_files(paths) == first
-    for i in (0, 39):
-        content = (tmp_path / str(i)).read_bytes()
-        for changed in (content[:-1] + bytes([content[-1] ^ 1]), content[:-1], bytes([content[0] ^ 1]) + content[1:]):
-            (tmp_path / str(i)).write_bytes(changed)
-            assert hash_files(paths) != first
-        (tmp_path / str(i)).write_bytes(content)
-    os.mkfifo(tmp_path / "fifo")
-    assert hash_files([str(tmp_path / "fifo")]) == hash_files([str(tmp_path / "nothing")])
-    assert hash_files([]) != hash_files(paths[:1])
 
 
 def test_captions_are_data(tmp_path):

@@ -1,0 +1,32 @@
+"""The flags of a run, by component."""
+
+from opendit.cli import train_components as component
+from opendit.cli.measuring_flags import EvaluationFlags, ValidationFlags
+from opendit.cli.run_flags import GridFlags, RunFlags, SaveFlags
+from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
+from opendit.cli.train_flags import TrainConfig
+
+
+class Components:
+    """The settled flags of a run by component. What prepares or builds a component of the run gets that component's own
+    flags, and no others: its signature says on which flags it can depend."""
+
+    def __init__(self, flags: TrainConfig):
+        self.model = flags.part(component.ModelFlags)
+        self.captions = flags.part(component.CaptionFlags)
+        self.data = flags.part(component.DataFlags)
+        self.loader = flags.part(component.LoaderFlags)
+        self.start = flags.part(component.StartFlags)
+        self.objective = flags.part(component.ObjectiveFlags)
+        self.batch = flags.part(component.BatchFlags)
+        self.optimizer = flags.part(component.OptimizerFlags)
+        self.speed = flags.part(SpeedFlags)
+        self.train_speed = flags.part(component.TrainSpeedFlags)
+        self.memory = flags.part(component.MemoryFlags)
+        self.plugin = flags.part(component.PluginFlags)
+        self.parallel = flags.part(ParallelFlags)
+        self.run = flags.part(RunFlags)
+        self.save = flags.part(SaveFlags)
+        self.grids = flags.part(GridFlags)
+        self.validation = flags.part(ValidationFlags)
+        self.evaluation = flags.part(EvaluationFlags)
