@@ -44,3 +44,20 @@ def no_ranks():
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def refusal(no_ranks, monkeypatch, capsys):
+    """The error, one line, with which train.py ends of arguments that it refuses before it builds a model."""
+    import train  # which imports colossalai, as few tests do
+
+    monkeypatch.setattr("opendit.training.build.build_model_and_engine", lambda *_: pytest.fail("a model was built"))
+
+    def of(argv: list[str]) -> str:
+        with pytest.raises(SystemExit) as ended:
+            train.main(argv)
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert ended.value.code != 0 and error.startswith("error: ")
+        return error
+
+    return of
