@@ -33,7 +33,8 @@ from opendit.training.monitor import print_block
 from opendit.training.shapes import make_schedule, samples_at_once, shape_samples
 from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second
 
-CARDS = {"80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}  # as torch counts an H100's and an H200's memory
+# As torch counts the memory of an RTX 4090, an L40S, an H100 and an H200.
+CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}
 
 
 def dry_run(flags: TrainConfig) -> None:
