@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,12 +27,22 @@ def arguments_named() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        said = re.sub(r"(?<![\w./-])--(\w+)", lambda found: ARGUMENTS.get(found[1], found[1]), str(error))
+        said = re.sub(r"(?<= add )--(\w+) (.+)$", _as_keyword, str(error))
+        said = re.sub(r"(?<![\w./-])--(\w+)", lambda found: ARGUMENTS.get(found[1], found[1]), said)
         said = said.replace("leave the flag out", "leave it out")
         if said == str(error):
             raise
         kinds = (FileNotFoundError, OSError, ValueError)
         raise next(kind for kind in kinds if isinstance(error, kind))(said) from error
+
+
+def _as_keyword(found: re.Match[str]) -> str:
+    """What a message ends with, ``--flag value`` as for a shell, as an argument of Python."""
+    try:
+        (value,) = shlex.split(found[2])
+    except ValueError:  # more than a value
+        return found[0]
+    return f"{ARGUMENTS.get(found[1], found[1])}={value!r}"
 
 
 def check_number(name: str, value: Any, low: float, high: float, kind: type = float) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import opendit
 import opendit.export.__main__ as export
 import sample
 import train
@@ -60,6 +61,8 @@ def test_a_vae_that_only_the_metadata_names_is_not_loaded(tmp_path, no_ranks, ca
     with monkeypatch.context() as patch:
         patch.setattr("opendit.inference.loading.codec_geometry", lambda *_: pytest.fail("looked at"))
         assert draw(ckpt, tmp_path, capsys).endswith(f"if you trust it, add --vae '{vae}'")
+    with pytest.raises(ValueError, match=f"if you trust it, add vae='{vae}'$"):  # as it can be typed in Python
+        opendit.load(ckpt)
     capsys.readouterr()
     sample.main(["--ckpt", str(ckpt), "--output", str(tmp_path / "drawn"), *DRAW, "--vae", str(vae)])
     assert (tmp_path / "drawn" / "grid.png").exists()
