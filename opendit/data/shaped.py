@@ -7,6 +7,7 @@ from opendit.common.hashing import hash_parts
 from opendit.data.base import MediaDataset, name_few
 from opendit.data.held_out import SomeRows
 from opendit.data.order.buckets import ShapeTable, TokenSize, assign, kept_shares
+from opendit.data.order.lengths import Lengths
 
 _LOOKED_AT = 10_000  # media whose crop is told of
 
@@ -42,9 +43,9 @@ class ShapedDataset(SomeRows):
         later = np.flatnonzero(self.keys[row + 1 :] == self.keys[row])
         return row + 1 + int(later[0]) if len(later) else int((self.keys == self.keys[row]).argmax())
 
-    def token_counts(self) -> np.ndarray:
-        """(rows,) int32 tokens of every row's sample."""
-        return self.tokens.astype(np.int32)[self.keys]
+    def token_counts(self) -> Lengths:
+        """The tokens of every row's sample, int32."""
+        return Lengths(self.keys, self.tokens.astype(np.int32))
 
     def identity(self) -> str:
         of_rows = self.shapes[self.keys].astype(np.int32).tobytes()

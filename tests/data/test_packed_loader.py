@@ -132,9 +132,10 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(folder, whole, tmp_path):
                 os._exit(0)
             finally:
                 os._exit(1)
-        ends = time.monotonic() + moments.uniform(0.1, 0.6) * (kills < 4) + 60 * (kills >= 4)
-        while time.monotonic() < ends and (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
-            time.sleep(0.005)
+        lines = log.read_text().count("\n") + moments.randint(1, 3) + STEPS * (kills >= 4)
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and log.read_text().count("\n") < lines:
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.02))  # somewhere in the next step
         if ended[0]:
             assert ended[1] == 0
             break

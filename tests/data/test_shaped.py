@@ -130,8 +130,7 @@ def test_clips_have_the_length_that_they_have(media):
     data = shaped(media / "media.csv", most=512, use_video=True, num_frames=8)
     lengths = [data.load(row, False).shape[1] for row in range(len(data))]
     assert lengths[-3:] == [8, 8, 2] and set(lengths[:-3]) == {1}
-    assert data.token_counts()[-3:].tolist() == [8 * 60 // 1 if n == 480 else n for n in data.token_counts()[-3:]]
-    assert data.token_counts().max() <= 512
+    assert data.token_counts()[:].max() <= 512
     short = shaped(media / "media.csv", most=512, use_video=True, num_frames=8, frame_interval=2)
     assert [short.load(row, False).shape[1] for row in range(len(short))][-3:] == [8, 4, 2]
 
@@ -175,7 +174,7 @@ def test_batches_have_one_shape_and_the_budgets_samples(media, workers):
 def test_cached_latents_keep_their_shapes():
     data = build_dataset("mock", 64, seed=0, use_video=True, num_frames=4)
     found = shape_latents(data, TokenSize(2, 1, (2, 2)), 64, "--bucket_tokens")
-    assert found.token_counts().tolist()[:3] == [2 * 4 * 4] * 3
+    assert found.token_counts()[:3].tolist() == [2 * 4 * 4] * 3
     with pytest.raises(ValueError, match="--bucket_tokens 31: a sample has 32 tokens; raise it"):
         shape_latents(data, TokenSize(2, 1, (2, 2)), 31, "--bucket_tokens")
     with pytest.raises(ValueError, match="do not divide by the model's patch"):

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 
 from opendit.data.order.mixture import Mixture
-from opendit.data.order.pool import Pool, RowsByKey
+from opendit.data.order.pool import Pool, RowsByKey, rows_of
 from opendit.data.order.schedule import PARTS, POOLS, SOURCES, BatchSchedule, StepRows, part_of, steps_of
 
 _SAMPLES, _PARTS = 128, 16  # of a block, about, in which the order of sources, or of shapes, is drawn
@@ -80,15 +80,15 @@ class BlendSchedule(BatchSchedule):
         self._part = [units * count for count in self._samples]  # samples of a micro-batch over all ranks
         # Of a source's rows the share of each shape, and the rows of it.
         self._shares, self._pools = [], []
+        self._place: dict[tuple[int, int], int] = {}  # of (shape, source) among the pools
         for number, (start, size, shapes) in enumerate(zip(starts, sources.sizes, of_source, strict=True)):
             found = {0: size} if shapes is None else dict(zip(shapes.values.tolist(), shapes.totals, strict=True))
             self._shares.append([Fraction(found.get(value, 0), size) for value in values])
-            pools = {}
             for place, value in enumerate(found):
                 select = partial(_select, start, None if shapes is None else shapes.selector(place))
                 shape = values.index(value)
-                pools[shape] = Pool(found[value], seed, POOLS + shape * _MOST + number, select)
-            self._pools.append(pools)
+                self._place[shape, number] = len(self._pools)
+                self._pools.append(Pool(found[value], seed, POOLS + shape * _MOST + number, select))
         cells = [(step, self._of_cells(weights)) for step, weights in sources.stages]
         rates = [(step * self._cut, _rates(self._of_parts(table), Fraction(_PARTS))) for step, table in cells]
         self._parts = Mixture(rates, seed, PARTS)
@@ -139,29 +139,30 @@ class BlendSchedule(BatchSchedule):
         return cast(np.ndarray, sum(mixture.counts(count * part) for mixture, count, part in of_shapes))
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
-        return self._of_shape(0, start, stop)
+        return rows_of(self._pools, *self._of_shape(0, start, stop))
 
     def _steps(self, steps: range) -> list[StepRows]:
         if not self._shaped:
             return super()._steps(steps)
         shapes, ranks = self._parts.locate(steps.start * self._cut, steps.stop * self._cut)
-        parts: list[list[int]] = [[]] * len(shapes)
+        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # where each part begins in what is found
+        sizes = np.array(self._part)[shapes]
         for shape in np.unique(shapes).tolist():
-            here, part = np.flatnonzero(shapes == shape), self._part[shape]
+            here, part = shapes == shape, self._part[shape]
             first, last = int(ranks[here].min()), int(ranks[here].max())  # few of the parts between are elsewhere
-            found = self._of_shape(shape, first * part, (last + 1) * part).reshape(-1, part)
-            for place, rank in zip(here.tolist(), ranks[here].tolist(), strict=True):
-                parts[place] = found[rank - first].tolist()
+            found.append(self._of_shape(shape, first * part, (last + 1) * part))
+            begins[here] = total + (ranks[here] - first) * part
+            total += (last + 1 - first) * part
+        pools, numbers = (np.concatenate(each) for each in zip(*found, strict=True))
+        rows = rows_of(self._pools, pools, numbers).tolist()
+        parts = [rows[begin : begin + size] for begin, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
         return steps_of(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
-    def _of_shape(self, shape: int, start: int, stop: int) -> np.ndarray:
-        """The rows at the places from ``start`` to before ``stop`` of all samples of a shape."""
+    def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the places from ``start`` to before ``stop`` of all samples of a shape the pool and the place in it."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
-        rows = np.empty(stop - start, dtype=np.int64)
-        for source in np.unique(sources).tolist():
-            here = sources == source
-            rows[here] = self._pools[source][shape].rows(numbers[here])
-        return rows
+        places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
+        return np.array(places, dtype=np.int64)[sources], numbers
 
 
 def _select(start: int, select, numbers: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from opendit.data.order.blend import BlendSchedule, SourceRows
+from opendit.data.order.lengths import Lengths, summary_of
 from opendit.data.order.packing import fill_packs, work_of
 from opendit.data.order.permutation import permuted
 from opendit.data.order.schedule import KEYED, PARTS, BatchSchedule, Key
@@ -59,7 +60,7 @@ class PackSchedule(BatchSchedule):
 
     def __init__(
         self,
-        tokens: Sequence[int] | np.ndarray,
+        tokens: Sequence[int] | np.ndarray | Lengths,
         capacity: int,
         global_batch: int,
         seed: int,
@@ -67,20 +68,22 @@ class PackSchedule(BatchSchedule):
         sources: SourceRows | None = None,
         attention: float = float("inf"),
     ):
-        self.tokens, self.capacity, self.attention = np.asarray(tokens), capacity, attention
+        self.tokens = tokens if isinstance(tokens, Lengths) else np.asarray(tokens)
+        self.capacity, self.attention = capacity, attention
         if global_batch < 1:
             raise ValueError(f"a step needs at least one pack, not {global_batch}")
-        if len(self.tokens) == 0 or int(self.tokens.min()) < 1:
+        whole = summary_of(self.tokens, 0, len(self.tokens)) if len(self.tokens) else None
+        if whole is None or whole.least < 1:
             raise ValueError("every sample needs a token at least")
-        if (longest := int(self.tokens.max())) > capacity:
-            raise ValueError(f"--pack_tokens {capacity}: a sample has {longest:,} tokens; raise it to that at least")
+        if whole.most > capacity:
+            raise ValueError(f"--pack_tokens {capacity}: a sample has {whole.most:,} tokens; raise it to that at least")
         self.dataset_size, self.global_batch, self.seed, self.sources = len(self.tokens), global_batch, seed, sources
         self.steps_per_window = -(-WINDOW // global_batch)
         self._beginnings = {0: Beginning(0, 0, ())}
         self._windows: OrderedDict[int, _Window] = OrderedDict()
         self._base: tuple[tuple[int, ...], BatchSchedule] | None = None
         self._fill: float | None = None
-        self._mean = float(self.tokens.mean())
+        self._whole = whole
 
     order = KEYED
     packed = True
@@ -135,9 +138,9 @@ class PackSchedule(BatchSchedule):
 
     def _tokens_of_a_pass(self) -> float:
         if self.sources is None:
-            return float(self.tokens.sum(dtype=np.int64))
+            return float(self._whole.total)
         weights, starts = self.sources.stages[0][1], [0, *self.sources.ends[:-1]]
-        means = [self.tokens[a:b].mean() for a, b in zip(starts, self.sources.ends, strict=True)]
+        means = [summary_of(self.tokens, a, b).mean for a, b in zip(starts, self.sources.ends, strict=True)]
         shares = [float(weight / sum(weights)) for weight in weights]
         return self.sources.epoch * sum(share * mean for share, mean in zip(shares, means, strict=True))
 
@@ -204,7 +207,9 @@ class PackSchedule(BatchSchedule):
         missing = packs * self.capacity * (1 + SPARE) - self.tokens[rows[0]].sum(dtype=np.int64)
         position = begin.position
         while missing > 0:
-            some = self._order(stages).rows_between(position, position + min(_CHUNK, 1 + int(missing / self._mean)))
+            some = self._order(stages).rows_between(
+                position, position + min(_CHUNK, 1 + int(missing / self._whole.mean))
+            )
             ends = np.cumsum(self.tokens[some], dtype=np.int64)
             count = min(len(some), int(np.searchsorted(ends, missing)) + 1)
             rows.append(some[:count])

@@ -25,9 +25,22 @@ def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: in
     """
     if size <= SORTED:
         return _sorted(size, seed % 2**64, domain, epoch)[positions].astype(np.int64)
-    out = _feistel(positions, size, seed, domain, epoch)
-    while len(outside := np.flatnonzero(out >= size)):
-        out[outside] = _feistel(out[outside], size, seed, domain, epoch)
+    sizes, domains, epochs = (np.full(len(positions), of) for of in (size, domain, epoch))
+    return _walk(positions, sizes, domains, epochs, seed)
+
+
+def permuted_each(
+    positions: np.ndarray, sizes: np.ndarray, seed: int, domains: np.ndarray, epochs: np.ndarray
+) -> np.ndarray:
+    """As :func:`permuted`, of a permutation of its own for every position; all (n,) int64. Of few numbers each a call
+    takes as long as one of all together."""
+    out, large = np.zeros_like(positions), sizes > SORTED
+    out[large] = _walk(positions[large], sizes[large], domains[large], epochs[large], seed)
+    if not large.all():
+        which = np.stack([sizes, domains, epochs], axis=1)
+        for size, domain, epoch in np.unique(which[~large], axis=0).tolist():
+            here = (sizes == size) & (domains == domain) & (epochs == epoch)
+            out[here] = permuted(positions[here], size, seed, domain, epoch)
     return out
 
 
@@ -39,16 +52,26 @@ def _sorted(size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
     return np.argsort(words, kind="stable").astype(np.uint16)
 
 
-def _feistel(numbers: np.ndarray, size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
-    """A permutation of the numbers below ``high * low``, which is ``size`` or a little more."""
-    high = math.isqrt(size - 1) + 1
-    low = -(-size // high)
-    left, right = (torch.from_numpy(digit) for digit in np.divmod(numbers, low))
-    constants = torch.tensor(epoch % 2**32), torch.tensor(domain)
+def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
+    """The network, again and again for what falls past the end of its permutation."""
+    out, outside = positions.copy(), np.arange(len(positions))
+    while len(outside):
+        out[outside] = _feistel(out[outside], sizes[outside], domains[outside], epochs[outside], seed)
+        outside = outside[out[outside] >= sizes[outside]]
+    return out
+
+
+def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
+    """A permutation of the numbers below ``high * low``, which is their size or a little more."""
+    different, of = np.unique(sizes, return_inverse=True)
+    roots = np.array([math.isqrt(size - 1) + 1 for size in different.tolist()], dtype=np.int64)
+    bases = tuple(torch.from_numpy(base[of]) for base in (roots, -(-different // roots)))
+    left, right = (torch.from_numpy(digit) for digit in np.divmod(numbers, bases[1].numpy()))
+    constants = torch.from_numpy(epochs % 2**32), torch.from_numpy(domains)
     for number in range(ROUNDS):
-        left, right = right, (left + _word(right, number, constants, seed) * (low if number % 2 else high) // 2**32)
-        right %= low if number % 2 else high
-    return (left * low + right).numpy()
+        base = bases[number % 2]
+        left, right = right, (left + _word(right, number, constants, seed) * base // 2**32) % base
+    return (left * bases[1] + right).numpy()
 
 
 def _word(digit: torch.Tensor, number: int, constants: tuple[torch.Tensor, torch.Tensor], seed: int) -> torch.Tensor:

@@ -1,13 +1,13 @@
 """Rows that are drawn in full permutations, one after the other, and the rows of one shape among many."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
-from opendit.data.order.permutation import permuted
+from opendit.data.order.permutation import permuted_each
 
-_BLOCK, _CHUNK = 4096, 4096 * 256
+_BLOCK, _CHUNK = 1024, 1024 * 1024
 
 
 class Pool:
@@ -21,13 +21,24 @@ class Pool:
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
         """The data set's rows at ``positions`` (n,) int64 of the sequence; int64."""
-        epochs, places = np.divmod(positions, self.size)
-        numbers = np.zeros_like(positions)
-        if self.size > 1:
-            for epoch in np.unique(epochs).tolist():
-                here = epochs == epoch
-                numbers[here] = permuted(places[here], self.size, self.seed, self.domain, epoch)
-        return self.select(numbers)
+        return rows_of([self], np.zeros(len(positions), dtype=np.int64), positions)
+
+
+def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The data set's rows at ``positions`` (n,) int64, each of the sequence of ``pools[of]``, of (n,) int64; int64. All
+    pools have one seed."""
+    rows = np.empty(len(positions), dtype=np.int64)
+    used, number = np.unique(of, return_inverse=True)
+    chosen = [pools[each] for each in used.tolist()]
+    sizes, domains = (
+        np.array(each)[number] for each in zip(*((pool.size, pool.domain) for pool in chosen), strict=True)
+    )
+    epochs, places = np.divmod(positions, sizes)
+    places = permuted_each(places, sizes, pools[0].seed, domains, epochs)
+    for each, pool in enumerate(chosen):
+        here = number == each
+        rows[here] = pool.select(places[here])
+    return rows
 
 
 class RowsByKey:

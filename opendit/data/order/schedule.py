@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from opendit.data.order.mixture import Mixture
-from opendit.data.order.pool import Pool, RowsByKey
+from opendit.data.order.pool import Pool, RowsByKey, rows_of
 
 SORTED, KEYED = "sorted", "keyed"  # what a checkpoint says of the order of its samples
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations, apart from those of Stream
@@ -172,13 +172,11 @@ class BucketSchedule(BatchSchedule):
 
     def _steps(self, steps: range) -> list[StepRows]:
         shapes, ranks = self._parts.locate(steps.start * self._micro_batches, steps.stop * self._micro_batches)
-        parts: list[list[int]] = [[]] * len(shapes)
-        for shape in np.unique(shapes).tolist():
-            here, part = np.flatnonzero(shapes == shape), self._part[shape]
-            places = ranks[here][:, None] * part + np.arange(part)
-            rows = self._pools[shape].rows(places.ravel()).reshape(places.shape).tolist()
-            for place, of_part in zip(here.tolist(), rows, strict=True):
-                parts[place] = of_part
+        sizes = np.array(self._part)[shapes]
+        ends = np.cumsum(sizes)
+        places = np.repeat(ranks * sizes - (ends - sizes), sizes) + np.arange(ends[-1])
+        rows = rows_of(self._pools, np.repeat(shapes, sizes), places).tolist()
+        parts = [rows[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
         return steps_of(parts, [self._samples[shape] for shape in shapes.tolist()], self._micro_batches)
 
 

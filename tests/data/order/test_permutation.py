@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.data.order import permutation
-from opendit.data.order.permutation import permuted
+from opendit.data.order.permutation import permuted, permuted_each
 
 
 @settings(deadline=None, max_examples=60)
@@ -71,3 +71,14 @@ def test_the_permutations_never_change():
         93310763,
         91790501,
     ]
+
+
+def test_many_permutations_at_once_are_those_one_by_one():
+    of = np.random.default_rng(0).integers(0, 5, 400)
+    sizes, domains, epochs = np.array(
+        [[1, 9, permutation.SORTED + 1, 10**8, 10**8], [3, 2, 7, 7, 2**24], [0, 4, 4, 2**33, 1]]
+    )[:, of]
+    positions = np.arange(400) * 7919 % sizes
+    found = permuted_each(positions, sizes, 11, domains, epochs)
+    wanted = [permuted(positions[n : n + 1], int(sizes[n]), 11, int(domains[n]), int(epochs[n]))[0] for n in range(400)]
+    assert found.tolist() == wanted

@@ -1,0 +1,121 @@
+"""The order of samples of a large data set: how long a start takes, the memory it holds, and a new epoch's first batch.
+
+    python benchmarks/bench_order.py [--rows 100000000] [--global_batch 256] [--save]
+
+Schedules alone, of an index of as many rows as asked for: no sample is read. The key of each row's shape is mapped from
+a file, as ranks of a node share it; this process has read all of it, as another rank would have. Every case begins in a
+process of its own. start: until the rows of the first step and the steps of an epoch are known. private: what smaps
+calls Private_Clean and Private_Dirty, beyond what imports take. new epoch: the rows of the step in which the second
+epoch begins; the slowest of three epochs. Packs are planned window after window, as a run goes: theirs is the slowest
+of 16 windows.
+"""
+
+import argparse
+import mmap
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import results
+from opendit.data.order.blend import BlendSchedule, SourceRows
+from opendit.data.order.lengths import Lengths
+from opendit.data.order.packs import SAMPLED, PackSchedule
+from opendit.data.order.pool import RowsByKey
+from opendit.data.order.schedule import WINDOW, BatchSchedule, BucketSchedule
+
+SHAPES = 12
+TOKENS = 256 * np.arange(1, SHAPES + 1, dtype=np.int32)  # of a sample of each shape
+PACK_TOKENS, PACKS = 65536, 8  # of a pack; packs of a step
+PARTS = 8  # micro-batches of a step, each of one shape
+_CHUNK = 2**22
+
+
+def _blend(rows: int) -> SourceRows:
+    ends = (rows // 10, rows // 2, rows)
+    return SourceRows(("a", "b", "c"), ends, ((0, (Fraction(1), Fraction(2), Fraction(3))),), rows)
+
+
+CASES: dict[str, Callable[[np.ndarray, int], BatchSchedule]] = {
+    "plain": lambda keys, batch: BatchSchedule(len(keys), batch, 0),
+    "blend": lambda keys, batch: BlendSchedule(_blend(len(keys)), batch, 1, 0),
+    f"{SHAPES} shapes": lambda keys, batch: BucketSchedule(RowsByKey(keys), batch, PARTS, 0),
+    f"{SHAPES} shapes, blend": lambda keys, batch: BlendSchedule(_blend(len(keys)), batch, PARTS, 0, keys),
+    "packs": lambda keys, batch: PackSchedule(Lengths(keys, TOKENS), PACK_TOKENS, PACKS, 0, attention=6912.0),
+}
+
+
+def private_mb() -> float:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / 1e6
+
+
+def measure(case: str, path: str, batch: int) -> tuple[float, float, float]:
+    """(seconds of a start, private MB, milliseconds of a new epoch's first batch)."""
+    before, began = private_mb(), time.perf_counter()
+    schedule = CASES[case](np.load(path, mmap_mode="r"), batch)
+    schedule.rows(0)
+    schedule.steps(1)
+    start, slowest = time.perf_counter() - began, 0.0
+    for first in _first_steps(schedule):
+        if not schedule.packed:
+            schedule.rows(first - 2 * WINDOW)  # the rows of some steps are computed together: not those of this one
+        again = time.perf_counter()
+        schedule.rows(first)
+        slowest = max(slowest, time.perf_counter() - again)
+    return start, private_mb() - before, slowest * 1e3
+
+
+def _first_steps(schedule: BatchSchedule) -> list[int]:
+    if isinstance(schedule, PackSchedule):
+        return [number * schedule.steps_per_window for number in range(SAMPLED, SAMPLED + 16)]
+    return [schedule.steps(epoch) for epoch in (1, 2, 3)]
+
+
+def write_keys(path: Path, rows: int) -> None:
+    keys = np.lib.format.open_memmap(path, "w+", np.int16, (rows,))
+    random = np.random.default_rng(0)
+    for first in range(0, rows, _CHUNK):
+        keys[first : first + _CHUNK] = random.integers(0, SHAPES, len(keys[first : first + _CHUNK]), dtype=np.int16)
+    keys.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--global_batch", type=int, default=256)
+    parser.add_argument("--save", action="store_true", help="add the figures to benchmarks/results.csv")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--keys", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.case:
+        print(*measure(asked.case, asked.keys, asked.global_batch))
+        return
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "keys.npy")
+        write_keys(path, asked.rows)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as shared:
+            sum(shared[place] for place in range(0, len(shared), mmap.PAGESIZE))
+            for case in CASES:
+                command = [sys.executable, __file__, "--case", case, "--keys", str(path)]
+                command += ["--global_batch", str(asked.global_batch)]
+                printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                start, private, batch = map(float, printed.split())
+                print(f"{case}: start {start:.2f} s, private {private:.0f} MB, new epoch {batch:.1f} ms", flush=True)
+                step = f"{PACKS} packs a step" if case == "packs" else f"global batch {asked.global_batch}"
+                row = {"bench": "order", "case": f"{case}, {asked.rows:,} rows, {step}"}
+                found += [row | {"metric": "start s", "value": f"{start:.2f}"}]
+                found += [row | {"metric": "private MB a rank", "value": f"{private:.0f}"}]
+                found += [row | {"metric": "new epoch's first batch ms", "value": f"{batch:.1f}"}]
+    if asked.save:
+        results.append(found)
+
+
+if __name__ == "__main__":
+    main()
