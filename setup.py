@@ -95,6 +95,7 @@ setup(
         "wandb": ["wandb"],
         "mlflow": ["mlflow>=3"],
         "remote": REMOTE,
+        "torchcodec": ["torchcodec"],  # needs FFmpeg's shared libraries: apt-get install ffmpeg
     },
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -18,7 +18,7 @@ from opendit.data.names import check_inline, named_sources
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP = Value(unit="name"), Value(int, **FRAMES)
-CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips")
+CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips", "video_reader")
 IN_AND_OUT = "Files: what is read and written"
 
 
@@ -125,6 +125,12 @@ def _add_latents(latents: CommandLine) -> None:
         one_of(("skip", "interval")),
         "interval: read clips that are too short at a smaller interval",
         "skip",
+    )
+    latents.option(
+        "--video_reader",
+        one_of(("auto", "torchcodec", "decord", "pyav")),
+        "what decodes clips: the fastest that works here, or this one",
+        "auto",
     )
     latents.option("--energon_cooker", TEXT, "MODULE:FUNCTION of yours that reads the samples of an Energon folder")
     latents.option("--text_encoder", NAME, "also encode the captions: clip, t5 or a folder (default: keep words)")

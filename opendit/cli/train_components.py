@@ -118,6 +118,11 @@ class DataFlags(Flags):
     short_clips: str = flag(
         "skip", "interval: read clips that are too short at a smaller one", choices=("skip", "interval")
     )
+    video_reader: str = flag(
+        "auto",
+        "what decodes clips: the fastest that works here, or this one; the pixels are the same",
+        choices=("auto", "torchcodec", "decord", "pyav"),
+    )
     energon_cooker: str | None = flag(None, "MODULE:FUNCTION of yours that reads the samples of an Energon folder")
     vae: str = flag(
         "ema",

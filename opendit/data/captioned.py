@@ -19,6 +19,7 @@ from opendit.data.media_size import column_size, file_size
 from opendit.data.medium import Medium
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import fill_crop, read_picture
+from opendit.data.video_readers import choose_reader
 
 CHECKED_FILES = 2000
 PICTURE, CLIP = 0, 1  # shape keys
@@ -49,6 +50,7 @@ class CaptionedDataset(MediaDataset):
         frame_interval: int = 1,
         use_video: bool = False,
         short_clips: str = "skip",
+        video_reader: str = "auto",
         random_flip: bool | None = None,
         max_bad: float = 0.05,
         training: bool = True,
@@ -66,6 +68,8 @@ class CaptionedDataset(MediaDataset):
         self.told = np.array(told, dtype=np.int32)  # sizes by the table's columns height, width and num_frames
         check_files(self.csv_path, self.paths, max_bad)
         self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
+        # Settled here, once: what reads is forked from this process, and is told of in the run's first lines.
+        self.video_reader, self.why_reader = choose_reader(video_reader) if use_video else ("", "")
         self.use_video, self.image_size = use_video, image_size
         self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
         self.class_names: list[str] = []
@@ -100,6 +104,7 @@ class CaptionedDataset(MediaDataset):
             start=start,
             short_clips=self.short_clips,
             as_bytes=self.as_bytes,
+            reader=self.video_reader,
         )
         self.shortened += interval < self.frame_interval
         return clip.flip(-1) if flip else clip
@@ -145,6 +150,8 @@ class CaptionedDataset(MediaDataset):
         window = f", frame interval {self.frame_interval}" if clips and self.frame_interval > 1 else ""
         if window and self.short_clips == "interval":
             window += " (smaller where a clip is too short)"
+        if clips:
+            window += f", read by {self.video_reader} ({self.why_reader})"
         return (
             f"{printable(self.csv_path)}: {' and '.join(parts)} with captions{note}, {shape}{window}, {flip_note(self)}"
         )

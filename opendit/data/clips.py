@@ -1,8 +1,7 @@
 """Clips: which frames of a file are read, and reading them upright, resized and cropped.
 
-decord decodes only what the frames asked for need. Files that decord 3.4 opens and then fails on (frames up to 8, or
-12, 16, 24, 32, 48, 96 or 144 pixels wide) or gives wrong frames of, without a word (MPEG streams, H.264 in AVI), PyAV
-decodes from the start.
+One of ``opendit.data.video_readers`` decodes only what the frames asked for need. Files that it is not known to get
+right, or that it fails on, PyAV decodes from the start.
 """
 
 import os
@@ -10,7 +9,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, TypeVar
 
@@ -20,9 +18,19 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from opendit.data.base import BadSample, to_pixels
-from opendit.data.files import TIME_LIMIT, first_bytes, kind_of, printable
-from opendit.data.folders import CLIPS
+from opendit.data.files import TIME_LIMIT, kind_of, printable
 from opendit.data.mp4_header import MAX_FRAMES, too_many_frames
+from opendit.data.video_readers import (
+    OPENERS,
+    DecordReader,
+    NoVideo,
+    PyAVReader,
+    Reader,
+    ToRgb,
+    choose_reader,
+    look_up,
+    open_container,
+)
 
 MAX_FRAME_PIXELS = 2**26  # about twice the largest frames that any level of H.264 and H.265 allows
 WINDOW = 2**28  # bytes of full-size frames that are in memory at once
@@ -31,9 +39,6 @@ REMEMBERED = 4096  # files of each kind below
 
 # decord's own 10,240 attempts to get a frame out of a damaged end take minutes; sound files need a handful.
 os.environ.setdefault("DECORD_EOF_RETRY_MAX", "128")
-
-# Transport streams, of which decord 3.4 misses the first frames: frame 0 is shown as the second key frame.
-STREAMS = (".ts", ".mts", ".m2ts")
 
 Result = TypeVar("Result")
 
@@ -119,13 +124,14 @@ def read_clip(
     time_limit: float = TIME_LIMIT,
     as_bytes: bool = False,
     name: str | None = None,
+    reader: str = "auto",
 ) -> Clip:
     """A window of a clip as (3, num_frames, size, size) float32 in [-1, 1], or uint8, turned as the camera was held,
     and the interval between its frames. size: a side in pixels, or (height, width).
 
     Frames are taken by number, whatever their times. start: see ``clip_window``. short_clips: what becomes of a clip
     too short for the window: "skip", or "interval": the largest interval that fits. name: what the file is known by,
-    where ``path`` is that of a copy for this once.
+    where ``path`` is that of a copy for this once. reader: of ``video_readers.CHOICES``; all give the same pixels.
 
     Raises BadSample, naming the file and the reason, if the file can't be read within ``time_limit`` seconds or is
     too short. A file that once took too long fails at once from then on, as long as the process lives.
@@ -146,7 +152,7 @@ def read_clip(
         return indices
 
     try:
-        frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size))
+        frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size, reader))
     except TimeoutError:
         _hung.add(name, time_limit)
         raise BadSample(name, _too_long(time_limit)) from None
@@ -176,7 +182,7 @@ def clip_size(path: str, time_limit: float = TIME_LIMIT) -> tuple[int, int, int]
     def look(_: threading.Event) -> tuple[int, int, int]:
         reader, _ = _open(path)
         try:
-            return (len(reader), *reader.get_batch([]).shape[1:3])
+            return (reader.length, *reader.size())
         except Exception as error:
             raise BadSample(path, "not a video that can be decoded") from error
         finally:
@@ -240,47 +246,36 @@ def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result
         del error  # it holds this frame: a circle that keeps all that the error's frames hold
 
 
-@cache
-def _decord():
-    """decord, imported by the process that reads: a run on pictures works without it."""
-    import decord
-
-    decord.logging.set_level(decord.logging.QUIET)  # what is wrong with a file is reported once, by its name
-    return decord
-
-
 def decode_frames(
-    path: str, choose: Callable[[int], list[int]], stop: threading.Event, size: int | tuple[int, int] | None = None
+    path: str,
+    choose: Callable[[int], list[int]],
+    stop: threading.Event,
+    size: int | tuple[int, int] | None = None,
+    reader: str = "auto",
 ) -> np.ndarray:
     """The frames ``choose(number of frames)`` of a file, (T, H, W, 3) uint8; raises BadSample.
 
     With ``size`` frames that would take more than ``WINDOW`` bytes come cropped and resized to that size by
-    ``resize_and_crop``: all of them are in memory at no time.
+    ``resize_and_crop``: all of them are in memory at no time. reader: as of ``read_clip``.
     """
-    reader, times = _open(path)
+    file, by_number = _open(path, reader)
     try:
-        indices = choose(len(reader))
-        # decord finds frames by their times: those of a file without (H.264 in AVI, MPEG programme streams) get mixed
-        # up.
-        if not _is_stream(path) and bool((np.diff(times) > 0).all()):
+        indices = choose(file.length)
+        if by_number and file.declared <= MAX_FRAME_PIXELS:
             try:
-                # As numpy, but without a copy: asnumpy() makes one of the full-size frames.
-                read = _decord().bridge.to_torch
-                height, width = reader.get_batch([]).shape[1:3]
-                _check_size(path, height, width)
-                together = len(indices) if size is None else max(1, WINDOW // (height * width * 3))
+                together = len(indices) if size is None else max(1, WINDOW // max(1, file.declared * 3))
                 if together >= len(indices):
-                    return read(reader.get_batch(indices)).numpy()
+                    return file.read(indices).numpy()
                 parts = [indices[first : first + together] for first in range(0, len(indices), together)]
-                return np.concatenate([_shrink(read(reader.get_batch(part)), size) for part in parts])
+                return np.concatenate([_shrink(file.read(part), size) for part in parts])
             except (BadSample, MemoryError):
                 raise
             except Exception:
-                pass  # the other decoder finds out what is wrong, if anything is
+                pass  # decoding from the start finds out what is wrong, if anything is
     finally:
         # Not left to the traceback of an error, and so to the garbage collector: it would hold its frames while the
         # other decoder works, and a process forked in the meantime that collects it waits for threads it hasn't got.
-        del reader
+        del file
     return _decode_in_order(path, indices, stop, size)
 
 
@@ -294,9 +289,9 @@ def _shrink(frames: Tensor, size: int | tuple[int, int]) -> np.ndarray:
     return resize_and_crop(frames, size, as_bytes=True).permute(1, 2, 3, 0).numpy()
 
 
-def _open(path: str) -> tuple[object, np.ndarray]:
-    """decord's reader of a file and the times of its frames; raises BadSample."""
-    decord = _decord()
+def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
+    """A file, and whether its frames are found by their numbers; raises BadSample."""
+    reader, _ = choose_reader(reader)
     try:
         state = os.stat(path)
         version = state.st_mtime_ns, state.st_size  # a repaired file is another one
@@ -308,20 +303,45 @@ def _open(path: str) -> tuple[object, np.ndarray]:
             raise BadSample(path, "the file is empty")
         if (why := too_many_frames(path)) is not None:
             raise BadSample(path, why)
-        with name_for_ffmpeg(path) as name:
-            reader = decord.VideoReader(name, num_threads=1)
-        if len(reader) > MAX_FRAMES:
-            raise BadSample(path, f"{len(reader):,} frames, more than {MAX_FRAMES:,}")
-        return reader, reader.get_frame_timestamp(list(range(len(reader))))[:, 0]
-    except (BadSample, MemoryError):
-        raise
     except OSError as error:
         raise BadSample(path, error.strerror or error) from error
-    except Exception as error:  # RuntimeError, AssertionError and decord's own types
-        audio = "cannot find video stream" in str(error)
-        reason = "holds no video stream" if audio else "not a video that can be decoded"
+    try:
+        with name_for_ffmpeg(path) as name:
+            file, by_number = _open_with(reader, name)
+        if not file.length:
+            raise ValueError("no frames")
+    except (BadSample, MemoryError):
+        raise
+    except Exception as error:  # RuntimeError, AssertionError, libav's and decord's own types
+        if not os.path.exists(path):  # it vanished
+            raise BadSample(path, os.strerror(2)) from error
+        reason = "holds no video stream" if isinstance(error, NoVideo) else "not a video that can be decoded"
         _unopened.add(path, version, reason)
         raise BadSample(path, reason) from error
+    if file.length > MAX_FRAMES:
+        raise BadSample(path, f"{file.length:,} frames, more than {MAX_FRAMES:,}")
+    return file, by_number
+
+
+def _open_with(reader: str, name: str) -> tuple[Reader, bool]:
+    if reader == "decord" and DecordReader.finds(look_up(name, packets=False)):
+        try:
+            file = DecordReader(name)
+            # It finds frames by their times: those of a file without (MPEG programme streams) get mixed up.
+            return file, bool((np.diff(file.times()) > 0).all())
+        except MemoryError:
+            raise
+        except Exception:
+            pass
+    contents = look_up(name, packets=True)
+    if contents.seekable and reader != "decord":
+        try:
+            return OPENERS[reader](name, contents), True
+        except MemoryError:
+            raise
+        except Exception:
+            pass
+    return PyAVReader(name, contents), False
 
 
 @contextmanager
@@ -336,30 +356,18 @@ def name_for_ffmpeg(path: str) -> Iterator[str]:
         yield f"/dev/fd/{file.fileno()}"
 
 
-def _is_stream(path: str) -> bool:
-    """Whether a file is an MPEG transport stream: by its name or, where that says nothing, by its first packets."""
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix in STREAMS or suffix in CLIPS:
-        return suffix in STREAMS
-    start = first_bytes(path, 197)
-    return any(start[at : at + 189 : 188] == b"GG" for at in (0, 4))  # 188 bytes each, .m2ts puts a time before each
-
-
 def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size: int | tuple | None) -> np.ndarray:
     """What ``decode_frames`` returns, by PyAV, from the first frame on."""
-    import av
-
     kept: dict[int, np.ndarray] = {}
-    wanted, count = set(indices), 0
+    convert, wanted, count = ToRgb(), set(indices), 0
     try:
-        with name_for_ffmpeg(path) as name, av.open(name) as container:
+        with name_for_ffmpeg(path) as name, open_container(name) as container:
             stream = container.streams.video[0]
             stream.codec_context.thread_count = 1
             for count, frame in enumerate(container.decode(stream), 1):
                 if count - 1 in wanted:
                     _check_size(path, frame.height, frame.width)
-                    # decord turns the frames itself, PyAV says by how much: degrees counter-clockwise.
-                    pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90))
+                    pixels = convert(frame)
                     if size is not None and pixels.size * len(wanted) > WINDOW:
                         pixels = _shrink(torch.from_numpy(pixels.copy())[None], size)[0]
                     kept[count - 1] = pixels

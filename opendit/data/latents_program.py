@@ -34,6 +34,7 @@ def run(
     num_frames: int = 16,
     frame_interval: int = 1,
     short_clips: str = "skip",
+    video_reader: str = "auto",
     energon_cooker: str | None = None,
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
@@ -65,6 +66,7 @@ def run(
             num_frames=num_frames,
             frame_interval=frame_interval,
             short_clips=short_clips,
+            video_reader=video_reader,
             energon_cooker=energon_cooker,
         )
         if dataset.kind != "pixels":

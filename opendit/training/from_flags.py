@@ -51,6 +51,7 @@ def open_data(
         num_frames=data.num_frames,
         frame_interval=data.frame_interval,
         short_clips=data.short_clips,
+        video_reader=data.video_reader,
         energon_cooker=data.energon_cooker,
         vae=data.vae,
         num_classes=num_classes,

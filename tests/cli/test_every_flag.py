@@ -109,7 +109,8 @@ TINY = "--model DiT-Ti/2 --image_size 8 --vae none --batch_size 4 --num_workers 
 PRETRAINED = "--pretrained weights.safetensors"
 CLIPS = f"{TINY.replace('DiT-Ti/2', 'vDiT-Ti/122')} --use_video --data_path clips.csv"
 BESIDE_OF_TRAIN = {
-    "num_frames": CLIPS, "frame_interval": CLIPS, "short_clips": CLIPS, "max_bad": f"{TINY} --data_path pictures",
+    "num_frames": CLIPS, "frame_interval": CLIPS, "short_clips": CLIPS, "video_reader": CLIPS,
+    "max_bad": f"{TINY} --data_path pictures",
     "lora": f"{TINY} {PRETRAINED}", "lora_alpha": f"{TINY} {PRETRAINED} --lora 4",
     "text_encoder": f"{TINY} --data_path mock", "max_text_tokens": f"{TINY} --data_path mock --text_encoder bytes",
     **dict.fromkeys(("data_parallel_replicate", "reshard", "reduce_dtype"), f"{TINY} --plugin fsdp"),
@@ -127,7 +128,8 @@ BESIDE_OF_PREPROCESS = {
     "check": "clips.csv --output new.csv", "latents": "--data_path digits --output latents",
     "shards": "--data_path pictures --output shards", "index": "folder", "look": "digits",
     "latents --num_frames": "--use_video", "latents --frame_interval": "--use_video",
-    "latents --short_clips": "--use_video", "latents --max_text_tokens": "--text_encoder t5",
+    "latents --short_clips": "--use_video", "latents --video_reader": "--use_video",
+    "latents --max_text_tokens": "--text_encoder t5",
 }  # fmt: skip
 VALUED = {cls: [item.name for item in flags_of(cls) if value_of(item)] for cls in (TrainConfig, SampleConfig)}
 # But for those that sample.py has, which are the same.

@@ -102,7 +102,7 @@ def test_truncated_and_damaged_files(tmp_path):
 def test_a_file_that_never_answers(tmp_path, monkeypatch):
     """Opening a pipe that nobody writes to blocks inside C code for ever, as a stalled disk does."""
     os.mkfifo(tmp_path / "stuck.mp4")
-    monkeypatch.setattr(clips, "_open", lambda path: open(path, "rb"))
+    monkeypatch.setattr(clips, "_open", lambda path, reader: open(path, "rb"))
     begin = time.monotonic()
     assert reason(tmp_path / "stuck.mp4", time_limit=0.5) == "not read within 0.5 seconds; not tried again"
     assert time.monotonic() - begin < 5
@@ -112,7 +112,7 @@ def test_a_file_that_never_answers(tmp_path, monkeypatch):
 def test_slow_decoding_is_stopped(tmp_path, monkeypatch):
     stopped = []
 
-    def slow(path, choose, stop, size):
+    def slow(path, choose, stop, size, reader):
         stopped.append(stop.wait(20))
 
     monkeypatch.setattr(clips, "decode_frames", slow)
@@ -125,10 +125,12 @@ def test_a_file_that_hung_once_fails_at_once_and_no_other_does(tmp_path, monkeyp
     path = encode(tmp_path / "slow.mp4", grey(3))
     asked, decode = [], clips.decode_frames
 
-    def slow(path, choose, stop, size):
+    def slow(path, choose, stop, size, reader):
         asked.append(threading.current_thread())
         return (
-            np.zeros((2, 16, 16, 3), np.uint8) if "slow" in path and stop.wait(20) else decode(path, choose, stop, size)
+            np.zeros((2, 16, 16, 3), np.uint8)
+            if "slow" in path and stop.wait(20)
+            else decode(path, choose, stop, size, reader)
         )
 
     monkeypatch.setattr(clips, "decode_frames", slow)
@@ -172,16 +174,14 @@ def test_an_error_keeps_no_decoder(tmp_path):
 
 
 def test_a_file_that_can_not_be_opened_is_opened_once_until_it_changes(tmp_path, monkeypatch):
-    """decord keeps memory of every such file, each time."""
-    import decord
-
-    opened, reader = [], decord.VideoReader
+    """Decoders keep memory of such files, and looking costs time."""
+    opened, look_up = [], clips.look_up
 
     def count(path, **options):
         opened.append(path)
-        return reader(path, **options)
+        return look_up(path, **options)
 
-    monkeypatch.setattr(decord, "VideoReader", count)
+    monkeypatch.setattr(clips, "look_up", count)
     path = tmp_path / "text.mp4"
     path.write_text("hello\n" * 1000)
     assert {reason(path) for _ in range(4)} == {"not a video that can be decoded"} and len(opened) == 1
@@ -202,7 +202,7 @@ def test_what_is_remembered_of_files_is_bounded(monkeypatch):
 
 
 def test_running_out_of_memory_is_no_bad_file(tmp_path, monkeypatch):
-    def greedy(path, choose, stop, size):
+    def greedy(path, choose, stop, size, reader):
         raise MemoryError
 
     monkeypatch.setattr(clips, "decode_frames", greedy)

@@ -71,7 +71,8 @@ def test_pictures_and_clips(csv):
         else:
             length = 20 + int(name.removeprefix("clip").removesuffix(".mp4"))
             assert numbers(item.x) == clip_window(length, 4, 2, starts[row])
-    assert "14 clips and 11 pictures with captions, 3x4x16x16, frame interval 2, not mirrored" in data.describe()
+    assert "14 clips and 11 pictures with captions, 3x4x16x16, frame interval 2, read by " in data.describe()
+    assert f"read by {data.video_reader} ({data.why_reader}), not mirrored" in data.describe()
 
 
 def test_windows_are_drawn_for_each_sample_in_training_only(csv):

@@ -31,6 +31,7 @@ from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
 from opendit.data.verification import Verification
+from opendit.data.video_readers import choose_reader
 
 PICTURE, CLIP = 0, 1  # shape keys
 
@@ -85,6 +86,7 @@ class ShardDataset(MediaDataset):
         frame_interval: int = 1,
         use_video: bool = False,
         short_clips: str = "skip",
+        video_reader: str = "auto",
         random_flip: bool | None = None,
         max_bad: float = 0.05,
         training: bool = True,
@@ -105,6 +107,8 @@ class ShardDataset(MediaDataset):
         # Which of all samples are used; None: every one, so that nothing need be remembered.
         self.used = self._find_pictures() if self.clips and not use_video else None
         self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
+        # Settled here, once: what reads is forked from this process, and is told of in the run's first lines.
+        self.video_reader, self.why_reader = choose_reader(video_reader) if use_video else ("", "")
         self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
         self.seed, self.max_bad = seed, max_bad
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
@@ -222,6 +226,7 @@ class ShardDataset(MediaDataset):
                 short_clips=self.short_clips,
                 as_bytes=self.as_bytes,
                 name=self.source(row),
+                reader=self.video_reader,
             )
         self.shortened += interval < self.frame_interval
         return clip.flip(-1) if flip else clip
@@ -299,6 +304,7 @@ class ShardDataset(MediaDataset):
         words = "with captions" if self.conditioning == "text" else words
         shape = "x".join(map(str, self.sample_shape))
         window = f", frame interval {self.frame_interval}" if clips and self.frame_interval > 1 else ""
+        window += f", read by {self.video_reader} ({self.why_reader})" if clips else ""
         tars = f"{len(self.shards):,} tar{'s' if len(self.shards) > 1 else ''}"
         what = f"{tars} of {' and '.join(parts)} {words}, {shape}{window}"
         return f"{self.shown.removeprefix('--data_path ')}: {what}, {flip_note(self)}{''.join(notes)}{self.note}"

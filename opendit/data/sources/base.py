@@ -18,6 +18,7 @@ class Request:
     path: what data_path names, a file or a folder that can be listed; None where it is a source's own name.
     random_flip: mirror half of the samples; None leaves it to the data set. split: "train" or "test", for a source that
     has both. max_bad: largest share of unreadable files to skip. vae to max_text_tokens: of random latents.
+    video_reader: of ``video_readers.CHOICES``.
     energon_cooker: ``module:function`` that reads the samples of a folder that Energon prepared.
     """
 
@@ -32,6 +33,7 @@ class Request:
     frame_interval: int = 1
     use_video: bool = False
     short_clips: str = "skip"
+    video_reader: str = "auto"
     vae: str = "ema"
     num_classes: int | None = None
     text_encoder: str | None = None
@@ -51,7 +53,7 @@ class Request:
 
     def of_clips(self) -> dict[str, Any]:
         """The arguments of data sets of clips and pictures, by name; windows of clips are drawn in training alone."""
-        names = "seed num_frames frame_interval use_video short_clips random_flip max_bad"
+        names = "seed num_frames frame_interval use_video short_clips video_reader random_flip max_bad"
         return {name: getattr(self, name) for name in names.split()} | {"training": self.split == "train"}
 
     def of_latents(self) -> dict[str, Any]:

@@ -1,0 +1,279 @@
+"""What decodes clips: torchcodec, decord or PyAV, behind one interface; all give the same pixels.
+
+Each has files that it gets wrong without a word: decord mixes up the frames of HEVC and of MPEG-2 and MPEG-4 with B
+frames, torchcodec those without times. So what a file holds is looked up first, and only what a reader is known to get
+right is read by jumping to key frames; the rest is decoded from the start by PyAV (``opendit.data.clips``).
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+READERS = ("torchcodec", "decord", "pyav")  # as auto prefers them: the fastest first
+CHOICES = ("auto", *READERS)
+# Containers that hold a clip itself. Playlists, descriptions and devices are none: they name other files.
+_CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
+_SEEKABLE = ("mov", "matroska", "avi")  # files of these have an index that leads to the frames it says
+# Of decord: codecs whose frames it finds. HEVC's leading pictures, and B frames of MPEG-2 and MPEG-4, shift the others.
+_OF_DECORD = ("h264", "vp8", "vp9", "av1", "mjpeg")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds. times: of its frames in the order they are shown, or None if one of them has none or two have
+    the same. keys: (time shown, time decoded) of the frames that decoding can begin at."""
+
+    container: str
+    codec: str
+    b_frames: bool
+    time_base: Fraction
+    length: int
+    times: np.ndarray | None
+    keys: list[tuple[int, int]]
+
+    @property
+    def seekable(self) -> bool:
+        return self.times is not None and self.container.split(",")[0] in _SEEKABLE and not self.guessed
+
+    @property
+    def guessed(self) -> bool:
+        """Whether the times are guesses: AVI has none, which matters where frames are shown in another order."""
+        return self.container == "avi" and (self.b_frames or self.codec not in ("mpeg4", "mjpeg"))
+
+
+class NoVideo(ValueError):
+    """A file of sound or of subtitles alone."""
+
+
+class Reader(Protocol):
+    """A clip that was opened. length: its frames."""
+
+    length: int
+    declared: int  # pixels of a frame, as the file's header has it
+
+    def size(self) -> tuple[int, int]:
+        """(height, width) of the frames, upright."""
+        ...
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        """These frames, ascending, as (T, H, W, 3) uint8. Raises an exception of any kind if they can't be had."""
+        ...
+
+
+def open_container(name: str) -> Any:
+    """PyAV's container of a file that ``name_for_ffmpeg`` named, of a kind that opens no other file."""
+    import av
+
+    return av.open(name, options={"format_whitelist": _CONTAINERS, "protocol_whitelist": "file,fd,pipe"})
+
+
+def look_up(name: str, *, packets: bool) -> Contents:
+    """A file's contents by PyAV, with nothing decoded; with ``packets`` the frames' times as well.
+
+    Raises NoVideo, or libav's errors."""
+    with open_container(name) as file:
+        if not file.streams.video:
+            raise NoVideo("no video stream")
+        stream = file.streams.video[0]
+        context = stream.codec_context
+        found = [p for p in file.demux(stream) if p.size] if packets else []
+        shown = [p.pts for p in found]
+        times = None
+        if found and None not in shown and not any(p.is_discard for p in found):
+            ordered = np.sort(np.array(shown, dtype=np.int64))
+            times = ordered if bool((np.diff(ordered) > 0).all()) else None
+        keys = sorted((p.pts, p.pts if p.dts is None else p.dts) for p in found if p.is_keyframe and p.pts is not None)
+        base = Fraction(stream.time_base or 1)
+        return Contents(file.format.name, context.name, bool(context.has_b_frames), base, len(found), times, keys)
+
+
+class ToRgb:
+    """Frames of PyAV to RGB with the pixels that decord and torchcodec give."""
+
+    def __init__(self):
+        self._of: tuple | None = None
+        self._graph: Any = None
+
+    def __call__(self, frame: Any) -> np.ndarray:
+        """(H, W, 3) uint8, turned as the camera was held."""
+        if max(part.bits for part in frame.format.components) > 8:
+            frame = self._scaled(frame)  # PyAV's own conversion of more bits has other colours
+        # The other readers turn the frames themselves, PyAV says by how much: degrees counter-clockwise.
+        turns = round(frame.rotation / 90)
+        return np.rot90(frame.to_ndarray(format="rgb24"), turns)
+
+    def _scaled(self, frame: Any) -> Any:
+        import av
+
+        of = (frame.width, frame.height, frame.format.name)
+        if self._of != of:
+            graph = av.filter.Graph()
+            source = graph.add_buffer(
+                width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1)
+            )
+            parts = [graph.add("scale", "flags=bicubic"), graph.add("format", "rgb24"), graph.add("buffersink")]
+            for first, second in zip([source, *parts], parts, strict=False):
+                first.link_to(second)
+            graph.configure()
+            self._of, self._graph = of, graph
+        self._graph.push(frame)
+        return self._graph.pull()
+
+
+class TorchCodecReader:
+    """By torchcodec, which needs FFmpeg's shared libraries."""
+
+    def __init__(self, name: str, contents: Contents):
+        decoders = _torchcodec()
+        self._contents = contents
+        self._decoder = decoders.VideoDecoder(name, num_ffmpeg_threads=1, dimension_order="NHWC")
+        self.length, told = contents.length, self._decoder.metadata
+        self.declared = (told.width or 0) * (told.height or 0)
+        if len(self._decoder) != self.length:
+            raise ValueError(f"{len(self._decoder)} frames, {self.length} packets")
+
+    def size(self) -> tuple[int, int]:
+        height, width = self._decoder[0].shape[:2]
+        return height, width
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        times = self._contents.times
+        if times is None:
+            raise ValueError("no times")
+        batch = self._decoder.get_frames_at(list(indices))
+        # What it returns says when it is shown: another frame would be told by that.
+        wanted = torch.from_numpy(times[list(indices)] * float(self._contents.time_base))
+        if not torch.allclose(batch.pts_seconds.double(), wanted, rtol=0, atol=1e-4):
+            raise ValueError("other frames than asked for")
+        return batch.data
+
+
+class PyAVReader:
+    """By PyAV, from the key frame before the first frame that is wanted."""
+
+    def __init__(self, name: str, contents: Contents):
+        self._file, self._contents = open_container(name), contents
+        self._stream = self._file.streams.video[0]
+        context = self._stream.codec_context
+        context.thread_count = 1
+        self.length, self.declared = contents.length, context.width * context.height
+
+    def size(self) -> tuple[int, int]:
+        height, width = ToRgb()(next(self._file.decode(self._stream))).shape[:2]
+        return height, width
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        if self._contents.times is None or not self._contents.keys:
+            raise ValueError("no times")
+        wanted = self._contents.times[list(indices)].tolist()
+        start = max((key for key in self._contents.keys if key[0] <= wanted[0]), default=self._contents.keys[0])
+        self._file.seek(start[1], stream=self._stream)
+        convert, found, left = ToRgb(), {}, set(wanted)
+        for frame in self._file.decode(self._stream):
+            if frame.pts in left:
+                if frame.width * frame.height != self.declared:
+                    raise ValueError("a frame of another size")
+                found[frame.pts] = convert(frame)
+                left.discard(frame.pts)
+            if not left:
+                return torch.from_numpy(np.stack([found[time] for time in wanted]))
+        raise ValueError("frames are missing")
+
+
+class DecordReader:
+    """By decord, which fails on frames up to 8, or 12, 16, 24, 32, 48, 96 or 144 pixels wide."""
+
+    def __init__(self, name: str, contents: Contents | None = None):  # as the others; it looks for itself
+        self._reader = _decord().VideoReader(name, num_threads=1)
+        self.length = len(self._reader)
+        height, width = self.size()
+        self.declared = height * width
+
+    def times(self) -> np.ndarray:
+        return self._reader.get_frame_timestamp(list(range(self.length)))[:, 0]
+
+    def size(self) -> tuple[int, int]:
+        height, width = self._reader.get_batch([]).shape[1:3]
+        return height, width
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        # As a tensor, but without a copy: asnumpy() makes one of the full-size frames.
+        return _decord().bridge.to_torch(self._reader.get_batch(list(indices)))
+
+    @staticmethod
+    def finds(contents: Contents) -> bool:
+        """Whether it is known to find the frames of such files by their numbers."""
+        # It misses a transport stream's first frames and mixes up those of programme streams.
+        if contents.container.split(",")[0] not in _SEEKABLE or contents.guessed:
+            return False
+        return contents.codec in _OF_DECORD or (contents.codec == "mpeg4" and not contents.b_frames)
+
+
+@cache
+def _decord():
+    """decord, imported by the process that reads: a run on pictures works without it."""
+    import decord
+
+    decord.logging.set_level(decord.logging.QUIET)  # what is wrong with a file is reported once, by its name
+    return decord
+
+
+@cache
+def _torchcodec():
+    import torchcodec.decoders
+
+    return torchcodec.decoders
+
+
+OPENERS = {"torchcodec": TorchCodecReader, "decord": DecordReader, "pyav": PyAVReader}
+
+
+@cache
+def problem_of(reader: str) -> str:
+    """Why a reader can't be used here, in a few words; empty if it gives the frames of a small clip as PyAV does."""
+    from opendit.data.video_file import write_mp4
+
+    frames = np.random.default_rng(0).integers(0, 256, (4, 40, 72, 3), dtype=np.uint8)
+    try:
+        {"torchcodec": _torchcodec, "decord": _decord, "pyav": lambda: None}[reader]()
+    except ImportError:
+        return "not installed"
+    except Exception:  # torchcodec without FFmpeg's libraries: a RuntimeError of a page
+        return "its libraries can't be loaded (torchcodec needs FFmpeg's: apt-get install ffmpeg)"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/clip.mp4"
+            write_mp4(path, frames, 24)
+            contents = look_up(path, packets=True)
+            expected = PyAVReader(path, contents).read([1, 3])
+            if torch.equal(OPENERS[reader](path, contents).read([1, 3]), expected):
+                return ""
+            return "other pixels than PyAV's"
+    except Exception as error:
+        return f"fails on a small clip ({str(error).splitlines()[0][:80] if str(error) else type(error).__name__})"
+
+
+@cache
+def choose_reader(asked: str = "auto") -> tuple[str, str]:
+    """(the reader that ``--video_reader asked`` means here, why).
+
+    Raises ValueError, naming the flag, for one that doesn't work here."""
+    if asked not in CHOICES:
+        raise ValueError(f"--video_reader {asked}: no such reader; give one of {', '.join(CHOICES)}")
+    if asked != "auto":
+        if problem := problem_of(asked):
+            raise ValueError(f"--video_reader {asked}: {problem}; install it, or give auto")
+        return asked, "asked for"
+    passed_over = []
+    for reader in READERS:
+        if not (problem := problem_of(reader)):
+            return reader, "; ".join(passed_over) or "the fastest"
+        passed_over.append(f"{reader}: {problem}")
+    raise ValueError(f"--video_reader auto: none works here ({'; '.join(passed_over)}); install decord2 and av")
