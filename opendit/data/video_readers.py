@@ -110,11 +110,11 @@ class ToRgb:
         return np.rot90(frame.to_ndarray(format="rgb24"), turns)
 
     def _scaled(self, frame: Any) -> Any:
-        import av
+        from av.filter import Graph
 
         of = (frame.width, frame.height, frame.format.name)
         if self._of != of:
-            graph = av.filter.Graph()
+            graph = Graph()
             source = graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1)
             )
@@ -227,7 +227,7 @@ def _decord():
 
 @cache
 def _torchcodec():
-    import torchcodec.decoders
+    import torchcodec.decoders  # pyright: ignore[reportMissingImports]
 
     return torchcodec.decoders
 
