@@ -179,8 +179,8 @@ def _too_long(seconds: float) -> str:
 def clip_size(path: str, time_limit: float = TIME_LIMIT) -> tuple[int, int, int]:
     """(frames, height, width) of a clip's file, upright. Raises BadSample."""
 
-    def look(_: threading.Event) -> tuple[int, int, int]:
-        reader, _ = _open(path)
+    def look(stop: threading.Event) -> tuple[int, int, int]:
+        reader = _open(path)[0]
         try:
             return (reader.length, *reader.size())
         except Exception as error:
@@ -263,8 +263,8 @@ def decode_frames(
         indices = choose(file.length)
         if by_number and file.declared <= MAX_FRAME_PIXELS:
             try:
-                together = len(indices) if size is None else max(1, WINDOW // max(1, file.declared * 3))
-                if together >= len(indices):
+                together = max(1, WINDOW // max(1, file.declared * 3))
+                if size is None or together >= len(indices):
                     return file.read(indices).numpy()
                 parts = [indices[first : first + together] for first in range(0, len(indices), together)]
                 return np.concatenate([_shrink(file.read(part), size) for part in parts])
