@@ -95,6 +95,10 @@ def summarise(spec: RunSpecification, monitor: Monitor, checkpoints: Checkpoints
         rows["checkpoint"] = "none (--no_save)"
     if (folder / "log.jsonl").is_file() and (folder / "log.jsonl").stat().st_size:
         rows["log"] = str(folder / "log.jsonl") + lines_missing(monitor.log_file)
+    if seen := spec.schedule.seen(step):
+        rows["samples"] = ", ".join(
+            f"{count:,} seen {times:,} x" for times, count in sorted(seen.items(), reverse=True)
+        )
     if any((folder / "samples").glob("*.png")):
         rows["pictures"] = str(folder / "samples")
     if monitor.board.complete:

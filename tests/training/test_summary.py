@@ -6,6 +6,8 @@ import pytest
 
 from opendit.common import records
 from opendit.data.mock import MockDataset
+from opendit.data.order.packs import PackSchedule
+from opendit.data.order.schedule import BatchSchedule
 from opendit.training import summary
 
 
@@ -13,6 +15,7 @@ def spec(folder, **more):
     flags = SimpleNamespace(save=True, outputs=str(folder.parent), model="DiT-Ti/2")
     info = {"vae": "ema", "text_encoder": None, **more.pop("info", {})}
     rest = dict(dataset=None, codec=object(), last_step=5, first_step=0, model_config=SimpleNamespace(text=None))
+    rest["schedule"] = BatchSchedule(8, 2, 0)
     return SimpleNamespace(flags=flags, folder=folder, info=lambda: info, **{**rest, **more})
 
 
@@ -74,3 +77,14 @@ def test_a_stopped_run_goes_on_by_latest_or_by_its_name(tmp_path):
     for number, load in (("000", str(tmp_path / "000-DiT-Ti-2")), ("001", "latest")):
         said = summary.what_next(spec(tmp_path / f"{number}-DiT-Ti-2"), 3, tmp_path)
         assert said == f"the same command with --load {load} goes on to step 5"
+
+
+def test_of_packs_how_often_samples_were_seen(tmp_path, capsys):
+    folder = tmp_path / "000-DiT-Ti-2"
+    folder.mkdir()
+    assert "seen" not in say(spec(folder), capsys)
+    schedule = PackSchedule([4] * 6, 8, 2, 0)  # steps of four samples: the 5th ends with the 20th, of 6 in turn
+    times = [sum((schedule.rows(step) for step in range(5)), []).count(row) for row in range(6)]
+    said = say(spec(folder, schedule=schedule), capsys)
+    parts = [f"{times.count(n)} seen {n} x" for n in sorted(set(times), reverse=True)]
+    assert len(parts) > 1 and f"  samples     {', '.join(parts)}\n" in said

@@ -7,7 +7,7 @@ window begins in the order, and what waits then, is saved with every checkpoint:
 through the windows before, to the same packs.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -42,6 +42,7 @@ class Beginning:
 class _Window(NamedTuple):
     rows: list[list[int]]  # of every step
     ends: list[list[int]]  # of every step's packs
+    places: list[np.ndarray]  # of every step: where its rows stand in the order of samples
     filled: int  # tokens of all packs
     after: Beginning
     carried: np.ndarray  # the rows that wait then
@@ -123,6 +124,32 @@ class PackSchedule(BatchSchedule):
             counts -= np.bincount(np.searchsorted(self.sources.ends, waiting, side="right"), minlength=len(counts))
             found |= self.sources.log(counts)
         return found
+
+    def seen(self, step: int) -> dict[int, int] | None:
+        """As ``BatchSchedule.seen``; None of several sources, whose epochs :meth:`log` has.
+
+        All samples before a place of the order are taken, but for those that wait there and those of the window's
+        steps that are still to come.
+        """
+        if self.sources is not None:
+            return None
+        number, place = divmod(step, self.steps_per_window)
+        begin, coming = self._beginning(number), []
+        if place:
+            window = self._window(number)
+            begin, coming = window.after, window.places[place:]
+        waiting = np.sort(np.concatenate([np.array(begin.carry, dtype=np.int64), *coming]))
+        passes, rest = divmod(begin.position, self.dataset_size)
+        counts = Counter({passes: self.dataset_size - rest, passes + 1: rest})
+        rows, missed = np.unique(self._rows_at(waiting, begin.stages), return_counts=True)
+        first = passes * self.dataset_size
+        here = np.ones(len(rows), dtype=bool)  # which of them the pass under way has had: all, if they wait since
+        if len(waiting) and waiting[0] < first:
+            here = np.isin(rows, self._order(begin.stages).rows_between(first, begin.position))
+        for due, less in zip((passes + here).tolist(), missed.tolist(), strict=True):
+            counts[due] -= 1
+            counts[due - less] += 1
+        return {times: count for times, count in sorted(counts.items()) if count}
 
     @property
     def samples_of_a_pass(self) -> int:
@@ -230,6 +257,7 @@ class PackSchedule(BatchSchedule):
         return _Window(
             rows=[rows[np.concatenate(step)].tolist() for step in steps],
             ends=[np.cumsum([len(pack) for pack in step]).tolist() for step in steps],
+            places=[places[np.concatenate(step)] for step in steps],
             filled=int(lengths.sum() - lengths[found.left].sum()),
             after=Beginning(begin.window + 1, position, tuple(places[found.left].tolist()), stages),
             carried=rows[found.left],

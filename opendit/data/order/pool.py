@@ -30,9 +30,7 @@ def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray) -> np.
     rows = np.empty(len(positions), dtype=np.int64)
     used, number = np.unique(of, return_inverse=True)
     chosen = [pools[each] for each in used.tolist()]
-    sizes, domains = (
-        np.array(each)[number] for each in zip(*((pool.size, pool.domain) for pool in chosen), strict=True)
-    )
+    sizes, domains = np.array([(pool.size, pool.domain) for pool in chosen], dtype=np.int64).reshape(-1, 2)[number].T
     epochs, places = np.divmod(positions, sizes)
     places = permuted_each(places, sizes, pools[0].seed, domains, epochs)
     for each, pool in enumerate(chosen):

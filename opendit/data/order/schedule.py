@@ -101,6 +101,10 @@ class BatchSchedule:
         """What a line of the log after ``step`` steps says of the samples; nothing of one plain source."""
         return {}
 
+    def seen(self, step: int) -> dict[int, int] | None:
+        """{how often: how many samples the steps before ``step`` have taken so often}; None where it is not counted."""
+        return None
+
     def state(self, step: int) -> dict[str, Any] | None:
         """What a checkpoint after ``step`` steps must keep to go on; None: nothing, as here."""
         return None

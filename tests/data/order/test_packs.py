@@ -109,6 +109,27 @@ def test_any_world_and_any_restart_give_one_sequence(lengths, restarts, seed, bl
     assert not found
 
 
+@settings(deadline=None, max_examples=15)
+@given(LENGTHS, st.integers(64, 300), st.integers(1, 40), st.integers(0, 2**63), st.integers(0, 300))
+def test_how_often_samples_were_seen(lengths, capacity, packs, seed, stop):
+    schedule = PackSchedule(lengths, capacity, packs, seed, attention=50.0)
+    stop = min(stop, 3 * schedule.steps_per_window)
+    times = np.bincount(flat(schedule, range(stop)), minlength=len(lengths))
+    assert schedule.seen(stop) == dict(Counter(times.tolist()))
+
+
+def test_how_often_samples_of_many_windows_were_seen():
+    """Where a pass holds many windows, so that some steps end within a pass and some about its end."""
+    lengths = MIXES["pictures and clips"](np.random.default_rng(4), 1000)
+    schedule = PackSchedule(lengths, 32768, 8, 9, attention=6912)
+    times, ended = np.zeros(1000, dtype=np.int64), set()
+    for step in range(schedule.steps(3) + 40):
+        assert schedule.seen(step) == dict(Counter(times.tolist()))
+        np.add.at(times, schedule.rows(step), 1)
+        ended.add(schedule.epoch(step))
+    assert len(ended) >= 3
+
+
 def test_nothing_waits_for_more_than_a_window():
     lengths = MIXES["lognormal"](np.random.default_rng(1), 5000)
     schedule = PackSchedule(lengths, 65536, 24, 3, attention=6912)

@@ -153,3 +153,7 @@ def test_rows_are_computed_in_windows_that_change_nothing(monkeypatch):
     wide = [BatchSchedule(70, 6, 1).rows(step) for step in (0, 5, 37, 4)]
     monkeypatch.setattr(schedules, "WINDOW", 1)
     assert [BatchSchedule(70, 6, 1).rows(step) for step in (0, 5, 37, 4)] == wide
+
+
+def test_no_places_have_no_rows():
+    assert BatchSchedule(10, 2, 0).rows_between(4, 4).tolist() == []
