@@ -8,21 +8,24 @@ import torch
 from tests.recorded_runs import RECORDED, machine, record_case, record_sampling, training_cases
 
 CONTENT = json.loads(RECORDED.read_text())
-# Elsewhere sums are added in another order, and 20 steps of Adam make more of it.
-TOLERANCE = 1e-6 if machine() == CONTENT["machine"] else 1e-3
+# Other processors and versions add sums in another order, and 20 steps of Adam make more of it: on processors of one
+# instruction set up to 2e-5 was seen, in the first steps 1e-7.
+FIRST, ALL = (1e-6, 1e-4) if machine() == CONTENT["machine"] else (1e-3, 1e-3)
+FEW = 5  # steps
 
 
-def close(now: list[float], then: list[float]) -> bool:
+def close(now: list[float], then: list[float], tolerance: float = FIRST) -> bool:
     largest = max(map(abs, then))
-    return len(now) == len(then) and all(abs(a - b) <= TOLERANCE * largest for a, b in zip(now, then, strict=True))
+    return len(now) == len(then) and all(abs(a - b) <= tolerance * largest for a, b in zip(now, then, strict=True))
 
 
 @pytest.mark.parametrize("name", training_cases())
 def test_a_run_is_what_it_was(name):
     now, then = record_case(name), CONTENT["training"][name]
     assert now["files"] == then["files"] and now["checkpoint"] == then["checkpoint"]
-    assert close(now["loss"], then["loss"]), [a - b for a, b in zip(now["loss"], then["loss"], strict=True)]
-    assert close(now["grad_norm"], then["grad_norm"])
+    for figure in ("loss", "grad_norm"):
+        assert close(now[figure][:FEW], then[figure][:FEW]), f"{figure} of the first steps"
+        assert close(now[figure], then[figure], ALL), [a - b for a, b in zip(now[figure], then[figure], strict=True)]
     assert now["first_gradients"].keys() == then["first_gradients"].keys()
     assert close(list(now["first_gradients"].values()), list(then["first_gradients"].values()))
 

@@ -131,7 +131,7 @@ class TorchCodecReader:
     """By torchcodec, which needs FFmpeg's shared libraries."""
 
     def __init__(self, name: str, contents: Contents):
-        decoders = _torchcodec()
+        decoders = import_torchcodec()
         self._contents = contents
         self._decoder = decoders.VideoDecoder(name, num_ffmpeg_threads=1, dimension_order="NHWC")
         self.length, told = contents.length, self._decoder.metadata
@@ -191,7 +191,7 @@ class DecordReader:
     """By decord, which fails on frames up to 8, or 12, 16, 24, 32, 48, 96 or 144 pixels wide."""
 
     def __init__(self, name: str, contents: Contents | None = None):  # as the others; it looks for itself
-        self._reader = _decord().VideoReader(name, num_threads=1)
+        self._reader = import_decord().VideoReader(name, num_threads=1)
         self.length = len(self._reader)
         height, width = self.size()
         self.declared = height * width
@@ -205,7 +205,7 @@ class DecordReader:
 
     def read(self, indices: Sequence[int]) -> Tensor:
         # As a tensor, but without a copy: asnumpy() makes one of the full-size frames.
-        return _decord().bridge.to_torch(self._reader.get_batch(list(indices)))
+        return import_decord().bridge.to_torch(self._reader.get_batch(list(indices)))
 
     @staticmethod
     def finds(contents: Contents) -> bool:
@@ -217,7 +217,7 @@ class DecordReader:
 
 
 @cache
-def _decord():
+def import_decord():
     """decord, imported by the process that reads: a run on pictures works without it."""
     import decord
 
@@ -226,7 +226,8 @@ def _decord():
 
 
 @cache
-def _torchcodec():
+def import_torchcodec():
+    """torchcodec's decoders, likewise."""
     import torchcodec.decoders  # pyright: ignore[reportMissingImports]
 
     return torchcodec.decoders
@@ -242,7 +243,7 @@ def problem_of(reader: str) -> str:
 
     frames = np.random.default_rng(0).integers(0, 256, (4, 40, 72, 3), dtype=np.uint8)
     try:
-        {"torchcodec": _torchcodec, "decord": _decord, "pyav": lambda: None}[reader]()
+        {"torchcodec": import_torchcodec, "decord": import_decord, "pyav": lambda: None}[reader]()
     except ImportError:
         return "not installed"
     except Exception:  # torchcodec without FFmpeg's libraries: a RuntimeError of a page

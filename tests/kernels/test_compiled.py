@@ -43,6 +43,6 @@ def test_all_kernels_compile_and_stay_in_registers():
         line.removeprefix("def ").partition("(")[0]
         for file in KERNELS.glob("*.py")
         for line in file.read_text().splitlines()
-        if line.startswith("def _") and line.partition("(")[0].endswith("_kernel")
+        if line.startswith("def ") and line.partition("(")[0].endswith("_kernel")
     }
     assert {entry["kernel"] for entry in found} == written
