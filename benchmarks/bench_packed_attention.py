@@ -26,7 +26,8 @@ from torch import Tensor
 
 from benchmarks.bench_attention import Trials, device_ms
 from benchmarks.results import add_flags, record
-from opendit.kernels.attention import CUTE, LocalAttention, resolve_attention
+from opendit.kernels.attention import LocalAttention, resolve_attention
+from opendit.kernels.flash_attention_4 import CUTE
 from opendit.kernels.varlen import TORCH, VarlenAttention, resolve_varlen
 from opendit.models.segment_attention import segment_attention
 from opendit.models.segments import PlacedSegments, Segments

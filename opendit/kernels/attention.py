@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.backends import cuda as cuda_backends
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from opendit.kernels import flash_attention_4
 from opendit.kernels.capability import FEATURES, compute_capability
 from opendit.kernels.filled_heads import with_filled_heads
+from opendit.kernels.flash_attention_4 import CUTE
 from opendit.kernels.names import ATTENTION, PACKAGE
 from opendit.models.attention import local_attention
 
@@ -27,7 +29,6 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 HALF = (torch.bfloat16, torch.float16)
-CUTE = "flash_attn.cute"  # FlashAttention 4, of the package flash-attn-4
 # By head size: the fewest tokens with which it was measured to be faster than cuDNN on Hopper, and how much.
 FLASH_ATTENTION_4 = {72: (8192, "1.25"), 128: (4096, "1.1")}
 
@@ -50,9 +51,12 @@ def _installed() -> tuple[Callable[..., Tensor | tuple], str]:
 
 
 def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor:
-    """Attention (B, H, N, d) by the package, of heads that are filled up to ``head_size`` with zeros. Deterministic
-    where torch is told to be."""
+    """Attention (B, H, N, d) by the package, of heads that are filled up to ``head_size`` with zeros, by FlashAttention
+    4 in its backward pass alone. Deterministic where torch is told to be."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if head_size != q.shape[-1] and _installed()[1] == CUTE and flash_attention_4.backward_pass() is not None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return flash_attention_4.attend(q, k, v, head_size, deterministic=deterministic).transpose(1, 2)
     call = functools.partial(_call_package, d=q.shape[-1])
     return with_filled_heads(q, k, v, head_size, call).transpose(1, 2)
 

@@ -17,9 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from opendit.kernels.attention import CUTE, HALF
+from opendit.kernels import flash_attention_4
+from opendit.kernels.attention import HALF
 from opendit.kernels.capability import FEATURES, compute_capability
 from opendit.kernels.filled_heads import with_filled_heads
+from opendit.kernels.flash_attention_4 import CUTE, Lengths
 from opendit.models.segments import SegmentRun
 
 # A run is dense if one of its segments has so many tokens, or several neighbours have so many together: on an H200 the
@@ -31,7 +33,8 @@ LONG, TOGETHER = 1024, 4096
 class VarlenAttention:
     """A kernel of the package ``package`` for segments of unequal length, see ``opendit.models.segment_attention``.
 
-    head_size: what heads are filled up to, with zeros, which change nothing.
+    head_size: what heads are filled up to, with zeros, which change nothing; by FlashAttention 4 in its backward pass
+        alone.
     """
 
     package: str
@@ -43,6 +46,9 @@ class VarlenAttention:
         return run.length < LONG and (run.count == 1 or run.count * run.length < TOGETHER)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        filled = self.head_size != q.shape[-1]
+        if filled and self.package == CUTE and flash_attention_4.backward_pass() is not None:
+            return flash_attention_4.attend(q, k, v, self.head_size, Lengths(offsets, longest))
         function, scale = _function(self.package), q.shape[-1] ** -0.5
         return with_filled_heads(q, k, v, self.head_size, lambda q, k, v: function(q, k, v, offsets, longest, scale))
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from opendit.kernels import varlen
-from opendit.kernels.attention import CUTE
+from opendit.kernels.flash_attention_4 import CUTE
 from opendit.kernels.varlen import LONG, TOGETHER, VarlenAttention, resolve_varlen
 from opendit.models.segments import SegmentRun
 

@@ -1,0 +1,84 @@
+"""FlashAttention 4 (package flash-attn-4) with heads that are filled up with zeros for its backward pass alone.
+
+Where its forward pass is right at a head size and its backward pass is not, only the latter gets wider heads. The
+package's own autograd function can't do that, for it keeps what it was given; so its forward pass runs without autograd
+here, and its backward pass is called by its name in the package, which is not a public one. Whether the result is right
+is tried before a run uses it (``attention.right_head_size``, ``varlen.resolve_varlen``).
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CUTE = "flash_attn.cute"
+BACKWARD = "_flash_attn_bwd"
+
+
+class Lengths(NamedTuple):
+    """Of samples that lie one after the other: offsets (samples + 1,) int32, and the largest length."""
+
+    offsets: Tensor
+    longest: int
+
+
+@functools.cache
+def backward_pass() -> Callable[..., Any] | None:
+    """The package's backward pass; None where the package is not installed or has no such function any more."""
+    try:
+        return getattr(importlib.import_module(f"{CUTE}.interface"), BACKWARD)
+    except (ImportError, OSError, AttributeError):
+        return None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, head_size: int, lengths: Lengths | None = None, *, deterministic: bool = False
+) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v by FlashAttention 4, with heads of ``head_size`` in its backward pass.
+
+    Args:
+        q, k, v: (B, N, H, d) bf16 or fp16, or (N, H, d) with ``lengths``.
+        head_size: at least d.
+        deterministic: the same gradients, bit for bit, in every run.
+
+    Returns:
+        Of the shape and dtype of q.
+
+    Raises:
+        AssertionError: the package has no backward pass that can be called so; :func:`backward_pass` tells.
+    """
+    return _FilledBackward.apply(q, k, v, head_size, lengths, deterministic)
+
+
+class _FilledBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, head_size, lengths, deterministic):
+        package, ctx.scale = importlib.import_module(CUTE), q.shape[-1] ** -0.5
+        ctx.head_size, ctx.deterministic = head_size, deterministic
+        ctx.longest = None if lengths is None else lengths.longest
+        offsets = None if lengths is None else lengths.offsets
+        function = package.flash_attn_func if lengths is None else package.flash_attn_varlen_func
+        out, logsumexp = function(q, k, v, softmax_scale=ctx.scale, return_lse=True, **_by(offsets, ctx.longest))
+        ctx.save_for_backward(q, k, v, out, logsumexp, offsets)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        *heads, logsumexp, offsets = ctx.saved_tensors
+        function, d = backward_pass(), grad.shape[-1]
+        assert function is not None
+        filled = (F.pad(x, (0, ctx.head_size - d)) for x in (*heads, grad))
+        how = {"softmax_scale": ctx.scale, "deterministic": ctx.deterministic, **_by(offsets, ctx.longest)}
+        found = function(*filled, logsumexp, **how)
+        return *(x[..., :d] for x in found[:3]), None, None, None
+
+
+def _by(offsets: Tensor | None, longest: int | None) -> dict[str, Any]:
+    """How the package is told of lengths."""
+    if offsets is None:
+        return {}
+    return dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)
