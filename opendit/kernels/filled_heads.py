@@ -6,6 +6,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opendit.kernels.common import kernels_available, next_power_of_2
+from opendit.kernels.language import tl, triton
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def resize_heads_reference(x: Tensor, size: int) -> Tensor:
+    """x (..., H, d) with heads of ``size`` numbers: cut, or filled up with zeros; in memory as its shape says."""
+    return F.pad(x, (0, size - x.shape[-1])) if size > x.shape[-1] else x[..., :size].contiguous()
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+
+ROWS = 32  # of a program
+
+
+@triton.jit(do_not_specialize=("heads", "total"))
+def _resize_heads_kernel(
+    x_ptr, out_ptr, heads, total, token_stride,
+    HEAD_STRIDE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """``total`` rows of D numbers, ``heads`` a token, to rows of SIZE."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BLOCK)[None, :]
+    live = (row < total)[:, None]
+    start = (row // heads) * token_stride + (row % heads) * HEAD_STRIDE
+    x = tl.load(x_ptr + start[:, None] + cols, mask=live & (cols < D), other=0.0)
+    tl.store(out_ptr + row[:, None] * SIZE + cols, x, mask=live & (cols < SIZE))
+
+
+def resize_heads(x: Tensor, size: int) -> Tensor:
+    """As :func:`resize_heads_reference`, by a kernel where there is one; without gradient.
+
+    F.pad writes zeros to all of the result first, and torch copies rows that are part of wider ones number by number:
+    the kernel reads and writes everything once.
+    """
+    if not kernels_available(x.device, x.dtype)[0]:
+        return resize_heads_reference(x, size)
+    heads, d = x.shape[-2:]
+    by_token = x.reshape(-1, heads, d)
+    by_token = by_token if by_token.stride(-1) == 1 else by_token.contiguous()
+    resized = x.new_empty(*x.shape[:-1], size)
+    total = by_token.shape[0] * heads
+    _resize_heads_kernel[(triton.cdiv(total, ROWS),)](
+        by_token, resized, heads, total, by_token.stride(0),
+        HEAD_STRIDE=by_token.stride(1), D=d, SIZE=size, BLOCK=next_power_of_2(max(d, size)), ROWS=ROWS, num_warps=4,
+    )  # fmt: skip
+    return resized
+
+
+# ---------------------------------------------------------------------------------------------------------- operation
+
+
+class _Resize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, size: int) -> Tensor:
+        ctx.d = x.shape[-1]
+        return resize_heads(x, size)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        return resize_heads(grads[0], ctx.d), None
+
 
 def with_filled_heads(
     q: Tensor, k: Tensor, v: Tensor, head_size: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -19,21 +82,21 @@ def with_filled_heads(
     if head_size == d:
         return attend(q, k, v)
     parts = [q, k, v]
-    filled = [F.pad(x, (0, head_size - d)) for x in parts]
+    filled = [_Resize.apply(x, head_size) for x in parts]
 
     def keep(saved: Tensor) -> tuple[Tensor, bool]:
         for own, wide in zip(parts, filled, strict=True):
             if saved.data_ptr() == wide.data_ptr() and saved.shape == wide.shape:  # another object of the same memory
                 return own.detach(), True
         wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # the output
-        return (saved[..., :d].contiguous() if wide else saved), wide
+        return (resize_heads(saved, d) if wide else saved), wide
 
     def restore(kept: tuple[Tensor, bool]) -> Tensor:
         tensor, wide = kept
-        return F.pad(tensor, (0, head_size - d)) if wide else tensor
+        return resize_heads(tensor, head_size) if wide else tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, restore):
         output = attend(*filled)
     for held in (filled, parts):  # autograd keeps the functions above, and by them what they refer to
         held.clear()
-    return output[..., :d]
+    return _Resize.apply(output, d)

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from opendit.kernels.filled_heads import resize_heads
 
 CUTE = "flash_attn.cute"
 BACKWARD = "_flash_attn_bwd"
@@ -71,10 +72,10 @@ class _FilledBackward(torch.autograd.Function):
         *heads, logsumexp, offsets = ctx.saved_tensors
         function, d = backward_pass(), grad.shape[-1]
         assert function is not None
-        filled = (F.pad(x, (0, ctx.head_size - d)) for x in (*heads, grad))
+        filled = (resize_heads(x, ctx.head_size) for x in (*heads, grad))
         how = {"softmax_scale": ctx.scale, "deterministic": ctx.deterministic, **_by(offsets, ctx.longest)}
         found = function(*filled, logsumexp, **how)
-        return *(x[..., :d] for x in found[:3]), None, None, None
+        return *(resize_heads(x, d) for x in found[:3]), None, None, None
 
 
 def _by(offsets: Tensor | None, longest: int | None) -> dict[str, Any]:

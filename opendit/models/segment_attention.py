@@ -62,8 +62,9 @@ def segment_attention(
     padding = q.shape[2] - sum(part.tokens for part in parts)
     # split, not slices: their backward pass joins the parts' gradients in one copy, that of a slice makes a whole
     # tensor of zeros for each.
-    sizes = [*(part.tokens for part in parts), padding]
-    rows = zip(*(x[0].transpose(0, 1).split(sizes) for x in (q, k, v)), strict=True)
+    sizes = [*(part.tokens for part in parts), *([padding] if padding else [])]
+    whole = (x[0].transpose(0, 1) for x in (q, k, v))
+    rows = zip(*(x.split(sizes) if len(sizes) > 1 else (x,) for x in whole), strict=True)
     found = [_attend_to(part, own, packed, attend, varlen) for part, own in zip(parts, rows, strict=False)]
     if padding:
         found.append(q.new_zeros(padding, q.shape[1], v.shape[-1]).to(found[0].dtype))

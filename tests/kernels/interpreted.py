@@ -14,6 +14,7 @@ INTERPRETED = (
     ),
     (
         "test_add_table.py",
+        "test_filled_heads.py",
         "test_first_row.py",
         "test_philox.py",
         "test_sampling_step.py",
