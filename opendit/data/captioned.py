@@ -4,60 +4,39 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
-from opendit.data.base import MediaDataset, flip_note, name_few
-from opendit.data.clips import check_window, read_clip
+from opendit.data.base import flip_note, name_few
 from opendit.data.contents import hash_files
 from opendit.data.csv_table import read_csv
 from opendit.data.files import printable, problem
-from opendit.data.images import PathTable, to_tensor
-from opendit.data.media_size import column_size, file_size
+from opendit.data.images import PathTable
+from opendit.data.media_size import Size, column_size, file_size
 from opendit.data.medium import Medium
 from opendit.data.open_medium import open_clip, open_picture
-from opendit.data.picture_file import fill_crop, read_picture
-from opendit.data.video_readers import choose_reader
+from opendit.data.picture_file import read_picture
+from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 
 CHECKED_FILES = 2000
-PICTURE, CLIP = 0, 1  # shape keys
 
 
-class CaptionedDataset(MediaDataset):
-    """Rows of a CSV of ``path,text``: pictures as (3, image_size, image_size) in [-1, 1]; with ``use_video`` clips as
-    (3, num_frames, image_size, image_size), and pictures among them as clips of one frame.
+class CaptionedDataset(PicturesAndClips):
+    """Rows of a CSV of ``path,text``. image_size, options: as of ``PicturesAndClips``, which says what samples are.
 
-    num_frames, frame_interval, short_clips: see ``read_clip``. training: read each clip from a place drawn for the
-    sample; else its middle. random_flip: None means no, for captions may speak of left and right.
-
-    shortened: how many reads so far took a clip at a smaller interval than asked for (short_clips "interval").
-
-    A picture run leaves the clips out. An unreadable row is replaced by the next readable one of its shape. Raises
-    ValueError or FileNotFoundError, naming the flag and what to do.
+    An unreadable row is replaced by the next readable one of its shape. Raises ValueError or FileNotFoundError, naming
+    the flag and what to do.
     """
 
     conditioning = "text"
 
-    def __init__(
-        self,
-        csv_path: str | Path,
-        image_size: int,
-        *,
-        seed: int = 0,
-        num_frames: int = 16,
-        frame_interval: int = 1,
-        use_video: bool = False,
-        short_clips: str = "skip",
-        video_reader: str = "auto",
-        random_flip: bool | None = None,
-        max_bad: float = 0.05,
-        training: bool = True,
-    ):
-        check_window(num_frames, frame_interval, short_clips)
+    def __init__(self, csv_path: str | Path, image_size: int, **options: Any):
+        super().__init__(image_size, **options)
         rows = [(row, row.is_picture) for row in read_csv(csv_path)]
-        used = [(row, is_picture) for row, is_picture in rows if use_video or is_picture]
+        used = [(row, is_picture) for row, is_picture in rows if self.use_video or is_picture]
         if not used:
             raise ValueError(f"--data_path {printable(csv_path)}: holds clips only; add --use_video")
         self.csv_path, self.left_out = str(csv_path), len(rows) - len(used)
@@ -66,16 +45,8 @@ class CaptionedDataset(MediaDataset):
         self.keys = np.array([PICTURE if is_picture else CLIP for _, is_picture in used], dtype=np.uint8)
         told = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
         self.told = np.array(told, dtype=np.int32)  # sizes by the table's columns height, width and num_frames
-        check_files(self.csv_path, self.paths, max_bad)
-        self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
-        # Settled here, once: what reads is forked from this process, and is told of in the run's first lines.
-        self.video_reader, self.why_reader = choose_reader(video_reader) if use_video else ("", "")
-        self.use_video, self.image_size = use_video, image_size
-        self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
+        check_files(self.csv_path, self.paths, self.max_bad)
         self.class_names: list[str] = []
-        self.seed, self.max_bad = seed, max_bad
-        self.random_flip = bool(random_flip)
-        self.random_window = training and use_video
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -83,31 +54,10 @@ class CaptionedDataset(MediaDataset):
     def source(self, row: int) -> str:
         return self.paths[row]
 
-    def load(self, row: int, flip: bool) -> Tensor:
-        """A picture, or the middle of a clip."""
-        return self.load_at(row, flip, None)
-
-    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
-        return self.load_sized(row, flip, start, (self.num_frames, self.image_size, self.image_size))
-
-    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
-        frames, height, width = shape
+    def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
         if self.shape_key(row) == PICTURE:
-            picture = fill_crop(read_picture(self.paths[row]), height, width)
-            pixels = to_tensor(picture, flip, self.as_bytes)
-            return pixels[:, None] if self.use_video else pixels
-        clip, interval = read_clip(
-            self.paths[row],
-            frames,
-            self.frame_interval,
-            (height, width),
-            start=start,
-            short_clips=self.short_clips,
-            as_bytes=self.as_bytes,
-            reader=self.video_reader,
-        )
-        self.shortened += interval < self.frame_interval
-        return clip.flip(-1) if flip else clip
+            return self.picture_sample(read_picture(self.paths[row]), flip, shape)
+        return self.clip_sample(self.paths[row], flip, start, shape)
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return open_picture(self.paths[row]) if self.shape_key(row) == PICTURE else open_clip(self.paths[row])
@@ -147,11 +97,7 @@ class CaptionedDataset(MediaDataset):
         parts = [f"{count:,} {name}" for count, name in ((clips, "clips"), (len(self) - clips, "pictures")) if count]
         note = f" ({self.left_out:,} clips left out: no --use_video)" if self.left_out else ""
         shape = "x".join(map(str, self.sample_shape))
-        window = f", frame interval {self.frame_interval}" if clips and self.frame_interval > 1 else ""
-        if window and self.short_clips == "interval":
-            window += " (smaller where a clip is too short)"
-        if clips:
-            window += f", read by {self.video_reader} ({self.why_reader})"
+        window = self.window_note() if clips else ""
         return (
             f"{printable(self.csv_path)}: {' and '.join(parts)} with captions{note}, {shape}{window}, {flip_note(self)}"
         )

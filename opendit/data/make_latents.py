@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 
 from opendit.common.hashing import sha256_of
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
-from opendit.data.captioned import PICTURE
 from opendit.data.latents import FILES
 from opendit.data.latents_index import INDEX, TARS_VERSION, ShardForm, read_indexes, write_index
+from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
 from opendit.data.read_ahead import ReadAhead
 from opendit.data.shards.latents import HEADERS, tars_of

@@ -177,21 +177,19 @@ def load_video_codec(
     *,
     channels: int,
     device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-    chunk: int | None = None,
-    tiling: bool = False,
     compiled: bool = False,
+    **settings: Any,
 ) -> VideoCodec:
     """The codec of ``--vae name``: all that ``load_codec`` knows, frame by frame, or a folder with one of
     VIDEO_CLASSES in diffusers' format.
 
-    chunk: frames (of a picture's codec) or clips (of a video autoencoder) that are worked on at once. tiling: of a
-    picture's codec as of :class:`FrozenVAE`; a video autoencoder's tiles, which it takes by itself for frames of more
-    than TILED_ABOVE pixels, for frames of any size above a tile. compiled: of a picture's codec only.
+    settings: dtype, chunk and tiling, as of ``load_codec`` but for two. chunk: frames (of a picture's codec) or clips
+    (of a video autoencoder) that are worked on at once. tiling: a video autoencoder, which takes tiles by itself for
+    frames of more than TILED_ABOVE pixels, takes them for frames of any size above a tile. compiled: of a picture's
+    codec only.
     Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such VAE."""
-    settings: dict[str, Any] = dict(device=device, dtype=dtype, chunk=chunk, tiling=tiling)
     if (video := _video_vae(name)) is None:
-        return FrameCodec(load_codec(name, channels=channels, compiled=compiled, **settings))
+        return FrameCodec(load_codec(name, channels=channels, device=device, compiled=compiled, **settings))
     if compiled:  # its convolutions keep what they need of earlier frames, which would be compiled for each of them
         raise ValueError(f"--vae_compile: --vae {name} is an {video[0]}, and only pictures' are compiled; leave it out")
-    return VideoVAECodec(load_vae(name, VIDEO_CLASSES), name=name, **settings)
+    return VideoVAECodec(load_vae(name, VIDEO_CLASSES), name=name, device=device, **settings)

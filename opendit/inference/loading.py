@@ -4,6 +4,8 @@ sample.py's flags and for Python's ``Pipeline`` alike.
 Raised ValueErrors name flags of sample.py; ``opendit.inference.pipeline`` turns these into its arguments' names.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 
 from opendit.common.background import Background
+from opendit.diffusion.objectives import objective_from_dict
+from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
 from opendit.encoders.folder import encoder_name
 from opendit.encoders.text import load_text_encoder, text_geometry
@@ -18,8 +22,12 @@ from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
 from opendit.models.conditioning import Condition
 from opendit.models.configuration import DiTConfig
+from opendit.models.dit import DiT
 from opendit.models.weights import Weights
-from opendit.state.pretrained import find_weights, read_info
+from opendit.parallel.engines import PRECISIONS
+from opendit.parallel.mesh import Mesh
+from opendit.state.foreign import assumption
+from opendit.state.pretrained import ALONE, find_weights, load_pretrained, read_info
 
 SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval counts
 
@@ -88,6 +96,51 @@ class VaeLoading:
         if self.work is None or self.begun not in ((name, config), (name, None)):
             return self.loader.load(name, config)
         return self.work.result()
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights, what it was trained by, and its VAE, which may be being loaded in another thread.
+
+    vae: as of :func:`vae_of`. notes: what is worth knowing of the weights, a line each.
+    """
+
+    network: DiT
+    weights: Weights
+    objective: Objective
+    vae: str
+    vae_loading: VaeLoading
+    notes: list[str]
+
+    def codec(self) -> ImageCodec | VideoCodec:
+        """The VAE, waited for. Raises as ``load_codec``."""
+        return self.vae_loading.get(self.vae, self.network.config)
+
+
+def load_model(
+    path: str | Path,
+    loader: VaeLoader,
+    *,
+    name: str | None = None,
+    which: str = "ema",
+    lora: str | Path | None = None,
+    num_classes: int | None = None,
+    vae: str | None = None,
+    stage: Callable[[str], AbstractContextManager] = nullcontext,
+    mesh: Mesh = ALONE,
+) -> LoadedModel:
+    """The model of a path on the loader's device and in its precision; its VAE is begun to be loaded meanwhile.
+
+    vae: None for the weights' own. The others are as of ``load_pretrained``, which raises as this does; for a VAE that
+    isn't known, see :func:`vae_of`.
+    """
+    notes: list[str] = []
+    begun = loader.begin(lora or path, which, vae)
+    dtype = PRECISIONS[loader.precision]
+    network, weights = load_pretrained(path, name, which, lora, num_classes, notes, loader.device, dtype, stage, mesh)
+    notes += assumption(weights, network.config)
+    objective = objective_from_dict(weights.info.get("objective"))
+    return LoadedModel(network, weights, objective, vae_of(vae, weights), begun, notes)
 
 
 def encoder_dtype(precision: str) -> torch.dtype:

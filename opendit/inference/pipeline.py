@@ -17,7 +17,6 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
@@ -35,9 +34,9 @@ from opendit.inference.loading import (
     class_names,
     frames_per_second,
     latent_size,
+    load_model,
     make_conditioner,
     null_of,
-    vae_of,
 )
 from opendit.inference.settings import DrawSettings, EnginePlan
 from opendit.kernels.select import KernelSwitches, select_kernels
@@ -47,8 +46,6 @@ from opendit.models.dit import DiT
 from opendit.models.names import nearest
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
-from opendit.state.foreign import assumption
-from opendit.state.pretrained import load_pretrained
 
 ENGINES = 2  # settings whose recorded steps are kept
 
@@ -102,18 +99,20 @@ def load(
         raise ValueError("precision fp16 needs a GPU: use fp32")
     if weights not in ("ema", "model"):
         raise ValueError(f"weights {weights}: must be ema or model")
-    notes: list[str] = []
-    added = None if lora is None else Path(lora).expanduser()
     with arguments_named():
-        source, dtype = Path(path).expanduser(), PRECISIONS[precision]
-        loading = VaeLoader(device, precision, vae_tiling, vae_compile).begin(added or source, weights, vae)
-        network, found = load_pretrained(source, model, weights, added, num_classes, notes, device, dtype)
-        config = network.config
-        notes += assumption(found, config)
+        loaded = load_model(
+            Path(path).expanduser(),
+            VaeLoader(device, precision, vae_tiling, vae_compile),
+            name=model,
+            which=weights,
+            lora=None if lora is None else Path(lora).expanduser(),
+            num_classes=num_classes,
+            vae=vae,
+        )
+        network, found, notes = loaded.network, loaded.weights, loaded.notes
+        config, dtype = network.config, PRECISIONS[precision]
         check_text_encoder(text_encoder, config, found)
-        objective = objective_from_dict(found.info.get("objective"))
-        vae = vae_of(vae, found)
-        latent_size(config, found, vae)
+        latent_size(config, found, loaded.vae)
         if fp8:
             config.check_speed(True, "none")
         on = kernels and device.type == "cuda"
@@ -121,7 +120,7 @@ def load(
         chosen = select_kernels(switches, device, dtype, config.head_dim, config.tokens, inference=True)
         network.eval().requires_grad_(False)
         network.use(ops=chosen.ops, attend=chosen.attend)
-        codec = loading.get(vae, config)
+        codec = loaded.codec()
         conditioner = make_conditioner(config, found, text_encoder, device, precision)
     if fp8 and not chosen.ops.float8:
         notes.append(chosen.ops_note)
@@ -129,7 +128,7 @@ def load(
         warnings.warn(note, stacklevel=2)
     said = Weights({}, found.path, found.info)  # without the tensors, which the network has
     notes += [f"kernels: {chosen.ops_note}", f"attention: {chosen.attention_note}"]
-    return Pipeline(network, objective, codec, conditioner, said, precision, notes)
+    return Pipeline(network, loaded.objective, codec, conditioner, said, precision, notes)
 
 
 @dataclass(frozen=True, eq=False)

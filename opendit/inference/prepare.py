@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.stages import Stages
-from opendit.diffusion import Objective, objective_from_dict
+from opendit.diffusion import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, preview_labels
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
@@ -25,9 +25,9 @@ from opendit.inference.loading import (
     class_names,
     frames_per_second,
     latent_size,
+    load_model,
     make_conditioner,
     null_of,
-    vae_of,
 )
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiT, DiTConfig
@@ -39,9 +39,8 @@ from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
 from opendit.state.checkpoint import newest_run
-from opendit.state.foreign import assumption
 from opendit.state.lock import lock_folder
-from opendit.state.pretrained import find_weights, load_pretrained, read_config
+from opendit.state.pretrained import find_weights, read_config
 from opendit.training.from_flags import sequence_shape
 
 if TYPE_CHECKING:
@@ -138,23 +137,27 @@ def _load(
         if mesh.sp_size > 1:
             shape = sequence_shape(*shared, stored, samples_at_once(flags), tensor_parallel=mesh.tp_size)
             make_plan(flags.sequence_parallel_type, mesh.sp_size, shape)
-    dtype = PRECISIONS[flags.mixed_precision]
-    loader = VaeLoader(mesh.device, flags.mixed_precision, flags.vae_tiling, flags.vae_compile)
-    loading = loader.begin(flags.lora or ckpt, flags.weights, flags.vae)
-    model, weights = load_pretrained(
-        ckpt, flags.model, flags.weights, flags.lora, flags.num_classes, notes, mesh.device, dtype, stages, mesh
+    loaded = load_model(
+        ckpt,
+        VaeLoader(mesh.device, flags.mixed_precision, flags.vae_tiling, flags.vae_compile),
+        name=flags.model,
+        which=flags.weights,
+        lora=flags.lora,
+        num_classes=flags.num_classes,
+        vae=flags.vae,
+        stage=stages,
+        mesh=mesh,
     )
-    config = model.config
-    notes += assumption(weights, config)
+    model, weights, objective = loaded.network, loaded.weights, loaded.objective
+    config, dtype = model.config, PRECISIONS[flags.mixed_precision]
+    notes += loaded.notes
     check_guidance(config, weights, flags.cfg_scale)
     check_fits(flags, config, weights)
-    objective = objective_from_dict(weights.info.get("objective"))
     objective.choose(flags.sampler)
-    vae = vae_of(flags.vae, weights)
     for name in ("vae_tiling", "vae_compile"):
-        if getattr(flags, name) and vae == "none":
+        if getattr(flags, name) and loaded.vae == "none":
             raise ValueError(f"--{name}: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
-    size = latent_size(config, weights, vae, flags.num_frames, flags.image_size)
+    size = latent_size(config, weights, loaded.vae, flags.num_frames, flags.image_size)
     if flags.fp8:
         config.check_speed(True, "none")
     replica = make_replicas(mesh, flags.cfg_parallel)
@@ -167,9 +170,9 @@ def _load(
     how: Any = shares  # of a kind that has what this model asks it for, where SequenceShards names all that any does
     model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=how)
     with stages("VAE: waited for"):
-        codec = loading.get(vae, config)
-    if loading.work is not None:
-        stages.beside("VAE: imports and weights", loading.work.seconds)
+        codec = loaded.codec()
+    if (work := loaded.vae_loading.work) is not None:
+        stages.beside("VAE: imports and weights", work.seconds)
     with stages("text encoder, prompts"):
         conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)
         null = null_of(conditioner, flags.negative_prompt)

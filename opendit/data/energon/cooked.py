@@ -15,10 +15,8 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import BadSample
-from opendit.data.images import to_tensor
 from opendit.data.media_size import Size
 from opendit.data.medium import Medium, of_picture
-from opendit.data.picture_file import fill_crop
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields, split_name, suffix_of
 
@@ -90,7 +88,7 @@ class CookedDataset(ShardDataset):
         subflavors: dict[str, Any],
         class_names: Sequence[str] = (),
         random_flip: bool | None = None,
-        **options,
+        **options: Any,
     ):
         super().__init__(shown, shards, image_size, random_flip=random_flip, **options)
         self.cooker, self.name, self.fields, self.subflavors = cooker, name, fields, subflavors
@@ -156,9 +154,8 @@ class CookedDataset(ShardDataset):
         if self._video:
             return self._clip(row, content, flip, start, shape)
         if isinstance(content, bytes):
-            return self._picture(row, content, flip, shape[1:])
-        pixels = to_tensor(fill_crop(content.convert("RGB"), *shape[1:]), flip, self.as_bytes)
-        return pixels[:, None] if self.use_video else pixels
+            return self._picture(row, content, flip, shape)
+        return self.picture_sample(content.convert("RGB"), flip, shape)
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         made = self._cook(row)

@@ -10,30 +10,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from opendit.common.errors import DataError
 from opendit.common.hashing import hash_parts
-from opendit.data.base import BadSample, MediaDataset, flip_note
-from opendit.data.clips import check_window, clip_size, read_clip
+from opendit.data.base import BadSample, flip_note
+from opendit.data.clips import clip_size
 from opendit.data.files import printable
 from opendit.data.folders import CLIPS
-from opendit.data.images import to_tensor
 from opendit.data.media_size import Size, known_sizes, stored_picture_size
 from opendit.data.medium import Medium
 from opendit.data.open_medium import open_clip, open_picture
-from opendit.data.picture_file import MAX_WHOLE_FILE, fill_crop, picture_size, read_picture
+from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
+from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.shards.fields import read_caption
 from opendit.data.shards.index import Record, TarIndex
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
 from opendit.data.verification import Verification
-from opendit.data.video_readers import choose_reader
-
-PICTURE, CLIP = 0, 1  # shape keys
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,12 @@ class IndexedTar:
         return shapes if self.kept is None else shapes[self.kept.rows()]
 
 
-class ShardDataset(MediaDataset):
-    """Samples of tars, in the order of the tars and of the samples in them: pictures as (3, image_size, image_size) in
-    [-1, 1]; with ``use_video`` clips as (3, num_frames, image_size, image_size), and pictures as clips of one frame.
+class ShardDataset(PicturesAndClips):
+    """Samples of tars, in the order of the tars and of the samples in them. The conditioning is that of the indexes:
+    captions, classes, or one class if there are neither.
 
-    The conditioning is that of the indexes: captions, classes, or one class if there are neither. A picture run leaves
-    the clips out. num_frames, frame_interval, short_clips: see ``read_clip``. training: read clips from a place drawn
-    for the sample. random_flip: None means yes for classes and no for captions, which may speak of left and right.
+    image_size, options: as of ``PicturesAndClips``, which says what samples are. random_flip: None means yes for
+    classes and no for captions, which may speak of left and right.
 
     Raises ValueError, which names the flag and what to do.
     """
@@ -81,17 +78,10 @@ class ShardDataset(MediaDataset):
         *,
         store: LocalTars | RemoteTars | None = None,
         class_names: Sequence[str] = (),
-        seed: int = 0,
-        num_frames: int = 16,
-        frame_interval: int = 1,
-        use_video: bool = False,
-        short_clips: str = "skip",
-        video_reader: str = "auto",
         random_flip: bool | None = None,
-        max_bad: float = 0.05,
-        training: bool = True,
+        **options: Any,
     ):
-        check_window(num_frames, frame_interval, short_clips)
+        super().__init__(image_size, **options)
         self.shown, self.shards = shown, list(shards)
         headers = [shard.index.header for shard in self.shards]
         self.conditioning = _conditioning(shown, self.shards)
@@ -103,16 +93,9 @@ class ShardDataset(MediaDataset):
         self.pictures = sum(shard.count_pictures() for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
-        self.use_video, self.image_size = use_video, image_size
         # Which of all samples are used; None: every one, so that nothing need be remembered.
-        self.used = self._find_pictures() if self.clips and not use_video else None
-        self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
-        # Settled here, once: what reads is forked from this process, and is told of in the run's first lines.
-        self.video_reader, self.why_reader = choose_reader(video_reader) if use_video else ("", "")
-        self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
-        self.seed, self.max_bad = seed, max_bad
+        self.used = self._find_pictures() if self.clips and not self.use_video else None
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
-        self.random_window = training and use_video
 
     def _find_pictures(self) -> np.ndarray:
         if not self.pictures:
@@ -153,17 +136,10 @@ class ShardDataset(MediaDataset):
         index = self._index(number)
         return f"{self.shards[number].name}: {index.key(place)}{index.header.suffixes[record.suffix]}"
 
-    def load(self, row: int, flip: bool) -> Tensor:
-        """A picture, or the middle of a clip."""
-        return self.load_at(row, flip, None)
-
-    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
-        return self.load_sized(row, flip, start, (self.num_frames, self.image_size, self.image_size))
-
     def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
         number, _, record = self._find(row)
         if self._is_picture(number, record):
-            return self._picture(row, self._content(row), flip, shape[1:])
+            return self._picture(row, self._content(row), flip, shape)
         return self._clip(row, self._content(row), flip, start, shape)
 
     def _content(self, row: int) -> bytes:
@@ -206,30 +182,16 @@ class ShardDataset(MediaDataset):
         identity = hash_parts("sizes", self.identity())
         return known_sizes(identity, len(self), self.media_size, threads=1)  # what is looked up is remembered, once
 
-    def _picture(self, row: int, content: bytes, flip: bool, sides: Sequence[int]) -> Tensor:
+    def _picture(self, row: int, content: bytes, flip: bool, shape: Size) -> Tensor:
         try:  # the sample's name is looked up only if a message needs it
             image = read_picture("", content=content)
         except BadSample as bad:
             raise BadSample(self.source(row), str(bad).removeprefix(": ")) from bad
-        pixels = to_tensor(fill_crop(image, *sides), flip, self.as_bytes)
-        return pixels[:, None] if self.use_video else pixels
+        return self.picture_sample(image, flip, shape)
 
     def _clip(self, row: int, content: bytes, flip: bool, start: float | None, shape: Size) -> Tensor:
-        frames, height, width = shape
         with _as_file(content) as path:
-            clip, interval = read_clip(
-                path,
-                frames,
-                self.frame_interval,
-                (height, width),
-                start=start,
-                short_clips=self.short_clips,
-                as_bytes=self.as_bytes,
-                name=self.source(row),
-                reader=self.video_reader,
-            )
-        self.shortened += interval < self.frame_interval
-        return clip.flip(-1) if flip else clip
+            return self.clip_sample(path, flip, start, shape, self.source(row))
 
     def _is_damaged(self, number: int, record: Record, content: bytes) -> bool:
         return self.shards[number].index.header.checked and zlib.crc32(content) != record.crc32
@@ -303,8 +265,7 @@ class ShardDataset(MediaDataset):
         words = f"of {self.num_classes:,} class{'es' if self.num_classes > 1 else ''}"
         words = "with captions" if self.conditioning == "text" else words
         shape = "x".join(map(str, self.sample_shape))
-        window = f", frame interval {self.frame_interval}" if clips and self.frame_interval > 1 else ""
-        window += f", read by {self.video_reader} ({self.why_reader})" if clips else ""
+        window = self.window_note() if clips else ""
         tars = f"{len(self.shards):,} tar{'s' if len(self.shards) > 1 else ''}"
         what = f"{tars} of {' and '.join(parts)} {words}, {shape}{window}"
         return f"{self.shown.removeprefix('--data_path ')}: {what}, {flip_note(self)}{''.join(notes)}{self.note}"

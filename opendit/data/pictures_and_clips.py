@@ -1,0 +1,88 @@
+"""What data sets of pictures and clips have in common, wherever their files lie."""
+
+from PIL import Image
+from torch import Tensor
+
+from opendit.data.base import MediaDataset
+from opendit.data.clips import check_window, read_clip
+from opendit.data.images import to_tensor
+from opendit.data.media_size import Size
+from opendit.data.picture_file import fill_crop
+from opendit.data.video_readers import choose_reader
+
+PICTURE, CLIP = 0, 1  # shape keys
+
+
+class PicturesAndClips(MediaDataset):
+    """Pictures as (3, image_size, image_size) in [-1, 1]; with ``use_video`` clips as (3, num_frames, image_size,
+    image_size), and pictures among them as clips of one frame. A picture run leaves the clips out.
+
+    num_frames, frame_interval, short_clips: see ``read_clip``. video_reader: of ``video_readers.CHOICES``. training:
+    read each clip from a place drawn for the sample; else its middle. random_flip: None means no, for captions may
+    speak of left and right. seed, max_bad: see ``MediaDataset``.
+
+    shortened: how many reads so far took a clip at a smaller interval than asked for (short_clips "interval").
+
+    Raises ValueError, naming the flag, for windows that can't be read and for a reader that is not there.
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        *,
+        seed: int = 0,
+        num_frames: int = 16,
+        frame_interval: int = 1,
+        use_video: bool = False,
+        short_clips: str = "skip",
+        video_reader: str = "auto",
+        random_flip: bool | None = None,
+        max_bad: float = 0.05,
+        training: bool = True,
+    ):
+        check_window(num_frames, frame_interval, short_clips)
+        self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
+        # Settled here, once: what reads is forked from this process, and is told of in the run's first lines.
+        self.video_reader, self.why_reader = choose_reader(video_reader) if use_video else ("", "")
+        self.use_video, self.image_size = use_video, image_size
+        self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
+        self.seed, self.max_bad = seed, max_bad
+        self.random_flip = bool(random_flip)
+        self.random_window = training and use_video
+
+    def load(self, row: int, flip: bool) -> Tensor:
+        """A picture, or the middle of a clip."""
+        return self.load_at(row, flip, None)
+
+    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
+        return self.load_sized(row, flip, start, (self.num_frames, self.image_size, self.image_size))
+
+    def picture_sample(self, picture: Image.Image, flip: bool, shape: Size) -> Tensor:
+        """A picture as ``load_sized`` returns it. shape: (frames, height, width), of which the frames don't count."""
+        pixels = to_tensor(fill_crop(picture, *shape[1:]), flip, self.as_bytes)
+        return pixels[:, None] if self.use_video else pixels
+
+    def clip_sample(self, path: str, flip: bool, start: float | None, shape: Size, name: str | None = None) -> Tensor:
+        """A clip's file as ``load_sized`` returns it. name: what the file is known by, as of ``read_clip``. Raises
+        BadSample."""
+        frames, height, width = shape
+        clip, interval = read_clip(
+            path,
+            frames,
+            self.frame_interval,
+            (height, width),
+            start=start,
+            short_clips=self.short_clips,
+            as_bytes=self.as_bytes,
+            name=name,
+            reader=self.video_reader,
+        )
+        self.shortened += interval < self.frame_interval
+        return clip.flip(-1) if flip else clip
+
+    def window_note(self) -> str:
+        """What the log says of how clips are read."""
+        interval = f", frame interval {self.frame_interval}" if self.frame_interval > 1 else ""
+        if interval and self.short_clips == "interval":
+            interval += " (smaller where a clip is too short)"
+        return f"{interval}, read by {self.video_reader} ({self.why_reader})"
