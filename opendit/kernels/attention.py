@@ -30,7 +30,7 @@ BACKENDS = {
 }
 HALF = (torch.bfloat16, torch.float16)
 # By head size: the fewest tokens with which it was measured to be faster than cuDNN on Hopper, and how much.
-FLASH_ATTENTION_4 = {72: (8192, "1.25"), 128: (4096, "1.1")}
+FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 
 
 @functools.cache
@@ -188,9 +188,9 @@ def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length
 
     head size, tokens    flash     cuDNN     FlashAttention 4    the same, deterministic
     72, 256            150/107   246/160
-    72, 1,024                    314/266             179/254 (filled up to 96, as below)
-    72, 8,192          235/192   348/320             432/406
-    72, 74,240                   355/325             474/433
+    72, 1,024                    342/268             314/256 (filled up to 96 backward, as below)
+    72, 2,048                    336/295             400/322
+    72, 8,192          235/192   355/320             462/405
     128, 256           261/177   409/240             335/227                    318/193
     128, 1,024         327/269   565/426             535/475                    514/417
     128, 8,192         355/314   614/538             670/605                    667/585

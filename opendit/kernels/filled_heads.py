@@ -37,13 +37,11 @@ def _resize_heads_kernel(
 
 
 def resize_heads(x: Tensor, size: int) -> Tensor:
-    """As :func:`resize_heads_reference`, by a kernel where there is one; without gradient.
+    """As :func:`resize_heads_reference`, by the Triton kernel; without gradient.
 
     F.pad writes zeros to all of the result first, and torch copies rows that are part of wider ones number by number:
     the kernel reads and writes everything once.
     """
-    if not kernels_available(x.device, x.dtype)[0]:
-        return resize_heads_reference(x, size)
     heads, d = x.shape[-2:]
     by_token = x.reshape(-1, heads, d)
     by_token = by_token if by_token.stride(-1) == 1 else by_token.contiguous()
@@ -59,15 +57,20 @@ def resize_heads(x: Tensor, size: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- operation
 
 
+def with_heads_of(x: Tensor, size: int) -> Tensor:
+    """x (..., H, d) as (..., H, size): cut, or filled up with zeros; by the kernel where it runs; without gradient."""
+    return (resize_heads if kernels_available(x.device, x.dtype)[0] else resize_heads_reference)(x, size)
+
+
 class _Resize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, size: int) -> Tensor:
         ctx.d = x.shape[-1]
-        return resize_heads(x, size)
+        return with_heads_of(x, size)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return resize_heads(grads[0], ctx.d), None
+        return with_heads_of(grads[0], ctx.d), None
 
 
 def with_filled_heads(
@@ -89,11 +92,11 @@ def with_filled_heads(
             if saved.data_ptr() == wide.data_ptr() and saved.shape == wide.shape:  # another object of the same memory
                 return own.detach(), True
         wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # the output
-        return (resize_heads(saved, d) if wide else saved), wide
+        return (with_heads_of(saved, d) if wide else saved), wide
 
     def restore(kept: tuple[Tensor, bool]) -> Tensor:
         tensor, wide = kept
-        return resize_heads(tensor, head_size) if wide else tensor
+        return with_heads_of(tensor, head_size) if wide else tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, restore):
         output = attend(*filled)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.kernels.filled_heads import resize_heads
+from opendit.kernels.filled_heads import with_heads_of
 
 CUTE = "flash_attn.cute"
 BACKWARD = "_flash_attn_bwd"
@@ -72,10 +72,10 @@ class _FilledBackward(torch.autograd.Function):
         *heads, logsumexp, offsets = ctx.saved_tensors
         function, d = backward_pass(), grad.shape[-1]
         assert function is not None
-        filled = (resize_heads(x, ctx.head_size) for x in (*heads, grad))
+        filled = (with_heads_of(x, ctx.head_size) for x in (*heads, grad))
         how = {"softmax_scale": ctx.scale, "deterministic": ctx.deterministic, **_by(offsets, ctx.longest)}
         found = function(*filled, logsumexp, **how)
-        return *(resize_heads(x, d) for x in found[:3]), None, None, None
+        return *(with_heads_of(x, d) for x in found[:3]), None, None, None
 
 
 def _by(offsets: Tensor | None, longest: int | None) -> dict[str, Any]:

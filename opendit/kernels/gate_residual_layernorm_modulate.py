@@ -59,7 +59,7 @@ def _launch_forward(
     width = x.shape[-1]
     cut = common.cut_rows(
         "gate_residual_layernorm_modulate_forward",
-        forward_launch(width, x.element_size()),
+        forward_launch(width, x.element_size(), isinstance(y, Float8) and partial is None),
         x,
         gate.shape[0],
         sample_of_row,

@@ -29,6 +29,7 @@ from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.embed_patches import embed_patches
 from opendit.kernels.exchange_heads import exchange_heads, new_heads, send_rows
+from opendit.kernels.filled_heads import resize_heads
 from opendit.kernels.fp8_rows import rows_in_float8
 from opendit.kernels.fp8_shards import ShardQuantizer
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
@@ -173,6 +174,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "split_heads", lambda: heads(1152)
     for shape in ((2, 256, 16, 72), (64, 256, 16, 72), (64, 130, 6, 64), (64, 256, 8, 96)):
         yield f"short_attention {shape}", lambda s=shape: short(*s)
+    for size in (72, 96):
+        yield f"heads of {size}", lambda s=size: resize_heads(torch.zeros(2, 256, 16, 168 - s, dtype=BFLOAT16), s)
     yield "add_table", lambda: add_table(torch.zeros(16, 256, 1152, dtype=BFLOAT16), torch.zeros(256, 1152))
     for seed in (42, 2**64 - 1):
         yield f"philox {seed}", lambda s=seed: philox_bits(s, 2**32 - 1, torch.zeros(3, dtype=torch.int64), 1, 4096)
