@@ -78,7 +78,7 @@ def several_programs() -> None:
     from opendit.parallel import supervisor
 
     supervisor.close_mesh = lambda: None
-    supervisor.Supervisor._exit = lambda self, code: sys.exit(code)
+    supervisor.end_process = sys.exit
 
 
 def context(fresh: bool = False) -> multiprocessing.context.BaseContext:

@@ -108,11 +108,13 @@ class TaylorStack(BlockStack):
     F.) Order 0 reuses the last F.
 
     The schedule is fixed: a sample is what its seed says in any batch.
+
+    kept: F of the last evaluations, (evaluation, rows) -> (slots, rows, N, D).
     """
 
     def __init__(self, cache: TaylorCache, plan: Sequence[Step], device: torch.device):
         super().__init__()
-        self._kept: dict[tuple[int, int], Tensor] = {}  # (evaluation, rows) -> (slots, rows, N, D)
+        self.kept: dict[tuple[int, int], Tensor] = {}
         self._slots = torch.tensor([[step.slot] for step in plan], device=device)
         weights = [[*step.weights, *[0.0] * (cache.order + 1 - len(step.weights))] for step in plan]
         self._weights = torch.tensor(weights, dtype=torch.float64).to(device)
@@ -126,12 +128,12 @@ class TaylorStack(BlockStack):
         key = number, len(x)
         if self.blocks == ALL:
             out = blocks.take(x)
-            if key not in self._kept:
-                self._kept[key] = x.new_zeros(len(self._now), *x.shape)
-            self._kept[key].index_copy_(0, self._slot, (out - x).unsqueeze(0))
+            if key not in self.kept:
+                self.kept[key] = x.new_zeros(len(self._now), *x.shape)
+            self.kept[key].index_copy_(0, self._slot, (out - x).unsqueeze(0))
             return out
         blocks.skip()
-        return weighted_sum(x, self._now, self._kept[key][: self.blocks])
+        return weighted_sum(x, self._now, self.kept[key][: self.blocks])
 
 
 def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
@@ -157,12 +159,14 @@ class FirstBlockStack(BlockStack):
 
     The host reads one number a step, after the first block. It decides for all evaluations of a step by its first one.
     As it decides for a batch, a sample depends on those that it is drawn with.
+
+    kept: x_L' - x_1', (evaluation, rows) -> (rows, N, D).
     """
 
     def __init__(self, cache: FirstBlockCache):
         super().__init__()
         self._threshold = cache.threshold
-        self._kept: dict[tuple[int, int], Tensor] = {}  # (evaluation, rows) -> x_L' - x_1'
+        self.kept: dict[tuple[int, int], Tensor] = {}
         self._first: dict[int, tuple[Tensor, ...]] = {}  # rows -> x_1, r, r'
         self._change: Tensor | None = None
 
@@ -182,9 +186,9 @@ class FirstBlockStack(BlockStack):
                 self._keep_first(start, x)
         if self.blocks == REUSED:
             blocks.skip()
-            return start + self._kept[key]
+            return start + self.kept[key]
         out = blocks.take(start)
-        _keep(self._kept, key, out - start)
+        _keep(self.kept, key, out - start)
         if number == 0:
             _, now, before = self._first[len(x)]
             before.copy_(now)

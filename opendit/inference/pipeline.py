@@ -155,6 +155,7 @@ class Pipeline:
         weights: where the weights are from (``path``) and what their file says of them (``info``).
         precision: of the network.
         notes: what is worth knowing of the loading, a line each.
+        engines: those that drew last, by their settings, with what they have recorded.
     """
 
     model: DiT
@@ -164,7 +165,7 @@ class Pipeline:
     weights: Weights
     precision: str
     notes: list[str]
-    _engines: OrderedDict[EnginePlan, SamplingEngine] = field(default_factory=OrderedDict)
+    engines: OrderedDict[EnginePlan, SamplingEngine] = field(default_factory=OrderedDict, init=False)
 
     @property
     def config(self) -> DiTConfig:
@@ -318,12 +319,12 @@ class Pipeline:
 
     def _engine(self, plan: EnginePlan) -> SamplingEngine:
         """The engine of a plan; those used last are kept, with what they have recorded."""
-        if plan not in self._engines:
-            while len(self._engines) >= ENGINES:
-                self._engines.popitem(last=False)
-            self._engines[plan] = plan.engine(self.model, self.objective, say=warnings.warn)
-        self._engines.move_to_end(plan)
-        return self._engines[plan]
+        if plan not in self.engines:
+            while len(self.engines) >= ENGINES:
+                self.engines.popitem(last=False)
+            self.engines[plan] = plan.engine(self.model, self.objective, say=warnings.warn)
+        self.engines.move_to_end(plan)
+        return self.engines[plan]
 
     def shown(self, latents: Tensor) -> list[Any]:
         """Pictures or clips of latents (B, C, ...)."""

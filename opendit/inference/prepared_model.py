@@ -37,6 +37,10 @@ class PreparedModel:
         memory: bytes that a table may take. That of modulations holds as many steps as fit, one at least; where keys
             and values of captions don't fit, every step makes them again.
         shared: whether ``rows`` may be any, as ranks choose theirs of a batch; or else the first ones of all.
+
+    Attributes:
+        table: modulations, (rows, of all blocks and the final layer); empty until the first condition.
+        capacity: steps in the table; known when the first condition is.
     """
 
     def __init__(
@@ -55,9 +59,9 @@ class PreparedModel:
         self.memory, self.shared = memory, shared
         self.grid = model.config.grid_of(size)
         self._static: dict[str, list[Tensor]] = {}
-        self._table = torch.empty(0)  # until the first condition
+        self.table = torch.empty(0)
         self._evaluation = 0
-        self.capacity = len(times)  # steps in the table; known when the first condition is
+        self.capacity = len(times)
 
     # ------------------------------------------------------------------------------------------------ before the steps
 
@@ -98,8 +102,8 @@ class PreparedModel:
         rows = self._evaluations * conditions
         self.capacity = self._steps_of(rows, rows * width * dtypes[0].itemsize)
         shape = self.capacity * rows, width
-        if self._table.shape != shape or self._table.dtype != dtypes[0]:
-            self._table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
+        if self.table.shape != shape or self.table.dtype != dtypes[0]:
+            self.table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
 
     def _modulations(self, c: Tensor) -> Iterator[Tensor]:
         """One tensor a block: other models are not prepared."""
@@ -121,13 +125,13 @@ class PreparedModel:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Where everything lies; a recording is good for as long as this is the same."""
-        tensors = [self._table, *(tensor for tensors in self._static.values() for tensor in tensors)]
+        tensors = [self.table, *(tensor for tensors in self._static.values() for tensor in tensors)]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def fill(self, first: int) -> int:
         """Makes the modulations of step ``first`` and as many after it as there is room for; returns how many."""
         times = self.times[first : first + self.capacity]
-        conditions = torch.arange(self._conditions, device=self._table.device).repeat(times.numel())
+        conditions = torch.arange(self._conditions, device=self.table.device).repeat(times.numel())
         self._write(None, times.flatten().repeat_interleave(self._conditions), conditions)
         return len(times)
 
@@ -140,7 +144,7 @@ class PreparedModel:
             given = [F.pad(values[some], (0, PRODUCT_ROWS - count)) for values in (t, conditions)]
             c, column = self.model.t_embedder(given[0]) + self._vector[given[1]], 0
             for m, width in zip(self._modulations(c), self._widths, strict=True):
-                table = self._table[:, column : column + width]
+                table = self.table[:, column : column + width]
                 if rows is None:
                     table[some] = m[:count]
                 else:
@@ -168,11 +172,17 @@ class PreparedModel:
         """(1, N, D) of the model's grid."""
         return next(iter(self._static["positions"]), None)
 
+    @property
+    def contexts(self) -> list[Tensor]:
+        """What cross-attention attends to, each (2 B, tokens, ...): keys and values of every block, or tokens for all
+        of them, and the mask last; there is none of a model of classes."""
+        return self._static["contexts"]
+
     def of_tokens(self, start: list[Tensor], table_rows: Tensor) -> Tensor:
         """The last layer's values of tokens [(n, N, D)], which is emptied, for these rows of the table, (n,) int64; the
         samples are the first n of 2 B."""
-        usable, _ = kernels_available(self._table.device, self._table.dtype)
-        modulations = GatheredModulations(self._table, table_rows, self._widths, gather_rows if usable else select_rows)
+        usable, _ = kernels_available(self.table.device, self.table.dtype)
+        modulations = GatheredModulations(self.table, table_rows, self._widths, gather_rows if usable else select_rows)
         grid = self.model.token_grid(self.grid, self.positions)
         return self.model.of_tokens(start, grid, modulations, self._context(table_rows), self.stack)
 
@@ -191,7 +201,7 @@ class PreparedModel:
         if self._evaluation:
             table_rows = table_rows + self._evaluation * self._conditions
         self._evaluation += 1
-        modulations = GatheredModulations(self._table, table_rows, self._widths)
+        modulations = GatheredModulations(self.table, table_rows, self._widths)
         positions = self._static["positions"]
         position = positions[0] if positions else None
         for given in self._static.get("given", []):  # both halves of guidance have the same
@@ -201,7 +211,7 @@ class PreparedModel:
     def _context(self, rows: Tensor) -> Any:  # GatheredContexts is indexed as the list of contexts that models take
         if not self._parts:
             return None
-        return GatheredContexts(self._static["contexts"], self._parts > 2, lambda part: self._rows_in(part, rows))
+        return GatheredContexts(self.contexts, self._parts > 2, lambda part: self._rows_in(part, rows))
 
     def _rows_in(self, part: Tensor, rows: Tensor) -> Tensor:
         """These rows of what is kept for all 2 B."""

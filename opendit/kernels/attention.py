@@ -75,11 +75,11 @@ def right_head_size(device: torch.device | str, dtype: torch.dtype, head_dim: in
     one of 32 around it, and where these differ its dq is wrong (H200, head size 72: relative error 1.1; right at 64 and
     128). So it is tried on a few tokens, once, when a run chooses its kernels.
     """
-    return _right_head_size(torch.device(device).type, dtype, head_dim, _installed()[1])
+    return _tried_head_size(torch.device(device).type, dtype, head_dim, _installed())
 
 
 @functools.cache
-def _right_head_size(device: str, dtype: torch.dtype, head_dim: int, package: str) -> int | None:
+def _tried_head_size(device: str, dtype: torch.dtype, head_dim: int, package: tuple) -> int | None:
     sizes = sorted({head_dim, -(-head_dim // 32) * 32})
     return next((size for size in sizes if _is_right(device, dtype, head_dim, size)), None)
 

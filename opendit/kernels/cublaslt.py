@@ -34,7 +34,7 @@ TRIALS = 5
 GAIN = 0.98  # of torch's time, that a proposal must stay below
 
 
-class _Proposal(ctypes.Structure):
+class Proposal(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
@@ -112,7 +112,7 @@ class Product:
         ]
         preference = library.made("cublasLtMatmulPreferenceCreate")
         library.set("MatmulPreference", preference, WORKSPACE_BYTES, ctypes.c_uint64(0))
-        found, count = (_Proposal * PROPOSALS)(), ctypes.c_int()
+        found, count = (Proposal * PROPOSALS)(), ctypes.c_int()
         weight, x, y = self._layouts
         asked = (self._description, weight, x, y, y, preference, PROPOSALS, found, ctypes.byref(count))
         library.call("cublasLtMatmulAlgoGetHeuristic", library.handle, *asked)
@@ -123,7 +123,7 @@ class Product:
     def _set(self, attribute: int, value) -> None:
         self._library.set("MatmulDesc", self._description, attribute, value)
 
-    def __call__(self, proposal: _Proposal, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, proposal: Proposal, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """(rows, columns). Raises RuntimeError if cuBLASLt refuses the proposal."""
         y = torch.empty(self._shape.rows, self._shape.columns, dtype=x.dtype, device=x.device)
         (w_layout, x_layout, y_layout), one, zero = self._layouts, ctypes.byref(self._one), ctypes.byref(self._zero)
@@ -155,7 +155,7 @@ class Measured(NamedTuple):
 
     microseconds: list[float]
     equal: list[bool]
-    proposals: list[_Proposal]
+    proposals: list[Proposal]
 
 
 def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measured:
@@ -195,11 +195,16 @@ def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measure
 
 
 class FastestProducts:
-    """Products by what was found for their shapes, which is kept for as long as this is."""
+    """Products by what was found for their shapes, which is kept for as long as this is.
+
+    Attributes:
+        found: of every shape that was asked for, the product and the proposal that it takes; None: torch's call.
+        failed: whether the library could not be used, so that everything else is torch's.
+    """
 
     def __init__(self):
-        self._found: dict[ProductShape, tuple[Product, _Proposal] | None] = {}
-        self._failed = False
+        self.found: dict[ProductShape, tuple[Product, Proposal] | None] = {}
+        self.failed = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
         """``torchs(x, weight, bias)`` (..., out), bit for bit; without gradients."""
@@ -208,24 +213,25 @@ class FastestProducts:
             return torchs(x, weight, bias)
         rows = x.numel() // x.shape[-1]
         shape = ProductShape(rows, weight.shape[0], weight.shape[1], x.dtype, bias is not None, gelu, x.device)
-        if shape not in self._found:
+        if shape not in self.found:
             if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
                 return torchs(x, weight, bias)
-            self._found[shape] = self._search(shape, torchs)
-        found = self._found[shape]
+            self.found[shape] = self.search(shape, torchs)
+        found = self.found[shape]
         if found is None:
             return torchs(x, weight, bias)
         product, proposal = found
         return product(proposal, x.view(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
-    def _search(self, shape: ProductShape, torchs: Multiply) -> tuple[Product, _Proposal] | None:
-        if self._failed:
+    def search(self, shape: ProductShape, torchs: Multiply) -> tuple[Product, Proposal] | None:
+        """What products of this shape take, by trying all proposals; None: ``torchs``."""
+        if self.failed:
             return None
         try:
             product = Product(loaded(shape.device), shape)
             found = measured(product, shape, torchs)
         except (OSError, AttributeError, RuntimeError):  # a library of another kind, or memory that is full
-            self._failed = True
+            self.failed = True
             return None
         number = fastest(found.microseconds, found.equal)
         return None if number is None else (product, found.proposals[number])

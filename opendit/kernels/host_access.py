@@ -58,6 +58,11 @@ class Staged:
         streams = (torch.cuda.Stream(device) for _ in range(2)) if device.type == "cuda" else (None, None)
         self._coming, self._going = streams
 
+    @property
+    def nbytes(self) -> int:
+        """Of the ring buffer, on the kernel's device."""
+        return self._ring.nbytes
+
     def run(self, launch: Launch, first: int, last: int) -> None:
         """As :meth:`InPlace.run`; the last parts are still on their way back when the current stream is done."""
         stride = 4 * (self._ring.shape[2] - self._rows.shape[1])

@@ -42,6 +42,8 @@ class Recomputed:
     Inputs are tensors, which are kept, or recomputed themselves. Every use is announced by ``share`` and met by
     ``take``: the tensor is made for the first and let go with the last of them, so that several uses cost one ``make``;
     another backward pass through the same graph makes it once more.
+
+    result: the tensor while it is made and not yet let go; else None.
     """
 
     def __init__(self, device: torch.device, make: Callable[..., Tensor], *inputs: "Tensor | Recomputed"):
@@ -49,7 +51,7 @@ class Recomputed:
         self._inputs = [i.share() if isinstance(i, Recomputed) else i.detach() for i in inputs]
         self._autocast = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
         self._uses = self._left = 0
-        self._result: Tensor | None = None
+        self.result: Tensor | None = None
 
     def share(self) -> "Recomputed":
         """Announces one more use; returns itself."""
@@ -58,16 +60,16 @@ class Recomputed:
 
     def take(self) -> Tensor:
         """The tensor, made for the first of the announced uses and let go with the last."""
-        if self._result is None:
+        if self.result is None:
             inputs = [i.take() if isinstance(i, Recomputed) else i for i in self._inputs]
             enabled, dtype = self._autocast
             with torch.no_grad(), torch.autocast(self._device, dtype, enabled=enabled, cache_enabled=False):
-                self._result = self._make(*inputs)
+                self.result = self._make(*inputs)
             self._left = self._uses
         self._left -= 1
-        result = self._result
+        result = self.result
         if not self._left:
-            self._result = None
+            self.result = None
         return result
 
 

@@ -49,10 +49,11 @@ class VarlenAttention:
         filled = self.head_size != q.shape[-1]
         if filled and self.package == CUTE and flash_attention_4.backward_pass() is not None:
             return flash_attention_4.attend(q, k, v, self.head_size, Lengths(offsets, longest))
-        function, scale = _function(self.package), q.shape[-1] ** -0.5
+        function, scale = PACKAGES[self.package](), q.shape[-1] ** -0.5
         return with_filled_heads(q, k, v, self.head_size, lambda q, k, v: function(q, k, v, offsets, longest, scale))
 
 
+@functools.cache
 def _torch_varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -64,6 +65,7 @@ def _torch_varlen() -> Callable[..., Tensor]:
     return call
 
 
+@functools.cache
 def _flash_attention_4() -> Callable[..., Tensor]:
     function = importlib.import_module(CUTE).flash_attn_varlen_func
 
@@ -76,12 +78,8 @@ def _flash_attention_4() -> Callable[..., Tensor]:
 
 
 TORCH = "torch.nn.attention.varlen"
-_PACKAGES = {CUTE: _flash_attention_4, TORCH: _torch_varlen}
-
-
-@functools.cache
-def _function(package: str) -> Callable[..., Tensor]:
-    return _PACKAGES[package]()
+# Those that are tried, in this order, and what imports the function of each, of (q, k, v, offsets, longest, scale).
+PACKAGES = {CUTE: _flash_attention_4, TORCH: _torch_varlen}
 
 
 def resolve_varlen(
@@ -101,10 +99,10 @@ def resolve_varlen(
     if compute_capability(device) < FEATURES["flash_attn"].oldest:
         return None, "one call a run: this card is too old for a varlen kernel"
     wrong = []
-    for package in _PACKAGES:
+    for package in PACKAGES:
         if package == CUTE and torch.are_deterministic_algorithms_enabled():
             continue  # not asked whether it is, of unequal lengths
-        size = _right_size(package, device.type, dtype, head_dim)
+        size = right_size(package, device.type, dtype, head_dim)
         if size is None:
             wrong.append(package)
             continue
@@ -115,7 +113,7 @@ def resolve_varlen(
 
 
 @functools.cache
-def _right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> int | None:
+def right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> int | None:
     """The size to which heads must be filled up for the package to be right here; None: it is not, or not installed."""
     sizes = sorted({head_dim, -(-head_dim // 32) * 32})
     return next((size for size in sizes if _right(package, device, dtype, head_dim, size)), None)

@@ -20,22 +20,23 @@ class HostMemory:
 
     Attributes:
         numbers: all of them, (numel,).
+        pages: that they lie in.
     """
 
     def __init__(self, numel: int, device: torch.device):
         # Not pin_memory=True: torch's pinned allocator rounds up to a power of two, 16 GiB for 10.8 GB.
-        self._pages = _Pages(-1, max(4 * numel, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.pages = Pages(-1, max(4 * numel, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # A fork would have to copy pages that are locked. Huge pages are locked much faster; not every system has them.
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
             with contextlib.suppress(AttributeError, OSError):
-                self._pages.madvise(getattr(mmap, advice))
-        self.numbers = torch.frombuffer(self._pages, dtype=torch.float32, count=numel) if numel else torch.empty(0)
+                self.pages.madvise(getattr(mmap, advice))
+        self.numbers = torch.frombuffer(self.pages, dtype=torch.float32, count=numel) if numel else torch.empty(0)
         if device.type == "cuda" and numel:
-            self._pages.lock(self.numbers.data_ptr())
+            self.pages.lock(self.numbers.data_ptr())
 
     def unlock(self) -> None:
         """Unlocks the pages now, however many tensors still lie in them: no GPU may use them from here on."""
-        self._pages.unlock()
+        self.pages.unlock()
 
     def take(self, like: Sequence[Tensor], start: int, multiple: int = 1) -> tuple[list[Tensor], int]:
         """Tensors of the shapes of ``like``, one after the other from number ``start`` on, each beginning a multiple of
@@ -53,7 +54,7 @@ def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-class _Pages(mmap.mmap):
+class Pages(mmap.mmap):
     """Unlocks its pages before it gives them back: the driver would take them for locked for ever, and the next memory
     at this address could not be."""
 

@@ -174,7 +174,7 @@ class Supervisor:
     def _exit(self, code: int) -> None:
         if self.place.rank == 0:
             time.sleep(0.3)  # for what it has just told the others to be on its way
-        os._exit(code)
+        end_process(code)
 
     # ---------------------------------------------------------------- words
 
@@ -205,6 +205,11 @@ class Supervisor:
             sys.stdout.flush()
         with contextlib.suppress(OSError):
             print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def end_process(code: int) -> None:
+    """Ends this process at once, whatever its threads wait for."""
+    os._exit(code)
 
 
 def _note(text: str) -> None:

@@ -18,6 +18,7 @@ from opendit.data import clips
 from opendit.data.base import BadSample
 from opendit.data.clips import clip_window
 from opendit.data.mp4_header import too_many_frames
+from opendit.data.video_readers import OPENERS
 from tests.data.test_clips import encode, grey, numbers, read_clip
 
 # ---------------------------------------------------------------- short and broken files
@@ -101,12 +102,13 @@ def test_truncated_and_damaged_files(tmp_path):
 
 def test_a_file_that_never_answers(tmp_path, monkeypatch):
     """Opening a pipe that nobody writes to blocks inside C code for ever, as a stalled disk does."""
-    os.mkfifo(tmp_path / "stuck.mp4")
-    monkeypatch.setattr(clips, "_open", lambda path, reader: open(path, "rb"))
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setitem(OPENERS, "pyav", lambda name, contents: open(tmp_path / "pipe", "rb"))
+    path = encode(tmp_path / "stuck.mp4", grey(4))
     begin = time.monotonic()
-    assert reason(tmp_path / "stuck.mp4", time_limit=0.5) == "not read within 0.5 seconds; not tried again"
+    assert reason(path, time_limit=0.5, reader="pyav") == "not read within 0.5 seconds; not tried again"
     assert time.monotonic() - begin < 5
-    os.close(os.open(tmp_path / "stuck.mp4", os.O_WRONLY | os.O_NONBLOCK))  # lets the thread end
+    os.close(os.open(tmp_path / "pipe", os.O_WRONLY | os.O_NONBLOCK))  # lets the thread end
 
 
 def test_slow_decoding_is_stopped(tmp_path, monkeypatch):

@@ -181,16 +181,22 @@ def test_workers_live_through_the_epochs_with_one_thread_each_and_end_on_close()
 
 def test_a_loader_that_ends_slowly_is_not_freed_by_its_thread(monkeypatch):
     """At the interpreter's end the freeing of its tensors there would abort the process."""
-    slow, shut_down = threading.Event(), read_ahead.shut_down
-    monkeypatch.setattr(read_ahead, "shut_down", lambda results: (slow.wait(60), shut_down(results)))
+    slow, shut_down, seen = threading.Event(), read_ahead.shut_down, []
+
+    def end_slowly(results):
+        seen.append(weakref.ref(results))
+        slow.wait(60)
+        shut_down(results)
+
+    monkeypatch.setattr(read_ahead, "shut_down", end_slowly)
     iterator = build_loader(Numbers(8), BatchSchedule(8, 2, 0), dp_rank=0, dp_size=1, batch_size=2, num_workers=1)
     next(iterator)
-    results = weakref.ref(iterator._batches._results)
     iterator.close()  # gives it two seconds
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "loader end")
     slow.set()
     thread.join(60)
     gc.collect()
+    (results,) = seen
     assert not thread.is_alive() and results() is not None
     read_ahead.not_ended.clear()
 

@@ -29,7 +29,7 @@ def test_the_samples_are_those_of_sample_py(precision, kernels, tmp_path, no_ran
         assert np.array_equal(pixels(samples), drawn) and drawn.std() > 1
     assert [step for step, _ in seen] == [1, 2, 3, 4, 5, 6] * 4
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(seen[:12], seen[12:], strict=True))
-    assert next(iter(pipe._engines.values())).records
+    assert next(iter(pipe.engines.values())).records
 
 
 def test_a_cancelled_call_leaves_the_pipeline_whole(tmp_path):

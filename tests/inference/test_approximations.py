@@ -267,7 +267,7 @@ def test_a_sample_is_what_its_seed_says_in_any_batch():
         whole = engine.sample(y, null, torch.arange(4), 0)
         for rows in (slice(0, 1), slice(1, 4), slice(2, 3)):
             assert off_by(engine.sample(y[rows], null, torch.arange(4)[rows], 0), whole[rows]) < 1e-6
-        for kept in ([*loop.stack._kept.values()] for loop in engine.loops.values() if asked.get("cache")):
+        for kept in ([*loop.stack.kept.values()] for loop in engine.loops.values() if asked.get("cache")):
             for tensor in kept:
                 with torch.inference_mode():
                     tensor.fill_(float("inf"))
@@ -326,7 +326,7 @@ def test_only_what_is_evaluated_is_looked_up(cache, shared):
     engine.sample(*given)  # so that everything has its place
     loop = engine.loop_of(2)
     network, counts = loop.network, []
-    for tensors in ([network._table], network._static["contexts"]):
+    for tensors in ([network.table], network.contexts):
         with LookedUp(tensors) as looked_up:
             engine.sample(*given, callback=lambda i, x, to=looked_up: to.steps.append(0))
         counts.append(looked_up.steps[:steps])
@@ -335,7 +335,7 @@ def test_only_what_is_evaluated_is_looked_up(cache, shared):
     assert (0 in run) == (cache == "taylor:2") and depth > 1
     block, last, rows = 6 * 48, 2 * 48, 4  # numbers a row, of a batch of two with both halves
     assert counts[0] == [rows * (block * blocks + last) for blocks in run]
-    keys_and_values = sum(part[0].numel() for part in network._static["contexts"][:2])
-    mask = network._static["contexts"][-1][0].numel()
+    keys_and_values = sum(part[0].numel() for part in network.contexts[:2])
+    mask = network.contexts[-1][0].numel()
     # Of one rank they are views.
     assert counts[1] == [rows * (keys_and_values * blocks + mask * (blocks > 0)) * shared for blocks in run]

@@ -191,12 +191,19 @@ def test_the_npz_takes_less_memory_than_two_parts(tmp_path, monkeypatch):
 
 def peak_of(work) -> int:
     """As :func:`peak_bytes`, which asks after every operation of torch, looked at while blocks are written."""
-    true_write = zipfile._ZipWriteFile.write
+    true_open = zipfile.ZipFile.open
 
-    def write(self, data):
-        torch.zeros(())
-        return true_write(self, data)
+    def opened(self, *args, **kwargs):
+        file = true_open(self, *args, **kwargs)
+        true_write = file.write
+
+        def write(data):
+            torch.zeros(())
+            return true_write(data)
+
+        file.write = write
+        return file
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zipfile._ZipWriteFile, "write", write)
+        patch.setattr(zipfile.ZipFile, "open", opened)
         return peak_bytes(work)

@@ -247,7 +247,7 @@ def test_nobody_hangs_when_the_worker_dies(pipes, monkeypatch):
     with SamplingServer(pipes["classes"], batch_size=1) as server:
         requests = [server.submit([0], steps=100, callback=gate), server.submit([1], steps=100)]
         assert gate.reached.wait(60)
-        monkeypatch.setattr(server, "_choose", lambda: 1 / 0)
+        monkeypatch.setattr(SamplingServer, "undelivered", property(lambda server: 1 / 0))  # which the worker asks
         gate.open.set()
         for request in requests:
             with pytest.raises(ServerClosedError, match="^the sampling server's worker died: ZeroDivisionError: div"):
@@ -283,7 +283,7 @@ def test_it_can_be_closed_from_a_callback(pipes):
     with pytest.raises(ServerClosedError):
         request.result(60)
     server.close()
-    assert not server._worker.is_alive()
+    assert "sampling-server" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_nothing_is_drawn_while_too_much_waits_to_be_decoded(pipes):

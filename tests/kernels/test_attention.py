@@ -86,15 +86,11 @@ def package(monkeypatch):
         for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
             found = types.SimpleNamespace(flash_attn_func=flash_attn_func) if module == name else None
             monkeypatch.setitem(sys.modules, module, found)
-        clear()
+        attention.flash_attn.cache_clear()
         return calls
 
-    def clear():
-        attention.flash_attn.cache_clear()
-        attention._right_head_size.cache_clear()
-
     yield install
-    clear()
+    attention.flash_attn.cache_clear()
 
 
 class WrongGradient(torch.autograd.Function):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opendit.kernels import fp8
@@ -74,7 +74,7 @@ class Gathers(TorchDispatchMode):
     sent = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d" and "allgather" in function._opname:
+        if function.namespace == "c10d" and "allgather" in function.overloadpacket.__name__:
             self.sent += args[1].nbytes
         return function(*args, **(kwargs or {}))
 
@@ -110,8 +110,9 @@ def trained(
                 outputs.append(output.detach())
         gradients += [gradient.clone() for gradient in engine.gradients]
         engine.step()
-    for unit in engine._units:
-        unit.unshard()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
     in_float8 = sum(isinstance(parameter, Float8Weight) for parameter in model.parameters())
     masters = [master.clone() for master in engine.masters().values()]
     with torch.no_grad():

@@ -142,7 +142,7 @@ def test_memory_is_released():
         loss = model(*inputs(LABELS)).square().mean()
     loss.backward(retain_graph=True)
     alive = [made() for made in seen if made() is not None]
-    assert len(alive) >= 8 and all(made._result is None for made in alive)
+    assert len(alive) >= 8 and all(made.result is None for made in alive)
     del alive, loss
     gc.collect()
     assert not any(made() for made in seen)

@@ -40,19 +40,19 @@ def missing():
 @pytest.fixture
 def packages(monkeypatch):
     """Puts functions in the place of packages, as if this were a GPU that they run on."""
-    resolved = varlen._right_size
+    resolved = varlen.right_size
 
     def use(**functions):
         made = {name: (lambda f=f: f) if f is not missing else missing for name, f in functions.items()}
-        monkeypatch.setattr(varlen, "_PACKAGES", made)
+        monkeypatch.setattr(varlen, "PACKAGES", made)
         monkeypatch.setattr(varlen, "compute_capability", lambda device: (9, 0))
         monkeypatch.setattr(
-            varlen, "_right_size", lambda package, device, dtype, size: resolved(package, "cpu", dtype, size)
+            varlen, "right_size", lambda package, device, dtype, size: resolved(package, "cpu", dtype, size)
         )
-        resolved.cache_clear(), varlen._function.cache_clear()
+        resolved.cache_clear()
 
     yield use
-    resolved.cache_clear(), varlen._function.cache_clear()
+    resolved.cache_clear()
 
 
 def test_the_first_that_is_right_is_taken(packages):

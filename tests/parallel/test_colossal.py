@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from opendit.parallel.adamw import FusedAdamW
+from opendit.parallel.engines.booster import state_of_scaler
 from tests.ranks import run_ranks
 
 DECAYS = (0.5, 0.9)
@@ -45,7 +46,7 @@ def test_fused_adamw_is_adamw_by_its_formula(dtype, elements):
         torch.testing.assert_close(p.detach().double(), w, rtol=1e-5, atol=1e-6)
 
 
-def build(precision: str, clip: float = 0.0):
+def build(precision: str, clip: float = 0.0, bucket: int | None = None):
     """A net whose parameter counts don't divide by 2, and a parameter that no loss uses."""
     from opendit.parallel.colossal import load
 
@@ -55,7 +56,7 @@ def build(precision: str, clip: float = 0.0):
     module.register_parameter("unused", nn.Parameter(torch.ones(3)))
     adam, _ = colossal.build_optimizer(module, "zero2", lr=1e-2, weight_decay=0.1)
     _, optimizer = colossal.boost(
-        "zero2", precision, module, adam, grad_clip=clip, accumulate=False, initial_scale=64.0
+        "zero2", precision, module, adam, grad_clip=clip, accumulate=False, initial_scale=64.0, bucket=bucket
     )
     return module, optimizer
 
@@ -67,7 +68,7 @@ def loss_of(module, precision: str, step: int, rank: int):
 
 def shards(optimizer):
     """This rank's masters without padding."""
-    return [m[:n] for m, n in zip(optimizer.masters, optimizer._own_sizes(), strict=True)]
+    return [m[:n] for m, n in zip(optimizer.masters, optimizer.own_sizes(), strict=True)]
 
 
 def several_steps(mesh, bucket: int):
@@ -79,8 +80,7 @@ def several_steps(mesh, bucket: int):
     from opendit.parallel.colossal import zero as colossal_zero
 
     colossal_zero.GATHER_BYTES = bucket
-    module, optimizer = build("fp32", clip=0.05)
-    optimizer._reduce_bucket_size = bucket
+    module, optimizer = build("fp32", clip=0.05, bucket=bucket)
     averages = [[m.clone() for m in shards(optimizer)] for _ in DECAYS]
     expected = [[m.clone() for m in shards(optimizer)] for _ in DECAYS]
     updates = torch.zeros(())
@@ -158,7 +158,7 @@ def overflowing_steps(mesh):
         optimizer.step()
         moved = any(not torch.equal(a, b) for a, b in zip(before, optimizer.masters, strict=True))
         count = optimizer.optim.state[optimizer.masters[0]]["step"].item()
-        history.append((not optimizer.finite, moved, count, optimizer._scaler()._hysteresis_step))
+        history.append((not optimizer.finite, moved, count, state_of_scaler(optimizer.scaler)["hysteresis"]))
     return history, optimizer.grad_norm.item()
 
 

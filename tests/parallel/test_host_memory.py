@@ -28,7 +28,7 @@ def test_tensors_lie_one_after_the_other_and_begin_at_multiples():
 
 def test_the_memory_goes_with_its_last_tensor():
     memory = HostMemory(1 << 20, CPU)
-    pages = weakref.ref(memory._pages)
+    pages = weakref.ref(memory.pages)
     (part,), _ = memory.take([torch.empty(5)], 0)
     del memory
     gc.collect()

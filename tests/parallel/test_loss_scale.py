@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.parallel import loss_scale
+from opendit.parallel.engines.booster import state_of_scaler
 from opendit.parallel.loss_scale import LossScale
 
 
@@ -37,9 +38,7 @@ def test_the_scale_is_that_of_colossal_ai_s_scaler(their_scaler, monkeypatch):
         for finite in finite_steps:
             ours.update(torch.tensor(finite))
             theirs.update(not finite)
-            assert ours.state() == dict(
-                scale=theirs.scale.item(), growth=theirs._growth_step, hysteresis=theirs._hysteresis_step
-            )
+            assert ours.state() == state_of_scaler(theirs)
         assert ours.scale.data_ptr() == memory
 
     compare()
@@ -48,7 +47,11 @@ def test_the_scale_is_that_of_colossal_ai_s_scaler(their_scaler, monkeypatch):
 def test_it_begins_as_theirs(their_scaler):
     theirs = their_scaler()
     assert LossScale(torch.device("cpu")).state()["scale"] == theirs.scale.item() == loss_scale.INITIAL
-    assert (loss_scale.INTERVAL, loss_scale.HYSTERESIS) == (theirs._growth_interval, theirs._hysteresis)
+    for finite, steps, factor in ((True, loss_scale.INTERVAL, 2), (False, loss_scale.HYSTERESIS, 0.5)):
+        before = theirs.scale.item()
+        for step in range(1, steps + 1):
+            theirs.update(not finite)
+            assert theirs.scale.item() == (factor * before if step == steps else before)
 
 
 def test_its_state_can_be_another_plugin_s():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,14 +135,30 @@ def test_auto_takes_the_cheapest_that_the_heads_allow():
     ]
 
 
+class LocalMemory:
+    """As torch's symmetric memory, of one rank and without a GPU."""
+
+    def __init__(self, size: int, meet):
+        self.buffer, self.barrier = torch.empty(size, dtype=torch.uint8), meet
+        self.buffer_size, self.buffer_ptrs = size, [self.buffer.data_ptr()]
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.buffer.view(dtype).view(sizes)
+
+
 def test_a_recording_that_fails_in_a_layer_does_not_stop_the_next_one(monkeypatch):
     """Of buffers no one is used twice in a row; a CUDA graph's uses count only among themselves."""
     recording, barriers = [False], []
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording[0])
-    memory = PeerMemory(Group(None, 0, 1), torch.device("cpu"))
-    handle = SimpleNamespace(barrier=lambda channel: barriers.append(recording[0]))
-    memory._made = {buffer: [(handle,)] for buffer in Buffer}
+
+    def allocate(size: int, *_) -> tuple["LocalMemory", torch.Tensor]:
+        made = LocalMemory(size, lambda channel: barriers.append(recording[0]))
+        return made, made.buffer
+
+    memory = PeerMemory(Group(None, 0, 1), torch.device("cpu"), allocate)
+    for buffer in Buffer:
+        memory.rows(buffer, (1, 1, 1, 1, 8), torch.float32)
 
     def use(*buffers: Buffer) -> None:
         for buffer in buffers:

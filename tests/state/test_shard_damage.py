@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from opendit.common.strict_files import checked
-from opendit.common.tensor_files import write_tensors
+from opendit.common.tensor_files import open_safetensors, write_tensors
 from opendit.parallel.layout import Shard
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sizes import ParallelDims
@@ -276,12 +276,17 @@ def test_files_of_any_division_are_read_in_any_other(tmp_path_factory, case):
     shutil.rmtree(folder)
 
 
-def test_only_the_files_that_are_needed_are_opened(run, monkeypatch):
+def test_only_the_files_that_are_needed_are_opened(run):
     step = run / "checkpoints" / "step_0000006"
-    tensors, opened = open_set(step / "model.shards.json"), []
-    whole = tensors["blocks.0.mlp.fc1.weight"]
-    tensors.close()
-    monkeypatch.setattr(tensors, "_open", lambda path, real=tensors._open: (opened.append(path.name), real(path))[1])
+    with open_set(step / "model.shards.json") as tensors:
+        whole = tensors["blocks.0.mlp.fc1.weight"]
+    opened = []
+
+    def open_file(path):
+        opened.append(path.name)
+        return open_safetensors(path)
+
+    tensors = open_set(step / "model.shards.json", open_file)
     rows = Shard((10, whole.shape[1]), ((0, ((10, 20),)),))  # of the first half: rank 0's
     assert torch.equal(tensors.read("blocks.0.mlp.fc1.weight", rows), whole[10:20])
     assert opened == ["model-shard-00000-of-00002.safetensors"]

@@ -231,4 +231,4 @@ def test_float8_weights_take_a_byte_where_they_are_gathered_and_another_on_their
 def test_the_ring_buffer_of_moments_is_as_large_as_the_estimate_says():
     rows = torch.zeros(2, BLOCK)
     staged = Staged(rows, rows.unsqueeze(1).unbind(), BlockTable([BLOCK], BLOCK, rows.device), rows.device)
-    assert staged._ring.nbytes == RING
+    assert staged.nbytes == RING

@@ -87,12 +87,14 @@ def boost(
     accumulate: bool,
     group: dist.ProcessGroup | None = None,
     initial_scale: float = 2.0**16,
+    bucket: int | None = None,
 ):
     """Wraps ``module`` and ``optimizer`` for ``plugin`` (zero2, ddp, gemini) and returns both.
 
     The module's parameters become the plugin's working weights on this process's device. ``grad_clip`` 0
     means none; ``ddp`` neither casts nor clips (the engine does). ``group``: ranks over which zero2 and ddp average
-    gradients, and zero2 divides state; None: all.
+    gradients, and zero2 divides state; None: all. ``bucket``: elements of gradients that zero2 reduces together; None:
+    as many as Colossal-AI does.
     """
     on_gpu = torch.cuda.is_available()
     built: Any  # each has arguments of its own
@@ -128,6 +130,8 @@ def boost(
         built = TorchDDPPlugin(broadcast_buffers=False, gradient_as_bucket_view=True)
     else:
         raise ValueError(f"--plugin {plugin}: none of Colossal-AI's; choose zero2, ddp or gemini")
+    if bucket is not None and plugin == "zero2":
+        built.zero_optim_kwargs["reduce_bucket_size"] = bucket
     if group is not None and plugin == "zero2":
         built.zero_optim_kwargs["dp_process_group"] = group
     elif group is not None:

@@ -52,7 +52,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._shards: dict[int, Tensor] = {}  # gradients of this rank, by the id of the parameter
         self._bucket: list[nn.Parameter] = []
         self._in_flight: list[tuple[Any, list[nn.Parameter], Tensor]] = []
-        self._adamw = OnePassAdamW(cast(Any, self.optim), self.masters, self._own_sizes(), self._working)
+        self._adamw = OnePassAdamW(cast(Any, self.optim), self.masters, self.own_sizes(), self._working)
         if self._world == 1:
             for hook in self.grad_handles:
                 hook.remove()
@@ -61,7 +61,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     def backward(self, loss: Tensor, inputs=None, retain_graph: bool = False) -> None:
         """Adds to the gradients; fp16 scales the loss first, without asking the device for the scale."""
-        scaler = self._scaler()
+        scaler = self.scaler
         scaled = loss if scaler is None else loss * scaler.scale.view(())
         scaled.backward(inputs=inputs, retain_graph=retain_graph)
         self._reduce_bucket()
@@ -146,7 +146,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         If a gradient of any rank is not finite, nothing is changed.
         """
         self._adamw.counted = self.replicated and self.replicated.counted
-        fused, scaler, gradients = self._adamw.fused(), self._scaler(), self.gradients
+        fused, scaler, gradients = self._adamw.fused(), self.scaler, self.gradients
         if self.replicated is not None:
             self.replicated.sum(gradients)
         grads = zip(gradients, fused.masters, strict=True)
@@ -170,10 +170,12 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
             scaler.update(not self.finite.item())
             scaler._scale = scale.copy_(scaler._scale)  # in its old place, from which a CUDA graph reads it
 
-    def _scaler(self):
+    @property
+    def scaler(self) -> Any:
+        """Colossal-AI's fp16 loss scaler; None in other precisions."""
         return getattr(self.mixed_precision_mixin, "grad_scaler", None)
 
-    def _own_sizes(self) -> list[int]:
+    def own_sizes(self) -> list[int]:
         """Elements of this rank's shards without the padding of the last ranks."""
         widths = [master.numel() for master in self.masters]
         pairs = zip(self._params, widths, strict=True)

@@ -1,7 +1,14 @@
 """What the engines over Colossal-AI's Booster have in common."""
 
+from typing import Any
+
 from opendit.parallel.colossal import load
 from opendit.parallel.engines.base import Engine
+
+
+def state_of_scaler(scaler: Any) -> dict[str, float]:
+    """Of Colossal-AI's fp16 loss scaler, as :meth:`opendit.parallel.loss_scale.LossScale.state`."""
+    return dict(scale=scaler.scale.item(), growth=scaler._growth_step, hysteresis=scaler._hysteresis_step)
 
 
 class BoosterEngine(Engine):
@@ -31,7 +38,7 @@ class BoosterEngine(Engine):
         scaler = self._scaler()
         if scaler is None:
             return {}
-        return dict(scale=scaler.scale.item(), growth=scaler._growth_step, hysteresis=scaler._hysteresis_step)
+        return state_of_scaler(scaler)
 
     def load_scaler_state(self, state):
         scaler = self._scaler()

@@ -51,7 +51,7 @@ class Zero2Engine(BoosterEngine):
         self.optimizer.gather_working_params()
 
     def _scaler(self):
-        return getattr(self.optimizer.mixed_precision_mixin, "grad_scaler", None)
+        return self.optimizer.scaler
 
 
 ENGINE = Zero2Engine

@@ -22,10 +22,10 @@ attention, 107 us, takes 111 beside such copies, 129 beside the kernel.)
 import functools
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,11 +53,27 @@ class PeerRows:
     offset: int = 0
 
 
-class PeerMemory:
-    """The buffers of one group, as large as the largest shape asked for. All ranks make the same calls in one order."""
+def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor]:
+    """``size`` bytes on every rank of the group: torch's handle of them all, and this rank's, (size,) uint8. The memory
+    goes with that tensor."""
+    from torch.distributed import _symmetric_memory as symmetric
 
-    def __init__(self, group: Group, device: torch.device):
-        self.group, self.device = group, device
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # never used here; switches have few of them
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    # torch zeroes it, the barrier's signals too, on the stream, behind what that has been given. Done later, it would
+    # wipe out what a faster rank has written there: attention to 64k tokens is 100 ms, and this is none.
+    torch.cuda.synchronize(device)
+    return symmetric.rendezvous(memory, cast(dist.ProcessGroup, group.handle)), memory
+
+
+class PeerMemory:
+    """The buffers of one group, as large as the largest shape asked for. All ranks make the same calls in one order.
+
+    allocate: what makes them; :func:`allocate`.
+    """
+
+    def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
+        self.group, self.device, self._allocate = group, device, allocate
         self._made: dict[Buffer, list] = {buffer: [] for buffer in Buffer}  # recorded graphs know the old ones too
         self._views: dict[tuple, list[PeerRows]] = {}
         self._last, self._capturing = Buffer.OUTPUT, False
@@ -82,16 +98,9 @@ class PeerMemory:
         return self._views[key]
 
     def _handle(self, buffer: Buffer, size: int) -> tuple:
-        from torch.distributed import _symmetric_memory as symmetric
-
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # never used here; switches have few of them
         made = self._made[buffer]
         if not made or made[-1][0].buffer_size < size:
-            memory = symmetric.empty(size, dtype=torch.uint8, device=self.device)
-            # torch zeroes it, the barrier's signals too, on the stream, behind what that has been given. Done later, it
-            # would wipe out what a faster rank has written there: attention to 64k tokens is 100 ms, and this is none.
-            torch.cuda.synchronize(self.device)
-            handle = symmetric.rendezvous(memory, cast(dist.ProcessGroup, self.group.handle))
+            handle, memory = self._allocate(size, self.group, self.device)
             made.append((handle, torch.tensor(handle.buffer_ptrs, device=self.device), memory))
         return made[-1][:2]
 

@@ -1,6 +1,7 @@
 """One model in memory, requests one after the other, cancelled and failing ones included."""
 
 import gc
+import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, Future
@@ -131,7 +132,7 @@ def test_close_ends_all(queue, servers):
     waiting = queue.submit(request(B))
     queue.close()
     assert isinstance(held.error, CancelledError) and isinstance(waiting.error, CancelledError)
-    assert server.closed and not queue._thread.is_alive()
+    assert server.closed and "drawing-queue" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(TooManyRequests):
         queue.submit(request())
 

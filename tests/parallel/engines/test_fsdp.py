@@ -319,7 +319,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
-            self.counts[function._opname] += 1
+            self.counts[function.overloadpacket.__name__] += 1
         return function(*args, **(kwargs or {}))
 
 
