@@ -3,15 +3,17 @@
     python benchmarks/bench_order.py [--rows 100000000] [--global_batch 256] [--save]
 
 Schedules alone, of an index of as many rows as asked for: no sample is read. The key of each row's shape is mapped from
-a file, as ranks of a node share it; this process has read all of it, as another rank would have. Every case begins in a
-process of its own. start: until the rows of the first step and the steps of an epoch are known. private: what smaps
-calls Private_Clean and Private_Dirty, beyond what imports take. new epoch: the rows of the step in which the second
-epoch begins; the slowest of three epochs. Packs are planned window after window, as a run goes: theirs is the slowest
-of 16 windows.
+a file, as ranks of a node share it; this process has read all of it, as another rank would have. Cases "data set" begin
+before that: shapes are found for rows whose sizes are mapped from a file (``shape_media``), which a first start keeps
+on the machine; that start and later ones are measured. Every case begins in a process of its own. start: until the rows
+of the first step and the steps of an epoch are known. private: what smaps calls Private_Clean and Private_Dirty, beyond
+what imports take. new epoch: the rows of the step in which the second epoch begins; the slowest of three epochs. Packs
+are planned window after window, as a run goes: theirs is the slowest of 16 windows.
 """
 
 import argparse
 import mmap
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,20 +21,27 @@ import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from benchmarks import results
+from opendit.data.base import MediaDataset
 from opendit.data.order.blend import BlendSchedule, SourceRows
+from opendit.data.order.buckets import TokenSize, shape_table
+from opendit.data.order.build import build_schedule
 from opendit.data.order.lengths import Lengths
 from opendit.data.order.packs import SAMPLED, PackSchedule
 from opendit.data.order.pool import RowsByKey
 from opendit.data.order.schedule import WINDOW, BatchSchedule, BucketSchedule
+from opendit.data.shaped import ShapedDataset, shape_media
+from opendit.data.size_cache import FOLDER
 
 SHAPES = 12
 TOKENS = 256 * np.arange(1, SHAPES + 1, dtype=np.int32)  # of a sample of each shape
 PACK_TOKENS, PACKS = 65536, 8  # of a pack; packs of a step
 PARTS = 8  # micro-batches of a step, each of one shape
+SIZES = "sizes.npy"
 _CHUNK = 2**22
 
 
@@ -41,12 +50,45 @@ def _blend(rows: int) -> SourceRows:
     return SourceRows(("a", "b", "c"), ends, ((0, (Fraction(1), Fraction(2), Fraction(3))),), rows)
 
 
+class _Sized(MediaDataset):
+    """Media of many sizes, which are mapped from a file."""
+
+    kind, conditioning, class_names, sample_shape, seed, max_bad = "pixels", "label", ("one",), (3, 256, 256), 0, 0.0
+    random_flip = random_window = False
+    note = ""
+
+    def __init__(self, sizes: np.ndarray):
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def media_sizes(self) -> np.ndarray:
+        return self.sizes
+
+    def identity(self) -> str:
+        return f"{len(self)} rows"
+
+    def source(self, row: int) -> str:
+        return str(row)
+
+
+def _shaped(keys: np.ndarray) -> ShapedDataset:
+    table = shape_table(256, 1, TokenSize(1, 1, (16, 16)), PACK_TOKENS)
+    sizes = np.load(Path(str(cast(np.memmap, keys).filename)).with_name(SIZES), mmap_mode="r")
+    return shape_media(_Sized(sizes), table, 1, 1.25, "--bucket_tokens")
+
+
 CASES: dict[str, Callable[[np.ndarray, int], BatchSchedule]] = {
     "plain": lambda keys, batch: BatchSchedule(len(keys), batch, 0),
     "blend": lambda keys, batch: BlendSchedule(_blend(len(keys)), batch, 1, 0),
     f"{SHAPES} shapes": lambda keys, batch: BucketSchedule(RowsByKey(keys), batch, PARTS, 0),
     f"{SHAPES} shapes, blend": lambda keys, batch: BlendSchedule(_blend(len(keys)), batch, PARTS, 0, keys),
     "packs": lambda keys, batch: PackSchedule(Lengths(keys, TOKENS), PACK_TOKENS, PACKS, 0, attention=6912.0),
+    "data set in buckets": lambda keys, batch: build_schedule(_shaped(keys), 8, PARTS, 0, bucket_tokens=4096),
+    "data set in packs": lambda keys, batch: build_schedule(
+        _shaped(keys), PACKS, PARTS, 0, pack_tokens=PACK_TOKENS // 8, attention=6912.0
+    ),
 }
 
 
@@ -78,11 +120,15 @@ def _first_steps(schedule: BatchSchedule) -> list[int]:
 
 
 def write_keys(path: Path, rows: int) -> None:
+    """And of each row a size, beside it."""
     keys = np.lib.format.open_memmap(path, "w+", np.int16, (rows,))
+    sizes = np.lib.format.open_memmap(path.with_name(SIZES), "w+", np.int32, (rows, 3))
     random = np.random.default_rng(0)
+    table = np.array([(1, 240 + 40 * number, 640 - 20 * number) for number in range(SHAPES)], dtype=np.int32)
     for first in range(0, rows, _CHUNK):
-        keys[first : first + _CHUNK] = random.integers(0, SHAPES, len(keys[first : first + _CHUNK]), dtype=np.int16)
-    keys.flush()
+        part = random.integers(0, SHAPES, len(keys[first : first + _CHUNK]), dtype=np.int16)
+        keys[first : first + _CHUNK], sizes[first : first + _CHUNK] = part, table[part]
+    keys.flush(), sizes.flush()
 
 
 def main() -> None:
@@ -98,18 +144,20 @@ def main() -> None:
         return
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "keys.npy")
+        path, environment = Path(folder, "keys.npy"), {**os.environ, FOLDER: folder}
         write_keys(path, asked.rows)
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as shared:
             sum(shared[place] for place in range(0, len(shared), mmap.PAGESIZE))
-            for case in CASES:
+            first = [case for case in CASES if case.startswith("data set")][0]  # they share what is found
+            for case, title in ((first, f"{first}, first start"), *((case, case) for case in CASES)):
                 command = [sys.executable, __file__, "--case", case, "--keys", str(path)]
                 command += ["--global_batch", str(asked.global_batch)]
-                printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
                 start, private, batch = map(float, printed.split())
-                print(f"{case}: start {start:.2f} s, private {private:.0f} MB, new epoch {batch:.1f} ms", flush=True)
-                step = f"{PACKS} packs a step" if case == "packs" else f"global batch {asked.global_batch}"
-                row = {"bench": "order", "case": f"{case}, {asked.rows:,} rows, {step}"}
+                print(f"{title}: start {start:.2f} s, private {private:.0f} MB, new epoch {batch:.1f} ms", flush=True)
+                step = f"{PACKS} packs a step" if "packs" in case else f"global batch {asked.global_batch}"
+                step = f"global batch {PACKS} of 4,096 tokens" if case == first else step
+                row = {"bench": "order", "case": f"{title}, {asked.rows:,} rows, {step}"}
                 found += [row | {"metric": "start s", "value": f"{start:.2f}"}]
                 found += [row | {"metric": "private MB a rank", "value": f"{private:.0f}"}]
                 found += [row | {"metric": "new epoch's first batch ms", "value": f"{batch:.1f}"}]

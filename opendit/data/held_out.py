@@ -1,16 +1,18 @@
 """A share of a data set that is held out of training, and the rest: together all rows, none in both."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from opendit.common.hashing import hash_parts
+from opendit.common.hashing import Stream, hash_parts
 from opendit.data.base import Embedding, MediaDataset
 from opendit.data.order.blend import SourceRows
 from opendit.data.order.permutation import permuted
 from opendit.data.verification import Verification
 
+_ROWS = 2**20  # hashed at once
 SEED = 0x76616C  # of everything random about held-out samples: runs of any --global_seed have the same ones
 
 
@@ -36,6 +38,12 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
     held = chosen if file_of is None else chosen[file_of]
     part = f"{(~held).sum():,} of them, {held.sum():,} held out"
     return SomeRows(dataset, np.flatnonzero(~held), part), SomeRows(dataset, np.flatnonzero(held), "held out")
+
+
+def stream_of(array: np.ndarray, as_hashed: Callable[[np.ndarray], np.ndarray]) -> Stream:
+    """The bytes of ``as_hashed(array)``, which works on parts of it as well; the array may be mapped from a file."""
+    parts = (as_hashed(array[first : first + _ROWS]).tobytes() for first in range(0, len(array), _ROWS))
+    return Stream(len(array) * as_hashed(array[:1]).nbytes, parts)
 
 
 class SomeRows(MediaDataset):
@@ -123,7 +131,7 @@ class SomeRows(MediaDataset):
         return next((other for other in later if self.shape_key(other) == key), row)
 
     def identity(self) -> str:
-        return hash_parts("rows", self.whole.identity(), self.rows.astype(np.int64).tobytes())
+        return hash_parts("rows", self.whole.identity(), stream_of(self.rows, lambda rows: rows.astype(np.int64)))
 
     def contents(self) -> str | None:
         return self.whole.contents()

@@ -1,11 +1,9 @@
 """How large the media of a data set are, by their headers: looked up once and remembered on this machine."""
 
-import fcntl
 import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +12,8 @@ from opendit.data.base import BadSample
 from opendit.data.clips import clip_size
 from opendit.data.picture_file import picture_size, picture_suffixes
 from opendit.data.progress import Progress
+from opendit.data.size_cache import locked
 
-FOLDER = "OPENDIT_SIZE_CACHE"  # of the environment
-DEFAULT_FOLDER = "~/.cache/opendit/sizes"
 HEAD = 1 << 16  # bytes of a picture within which its header nearly always ends
 _ROWS = 4096  # looked at between two steps of the progress bar
 
@@ -29,15 +26,10 @@ def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: 
     identity: of the data set and its files; what was found for it is kept in a file, which one of a machine's processes
     makes. Where none can be written every process looks for itself. look: raises BadSample; from ``threads`` threads.
     """
-    folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
-    path = folder / f"{identity}.npy"
-    with ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(folder / f"{identity}.lock", "a"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
+    with locked(identity) as folder:
+        if folder is None:
             return _look_at_all(rows, look, threads)
+        path = folder / f"{identity}.npy"
         if (found := _read(path, rows)) is not None:
             return found
         found = _look_at_all(rows, look, threads)

@@ -1,29 +1,38 @@
-"""A data set whose samples keep their aspect ratio and length, as far as whole tokens allow."""
+"""A data set whose samples keep their aspect ratio and length, as far as whole tokens allow.
+
+Which rows of a large data set have which shape is found once and kept on this machine: the ranks of a node map it, and
+no later start looks at every row.
+"""
 
 import numpy as np
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import MediaDataset, name_few
-from opendit.data.held_out import SomeRows
+from opendit.data.held_out import SomeRows, stream_of
 from opendit.data.order.buckets import ShapeTable, TokenSize, assign, kept_shares
 from opendit.data.order.lengths import Lengths
+from opendit.data.size_cache import Kept, kept
 
 _LOOKED_AT = 10_000  # media whose crop is told of
+_LARGE = 2**20  # rows from which on their shapes are kept in a file
+_CHUNK = 2**16  # rows in which the next one of a shape is looked for
 
 
 class ShapedDataset(SomeRows):
     """The rows of ``whole`` that a shape was found for, each read at its own.
 
-    chosen: (rows of ``whole``,) the number of each one's shape, -1 for none. shapes: (n, 3) int32, frames, height and
-    width of each; tokens: (n,) of each. note: what else is said of it.
+    found: arrays ``rows`` (n,) int64, rising, of ``whole``, and ``keys`` (n,) int16, the number of each one's shape;
+    ``about["note"]``, what else is said of it. shapes: (m, 3) int32, frames, height and width of each; tokens: (m,) of
+    each.
 
     Raises ValueError if no row has a shape.
     """
 
-    def __init__(self, whole: MediaDataset, chosen: np.ndarray, shapes: np.ndarray, tokens: np.ndarray, note: str):
-        super().__init__(whole, np.flatnonzero(chosen >= 0), note)
-        self.keys, self.shapes, self.tokens = chosen[self.rows], shapes, tokens
+    def __init__(self, whole: MediaDataset, found: Kept, shapes: np.ndarray, tokens: np.ndarray):
+        super().__init__(whole, found.arrays["rows"], found.about["note"])
+        self.keys, self.shapes, self.tokens = found.arrays["keys"], shapes, tokens
+        self._identity: str | None = found.about.get("identity")
 
     def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
         frames, height, width = self.shapes[self.keys[row]].tolist()
@@ -40,24 +49,59 @@ class ShapedDataset(SomeRows):
 
     def next_row(self, row: int) -> int:
         """The next one of this shape."""
-        later = np.flatnonzero(self.keys[row + 1 :] == self.keys[row])
-        return row + 1 + int(later[0]) if len(later) else int((self.keys == self.keys[row]).argmax())
+        for start in (*range(row + 1, len(self), _CHUNK), *range(0, row + 1, _CHUNK)):
+            later = np.flatnonzero(self.keys[start : start + _CHUNK] == self.keys[row])
+            if len(later):
+                return start + int(later[0])
+        raise AssertionError("unreachable: this row has this shape")
 
     def token_counts(self) -> Lengths:
         """The tokens of every row's sample, int32."""
         return Lengths(self.keys, self.tokens.astype(np.int32))
 
     def identity(self) -> str:
-        of_rows = self.shapes[self.keys].astype(np.int32).tobytes()
-        return hash_parts("shaped", super().identity(), of_rows)
+        if self._identity is None:
+            of_rows = stream_of(self.keys, lambda keys: self.shapes[keys].astype(np.int32))
+            self._identity = hash_parts("shaped", super().identity(), of_rows)
+        return self._identity
 
 
-def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str) -> ShapedDataset:
-    """The pixels of a data set at the shapes of ``table``. interval: of a clip's frames.
+def shape_media(
+    dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str, *, large: int = _LARGE
+) -> ShapedDataset:
+    """The pixels of a data set at the shapes of ``table``. interval: of a clip's frames. large: rows from which on what
+    is found is kept in a file.
 
     Media that can't be read, and those that are smaller than every shape, are left out, counted and named. Raises
     ValueError, naming ``flag`` and what to do, if none is left, or more than the data set's ``max_bad`` can't be read.
     """
+
+    def find() -> Kept:
+        return _rows_and_keys(*_shapes_of_media(dataset, table, interval, upscale, flag))
+
+    def find_with_identity() -> Kept:  # which takes seconds, too, where rows are many
+        found = find()
+        identity = ShapedDataset(dataset, found, table.shapes, table.tokens).identity()
+        return found._replace(about={**found.about, "identity": identity})
+
+    if len(dataset) < large:
+        return ShapedDataset(dataset, find(), table.shapes, table.tokens)
+    how = f"{interval} {upscale} {dataset.max_bad} {dataset.source(0)}"  # which name notes hold, too
+    arrays = (array.tobytes() for array in (table.shapes, table.tokens, table.level))
+    name = hash_parts("shapes", dataset.identity(), dataset.contents() or "", *arrays, how)
+    return ShapedDataset(dataset, kept(name, find_with_identity), table.shapes, table.tokens)
+
+
+def _rows_and_keys(chosen: np.ndarray, note: str) -> Kept:
+    """chosen: (rows,) the number of each row's shape, -1 for none."""
+    rows = np.flatnonzero(chosen >= 0)
+    return Kept({"rows": rows, "keys": chosen[rows].astype(np.int16)}, {"note": note})
+
+
+def _shapes_of_media(
+    dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str
+) -> tuple[np.ndarray, str]:
+    """(The number of every row's shape, -1 for none; what is said of them)."""
     sizes = dataset.media_sizes()
     if sizes is None:
         own = dataset.sample_shape[1:] if len(dataset.sample_shape) == 4 else (1, *dataset.sample_shape[1:])
@@ -79,11 +123,11 @@ def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale
     used, counts = np.unique(chosen[chosen >= 0], return_counts=True)
     looked = np.flatnonzero(chosen >= 0)
     looked = looked[:: max(1, len(looked) // _LOOKED_AT)]
-    kept = kept_shares(sizes[looked], table.shapes[chosen[looked]]).mean()
+    shown = kept_shares(sizes[looked], table.shapes[chosen[looked]]).mean()
     common = used[counts.argmax()]
     notes = [
         f"{len(used)} shape{'s' * (len(used) > 1)} of {table.tokens[used].min():,} to {table.tokens[used].max():,} "
-        f"tokens, most often {_shown(table.shapes[common])}, {1 - kept:.1%} cropped off"
+        f"tokens, most often {_shown(table.shapes[common])}, {1 - shown:.1%} cropped off"
     ]
     for rows, why in (
         (small, f"smaller than every shape by more than --max_upscale {upscale:g}"),
@@ -92,7 +136,7 @@ def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale
         if len(rows):
             named = name_few([dataset.source(row) for row in rows[:3].tolist()])
             notes.append(f"{len(rows):,} left out, {why} ({named}{', ...' if len(rows) > 3 else ''})")
-    return ShapedDataset(dataset, chosen, table.shapes, table.tokens, "; ".join(notes))
+    return chosen, "; ".join(notes)
 
 
 def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str) -> ShapedDataset:
@@ -110,7 +154,7 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str)
     if (largest := int(tokens.max())) > most:
         raise ValueError(f"{flag} {most}: a sample has {largest:,} tokens; raise it to that at least")
     note = f"{len(shapes)} shape{'s' * (len(shapes) > 1)} of {tokens.min():,} to {tokens.max():,} tokens"
-    return ShapedDataset(dataset, chosen.reshape(-1).astype(np.int16), shapes.astype(np.int32), tokens, note)
+    return ShapedDataset(dataset, _rows_and_keys(chosen.reshape(-1), note), shapes.astype(np.int32), tokens)
 
 
 def _shown(shape: np.ndarray) -> str:

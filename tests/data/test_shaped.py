@@ -5,13 +5,15 @@ import pytest
 import torch
 from PIL import Image
 
+from opendit.common.hashing import hash_parts
 from opendit.data import build_dataset, build_loader
-from opendit.data.media_size import FOLDER, known_sizes
+from opendit.data.media_size import known_sizes
 from opendit.data.order.buckets import TokenSize, shape_table
 from opendit.data.order.build import build_schedule
 from opendit.data.picture_file import fill_crop, picture_size
 from opendit.data.shaped import shape_latents, shape_media
 from opendit.data.shards.program import make_shards
+from opendit.data.size_cache import FOLDER
 from opendit.data.video_file import write_mp4
 
 TOKEN = TokenSize(1, 1, (8, 8))
@@ -179,3 +181,52 @@ def test_cached_latents_keep_their_shapes():
         shape_latents(data, TokenSize(2, 1, (2, 2)), 31, "--bucket_tokens")
     with pytest.raises(ValueError, match="do not divide by the model's patch"):
         shape_latents(data, TokenSize(3, 1, (2, 2)), 64, "--bucket_tokens")
+
+
+def same(one, other):
+    assert np.array_equal(one.rows, other.rows) and np.array_equal(one.keys, other.keys)
+    assert one.describe() == other.describe() and one.identity() == other.identity()
+    assert torch.equal(one.load(len(one) - 1, False), other.load(len(one) - 1, False))
+
+
+def test_what_is_found_for_many_rows_is_kept_and_mapped(media, cache, monkeypatch):
+    data, table = build_dataset(str(media / "pictures"), 64, seed=0, random_flip=False), shape_table(64, 1, TOKEN, 64)
+    in_memory = shape_media(data, table, 1, 1.25, "--bucket_tokens")
+    rows, keys = in_memory.rows.astype(np.int64), in_memory.shapes[in_memory.keys].astype(np.int32)
+    whole = hash_parts("shaped", hash_parts("rows", data.identity(), rows.tobytes()), keys.tobytes())
+    assert in_memory.identity() == whole
+    same(shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1), in_memory)
+    monkeypatch.setattr(type(data), "media_sizes", lambda self: 1 / 0)
+    again = shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1)
+    same(again, in_memory)
+    assert isinstance(again.rows, np.memmap) and isinstance(again.keys, np.memmap)
+    with pytest.raises(ZeroDivisionError):  # other shapes for another factor, and for other files
+        shape_media(data, table, 1, 1.5, "--bucket_tokens", large=1)
+    with pytest.raises(ZeroDivisionError):
+        shape_media(build_dataset(str(media), 64, seed=0), table, 1, 1.25, "--bucket_tokens", large=1)
+
+
+@pytest.mark.parametrize("damage", ("keys.npy", "rows.npy", "about.json"))
+def test_kept_shapes_that_are_damaged_are_found_again(media, cache, damage):
+    data, table = build_dataset(str(media / "pictures"), 64, seed=0, random_flip=False), shape_table(64, 1, TOKEN, 64)
+    in_memory = shape_media(data, table, 1, 1.25, "--bucket_tokens")
+    for _ in range(2):
+        same(shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1), in_memory)
+        (file,) = cache.glob(f"*.arrays/{damage}")
+        file.write_bytes(file.read_bytes()[:-3])
+    assert not [path for path in cache.iterdir() if path.suffix not in (".npy", ".lock", ".arrays")]
+
+
+def test_where_nothing_can_be_written_shapes_are_found_each_time(media, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv(FOLDER, str(tmp_path / "file" / "sizes"))
+    data, table = build_dataset(str(media / "pictures"), 64, seed=0, random_flip=False), shape_table(64, 1, TOKEN, 64)
+    in_memory = shape_media(data, table, 1, 1.25, "--bucket_tokens")
+    same(shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1), in_memory)
+
+
+def test_the_next_row_of_a_shape_is_found_in_a_circle(media):
+    data = shaped(media / "pictures")
+    for row in range(len(data)):
+        alike = [other for other in (*range(row + 1, len(data)), *range(row + 1)) if data.keys[other] == data.keys[row]]
+        assert data.next_row(row) == alike[0]

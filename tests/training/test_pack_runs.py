@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import train
-from opendit.data.media_size import FOLDER
+from opendit.data.size_cache import FOLDER
 from opendit.models.segments import unpack_patches
 from opendit.training.runners import MicroBatch, PackedMicroBatch
 from tests.numbers import off_by

@@ -2,8 +2,6 @@
 
 from typing import Any, cast
 
-import numpy as np
-
 from opendit.data.base import MediaDataset
 from opendit.data.order.blend import BlendSchedule
 from opendit.data.order.packs import PackSchedule
@@ -47,8 +45,9 @@ def build_schedule(
 
 
 def _in_buckets(dataset: ShapedDataset, global_batch: int, micro_batches: int, seed: int, tokens: int) -> BatchSchedule:
-    keys, sources = cast(np.ndarray, dataset.shape_keys()), dataset.source_rows()
-    samples = [tokens // int(dataset.tokens[key]) for key in np.unique(keys)]
+    keys, sources = dataset.shape_keys(), dataset.source_rows()
+    shapes = RowsByKey(keys)
+    samples = [tokens // int(dataset.tokens[key]) for key in shapes.values]
     if sources is not None:
         return BlendSchedule(sources, global_batch, micro_batches, seed, keys, samples)
-    return BucketSchedule(keys, global_batch, micro_batches, seed, samples)
+    return BucketSchedule(shapes, global_batch, micro_batches, seed, samples)

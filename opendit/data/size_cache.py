@@ -1,0 +1,86 @@
+"""What was found out about the media of a data set, kept on this machine: one process makes it, the others map it."""
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FOLDER = "OPENDIT_SIZE_CACHE"  # of the environment
+DEFAULT_FOLDER = "~/.cache/opendit/sizes"
+_ABOUT = "about.json"
+
+
+@contextmanager
+def locked(name: str) -> Iterator[Path | None]:
+    """The cache's folder, while no other process of this machine has the lock ``name``; None where none can be
+    written. A lock ends with its process, however that ends."""
+    folder, lock = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser(), None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / f"{name}.lock", "a")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:
+        folder = None
+    try:
+        yield folder
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+class Kept(NamedTuple):
+    """Arrays by name, mapped from files where they were kept; about: what JSON can hold."""
+
+    arrays: dict[str, np.ndarray]
+    about: dict[str, Any]
+
+
+def kept(name: str, make: Callable[[], Kept]) -> Kept:
+    """What ``make`` returns: made by one process of this machine, once, and mapped by all.
+
+    name: of what decides it, a hash. Where nothing can be written, or what was written is damaged, it is made anew.
+    """
+    with locked(name) as cache:
+        folder = None if cache is None else cache / f"{name}.arrays"
+        if folder is not None and (found := _read(folder)) is not None:
+            return found
+        made = make()
+        if folder is None:
+            return made
+        try:
+            _write(folder, made)
+        except OSError:
+            return made
+        again = _read(folder)
+        return made if again is None else again
+
+
+def _write(folder: Path, made: Kept) -> None:
+    work = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        for name, array in made.arrays.items():
+            np.save(work / f"{name}.npy", array)
+        shapes = {name: [str(array.dtype), len(array)] for name, array in made.arrays.items()}
+        (work / _ABOUT).write_text(json.dumps({"arrays": shapes, "about": made.about}))
+        shutil.rmtree(folder, ignore_errors=True)  # one that is damaged
+        os.replace(work, folder)
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _read(folder: Path) -> Kept | None:
+    try:
+        about = json.loads((folder / _ABOUT).read_text())
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in about["arrays"]}
+        fits = all([str(a.dtype), len(a)] == about["arrays"][name] for name, a in arrays.items())
+        return Kept(arrays, about["about"]) if fits else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
