@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 from typing import cast
@@ -131,6 +132,13 @@ def write_keys(path: Path, rows: int) -> None:
     keys.flush(), sizes.flush()
 
 
+def share(path: Path, held: ExitStack) -> None:
+    """Reads all of a file and keeps it mapped, as another rank of the machine would."""
+    file = held.enter_context(open(path, "rb"))
+    mapped = held.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    sum(mapped[place] for place in range(0, len(mapped), mmap.PAGESIZE))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000_000)
@@ -146,9 +154,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, environment = Path(folder, "keys.npy"), {**os.environ, FOLDER: folder}
         write_keys(path, asked.rows)
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as shared:
-            sum(shared[place] for place in range(0, len(shared), mmap.PAGESIZE))
-            first = [case for case in CASES if case.startswith("data set")][0]  # they share what is found
+        with ExitStack() as shared:
+            share(path, shared)
+            first = next(case for case in CASES if case.startswith("data set"))  # they share what is found
             for case, title in ((first, f"{first}, first start"), *((case, case) for case in CASES)):
                 command = [sys.executable, __file__, "--case", case, "--keys", str(path)]
                 command += ["--global_batch", str(asked.global_batch)]
@@ -161,6 +169,9 @@ def main() -> None:
                 found += [row | {"metric": "start s", "value": f"{start:.2f}"}]
                 found += [row | {"metric": "private MB a rank", "value": f"{private:.0f}"}]
                 found += [row | {"metric": "new epoch's first batch ms", "value": f"{batch:.1f}"}]
+                if title != case:
+                    for kept in Path(folder).glob("*.arrays/*.npy"):
+                        share(kept, shared)
     if asked.save:
         results.append(found)
 

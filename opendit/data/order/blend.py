@@ -114,6 +114,10 @@ class BlendSchedule(BatchSchedule):
     def micro_batches(self) -> int | None:
         return self._cut if self._shaped else None
 
+    @property
+    def rows_of_step(self) -> int:
+        return self._cut * max(self._part)
+
     def steps(self, epochs: int) -> int:
         samples, low, high = epochs * self.sources.epoch, 0, epochs * self.sources.epoch // min(self._part) + 1
         while low < high:  # the last step up to which no more are drawn

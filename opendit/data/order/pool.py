@@ -46,7 +46,7 @@ class RowsByKey:
     """
 
     def __init__(self, keys: np.ndarray):
-        self.keys = keys
+        self.keys = keys = np.asarray(keys)  # a view without the mapping's class, whose parts take long to make
         chunks = [slice(start, start + _CHUNK) for start in range(0, len(keys), _CHUNK)]
         self.values = np.unique(np.concatenate([keys[:0], *(np.unique(keys[chunk]) for chunk in chunks)]))
         counts = [

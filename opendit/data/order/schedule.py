@@ -18,7 +18,7 @@ from opendit.data.order.pool import Pool, RowsByKey, rows_of
 SORTED, KEYED = "sorted", "keyed"  # what a checkpoint says of the order of its samples
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations, apart from those of Stream
 MANY_EPOCHS = 10_000  # over which a mean is taken
-WINDOW = 1024  # units whose rows are computed at once
+WINDOW = 1024  # rows that are computed at once, or a step's if it has more
 _BLOCK = 128  # samples, of several sources, within which the sources' order is drawn
 
 
@@ -60,6 +60,11 @@ class BatchSchedule:
     def micro_batches(self) -> int | None:
         """How many parts a global batch must be cut into; None: any number."""
         return None
+
+    @property
+    def rows_of_step(self) -> int:
+        """At most."""
+        return self.global_batch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -116,7 +121,7 @@ class BatchSchedule:
 
     def _of_step(self, step: int) -> StepRows:
         if step not in self._computed[0]:
-            count = max(1, WINDOW // self.global_batch)
+            count = max(1, WINDOW // self.rows_of_step)
             steps = range(step // count * count, (step // count + 1) * count)
             self._computed = steps, self._steps(steps)
         steps, found = self._computed
@@ -164,6 +169,10 @@ class BucketSchedule(BatchSchedule):
     @property
     def micro_batches(self) -> int:
         return self._micro_batches
+
+    @property
+    def rows_of_step(self) -> int:
+        return self._micro_batches * max(self._part)
 
     def steps(self, epochs: int) -> int:
         return self._parts.length(epochs) // self._micro_batches
