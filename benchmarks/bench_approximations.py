@@ -7,7 +7,7 @@ the same samples, of the same seeds. A row has: blocks evaluated by the exact sa
 milliseconds a sample (the median of whole batches after the first), the relative error of the latents, the share of
 samples in which a classifier of real ones sees what was asked for (of clips: and that move as asked), and the Fréchet
 distance to real training samples, of the features of ``opendit evaluate --features digits``. Beside
-approximations: the same sampler with fewer steps. --plot needs matplotlib.
+approximations: the same sampler with fewer steps. benchmarks/plot.py draws the rows of results.csv.
 """
 
 import argparse
@@ -213,38 +213,6 @@ def records(title: str, rows: list[Row]) -> list[dict]:
     return found
 
 
-def plot(tables: dict[str, list[Row]], path: Path) -> None:
-    """Error of latents over the evaluations saved, a panel a checkpoint; a line for each kind of setting."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(tables), figsize=(6.4 * len(tables), 4.8), squeeze=False)
-    for axis, (title, rows) in zip(axes[0], tables.items(), strict=True):
-        kinds: dict[str, list[Row]] = {}
-        for row in rows[1:]:
-            name, *values = row.setting.split(":")
-            order = f", order {values[1]}" if name == "taylor" and len(values) > 1 else ""
-            kinds.setdefault(name.replace("steps", "fewer steps") + order, []).append(row)
-        for kind, members in kinds.items():
-            members.sort(key=lambda row: row.fewer)
-            x, y = [row.fewer for row in members], [row.error for row in members]
-            axis.plot(x, y, marker="o", label=kind.replace("taylor", "taylor:K"))
-            for row in members:
-                values = row.setting.partition(":")[2]
-                axis.annotate(values, (row.fewer, row.error), textcoords="offset points", xytext=(5, 4), fontsize=7)
-        axis.axvline(2.5, color="grey", linewidth=0.8, linestyle=":")
-        axis.set(yscale="log", xlabel="fewer block evaluations (x)", ylabel="relative error of latents")
-        axis.set_title(title, fontsize=9.5, loc="left")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
-        axis.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ckpt", nargs="+", required=True, help="runs or checkpoints of the embedded demos")
@@ -256,19 +224,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--settings", nargs="*", default=SETTINGS.split(), help=f"default: {SETTINGS}")
     parser.add_argument("--device", help="default: the GPU if there is one")
     parser.add_argument("--precision", default="fp32", help="of the network")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw error over speed")
     parser.add_argument("--results", help="a file to append rows to, as results.csv")
     args = parser.parse_args(argv)
     torch.set_float32_matmul_precision("highest")
-    tables: dict[str, list[Row]] = {}
     for ckpt in args.ckpt:
         bench = Bench(ckpt, args)
-        print(f"\n{bench.title}, {args.samples:,} samples in batches of {args.batch_size}\n\n{HEAD}", flush=True)
-        tables[bench.title] = bench.rows(lambda row, exact: print(line(row, exact), flush=True))
+        title = f"{bench.title}, {args.samples:,} samples in batches of {args.batch_size}"
+        print(f"\n{title}\n\n{HEAD}", flush=True)
+        rows = bench.rows(lambda row, exact: print(line(row, exact), flush=True))
         if args.results:
-            append(records(bench.title, tables[bench.title]), args.results)
-    if args.plot:
-        plot(tables, args.plot)
+            append(records(title, rows), args.results)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@
     python benchmarks/plot.py --list                  their names, and what each shows
 
 A plot is a function of :data:`PLOTS`: it gets the rows of results.csv, and returns a figure. It takes the newest rows
-of what it shows unless it says otherwise. Two pictures of the docs have makers of their own, because they show more
-than results.csv holds: approximations.png (bench_approximations.py --plot) and validation.png (any run with a held-out
-loss).
+of what it shows unless it says otherwise. One picture of the docs has a maker of its own, because it shows more than
+results.csv holds: validation.png (any run with a held-out loss).
 """
 
 import argparse
@@ -173,10 +172,56 @@ def kernels(rows: list[Row]) -> Figure:
     return figure
 
 
+# ----------------------------------------------------------------------------------------------------- docs/sampling.md
+
+
+def approximation_errors(rows: list[Row]) -> dict[str, dict[str, tuple[float, float]]]:
+    """{model and sampler: {setting: (how many times fewer evaluations of blocks, relative error of latents)}}."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        if row["bench"] == "approximations":
+            title, _, setting = row["case"].rpartition(", ")
+            found.setdefault(title, {}).setdefault(setting, {})[row["metric"]] = float(row["value"])
+    return {
+        title: {
+            setting: (of["fewer block evaluations"], of["relative error of latents"])
+            for setting, of in settings.items()
+            if setting != "exact" and "fewer block evaluations" in of
+        }
+        for title, settings in found.items()
+    }
+
+
+def approximations(rows: list[Row]) -> Figure:
+    """Error of latents over the evaluations saved, a panel a model; a line for each kind of setting."""
+    tables = {title: found for title, found in approximation_errors(rows).items() if "10,000 samples" in title}
+    figure = Figure(figsize=(6.4 * len(tables), 4.8), layout="constrained")
+    colours: dict[str, str] = {}  # one for each kind, in all panels
+    for axis, (title, found) in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True):
+        kinds: dict[str, list[tuple[float, float, str]]] = {}
+        for setting, (fewer, error) in found.items():
+            name, *values = setting.split(":")
+            order = f", order {values[1]}" if name == "taylor" and len(values) > 1 else ""
+            kind = name.replace("steps", "fewer steps").replace("taylor", "taylor:K") + order
+            kinds.setdefault(kind, []).append((fewer, error, ":".join(values)))
+        for kind, members in kinds.items():
+            members.sort()
+            colour = colours.setdefault(kind, f"C{len(colours)}")
+            axis.plot([m[0] for m in members], [m[1] for m in members], marker="o", color=colour, label=kind)
+            for fewer, error, values in members:
+                axis.annotate(values, (fewer, error), textcoords="offset points", xytext=(5, 4), fontsize=7)
+        axis.axvline(2.5, color=COLOURS["grey"], linewidth=0.8, linestyle=":")
+        axis.set(yscale="log", xlabel="fewer block evaluations (x)", ylabel="relative error of latents")
+        plain(axis, title.replace(", fp32, ", ", fp32,\n"))
+        axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
 PLOTS: dict[str, Callable[[list[Row]], Figure]] = {
     "sequence_layer": sequence_layer,
     "predicted_steps": predicted_steps,
     "kernels": kernels,
+    "approximations": approximations,
 }
 
 

@@ -1,13 +1,12 @@
-"""benchmarks/bench_approximations.py on a CPU, with models of random weights: its tables, its rows, its plot."""
+"""benchmarks/bench_approximations.py on a CPU, with models of random weights: its tables, its rows."""
 
 import csv
-import importlib.util
 
 import pytest
 import torch
 
 import opendit
-from benchmarks.bench_approximations import Clips, Digits, Row, line, main, plot, records, whole
+from benchmarks.bench_approximations import Clips, Digits, Row, line, main, records, whole
 from opendit.data import digits_split
 from opendit.data.moving_digits import DIRECTIONS
 from opendit.diffusion import FlowObjective
@@ -78,12 +77,6 @@ def test_a_line_and_its_records():
     assert all(float(record.get("baseline_value", 1)) for record in nothing)
     assert found["accuracy"]["value"] == "0.9440" and found["accuracy"]["baseline_value"] == "0.9500"
     assert found["relative error of latents"]["value"] == "0.01230"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_the_plot(tmp_path):
-    plot({"DiT": [EXACT, HALF], "vDiT": [EXACT, HALF]}, tmp_path / "new" / "plot.png")
-    assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_another_model_is_refused(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plot import IMAGES, PLOTS, TARGETS, TOKENS, layer_shares, main, read_rows
+from benchmarks.plot import IMAGES, PLOTS, TARGETS, TOKENS, approximation_errors, layer_shares, main, read_rows
 
 DOCS = IMAGES.parent
 
@@ -38,6 +38,19 @@ def test_shares_are_the_ratios_of_results_csv():
     for row in rows:
         width, tokens, gpus = map(int, re.findall(r"layer (\d+)/\d+ N (\d+) P (\d+)", row["case"])[0])
         assert shares[gpus, width, tokens, "auto"] == pytest.approx(float(row["ratio"]), abs=6e-4)
+
+
+def test_errors_of_approximations_are_those_of_results_csv():
+    case = {"bench": "approximations", "case": "DiT, 10,000 samples in batches of 500, taylor:3"}
+    rows = [
+        case | {"metric": "fewer block evaluations", "value": "2.94"},
+        case | {"metric": "relative error of latents", "value": "0.005"},
+        case | {"case": case["case"].replace("taylor:3", "exact"), "metric": "accuracy", "value": "0.9"},
+        case | {"bench": "sampling", "metric": "img/s", "value": "3"},
+    ]
+    assert approximation_errors(rows) == {"DiT, 10,000 samples in batches of 500": {"taylor:3": (2.94, 0.005)}}
+    kinds = [title.split(",")[0] for title in approximation_errors(read_rows()) if "10,000 samples" in title]
+    assert sorted(kinds) == ["DiT-Ti/2", "vDiT-Ti/822"]
 
 
 def test_a_plot_is_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
