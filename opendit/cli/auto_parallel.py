@@ -8,6 +8,7 @@ same checks. Flags that stand on the command line are kept.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class Candidate:
     grad_accumulation: int = 1
 
     @property
-    def product(self) -> tuple:
+    def product(self) -> tuple[Any, ...]:
         """What candidates differ in that are shown apart: all but rematerialization and micro-batch."""
         sizes = (self.data_parallel_replicate, self.sequence_parallel_size, self.tensor_parallel_size)
         return self.plugin, self.reshard, self.offload, *sizes, self.expert_parallel_size, self.pipeline_parallel_size
@@ -144,7 +145,7 @@ class Search:
 
     # ------------------------------------------------------------------------------------------------- enumeration
 
-    def options(self, name: str, others: Sequence) -> Sequence:
+    def options(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
         """Values of a flag: its own where it was given, else ``others``."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
@@ -283,8 +284,10 @@ class Search:
 
     def best(self, offload: str, pipelines: bool = False) -> list[Priced]:
         """The best of each product, the fastest first."""
-        found: dict[tuple, Priced] = {}
-        enough: dict[tuple, int] = {}  # the largest micro-batch that a product has room for with less recomputing
+        found: dict[tuple[Any, ...], Priced] = {}
+        enough: dict[
+            tuple[Any, ...], int
+        ] = {}  # the largest micro-batch that a product has room for with less recomputing
         for form in self.forms(offload, pipelines):
             if not self.takes(form):
                 continue

@@ -79,7 +79,7 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
-def flags_of(cls: type) -> list[dataclasses.Field]:
+def flags_of(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     """The fields of a configuration that are flags, in the order of its components."""
     of = _components(cls)
     order = list(dict.fromkeys(of.values()))
@@ -87,12 +87,12 @@ def flags_of(cls: type) -> list[dataclasses.Field]:
     return sorted(flags, key=lambda item: order.index(of[item.name]))
 
 
-def groups_of(cls: type) -> dict[str, list[dataclasses.Field]]:
+def groups_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
     """The flags of a configuration by the title of their heading in --help."""
     return {heading.partition(":")[0]: items for heading, items in headings_of(cls).items()}
 
 
-def headings_of(cls: type) -> dict[str, list[dataclasses.Field]]:
+def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
     """The flags of a configuration by their heading in --help. Components of the same title stand under the heading
     of the first one."""
     of, titles, groups = _components(cls), {}, {}
@@ -102,12 +102,12 @@ def headings_of(cls: type) -> dict[str, list[dataclasses.Field]]:
     return groups
 
 
-def _components(cls: type) -> dict[str, type]:
+def _components(cls: type[Any]) -> dict[str, type[Any]]:
     """The class that each field of a configuration stands in."""
     return {name: owner for owner in cls.__mro__ for name in owner.__dict__.get("__annotations__", ())}
 
 
-def value_of(item: dataclasses.Field) -> Value | None:
+def value_of(item: dataclasses.Field[Any]) -> Value | None:
     """What a flag takes; None for one that is on or off."""
     kind = _scalar_type(item.type)
     if typing.get_origin(kind) is list:
@@ -115,12 +115,12 @@ def value_of(item: dataclasses.Field) -> Value | None:
     return None if kind is bool else Value(kind, **item.metadata["bounds"])
 
 
-def default_of(item: dataclasses.Field) -> Any:
+def default_of(item: dataclasses.Field[Any]) -> Any:
     """A flag's default; a new list of one that takes several values."""
     return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
-def check_values(config) -> None:
+def check_values(config: Any) -> None:
     """Raises ValueError for the first flag whose value is out of its range, wherever that value came from."""
     for item in flags_of(type(config)):
         takes, found = value_of(item), getattr(config, item.name)
@@ -131,7 +131,7 @@ def check_values(config) -> None:
                 raise ValueError(f"--{item.name} {show(value)}: {problem}")
 
 
-def settle_idle(config, idle: dict[str, str]) -> list[str]:
+def settle_idle(config: Any, idle: dict[str, str]) -> list[str]:
     """Of flags that would change nothing, ``idle``: name -> why, as "does nothing without --lora".
 
     Raises ValueError for the first that stood on the command line; returns a note for each that a recipe sets.
@@ -185,14 +185,14 @@ def parse(cls: type[P], argv: Sequence[str]) -> P:
     return cast(Callable[..., P], cls)(**values, given=given)
 
 
-def overridden(config) -> dict[str, tuple[Any, Any]]:
+def overridden(config: Any) -> dict[str, tuple[Any, Any]]:
     """What the command line changed of a recipe: flag -> (the recipe's value, the value in use)."""
     recipe = parse(type(config), ["--recipe", config.recipe])
     pairs = {name: (getattr(recipe, name), getattr(config, name)) for name in sorted(config.given - NO_CHANGE)}
     return {name: (before, now) for name, (before, now) in pairs.items() if before != now}
 
 
-def to_dict(config) -> dict:
+def to_dict(config: Any) -> dict[str, Any]:
     """What config.json holds."""
     return {item.name: getattr(config, item.name) for item in flags_of(type(config))}
 
@@ -210,7 +210,7 @@ def build_parser(cls: type[ProgramFlags]) -> CommandLine:
     return parser
 
 
-def _add(parser: CommandLine, item: dataclasses.Field) -> None:
+def _add(parser: CommandLine, item: dataclasses.Field[Any]) -> None:
     told, takes = item.metadata, value_of(item)
     default = default_of(item)
     if takes is None:
@@ -233,7 +233,7 @@ def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _scalar_type(annotation) -> type:
+def _scalar_type(annotation) -> type[Any]:
     """int for ``int | None``, str for ``str``, ..."""
     if isinstance(annotation, types.UnionType):
         return next(a for a in typing.get_args(annotation) if a is not type(None))

@@ -111,14 +111,14 @@ class CommandLine(argparse.ArgumentParser):
         chosen = self.commands.get(found.get("command", ""), self)
         return {**chosen.defaults, **found}, set(found)
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """argparse's, of words that may have dashes for underscores, and values that begin with one."""
         words = ["--help" if word == "-h" else underscored(word) for word in (sys.argv[1:] if args is None else args)]
         if not self.commands:
             self._refuse_strangers(words[: words.index("--")] if "--" in words else words)
         return super().parse_known_args(words, namespace)
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """argparse's, with what was meant by a word that is no flag."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:

@@ -1,5 +1,7 @@
 """Every flag of preprocess.py's commands, and what is checked before anything is loaded."""
 
+from typing import Any
+
 from opendit.cli.checks import (
     check_data,
     check_exists,
@@ -137,7 +139,7 @@ def _add_latents(latents: CommandLine) -> None:
     latents.option("--max_text_tokens", whole(1, 16_384, "tokens"), "captions are cut to this (default: the encoder's)")
 
 
-def check(command: str, options: dict, given: set[str]) -> None:
+def check(command: str, options: dict[str, Any], given: set[str]) -> None:
     """Raises ValueError, naming the flag and the fix, for what one command's flags can't be together or on this
     machine. ``given``: the flags that stood on the command line."""
     if "num_workers" in options:
@@ -164,7 +166,7 @@ def check(command: str, options: dict, given: set[str]) -> None:
         check_output_file(options["output"], "--output", makes_folder=True)
 
 
-def _check_latents(options: dict, given: set[str]) -> None:
+def _check_latents(options: dict[str, Any], given: set[str]) -> None:
     idle = {}
     if not options["use_video"]:
         idle |= dict.fromkeys(CLIP_FLAGS, "does nothing without --use_video")

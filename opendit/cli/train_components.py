@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, make_dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from opendit.cli.command_line import Flags, flag
 from opendit.cli.values import (
@@ -56,7 +56,7 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
     )
 
     @property
-    def architecture(self) -> dict:
+    def architecture(self) -> dict[str, Any]:
         """The flags that say how a model of this kind and size is made; None: as its kind is."""
         names = ["qk_norm", "adaln_lora", "bias", "positions", *(s.flag for k in KINDS.values() for s in k.settings)]
         return {name: getattr(self, name) for name in names}

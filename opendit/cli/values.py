@@ -40,7 +40,7 @@ class Value:
     ("steps", "seconds"), or what the text is ("folder"), as --help shows it in the value's place.
     """
 
-    kind: type = str
+    kind: type[Any] = str
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -140,7 +140,7 @@ def _problem_of_name(name: str) -> str | None:
     return "too long for the name of a file; give a shorter one" if longest > 255 or len(name) > 4000 else None
 
 
-def _number(kind: type, text: str) -> int | float | None:
+def _number(kind: type[Any], text: str) -> int | float | None:
     """None for text that is no number of this kind. Python's own int() and float() take more: 1_000, digits of other
     scripts, spaces around."""
     if kind is int:

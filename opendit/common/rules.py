@@ -81,7 +81,7 @@ def parse_json(content: bytes | str, source: str) -> Any:
         raise ValueError(f"{source} is not strict JSON: {error}") from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,7 +30,7 @@ ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 _BLOCK = 16 << 20
 
 
-def write_file(path: Path, blocks: Iterator[bytes | memoryview]) -> dict:
+def write_file(path: Path, blocks: Iterator[bytes | memoryview]) -> dict[str, Any]:
     """Writes and syncs a file; returns its line of the manifest, made from memory and not read back from the disk.
 
     Raises OSError (a full disk, no permission), naming the file.
@@ -50,7 +51,7 @@ def write_file(path: Path, blocks: Iterator[bytes | memoryview]) -> dict:
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds: Kinds | None = None
-) -> dict:
+) -> dict[str, Any]:
     """Writes CPU tensors as a safetensors file; returns and raises as :func:`write_file`.
 
     kinds: of those to write, where ``tensors`` reads each when it is asked for; all of them without it.
@@ -68,7 +69,7 @@ def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds: Kinds) -> Iterator[bytes | memoryview]:
-    header: dict[str, dict] = {"__metadata__": metadata}
+    header: dict[str, dict[str, Any]] = {"__metadata__": metadata}
     offset = 0
     for name, (dtype, shape) in kinds.items():
         end = offset + nbytes(dtype, shape)

@@ -13,7 +13,7 @@ from opendit.data.processes import collection_paused, end_processes, end_with_pa
 
 
 def run_apart(
-    function: Callable, work: Sequence[tuple], num_workers: int, time_limit: float
+    function: Callable[..., Any], work: Sequence[tuple[Any, ...]], num_workers: int, time_limit: float
 ) -> Generator[tuple[int, Any], None, None]:
     """Yields (index, ``function(*work[index])`` or, as text, why it failed) for all of the work, in the order of
     completion; ``time_limit``: seconds for one. The function returns no text itself.
@@ -21,7 +21,7 @@ def run_apart(
     A multiprocessing pool gives up, or waits for ever, when one of its processes dies; here only that file is lost.
     """
     todo = iter(range(len(work)))
-    running: dict[Connection, list] = {}  # pipe -> [process, index, deadline]
+    running: dict[Connection, list[Any]] = {}  # pipe -> [process, index, deadline]
 
     def give(pipe: Connection, process) -> None:
         """The next file to a process that is free, or its end."""
@@ -62,7 +62,7 @@ def run_apart(
             _end(pipe, process)
 
 
-def _start_worker(function: Callable) -> tuple[Connection, multiprocessing.Process]:
+def _start_worker(function: Callable[..., Any]) -> tuple[Connection, multiprocessing.Process]:
     # A forked process is there at once; others import torch for seconds, and again after every crash.
     methods = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
@@ -79,7 +79,7 @@ def _end(pipe: Connection, process: multiprocessing.Process) -> None:
     end_processes([process])
 
 
-def _serve(function: Callable, pipe: Connection, parent: int) -> None:
+def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
     """A worker process: answers arguments with the function's result, or the reason why there is none."""
     leave_inherited_garbage()
     end_with_parent()

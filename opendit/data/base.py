@@ -6,7 +6,7 @@ gives the same numbers in any process, on any number of GPUs and after any resum
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class BadSample(Exception):
         super().__init__(f"{printable(path)}: {printable(str(reason))}")
 
 
-class MediaDataset(Dataset):
+class MediaDataset(Dataset[Any]):
     """Base of all data sets. A subclass sets the attributes below and writes the methods that raise
     NotImplementedError; keys, flips and replacements of unreadable rows are done here, for all alike.
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class FileMemory:
     """The last ``REMEMBERED`` files that something is known of, the oldest forgotten first."""
 
     def __init__(self):
-        self._known: OrderedDict[str, tuple] = OrderedDict()
+        self._known: OrderedDict[str, tuple[Any, ...]] = OrderedDict()
 
     def add(self, path: str, *what: object) -> None:
         self._known[path] = what
@@ -62,7 +62,7 @@ class FileMemory:
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
 
-    def get(self, path: str) -> tuple | None:
+    def get(self, path: str) -> tuple[Any, ...] | None:
         return self._known.get(path)
 
 
@@ -198,7 +198,7 @@ class _Helper:
     """A thread that does one piece of work after another; to start one for every clip takes 0.1 ms."""
 
     def __init__(self):
-        self.jobs: SimpleQueue = SimpleQueue()
+        self.jobs: SimpleQueue[Any] = SimpleQueue()
         self.thread = threading.Thread(target=_serve, args=(self.jobs,), name="clip", daemon=True)
         self.thread.start()
 
@@ -206,7 +206,7 @@ class _Helper:
         self.jobs.put(None)  # the end of a thread that reads no more ends its helper
 
 
-def _serve(jobs: SimpleQueue) -> None:
+def _serve(jobs: SimpleQueue[Any]) -> None:
     while (job := jobs.get()) is not None:
         work, stop, outcome = job
         try:
@@ -356,7 +356,9 @@ def name_for_ffmpeg(path: str) -> Iterator[str]:
         yield f"/dev/fd/{file.fileno()}"
 
 
-def _decode_in_order(path: str, indices: list[int], stop: threading.Event, size: int | tuple | None) -> np.ndarray:
+def _decode_in_order(
+    path: str, indices: list[int], stop: threading.Event, size: int | tuple[Any, ...] | None
+) -> np.ndarray:
     """What ``decode_frames`` returns, by PyAV, from the first frame on."""
     kept: dict[int, np.ndarray] = {}
     convert, wanted, count = ToRgb(), set(indices), 0

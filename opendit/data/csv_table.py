@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from opendit.data.files import first_bytes, printable, problem
 from opendit.data.folders import CLIPS, suffix_of
@@ -124,7 +125,7 @@ def _is_medium(folder: Path, cell: str) -> bool:
     return suffix_of(cell) in picture_suffixes() | CLIPS or bool(cell) and os.path.isfile(folder / cell)
 
 
-def _header(folder: Path, name: str, lines: list) -> tuple[list[str], list]:
+def _header(folder: Path, name: str, lines: list[Any]) -> tuple[list[str], list[Any]]:
     """The names of the columns, and the lines without the header."""
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]

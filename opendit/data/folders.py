@@ -121,14 +121,14 @@ def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tupl
     return files, folders
 
 
-def _is_folder(entry: os.DirEntry) -> bool:
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:
         return False
 
 
-def _unusual(entry: os.DirEntry) -> str | None:
+def _unusual(entry: os.DirEntry[str]) -> str | None:
     try:  # of most files the kind stands in the folder: nothing is asked of the disk
         return None if entry.is_file(follow_symlinks=False) else kind_of(entry.stat().st_mode)
     except OSError:

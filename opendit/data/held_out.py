@@ -3,8 +3,10 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from opendit.common.hashing import Stream, hash_parts
 from opendit.data.base import Embedding, MediaDataset
@@ -60,7 +62,7 @@ class SomeRows(MediaDataset):
             setattr(self, name, getattr(whole, name))
         self.seed, self.max_bad = whole.seed, whole.max_bad
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         """What only some kinds of data sets have, as cached latents their scaling factor."""
         if name.startswith("_") or name == "whole":  # while a copy is being made there is no ``whole`` yet
             raise AttributeError(name)
@@ -82,13 +84,13 @@ class SomeRows(MediaDataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def load(self, row, flip):
+    def load(self, row: int, flip: bool) -> Tensor:
         return self.whole.load(self._of(row), flip)
 
-    def load_at(self, row, flip, start):
+    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
         return self.whole.load_at(self._of(row), flip, start)
 
-    def load_sized(self, row, flip, start, shape):
+    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
         return self.whole.load_sized(self._of(row), flip, start, shape)
 
     def media_sizes(self) -> np.ndarray | None:

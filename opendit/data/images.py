@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
     return pixels if as_bytes else to_pixels(pixels)
 
 
-class PathTable(Sequence):
+class PathTable(Sequence[Any]):
     """An immutable list of paths in two arrays.
 
     A million Python strings, shared with forked workers, get copied page by page as their reference counts
@@ -105,7 +105,7 @@ def find_pictures(folder: str) -> PictureFolder:
     return PictureFolder([_class_name(os.path.basename(os.path.abspath(folder)))], paths, [0] * len(paths), ignored)
 
 
-def _leads_up(path: str, above: frozenset) -> bool:
+def _leads_up(path: str, above: frozenset[Any]) -> bool:
     try:
         return identity_of(path) in above
     except OSError:

@@ -41,7 +41,7 @@ def shard_name(shard: int, shards: int) -> str:
     return f"latents-{shard:05d}-of-{shards:05d}.safetensors"
 
 
-def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict, skipped: list[str]) -> str:
+def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], skipped: list[str]) -> str:
     """Writes a shard under another name and renames it, so that a shard that exists is complete; returns its SHA-256,
     made from what was in memory."""
     partial = path.with_name(path.name + ".partial")
@@ -52,7 +52,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict, skipped:
     return written["sha256"]
 
 
-def read_shard_header(path: Path) -> tuple[int, dict, list[str]] | None:
+def read_shard_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
     """(pictures, settings, skipped files) of a shard; None if it isn't a whole shard of ours."""
     try:
         with open_safetensors(path) as shard:
@@ -169,5 +169,5 @@ class LatentDataset(CachedLatents, MediaDataset):
     def describe(self) -> str:
         return self._described(str(self.folder), int((self.keys == self.keys.max()).sum()))
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # a file mapping doesn't travel to a worker that isn't forked

@@ -5,7 +5,7 @@ line that names the file. The contents' checksums are compared later, beside the
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import safe_open
@@ -26,7 +26,7 @@ class ShardLayout(NamedTuple):
     max_tokens: int
 
 
-def check_index(index: dict, path: Path) -> None:
+def check_index(index: dict[str, Any], path: Path) -> None:
     """Raises ValueError if the parts of an index, each of which keeps its rule, do not go together."""
 
     def require(right: bool, problem: str) -> None:
@@ -48,7 +48,7 @@ def check_index(index: dict, path: Path) -> None:
     require(text or bool(index["class_names"]), "class_names is empty")
 
 
-def layout_of(index: dict) -> ShardLayout:
+def layout_of(index: dict[str, Any]) -> ShardLayout:
     channels, *sides = index["latent_shape"]
     text = index.get("conditioning", "label") == "text"
     classes = 0 if text else len(index["class_names"])
@@ -56,7 +56,7 @@ def layout_of(index: dict) -> ShardLayout:
     return ShardLayout((2 * channels, *sides), 2 if index["flips"] else 1, classes, max_tokens)
 
 
-def read_shard(folder: Path, shard: dict, layout: ShardLayout) -> dict[str, np.ndarray]:
+def read_shard(folder: Path, shard: dict[str, Any], layout: ShardLayout) -> dict[str, np.ndarray]:
     """The small tensors of a shard, whose file, size, tensors and shapes must be those that the index says.
 
     Raises ValueError naming the file and what is wrong."""

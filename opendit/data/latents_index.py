@@ -35,12 +35,12 @@ class ShardForm:
 
     pattern: str
     name: Callable[[int, int], str]
-    header: Callable[[Path], tuple[int, dict, list[str]] | None]
-    write: Callable[[Path, dict, dict, list[str]], str]
+    header: Callable[[Path], tuple[int, dict[str, Any], list[str]] | None]
+    write: Callable[[Path, dict[str, Any], dict[str, Any], list[str]], str]
     version: int = FILES_VERSION
 
 
-def check_indexes(index: Any, source: str) -> list[dict] | None:
+def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
     """The indexes, checked, in what an index.json says, one for each size; None if it is something else's. Raises
     ValueError for one that can't be true, and for another version's."""
     if not isinstance(index, dict) or index.get("format") != FORMAT:
@@ -59,7 +59,7 @@ def check_indexes(index: Any, source: str) -> list[dict] | None:
     return [{**each, "version": version} for each in found]
 
 
-def read_indexes(folder: Path) -> list[dict] | None:
+def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
     """As :func:`check_indexes`, of a folder; None also if there is none. Raises ValueError for a damaged one, too."""
     path = folder / INDEX
     try:
@@ -73,7 +73,7 @@ def read_indexes(folder: Path) -> list[dict] | None:
     return check_indexes(content, str(path))
 
 
-def choose_index(indexes: list[dict], name: str, image_size: int) -> dict:
+def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> dict[str, Any]:
     """That of pictures of this size. Raises ValueError, which begins with ``name``."""
     found = next((index for index in indexes if index["image_size"] == image_size), None)
     if found is None:
@@ -85,7 +85,7 @@ def choose_index(indexes: list[dict], name: str, image_size: int) -> dict:
     return found
 
 
-def write_index(folder: Path, version: int, indexes: list[dict]) -> None:
+def write_index(folder: Path, version: int, indexes: list[dict[str, Any]]) -> None:
     """Of version 1 the only one of ``indexes``; of version 2 all of them, the smallest pictures first."""
     plain = [{key: value for key, value in index.items() if key not in ("format", "version")} for index in indexes]
     content: dict[str, Any] = {"sizes": sorted(plain, key=lambda index: index["image_size"])}
@@ -103,7 +103,7 @@ class CachedLatents(MediaDataset):
 
     def _take(
         self,
-        index: dict,
+        index: dict[str, Any],
         name: str,
         random_flip: bool | None,
         use_video: bool,

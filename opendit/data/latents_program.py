@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ def run(
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
     data_timeout: float = 300.0,
-) -> dict | None:
+) -> dict[str, Any] | None:
     """``preprocess.py latents`` with its flags' values; one process a GPU if torchrun started several.
 
     Raises ValueError, OSError or DataError; of several processes, an error of one ends all, as ``Supervisor`` says.

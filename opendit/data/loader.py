@@ -61,7 +61,16 @@ class _Request:
 class Requests:
     """The sampler: what to read, step after step, micro-batch after micro-batch."""
 
-    def __init__(self, schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step):
+    def __init__(
+        self,
+        schedule: Any,
+        dp_rank: int,
+        dp_size: int,
+        batch_size: int,
+        micro_batches: int,
+        start_step: int,
+        end_step: int | None,
+    ):
         self.schedule, self.dp_rank, self.dp_size = schedule, dp_rank, dp_size
         self.batch_size, self.micro_batches = batch_size, micro_batches
         self.start_step, self.end_step = start_step, end_step
@@ -77,7 +86,7 @@ class Requests:
             step += 1
 
 
-class _BatchReader(Dataset):
+class _BatchReader(Dataset[Any]):
     """Turns a request into a batch; runs in the worker processes."""
 
     def __init__(self, dataset: MediaDataset):
@@ -182,7 +191,7 @@ class BatchIterator:
     def __enter__(self) -> "BatchIterator":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __iter__(self) -> "BatchIterator":
@@ -262,7 +271,12 @@ def build_loader(
 
 
 def read_batches(
-    dataset: MediaDataset, batches: Sequence[Sequence[SampleKey]], *, max_bad: float = 0.05, on_skip=None, **how
+    dataset: MediaDataset,
+    batches: Sequence[Sequence[SampleKey]],
+    *,
+    max_bad: float = 0.05,
+    on_skip: Callable[[str], None] | None = None,
+    **how: Any,
 ) -> BatchIterator:
     """The batches of these samples in order, pixels of 8 bits as bytes; those of one batch are of one step and shape.
 

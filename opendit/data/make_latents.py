@@ -25,12 +25,13 @@ from opendit.data.progress import Progress
 from opendit.data.read_ahead import ReadAhead
 from opendit.data.shards.latents import HEADERS, tars_of
 from opendit.data.text_cache import EMPTY, embed, pack_captions, pack_embeddings, write_empty_caption
+from opendit.encoders.text import TextEncoder
 from opendit.encoders.vae import Codec
 
-Part = tuple[Tensor, Tensor, Tensor, list]  # of a shard: moments (B, F, 2C, ...) fp16, labels, rows, embeddings
+Part = tuple[Tensor, Tensor, Tensor, list[Any]]  # of a shard: moments (B, F, 2C, ...) fp16, labels, rows, embeddings
 
 
-class _RowReader(Dataset):
+class _RowReader(Dataset[Any]):
     """Reads batches of rows, as they are and without replacements, in a worker process."""
 
     def __init__(self, dataset: MediaDataset):
@@ -58,7 +59,7 @@ def make_latents(
     *,
     image_size: int,
     flips: bool,
-    encoder=None,
+    encoder: TextEncoder | None = None,
     batch_size: int = 64,
     num_workers: int = 4,
     shard_size: int = 4096,
@@ -68,7 +69,7 @@ def make_latents(
     max_bad: float = 0.05,
     patience: float = 0.0,
     on_hang: Callable[[str], None] | None = None,
-) -> dict | None:
+) -> dict[str, Any] | None:
     """Writes the latents of ``dataset`` to ``output``, keeping the shards there: tars of about ``tar_bytes``
     (``opendit.data.shards.latents``), beside those of pictures of other sizes that were made of the same data; or,
     without it, safetensors files of ``shard_size`` samples (``opendit.data.latents``).
@@ -136,13 +137,13 @@ def make_latents(
 
 
 def _take_index(
-    output: Path, settings: dict, form: ShardForm, world_size: int, rank: int
-) -> tuple[dict[str, str], list[dict]]:
+    output: Path, settings: dict[str, Any], form: ShardForm, world_size: int, rank: int
+) -> tuple[dict[str, str], list[dict[str, Any]]]:
     """Takes what is to be made out of the index, so that nobody reads it while it changes, and returns on every rank
     the checksums that it had of it, and the indexes of other sizes.
 
     Raises ValueError if the folder holds something else, or latents of other data."""
-    found: list = [({}, [])]
+    found: list[Any] = [({}, [])]
     if rank == 0:
         found[0] = _taken(output, settings, form)
     if world_size > 1:
@@ -150,7 +151,7 @@ def _take_index(
     return found[0]
 
 
-def _taken(output: Path, settings: dict, form: ShardForm) -> tuple[dict[str, str], list[dict]]:
+def _taken(output: Path, settings: dict[str, Any], form: ShardForm) -> tuple[dict[str, str], list[dict[str, Any]]]:
     tars = form.version == TARS_VERSION
     if any(output.glob("latents-*.safetensors" if tars else "latents-*.tar")):
         fix = "give --shard_size as a number of pictures to go on with them" if tars else "give --shard_size as 1GB"
@@ -191,7 +192,7 @@ def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list
     return plan or [[]]
 
 
-def _samples_of_a_tar(dataset: MediaDataset, codec: Codec, settings: dict, rows: list[int], encoder) -> int:
+def _samples_of_a_tar(dataset: MediaDataset, codec: Codec, settings: dict[str, Any], rows: list[int], encoder) -> int:
     """How many of these rows a tar of about ``shard_size`` bytes holds, with captions as long as they are cut to; one
     at least."""
     numbers = int(np.prod(_shard_shape(dataset, codec, settings, rows)))
@@ -208,7 +209,7 @@ def _settings(
     shard_size: int,
     encoder,
     version: int,
-) -> dict:
+) -> dict[str, Any]:
     """Everything that a shard's bytes depend on."""
     settings = {
         "version": version,
@@ -234,7 +235,7 @@ def _frames(dataset: MediaDataset) -> int | None:
     return dataset.sample_shape[1] if len(dataset.sample_shape) == 4 else None
 
 
-def noun_of(settings: dict) -> str:
+def noun_of(settings: dict[str, Any]) -> str:
     return "clips" if "video" in settings else "pictures"
 
 
@@ -254,14 +255,14 @@ def latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, frames: i
     return latents_of.latent_shape(frames or _frames(dataset), image_size, image_size)
 
 
-def _shard_shape(dataset: MediaDataset, codec: Codec, settings: dict, rows: list[int]) -> tuple[int, ...]:
+def _shard_shape(dataset: MediaDataset, codec: Codec, settings: dict[str, Any], rows: list[int]) -> tuple[int, ...]:
     """(F, 2C, h, w) or (F, 2C, t, h, w): of one row's moments in a shard of these rows."""
     picture = _frames(dataset) and rows and dataset.shape_key(rows[0]) == PICTURE
     channels, *sides = latent_shape(codec, dataset, settings["image_size"], 1 if picture else None)
     return 2 if settings["flips"] else 1, 2 * channels, *sides
 
 
-def _complete_shards(output: Path, settings: dict, form: ShardForm) -> set[str]:
+def _complete_shards(output: Path, settings: dict[str, Any], form: ShardForm) -> set[str]:
     """Names of the whole shards in a folder; raises ValueError if one was made with other settings."""
     kept = set()
     for path in sorted(output.glob(form.pattern)):
@@ -280,7 +281,7 @@ def _complete_shards(output: Path, settings: dict, form: ShardForm) -> set[str]:
 
 
 def _encode_shard(
-    batches: Iterable[tuple],
+    batches: Iterable[tuple[Any, ...]],
     dataset: MediaDataset,
     codec: Codec,
     flips: bool,
@@ -326,13 +327,13 @@ def _finish(
     output: Path,
     dataset: MediaDataset,
     codec: Codec,
-    settings: dict,
+    settings: dict[str, Any],
     plan: list[list[int]],
     max_bad: float,
     encoder,
     checksums: dict[str, str],
     form: ShardForm,
-) -> dict:
+) -> dict[str, Any]:
     """The index once every shard is there; raises DataError if too many files were skipped."""
     entries, all_skipped = [], []
     for shard, rows in enumerate(plan):

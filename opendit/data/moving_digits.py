@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,7 +122,7 @@ def make_demo(
     return folder / "demo.csv"
 
 
-def _read_settings(path: Path) -> dict:
+def _read_settings(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except ValueError:

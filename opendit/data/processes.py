@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from opendit.common.errors import DataError
 
@@ -84,7 +85,7 @@ def _begin_process() -> None:
     end_with_parent()
 
 
-def in_processes(work: Callable, jobs: Sequence, count: int) -> Iterator:
+def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> Iterator[Any]:
     """``work(job)`` of every job as they are done; the first error ends all.
 
     Raises it, and DataError of a process that was killed."""

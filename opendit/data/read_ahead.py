@@ -36,7 +36,7 @@ POLL = 1.0  # seconds between two looks at the workers while a batch is awaited
 
 # A thread that frees a tensor while the interpreter ends aborts the process ("terminate called without an active
 # exception"): what such a thread may still have is kept for ever.
-not_ended: list = []
+not_ended: list[Any] = []
 
 
 class ReadAhead:
@@ -55,7 +55,7 @@ class ReadAhead:
     def __init__(
         self,
         reader: Any,
-        requests,
+        requests: Any,
         *,
         num_workers: int,
         pin_memory: bool,
@@ -104,13 +104,13 @@ class ReadAhead:
     def __enter__(self) -> "ReadAhead":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __iter__(self) -> "ReadAhead":
         return self
 
-    def __next__(self):
+    def __next__(self) -> Any:
         """Raises DataError if a worker process died or hangs, or says what else went wrong in it."""
         if self._results is None:
             raise StopIteration
@@ -207,7 +207,7 @@ class ReadAhead:
             not_ended.append(results)
 
 
-def shut_down(results) -> None:
+def shut_down(results: Any) -> None:
     with suppress(Exception):  # of queues whose other end was just killed
         results._shutdown_workers()
 
@@ -315,10 +315,10 @@ class _WorkerTraceback(Exception):
         return "\n" + self.args[0]
 
 
-class _Guarded(Dataset):
+class _Guarded(Dataset[Any]):
     """A reader whose exceptions come back as results."""
 
-    def __init__(self, reader: Dataset, reading: _Reading):
+    def __init__(self, reader: Dataset[Any], reading: _Reading):
         self.reader, self.reading = reader, reading
 
     def __getitem__(self, request):

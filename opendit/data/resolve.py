@@ -4,6 +4,7 @@ import os
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from opendit.data.base import MediaDataset
 from opendit.data.files import kind_of, printable
@@ -23,7 +24,7 @@ from opendit.data.picture_file import picture_suffixes
 from opendit.data.sources.base import Request
 
 
-def build_dataset(data_path: str, image_size: int, **options) -> MediaDataset:
+def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDataset:
     """The data set of ``--data_path``, by the first of opendit/data/sources that knows it.
 
     image_size: pixels of a side. options: more fields of ``Request``, among them ``seed``.

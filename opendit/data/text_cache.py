@@ -16,6 +16,7 @@ import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from opendit.common.tensor_files import open_safetensors, shapes_in, write_tensors
 from opendit.data.base import DataError, Embedding
+from opendit.encoders.text import TextEncoder
 
 EMPTY = "empty-caption.safetensors"
 
@@ -39,7 +41,7 @@ def pack_captions(captions: Sequence[str]) -> dict[str, Tensor]:
     }
 
 
-def embed(encoder, captions: list[str]) -> list[tuple[Tensor, Tensor]]:
+def embed(encoder: TextEncoder, captions: list[str]) -> list[tuple[Tensor, Tensor]]:
     """Every caption's tokens (L_i, D) without padding and its pooled vector (D,), float16 on the CPU.
 
     encoder: ``encode(captions)`` gives tokens (B, L, D), mask (B, L) bool and pooled (B, D).
@@ -64,7 +66,7 @@ def pack_embeddings(parts: list[tuple[Tensor, Tensor]], width: int) -> dict[str,
     }
 
 
-def write_empty_caption(folder: Path, encoder) -> str:
+def write_empty_caption(folder: Path, encoder: TextEncoder) -> str:
     """Writes ``EMPTY``, whole or not at all; returns its SHA-256."""
     tokens, pooled = embed(encoder, [""])[0]
     partial = folder / (EMPTY + ".partial")
@@ -110,7 +112,7 @@ def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:
     return Embedding(out, torch.arange(max_tokens) < len(tokens), pooled)
 
 
-class CaptionTable(Sequence):
+class CaptionTable(Sequence[Any]):
     """The captions of all shards, in two arrays, which forked workers share (see ``images.PathTable``)."""
 
     def __init__(self, shards: list[tuple[np.ndarray, np.ndarray]]):

@@ -98,7 +98,7 @@ class ToRgb:
     """Frames of PyAV to RGB with the pixels that decord and torchcodec give."""
 
     def __init__(self):
-        self._of: tuple | None = None
+        self._of: tuple[Any, ...] | None = None
         self._graph: Any = None
 
     def __call__(self, frame: Any) -> np.ndarray:
@@ -135,7 +135,7 @@ class TorchCodecReader:
         self._contents = contents
         self._decoder = decoders.VideoDecoder(name, num_ffmpeg_threads=1, dimension_order="NHWC")
         self.length, told = contents.length, self._decoder.metadata
-        self.declared = (told.width or 0) * (told.height or 0)
+        self.declared: int = (told.width or 0) * (told.height or 0)
         if len(self._decoder) != self.length:
             raise ValueError(f"{len(self._decoder)} frames, {self.length} packets")
 
@@ -226,7 +226,7 @@ def import_decord():
 
 
 @cache
-def import_torchcodec():
+def import_torchcodec() -> Any:
     """torchcodec's decoders, likewise."""
     import torchcodec.decoders  # pyright: ignore[reportMissingImports]
 

@@ -67,7 +67,7 @@ class DDPM:
     posterior_mean_xt: Tensor  # weight of x_t in it
     posterior_log_variance: Tensor  # log of [H] eq. 7's beta-tilde, clipped
     timestep_map: Tensor  # (n,) int64: the timestep of the unshortened schedule, which the network was trained on
-    _on_device: dict = field(default_factory=dict, init=False, repr=False)
+    _on_device: dict[torch.device, dict[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def linear(cls, T: int = 1000, shift: float = 1.0) -> "DDPM":

@@ -24,7 +24,7 @@ class DDPMTrajectory(Trajectory):
         self.times = schedule.timestep_map.flip(0).tolist()
         self.levels = [*reversed(schedule.noise_levels), 0.0]
         self.alphas = [*schedule.alphas_cumprod.sqrt().flip(0).tolist(), 1.0]
-        self.alphas_cumprod = [*schedule.alphas_cumprod.flip(0).tolist(), 1.0]
+        self.alphas_cumprod: list[float] = [*schedule.alphas_cumprod.flip(0).tolist(), 1.0]
 
     def points(self, x: Tensor) -> Tensor:
         steps = torch.arange(len(self.times), device=x.device) + self._first

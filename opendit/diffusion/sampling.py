@@ -1,7 +1,7 @@
 """Drawing latents from a model and its conditions, with guidance; training's previews and sample.py do it alike."""
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def sample_latents(
     cfg_interval: tuple[float, float] | None = None,
     size: tuple[int, ...] | None = None,
     forward: Callable[[Tensor, Tensor, "Condition"], Tensor] | None = None,
-    progress=None,
+    progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
 ) -> Tensor:
     """Draws latents (B, C, h, w), or (B, C, t, h, w) of a clip model, fp32.
 
@@ -55,7 +55,7 @@ def sample_latents(
 
 
 def sample_in_batches(
-    model: "DiT", y: "Condition", null: "Condition", index: Tensor, batch_size: int, **settings
+    model: "DiT", y: "Condition", null: "Condition", index: Tensor, batch_size: int, **settings: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (index, latents) of up to ``batch_size`` samples at a time; see :func:`sample_latents`. ``index`` may lie
     on the CPU, and is yielded as it is."""

@@ -127,7 +127,7 @@ class Decoder(nn.Module):
 class Level(nn.Module):
     """Residual blocks at one resolution, and the step to the next one, under the name ``samplers``, if there is one."""
 
-    def __init__(self, inputs: int, width: int, layers: int, groups: int, samplers: str, sampler: type | None):
+    def __init__(self, inputs: int, width: int, layers: int, groups: int, samplers: str, sampler: type[Any] | None):
         super().__init__()
         self.resnets = nn.ModuleList(Residual(inputs if i == 0 else width, width, groups) for i in range(layers))
         self._samplers = samplers

@@ -5,11 +5,14 @@ the empty string.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opendit.common.errors import DataError
+from opendit.encoders.text import TextEncoder
 from opendit.models import Condition, TextCondition, TextConfig, encode_bytes, where
 
 
@@ -20,7 +23,7 @@ class Conditioner(ABC):
         self.device = device
 
     @abstractmethod
-    def of_batch(self, batch) -> Condition:
+    def of_batch(self, batch: Any) -> Condition:
         """The condition of every sample of a Batch."""
 
     @abstractmethod
@@ -39,7 +42,7 @@ class LabelConditioner(Conditioner):
         super().__init__(device)
         self.num_classes = num_classes
 
-    def of_batch(self, batch) -> Tensor:
+    def of_batch(self, batch: Any) -> Tensor:
         return batch.y.to(self.device, non_blocking=True)
 
     def null(self) -> Tensor:
@@ -53,7 +56,13 @@ class CaptionConditioner(Conditioner):
     caption (tokens, mask, pooled; one row), where embeddings are read from a cache.
     """
 
-    def __init__(self, text: TextConfig, device: torch.device, encoder=None, empty=None):
+    def __init__(
+        self,
+        text: TextConfig,
+        device: torch.device,
+        encoder: TextEncoder | None = None,
+        empty: Sequence[Tensor] | None = None,
+    ):
         super().__init__(device)
         self.text, self.encoder = text, encoder
         self._null: Condition | None = None if empty is None else TextCondition(*empty).to(device)
@@ -65,7 +74,7 @@ class CaptionConditioner(Conditioner):
         assert self.encoder is not None  # a text encoder beside the model
         return TextCondition(*self.encoder.encode(captions)).to(self.device)
 
-    def of_batch(self, batch) -> Condition:
+    def of_batch(self, batch: Any) -> Condition:
         if batch.embedding is not None and not self.text.inside:
             return TextCondition(*(part.to(self.device, non_blocking=True) for part in batch.embedding))
         if batch.text is None:

@@ -7,7 +7,7 @@ a model, ``bytes``, is opendit.models.bytes_text; here it has a size and a name 
 import json
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class TextEncoder:
     def __init__(
         self,
         model: torch.nn.Module,
-        tokenizer,
+        tokenizer: Any,
         *,
         name: str,
         kind: str,
@@ -249,7 +249,7 @@ def _folder(name: str, files: tuple[str, ...], also: tuple[str, ...]) -> Path:
     return fetch(repository, commit, files, also, f"--text_encoder {name}: {repository}", _needs())
 
 
-def _read_config(name: str, folder: Path) -> dict:
+def _read_config(name: str, folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
         config = read_file(path, TEXT_CONFIG)
@@ -272,7 +272,7 @@ def _read_config(name: str, folder: Path) -> dict:
     return config
 
 
-def _geometry(config: dict) -> tuple[str, int, int]:
+def _geometry(config: dict[str, Any]) -> tuple[str, int, int]:
     if CLASSES[config["model_type"]][0] == "t5":
         return "t5", config["d_model"], T5_TOKENS
     text = config.get("text_config") or config

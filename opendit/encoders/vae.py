@@ -202,7 +202,7 @@ class FrozenVAE(Codec):
 class VAECodec(FrozenVAE, ImageCodec):
     """Stable Diffusion's kind of VAE, ours or diffusers' ``AutoencoderKL``; ``chunk`` counts pictures."""
 
-    def __init__(self, vae: Any, **settings):
+    def __init__(self, vae: Any, **settings: Any):
         super().__init__(vae, **settings)
         self.latent_channels, self.downscale = picture_geometry(vae.config)
 
@@ -243,7 +243,7 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
     return pixels
 
 
-def _scale_and_shift(config: dict) -> tuple[PerChannel, PerChannel]:
+def _scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
     """(scaling, shift) of ``sample_moments`` from a VAE's configuration, in either of diffusers' two forms: numbers
     scaling_factor and shift_factor, or lists latents_mean and latents_std with one number for each channel."""
     scaling = config.get("scaling_factor")

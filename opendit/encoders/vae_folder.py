@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,12 +35,14 @@ STEM = "diffusion_pytorch_model"
 FILES = (CONFIG, f"{STEM}.safetensors")
 
 
-def picture_geometry(config: dict) -> tuple[int, int]:
+def picture_geometry(config: dict[str, Any]) -> tuple[int, int]:
     """(latent channels, pixels a latent's side) of an ``AutoencoderKL`` of this configuration."""
     return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
 
 
-Geometry = Callable[[dict], tuple[int, ...]]  # what a class of diffusers says of its sizes in its configuration
+Geometry = Callable[
+    [dict[str, Any]], tuple[int, ...]
+]  # what a class of diffusers says of its sizes in its configuration
 IMAGE_CLASSES: dict[str, Geometry] = {"AutoencoderKL": picture_geometry}
 
 
@@ -62,7 +65,7 @@ def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch
         raise ValueError(f"--vae {name}: {folder} can't be loaded ({one_line(error)}); {_needs()}") from error
 
 
-def _own(folder: Path, config: dict) -> AutoencoderKL:
+def _own(folder: Path, config: dict[str, Any]) -> AutoencoderKL:
     check_size(lambda: AutoencoderKL(config), weight_shapes(folder, STEM), folder)
     with on_meta():
         vae = AutoencoderKL(config)
@@ -121,7 +124,7 @@ VAE_CONFIG = config_kind(
 )
 
 
-def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict]:
+def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[str, Any]]:
     """(class, configuration) of the VAE in a folder; the class must be one of diffusers' ``classes``.
 
     Raises FileNotFoundError or ValueError, naming the flag and what to do."""

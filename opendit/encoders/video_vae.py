@@ -97,7 +97,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
     frames before, so the memory they take does not grow with the clip's length.
     """
 
-    def __init__(self, vae: Any, *, chunk: int | None = None, **settings):
+    def __init__(self, vae: Any, *, chunk: int | None = None, **settings: Any):
         super().__init__(vae, chunk=chunk or 1, **settings)
         self.tile = TILE
         self.latent_channels, self.downscale, self.temporal_downscale = VIDEO_CLASSES[type(vae).__name__](vae.config)
@@ -135,12 +135,12 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         return self.tiling or pixels > TILED_ABOVE
 
 
-def _cogvideox_geometry(config: dict) -> tuple[int, int, int]:
+def _cogvideox_geometry(config: dict[str, Any]) -> tuple[int, int, int]:
     sides = 2 ** (len(config["block_out_channels"]) - 1)
     return config["latent_channels"], sides, int(config["temporal_compression_ratio"])
 
 
-def _wan_geometry(config: dict) -> tuple[int, int, int]:
+def _wan_geometry(config: dict[str, Any]) -> tuple[int, int, int]:
     sides = 2 ** (len(config["dim_mult"]) - 1) * (config.get("patch_size") or 1)
     return config["z_dim"], sides, 2 ** sum(config["temperal_downsample"])
 
@@ -152,7 +152,7 @@ VIDEO_CLASSES: dict[str, Geometry] = {
 }
 
 
-def _video_vae(name: str) -> tuple[str, dict] | None:
+def _video_vae(name: str) -> tuple[str, dict[str, Any]] | None:
     """(class, configuration) if ``--vae name`` is a video autoencoder, None if it is a picture's codec."""
     if name == "none" or name in HUB:
         return None

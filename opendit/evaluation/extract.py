@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -197,7 +198,7 @@ class _FiniteLatents:
 def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iterator[tuple[range, np.ndarray]]:
     """Batches with their pixels, the next ones read meanwhile."""
     with ThreadPoolExecutor(AHEAD) as readers:
-        waiting: deque[tuple[range, Future]] = deque()
+        waiting: deque[tuple[range, Future[Any]]] = deque()
         try:
             for batch in batches:
                 waiting.append((batch, readers.submit(media.batch, batch, pool)))

@@ -4,6 +4,8 @@ It is the one of December 2015 that TensorFlow's FID used, with 1,008 classes: a
 last block has a maximum where torchvision's has an average.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,22 +77,22 @@ class FIDInception(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.Conv2d_1a_3x3 = BasicConv2d(3, 32, kernel_size=3, stride=2)
-        self.Conv2d_2a_3x3 = BasicConv2d(32, 32, kernel_size=3)
-        self.Conv2d_2b_3x3 = BasicConv2d(32, 64, kernel_size=3, padding=1)
-        self.Conv2d_3b_1x1 = BasicConv2d(64, 80, kernel_size=1)
-        self.Conv2d_4a_3x3 = BasicConv2d(80, 192, kernel_size=3)
-        self.Mixed_5b = _A(192, pool_features=32)
-        self.Mixed_5c = _A(256, pool_features=64)
-        self.Mixed_5d = _A(288, pool_features=64)
-        self.Mixed_6a = InceptionB(288)
-        self.Mixed_6b = _C(768, channels_7x7=128)
-        self.Mixed_6c = _C(768, channels_7x7=160)
-        self.Mixed_6d = _C(768, channels_7x7=160)
-        self.Mixed_6e = _C(768, channels_7x7=192)
-        self.Mixed_7a = InceptionD(768)
-        self.Mixed_7b = _E(1280, maximum=False)
-        self.Mixed_7c = _E(2048, maximum=True)
+        self.Conv2d_1a_3x3: nn.Module = BasicConv2d(3, 32, kernel_size=3, stride=2)
+        self.Conv2d_2a_3x3: nn.Module = BasicConv2d(32, 32, kernel_size=3)
+        self.Conv2d_2b_3x3: nn.Module = BasicConv2d(32, 64, kernel_size=3, padding=1)
+        self.Conv2d_3b_1x1: nn.Module = BasicConv2d(64, 80, kernel_size=1)
+        self.Conv2d_4a_3x3: nn.Module = BasicConv2d(80, 192, kernel_size=3)
+        self.Mixed_5b: nn.Module = _A(192, pool_features=32)
+        self.Mixed_5c: nn.Module = _A(256, pool_features=64)
+        self.Mixed_5d: nn.Module = _A(288, pool_features=64)
+        self.Mixed_6a: nn.Module = InceptionB(288)
+        self.Mixed_6b: nn.Module = _C(768, channels_7x7=128)
+        self.Mixed_6c: nn.Module = _C(768, channels_7x7=160)
+        self.Mixed_6d: Any = _C(768, channels_7x7=160)
+        self.Mixed_6e: nn.Module = _C(768, channels_7x7=192)
+        self.Mixed_7a: nn.Module = InceptionD(768)
+        self.Mixed_7b: nn.Module = _E(1280, maximum=False)
+        self.Mixed_7c: nn.Module = _E(2048, maximum=True)
         self.fc = nn.Linear(2048, CLASSES)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:

@@ -181,7 +181,7 @@ def _point(x: float, row: Measurement) -> PlotPoint:
 
 def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
     """A line a model and number of steps, through its guidance scales."""
-    pairs: dict[tuple, dict[tuple, dict[str, Measurement]]] = {}
+    pairs: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Measurement]]] = {}
     for row in rows:
         if row.metric in ("precision", "recall"):
             key = (_model(row), _at(row), _sampled(row), "" if row.seed in (None, 0) else f"seed {row.seed}")

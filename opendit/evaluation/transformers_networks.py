@@ -101,7 +101,7 @@ def load_model(folder: Path, name: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def preprocessing(folder: Path, colours: tuple) -> tuple[int, list[float], list[float]]:
+def preprocessing(folder: Path, colours: tuple[Any, ...]) -> tuple[int, list[float], list[float]]:
     """(pixels of a side, mean, deviation) of the folder's preprocessor, or the model's usual ones."""
     path, found = folder / PREPROCESSOR, {}
     if path.is_file():

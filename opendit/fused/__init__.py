@@ -7,6 +7,7 @@ docs/api.md shows a plain DiT with them.
 """
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
     return gated.gate_residual_reference(x, gate, branch).to(x.dtype)
 
 
-def attention() -> AbstractContextManager:
+def attention() -> AbstractContextManager[Any]:
     """A context in which ``F.scaled_dot_product_attention`` takes the fastest kernel measured for the card.
 
     With torch.compile, enter it within what is compiled: there it leaves out cuDNN, whose gradients would be wrong

@@ -158,7 +158,7 @@ class Approximations:
         """Whether a sample depends on those that it is drawn with."""
         return isinstance(self.cache, FirstBlockCache)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.guidance_every < 1:
             raise ValueError(f"--guidance_every {self.guidance_every}: out of range; give 1 or more")
         if self.guidance_every > 1 and self.cache is not None:

@@ -45,7 +45,7 @@ def _as_keyword(found: re.Match[str]) -> str:
     return f"{ARGUMENTS.get(found[1], found[1])}={value!r}"
 
 
-def check_number(name: str, value: Any, low: float, high: float, kind: type = float) -> None:
+def check_number(name: str, value: Any, low: float, high: float, kind: type[Any] = float) -> None:
     """Raises ValueError unless a value is a number of this kind between the two."""
     try:
         number = value.__index__() if kind is int else float(value)

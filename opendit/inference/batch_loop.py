@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class BatchLoop:
             self.rows = list(self.live)
 
     def advance(
-        self, recorder: GraphRecorder | None = None, recording: AbstractContextManager | None = None
+        self, recorder: GraphRecorder | None = None, recording: AbstractContextManager[Any] | None = None
     ) -> list[SlotSample]:
         """As of ``SlotLoop``."""
         loop = self.begin() if self._loop is None else self._loop
@@ -67,7 +67,7 @@ class BatchLoop:
             sample.step += 1
         return self.live if self._at == self._steps else []
 
-    def record_all(self, recorder: GraphRecorder, recording: AbstractContextManager) -> None:
+    def record_all(self, recorder: GraphRecorder, recording: AbstractContextManager[Any]) -> None:
         """Nothing: a batch records its own steps as it takes them."""
 
     def forget_recordings(self) -> None:
@@ -98,7 +98,7 @@ T = TypeVar("T")
 class _Recorder:
     """A recorder that lets nothing else be given to the GPU meanwhile."""
 
-    def __init__(self, recorder: Recorder, recording: AbstractContextManager):
+    def __init__(self, recorder: Recorder, recording: AbstractContextManager[Any]):
         self._recorder, self._recording = recorder, recording
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:

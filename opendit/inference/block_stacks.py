@@ -72,7 +72,14 @@ class BlockStack:
 class _Blocks:
     """The blocks of one call, to be taken or passed over from the first to the last."""
 
-    def __init__(self, stack: BlockStack, blocks, modulations, context, grid):
+    def __init__(
+        self,
+        stack: BlockStack,
+        blocks: Sequence[Block],
+        modulations: GatheredModulations,
+        context: GatheredContexts | None,
+        grid: TokenGrid | None,
+    ):
         self._stack, self._blocks, self._modulations = stack, blocks, modulations
         self._context, self._grid, self._done = context, grid, 0
 
@@ -208,7 +215,7 @@ class FirstBlockStack(BlockStack):
             raise FirstBlockDone
 
 
-def _keep(kept: dict, key, tensor: Tensor) -> None:
+def _keep(kept: dict[tuple[int, int], Tensor], key: tuple[int, int], tensor: Tensor) -> None:
     """Copies a tensor to where the last one of this key lies, or takes a place for it."""
     if key in kept:
         kept[key].copy_(tensor)

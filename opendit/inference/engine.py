@@ -6,6 +6,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class SamplingEngine:
         guidance_every: int = 1,
         cache: str | None = None,
         size: tuple[int, ...] | None = None,
-        around: Callable | None = None,
+        around: Callable[..., Any] | None = None,
         record: bool = True,
         table_bytes: int = TABLE_BYTES,
         loops: int = LOOPS,

@@ -126,7 +126,7 @@ def load_model(
     lora: str | Path | None = None,
     num_classes: int | None = None,
     vae: str | None = None,
-    stage: Callable[[str], AbstractContextManager] = nullcontext,
+    stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> LoadedModel:
     """The model of a path on the loader's device and in its precision; its VAE is begun to be loaded meanwhile.
@@ -153,7 +153,7 @@ def text_encoder_of(name: str | None, weights: Weights) -> str:
     or width than the model's."""
     text = weights.config and weights.config.text
     assert text is not None  # or nobody asks
-    stored = weights.info.get("text_encoder") or text.name
+    stored: str = weights.info.get("text_encoder") or text.name
     name = encoder_name("--text_encoder", name, stored, weights.path) or stored
     kind, width, _ = text_geometry(name)
     if (kind, width) != (text.name, text.width):

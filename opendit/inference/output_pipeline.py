@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,13 +38,13 @@ class Writers:
     def __enter__(self) -> "Writers":
         return self
 
-    def __exit__(self, kind, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:
             self._pool.shutdown(cancel_futures=True)
 
-    def put(self, task: Callable[..., None], *args) -> None:
+    def put(self, task: Callable[..., None], *args: Any) -> None:
         """Hands a task over; waits while too many wait."""
         self._room.acquire()
         try:
@@ -58,7 +59,7 @@ class Writers:
         self._pool.shutdown()
         self._raise()
 
-    def _run(self, task: Callable[..., None], args: tuple) -> None:
+    def _run(self, task: Callable[..., None], args: tuple[Any, ...]) -> None:
         try:
             if self._error is None:
                 task(*args)
@@ -116,7 +117,7 @@ class OutputPipeline:
     def __enter__(self) -> "OutputPipeline":
         return self
 
-    def __exit__(self, kind, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.finish()
 

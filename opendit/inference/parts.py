@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -301,7 +302,7 @@ def find(output: Path) -> Found | None:
     return Found(there, job.count, job.samples_a_part, job.settings) if there else None
 
 
-def _sha256_of(content: dict) -> str:
+def _sha256_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

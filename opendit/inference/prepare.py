@@ -68,7 +68,7 @@ class SamplingRun:
     size: tuple[int, ...]  # of the latents
     fps: float
     source: Path
-    lock: AbstractContextManager  # the right to write to --output
+    lock: AbstractContextManager[Any]  # the right to write to --output
     notes: list[str]
     stages: Stages
     _staged: set[int] = field(default_factory=set)
@@ -122,7 +122,7 @@ def prepare(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
 
 
 def _load(
-    flags: "SampleConfig", mesh: Mesh, stages: Stages, lock: AbstractContextManager, notes: list[str]
+    flags: "SampleConfig", mesh: Mesh, stages: Stages, lock: AbstractContextManager[Any], notes: list[str]
 ) -> SamplingRun:
     ckpt = flags.ckpt
     if ckpt == "latest":

@@ -40,7 +40,7 @@ class SampleRequest:
             sample.owner = self
         self._results: list[Any] = [None] * self.count
         self._missing, self._lock = self.count, threading.Lock()
-        self._future: Future = Future()
+        self._future: Future[Any] = Future()
 
     def __repr__(self) -> str:
         if self.cancelled:

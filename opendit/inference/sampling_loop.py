@@ -33,7 +33,7 @@ class LoopSettings:
     cfg_channels: int | None
     cfg_interval: tuple[float, float] | None
     size: tuple[int, ...]
-    around: Callable | None
+    around: Callable[..., Any] | None
     memory: int
     approximations: Approximations = Approximations()
 
@@ -87,10 +87,10 @@ class SamplingLoop:
         self.plan = settings.approximations.plan(starts, trajectory.levels)
         self.stack = self.network.stack = make_stack(settings.approximations, self.plan, device)
         self.fused = self._fuse()  # the kernels of a step's ends; None where torch does them
-        self.recordings: dict = {}  # kind -> what replays it
+        self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}  # kind -> what replays it
         # Blocks times rows of a batch: kind -> what a step of it evaluates, and what it would if nothing were left out
         # (known once one ran); and of all steps so far.
-        self._work: dict = {}
+        self._work: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.evaluated = self.whole = 0
         self._addresses: tuple[int, ...] = ()
         self._end = 0  # of the steps in the tables

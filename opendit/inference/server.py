@@ -92,7 +92,7 @@ class SamplingServer:
         # What draws one kind of samples each, the one that was used last at the end.
         self.loops: OrderedDict[SampleKind, SlotLoop | BatchLoop] = OrderedDict()
         self._joint: dict[str, dict[str, Tensor]] = {}  # of samplers: what all their trajectories look up in
-        self._tables: OrderedDict[tuple, StepTable] = OrderedDict()
+        self._tables: OrderedDict[tuple[Any, ...], StepTable] = OrderedDict()
         self._preparing = threading.Lock()  # of what submit does with the encoders and on the device
         self._alone = itertools.count()  # of requests whose samples share a batch with no others
         self._wake = threading.Condition()  # over what follows
@@ -111,7 +111,7 @@ class SamplingServer:
     def __enter__(self) -> "SamplingServer":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -143,7 +143,7 @@ class SlotInputs(StepInputs):
                 self._large[number] = torch.zeros(cells, *self._shape, dtype=place.dtype, device=device)
         self._scales = torch.ones(cells, device=device)
 
-    def fill_cells(self, fills: list[Fill], first: int, end: int, samples: int, put: Callable) -> None:
+    def fill_cells(self, fills: list[Fill], first: int, end: int, samples: int, put: Callable[..., Any]) -> None:
         """Makes the cells of ticks ``first`` to ``end`` for these slots. After its last step a sample's inputs are that
         step's again: what comes of them is not looked at. put: brings an array of the host to the device."""
         steps = [np.minimum(np.arange(fill.step, fill.step + end - first), fill.table.steps - 1) for fill in fills]

@@ -1,6 +1,7 @@
 """Continuous batching: samples take the rows of a batch when they are free, each at a step of its own."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ class SampleKind:
     guided: bool
     channels: int | None
     size: tuple[int, ...]
-    together: tuple | None = None
+    together: tuple[Any, ...] | None = None
 
 
 @dataclass(eq=False)
@@ -164,7 +165,9 @@ class SlotLoop:
 
     # --------------------------------------------------------------------------------------------------- the steps
 
-    def advance(self, recorder: GraphRecorder | None = None, recording=None) -> list[SlotSample]:
+    def advance(
+        self, recorder: GraphRecorder | None = None, recording: AbstractContextManager[Any] | None = None
+    ) -> list[SlotSample]:
         """Takes one step of every sample that has a row; returns those that have come to their end.
 
         recorder: of steps' recordings; None: kernel by kernel. recording: a context manager around what records.
@@ -184,7 +187,7 @@ class SlotLoop:
             sample.step += 1
         return [sample for sample in self.live if sample.ended]
 
-    def record_all(self, recorder: GraphRecorder, recording) -> None:
+    def record_all(self, recorder: GraphRecorder, recording: AbstractContextManager[Any]) -> None:
         """Records the steps of all batch sizes; samples in rows stay what they are. As :meth:`advance`."""
         static = (*self.state, self._tick)
         kept = [part.clone() for part in static]

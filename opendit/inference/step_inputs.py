@@ -9,7 +9,9 @@ from opendit.diffusion import Objective
 from opendit.diffusion.samplers import SAMPLERS, Sampler
 
 
-def evaluation_times(objective: Objective, name: str, steps: int, channels: tuple[int, int], device) -> list[Tensor]:
+def evaluation_times(
+    objective: Objective, name: str, steps: int, channels: tuple[int, int], device: torch.device
+) -> list[Tensor]:
     """What the network gets as t when sampler ``name`` evaluates it: of every step (evaluations,).
 
     Seen by walking the trajectory with a network that predicts zeros. channels: of the network's input and output.

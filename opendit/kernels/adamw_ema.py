@@ -15,7 +15,7 @@ The kernels take all tensors at once (opendit/kernels/tensor_table.py).
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -367,7 +367,7 @@ class FusedStep:
             num_warps=WARPS,
         )
 
-    def stage(self, rows: Tensor, **options) -> None:
+    def stage(self, rows: Tensor, **options: Any) -> None:
         """From now on the moments, which are views of ``rows``, travel by :class:`Staged` copies."""
         self.access = Staged(rows, self.state, self._blocks, self.device, **options)
 

@@ -8,6 +8,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 
 
 @functools.cache
-def flash_attn() -> tuple[Callable[..., Tensor | tuple], str] | None:
+def flash_attn() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str] | None:
     """(function of q, k, v (B, N, H, d), its package): the newest FlashAttention installed, 4, 3, 2; or None."""
     for package in (CUTE, "flash_attn_interface", PACKAGE):
         try:
@@ -44,7 +45,7 @@ def flash_attn() -> tuple[Callable[..., Tensor | tuple], str] | None:
     return None
 
 
-def _installed() -> tuple[Callable[..., Tensor | tuple], str]:
+def _installed() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str]:
     found = flash_attn()
     assert found is not None, "asked for where there is a package"
     return found
@@ -79,7 +80,7 @@ def right_head_size(device: torch.device | str, dtype: torch.dtype, head_dim: in
 
 
 @functools.cache
-def _tried_head_size(device: str, dtype: torch.dtype, head_dim: int, package: tuple) -> int | None:
+def _tried_head_size(device: str, dtype: torch.dtype, head_dim: int, package: tuple[Any, ...]) -> int | None:
     sizes = sorted({head_dim, -(-head_dim // 32) * 32})
     return next((size for size in sizes if _is_right(device, dtype, head_dim, size)), None)
 

@@ -8,6 +8,7 @@ own pass where they lie on the device.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,6 +126,6 @@ class SeparateAverages:
             num_warps=WARPS,
         )
 
-    def stage(self, rows: Tensor, **options) -> None:
+    def stage(self, rows: Tensor, **options: Any) -> None:
         """From now on the averages, which are views of ``rows``, travel by :class:`Staged` copies."""
         self.access, self.programs = Staged(rows, self.averages, self._blocks, self.device, **options), 2**31 - 1

@@ -16,7 +16,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class Launch:
     def chunk(self) -> int:
         return self.rows * self.tiles
 
-    def options(self) -> dict:
+    def options(self) -> dict[str, Any]:
         """The keyword arguments of a kernel call that follow from this shape."""
         options = {
             "ROWS": self.rows,
@@ -229,7 +229,7 @@ class Rows:
         return self.chunks_per_sample if self.packed else self.samples * self.chunks_per_sample
 
     @property
-    def shape_arguments(self) -> tuple:
+    def shape_arguments(self) -> tuple[Any, ...]:
         """The kernels' arguments from sample_ptr to chunks_per_sample."""
         pointer = self.sample_of_row if self.packed else self.x  # never read when not packed
         return pointer, self.x.shape[0], self.length, self.chunks_per_sample
@@ -315,7 +315,7 @@ def cut_rows(
     return Rows(rows, samples, length, sample_of_row, launch)
 
 
-def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict]:
+def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str, Any]]:
     """All rows of x (..., D) as those of one sample, in blocks of columns, for a kernel that is an activation function.
 
     Returns the rows and what the kernel is launched with.

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,18 +59,18 @@ class Library:
         self.handle = ctypes.c_void_p()
         self.call("cublasLtCreate", ctypes.byref(self.handle))
 
-    def call(self, name: str, *args) -> None:
+    def call(self, name: str, *args: Any) -> None:
         status = getattr(self._library, name)(*args)
         if status:
             raise RuntimeError(f"{name} returned status {status}")
 
-    def made(self, name: str, *args) -> ctypes.c_void_p:
+    def made(self, name: str, *args: Any) -> ctypes.c_void_p:
         """An object of the library, made by ``name(&object, ...)``."""
         made = ctypes.c_void_p()
         self.call(name, ctypes.byref(made), *args)
         return made
 
-    def set(self, kind: str, made: ctypes.c_void_p, attribute: int, value) -> None:
+    def set(self, kind: str, made: ctypes.c_void_p, attribute: int, value: Any) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
         self.call(f"cublasLt{kind}SetAttribute", made, ctypes.c_int(attribute), ctypes.byref(value), size)
 

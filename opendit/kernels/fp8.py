@@ -63,7 +63,9 @@ class Float8:
         return self.descale.expand(1, len(self.data)).contiguous()
 
 
-def kernel_arguments(y: Tensor | Float8, partial: Tensor | None = None, target: int = 0) -> tuple[tuple, dict]:
+def kernel_arguments(
+    y: Tensor | Float8, partial: Tensor | None = None, target: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Of a kernel that writes a tensor or a Float8: its pointers (y, partial, descale) and options.
 
     partial: of :func:`amax`; None with a scale a row, which the kernel knows. target: EXACT, SAMPLED or

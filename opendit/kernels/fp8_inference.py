@@ -82,24 +82,26 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones(1, device=device)
 
 
-def linear_heads(x, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def linear_heads(
+    x: Tensor | QuantizedRows | Modulated, linear: Projection, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, N, d) of x (B, N, D), views of one projection."""
     return head_views(_product(x, linear.weight, linear.bias), num_heads)
 
 
-def linear_gelu(x, linear: Projection) -> QuantizedRows:
+def linear_gelu(x: Tensor | QuantizedRows | Modulated, linear: Projection) -> QuantizedRows:
     """GELU(linear(x)), tanh form, for the next linear layer."""
     u, scale = _unscaled_product(x, linear.weight)
     return QuantizedRows(rows_in_float8(u, linear.bias, scale), u.dtype)
 
 
-def linear_gate_residual(x: Tensor, gate: Tensor, z, linear: Projection) -> Tensor:
+def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor | QuantizedRows | Modulated, linear: Projection) -> Tensor:
     """x + gate * linear(z)."""
     return gate_residual(x, gate, _product(z, linear.weight), linear.bias)
 
 
 def linear_gate_residual_layernorm_modulate(
-    x: Tensor, gate: Tensor, z, linear: Projection, shift: Tensor, scale: Tensor
+    x: Tensor, gate: Tensor, z: Tensor | QuantizedRows | Modulated, linear: Projection, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, QuantizedRows]:
     """h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
     branch, branch_scale = _unscaled_product(z, linear.weight)

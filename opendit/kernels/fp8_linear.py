@@ -12,8 +12,9 @@ To autograd it is a stand-in, a tensor of its shape and dtype without memory, wh
 (:class:`Quantized`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,9 @@ class Modulated:
         return self.x.shape
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return function(*(a._in_its_dtype() if isinstance(a, cls) else a for a in args), **(kwargs or {}))
 
     def _in_its_dtype(self) -> Tensor:
@@ -216,19 +219,23 @@ class _LinearGateResidualLayerNormModulate(Function):
 # They take the projection over: they read its weight.
 
 
-def linear_heads(x, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def linear_heads(
+    x: Tensor | Quantized | Modulated, linear: Projection, num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, N, d) of x (B, N, D), views of one projection whose product is in float8."""
     x = quantized(x)
     return _LinearHeads.apply(x.stand_in, x.data, linear.weight, linear.bias, num_heads)
 
 
-def linear_gelu(x, linear: Projection) -> Quantized:
+def linear_gelu(x: Tensor | Quantized | Modulated, linear: Projection) -> Quantized:
     """GELU(linear(x)), tanh form, for the next linear layer."""
     x = quantized(x)
     return Quantized(*_LinearGelu.apply(x.stand_in, x.data, linear.weight, linear.bias))
 
 
-def linear_gate_residual(x: Tensor, gate: Tensor, z, linear: Projection, sample_of_row: Tensor | None = None) -> Tensor:
+def linear_gate_residual(
+    x: Tensor, gate: Tensor, z: Tensor | Quantized | Modulated, linear: Projection, sample_of_row: Tensor | None = None
+) -> Tensor:
     """x + gate * linear(z)."""
     z = quantized(z)
     return _LinearGateResidual.apply(x, gate, z.stand_in, z.data, linear.weight, linear.bias, sample_of_row)
@@ -237,7 +244,7 @@ def linear_gate_residual(x: Tensor, gate: Tensor, z, linear: Projection, sample_
 def linear_gate_residual_layernorm_modulate(
     x: Tensor,
     gate: Tensor,
-    z,
+    z: Tensor | Quantized | Modulated,
     linear: Projection,
     shift: Tensor,
     scale: Tensor,

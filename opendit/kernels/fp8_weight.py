@@ -25,7 +25,7 @@ class Float8Weight(Tensor):
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # as torch documents it
 
     @staticmethod
-    def __new__(cls, float8: Float8, dtype: torch.dtype):
+    def __new__(cls, float8: Float8, dtype: torch.dtype) -> "Float8Weight":
         data = float8.data
         return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype, device=data.device)
 
@@ -33,7 +33,9 @@ class Float8Weight(Tensor):
         self.float8 = float8
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         weight, kwargs = args[0], dict(kwargs or {})
         aten = torch.ops.aten
         if function == aten.detach.default or (
@@ -45,7 +47,7 @@ class Float8Weight(Tensor):
             return torch.zeros(weight.shape, dtype=kwargs.get("dtype") or weight.dtype, device=weight.device)
         raise RuntimeError(f"{function} got a weight of shape {tuple(weight.shape)} that is there in float8 only")
 
-    def __repr__(self, **_) -> str:
+    def __repr__(self, **_: Any) -> str:
         return f"Float8Weight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 

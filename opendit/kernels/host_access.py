@@ -5,6 +5,7 @@ the host's memory itself, otherwise the way from there to the ring buffer.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Staged:
     def run(self, launch: Launch, first: int, last: int) -> None:
         """As :meth:`InPlace.run`; the last parts are still on their way back when the current stream is done."""
         stride = 4 * (self._ring.shape[2] - self._rows.shape[1])
-        gone: list = []
+        gone: list[Any] = []
         if self._coming is not None and self._going is not None:
             self._coming.wait_stream(
                 self._going

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     # Triton reads kernels' source in a language that is Python by its grammar alone, in which checkers find errors that
     # are none; and it is called as kernel[grid](...), with arguments that no kernel has (num_warps). So to them all of
     # it is Any.
-    class _Language(type):
+    class _Language(type[Any]):
         def __getattr__(cls, name: str) -> Any: ...
 
     class triton(metaclass=_Language): ...

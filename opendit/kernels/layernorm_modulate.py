@@ -12,6 +12,8 @@ The same kernels without the centring (CENTER) are RMSNorm's, see rmsnorm_modula
 dx has no mean_D(g).
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -344,14 +346,16 @@ class ResidualNormModulate(torch.autograd.Function):
     """(x, normalised and modulated x). Not an operator of the library like the others, because it returns its input."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, shift: Tensor, scale: Tensor, eps: float, sample_of_row: Tensor | None, center: bool):
+    def forward(
+        ctx: Any, x: Tensor, shift: Tensor, scale: Tensor, eps: float, sample_of_row: Tensor | None, center: bool
+    ) -> tuple[Tensor, Tensor]:
         y, mean, rstd = layernorm_modulate_forward(x, shift, scale, sample_of_row, eps, True, center)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
         return x.view_as(x), y
 
     @staticmethod
-    def backward(ctx, other, dy):
+    def backward(ctx: Any, other: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return other, None, None, None, None, None
         return *layernorm_modulate_backward(dy, *ctx.saved_tensors, True, other), None, None, None

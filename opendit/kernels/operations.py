@@ -11,6 +11,7 @@ What all of them need of device, dtype and widths: :func:`opendit.kernels.common
 
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNo
 
 
 def _linear_heads(
-    x: Tensor, linear: Projection, num_heads: int, multiply: Callable = F.linear
+    x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = F.linear
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
     # The matrix product adds a bias for nothing; only its gradient moves to the kernel. Not so for a parameter that
@@ -55,7 +56,7 @@ def _linear_gate_residual(
     z: Tensor,
     linear: Projection,
     sample_of_row: Tensor | None = None,
-    multiply: Callable = unbiased,
+    multiply: Callable[..., Any] = unbiased,
 ) -> Tensor:
     return gate_residual(x, gate, linear.product(z, multiply=multiply), linear.bias, sample_of_row)
 
@@ -68,7 +69,7 @@ def _linear_gate_residual_layernorm_modulate(
     shift: Tensor,
     scale: Tensor,
     sample_of_row: Tensor | None = None,
-    multiply: Callable = unbiased,
+    multiply: Callable[..., Any] = unbiased,
 ) -> tuple[Tensor, Tensor]:
     branch = linear.product(z, multiply=multiply)
     return gate_residual_layernorm_modulate(x, gate, branch, shift, scale, linear.bias, sample_of_row=sample_of_row)

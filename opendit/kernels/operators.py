@@ -1,6 +1,7 @@
 """Python functions that run kernels, as operators of torch: for eager mode, torch.compile and autograd."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +12,12 @@ _library = torch.library.Library("opendit", "FRAGMENT")
 
 
 def operator(
-    schema: str, implementation: Callable, fake: Callable, backward: Callable | None = None,
-    setup_context: Callable | None = None,
-) -> Callable:  # fmt: skip
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
     """A function of tensors that runs kernels: eager, in torch.compile (opaque, shapes from ``fake``), with autograd.
 
     It is registered as ``torch.ops.opendit.NAME``, which compilers, dispatch modes and tensors that watch torch's calls
@@ -46,7 +50,9 @@ def operator(
     return call
 
 
-def _differentiable(implementation: Callable, backward: Callable, setup_context: Callable) -> Callable:
+def _differentiable(
+    implementation: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any]
+) -> Callable[..., Any]:
     class Operator(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):  # (with a setup_context of its own, apply would look at the signature in every call)

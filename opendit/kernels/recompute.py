@@ -81,7 +81,7 @@ def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> T
     return tensor
 
 
-def _not_keeping(tensor: Tensor) -> AbstractContextManager:
+def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
     """Inside, autograd keeps how to recompute ``tensor``, if that is known, wherever it would keep ``tensor``.
 
     It is known again by its place in memory, and so are views of it: what autograd hands to these hooks is a new tensor

@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -44,7 +44,7 @@ class GraphRecorder:
         current.wait_stream(self._stream)
 
 
-def record(work: Callable[[], T], stream: torch.cuda.Stream, pool) -> tuple[T, Callable[[], None]]:
+def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple[T, Callable[[], None]]:
     """Records what ``work`` enqueues without running it: (its result's memory, a function that runs it).
 
     Raises RuntimeError if something in it can't be recorded; the pool is good for no other recording then.

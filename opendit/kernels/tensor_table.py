@@ -2,6 +2,7 @@
 tensor in a table of blocks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def send(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def triton_dtype(dtype: torch.dtype):
+def triton_dtype(dtype: torch.dtype) -> Any:
     """Triton's name of a dtype of torch."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
@@ -50,7 +51,7 @@ class BlockTable:
 
     def __init__(self, sizes: Sequence[int], block: int, device: torch.device):
         counts, self.block = -(-torch.tensor(sizes) // block), block
-        self.first = [0, *torch.cumsum(counts, 0).tolist()]
+        self.first: list[int] = [0, *torch.cumsum(counts, 0).tolist()]
         self.blocks = send(block_table(counts), device)
 
 

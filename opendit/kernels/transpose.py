@@ -1,5 +1,7 @@
 """A matrix transposed at the memory's speed: torch's copy of a transposed view takes about seven times as long."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def _transpose_kernel(
     tl.store(y_ptr + offsets, tl.trans(tile), mask=(cols < D)[:, None] & (row < sixteens * 16)[None, :])
 
 
-def tiles_of(x: Tensor, launch: dict) -> tuple[tuple[int], int, dict]:
+def tiles_of(x: Tensor, launch: dict[str, Any]) -> tuple[tuple[int], int, dict[str, Any]]:
     """(grid, rows, options) of a kernel whose programs take a tile each of x (..., D)."""
     width = x.shape[-1]
     rows, block = x.numel() // width, block_width(width)

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +66,7 @@ class Adaptation:
         return lines
 
 
-def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path) -> None:
+def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path: str | Path) -> None:
     """Raises ValueError unless the blocks of both are the same, naming what differs. (A vDiT takes a DiT's.)"""
     ours, theirs = ({f.name: getattr(c, f.name) for f in dataclasses.fields(c)} for c in (wanted, found))
     differs = [

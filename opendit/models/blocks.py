@@ -1,7 +1,7 @@
 """What the blocks of every architecture are, how a stack of them is run, and the layer after them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -61,11 +61,11 @@ class Block(nn.Module):
         """
         return self.complete([x], self.modulate(*m) if isinstance(m, tuple) else m, context, grid)
 
-    def complete(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Tensor:
+    def complete(self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None) -> Tensor:
         """All of a block that is cut from the next one; arguments as of :meth:`deferred`."""
         return self.materialize(*self.deferred(start, m, context, grid), of_rows(grid))
 
-    def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+    def deferred(self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         """All of :meth:`forward` but its last residual connection, which :meth:`materialize` makes of the result.
 
         start: see :meth:`begin`.
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
     def begin(
         self,
-        start: list,
+        start: list[Any],
         shift: Tensor,
         scale: Tensor,
         norm: RMSNorm | None = None,
@@ -95,7 +95,7 @@ class Block(nn.Module):
             return self.ops.residual_and_norm(start.pop(), shift, scale, norm, of_rows)
         return self.ops.residual_then_norm(*_emptied(start), shift, scale, norm, of_rows)
 
-    def take(self, start: list, of_rows: tuple[Tensor, ...] = ()) -> Tensor:
+    def take(self, start: list[Any], of_rows: tuple[Tensor, ...] = ()) -> Tensor:
         """x alone of what :meth:`begin` is given, for a block that does something else with it first."""
         return start.pop() if len(start) == 1 else self.ops.linear_gate_residual(*_emptied(start), *of_rows)
 
@@ -109,7 +109,7 @@ if TYPE_CHECKING:
         def __getitem__(self, index: int) -> Block: ...
 
 
-def _emptied(start: list) -> tuple[Tensor, Tensor, Tensor, Projection]:
+def _emptied(start: list[Any]) -> tuple[Tensor, Tensor, Tensor, Projection]:
     h, gate, z, fc2 = start
     start.clear()
     return h, gate, z, fc2
@@ -145,7 +145,7 @@ def run_blocks(
             else:
                 x = block(*given)
         return x
-    start: list = [x]
+    start: list[Any] = [x]
     del x  # the first block lets go of it
     for block, context in zip(blocks, contexts, strict=True):
         start = [*block.deferred(start, cast(Tensor, next(modulations)), context, grid), block.mlp.fc2]

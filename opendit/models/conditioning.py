@@ -45,7 +45,7 @@ class TextCondition:
     def __len__(self) -> int:
         return len(self.pooled)
 
-    def __getitem__(self, rows) -> "TextCondition":
+    def __getitem__(self, rows: Any) -> "TextCondition":
         """Captions by a slice, a list or a tensor of indices or booleans, as a tensor's rows."""
         return self._each(lambda field: field[rows])
 
@@ -53,7 +53,7 @@ class TextCondition:
     def shape(self) -> torch.Size:
         return self.tokens.shape
 
-    def to(self, *args, **kwargs) -> "TextCondition":
+    def to(self, *args: Any, **kwargs: Any) -> "TextCondition":
         """``Tensor.to`` on every field; a dtype is that of tokens and pooled."""
         moved = self._each(lambda field: field.to(*args, **kwargs))
         return TextCondition(moved.tokens, moved.mask.bool(), moved.pooled)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from opendit.models import bytes_text
 from opendit.models.conditioning import TextConfig
@@ -126,11 +126,11 @@ class DiTConfig:
         """Channels of what patches are cut out of."""
         return self.in_channels + self.given_channels
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, values: dict) -> "DiTConfig":
+    def from_dict(cls, values: dict[str, Any]) -> "DiTConfig":
         """The inverse of to_dict, also after a trip through JSON (see opendit.models.config_from_dict)."""
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "kind"}
         if values.get("text") is not None:

@@ -6,7 +6,7 @@ Parameter names are those of Meta's release, so its checkpoints load strictly.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +67,10 @@ class DiTBlock(Block):
         self.mlp = mlp or Mlp(dim, int(dim * mlp_ratio), options.bias)
         self.adaLN_modulation = modulation(dim, 6, options)
 
-    def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+    def deferred(self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         return self.mlp.deferred(*self.before_mlp(start, m, context, grid), self.ops)
 
-    def before_mlp(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+    def before_mlp(self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         """(x, gate, y) for the branch x + gate * mlp(y); arguments as of :meth:`deferred`."""
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = m.chunk(6, dim=1)
         rows = of_rows(grid)
@@ -160,7 +160,7 @@ class DiT(nn.Module):
         self,
         *,
         ops: BlockOps | None = None,
-        attend=None,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
         varlen: Varlen | None = None,
         sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None,
     ) -> "DiT":
@@ -177,7 +177,7 @@ class DiT(nn.Module):
                 module.attend, module.varlen = attend or local_attention, varlen
         return self
 
-    def compile_blocks(self, **options) -> None:
+    def compile_blocks(self, **options: Any) -> None:
         """torch.compile for blocks and final layer, in place; options as of torch.compile.
 
         All blocks share one graph for each shape they meet. The rest is small, and differs in every model.
@@ -369,7 +369,7 @@ class DiT(nn.Module):
     def _coordinates(self, grid: tuple[int, ...]) -> Tensor:
         return self._made_once(("coordinates", grid), lambda: grid_coordinates(*grid, device=self.device))
 
-    def _made_once(self, key: tuple, make: Callable[[], Tensor]) -> Tensor:
+    def _made_once(self, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         cache, key = self.__dict__.setdefault("_made", {}), (*key, self.device)
         if key not in cache:
             with torch.inference_mode(False):  # it may serve training after a first call in inference mode

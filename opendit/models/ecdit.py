@@ -8,7 +8,7 @@ those of NVIDIA NeMo, which builds on MovieGen-1B with experts of 1024 and a cap
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -163,17 +163,19 @@ class ECDiTBlock(DiTBlock):
 
     mlp: ExpertMlp
 
-    def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+    def deferred(self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         h, gate, z, routing = self._computed(start, m, context, grid)
         return h + gate.unsqueeze(1) * routing.result(), gate, z
 
-    def complete(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Tensor:
+    def complete(self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None) -> Tensor:
         h, gate, z, routing = self._computed(start, m, context, grid)
         if not routing.travels:
             return self.materialize(h + gate.unsqueeze(1) * routing.result(), gate, z)
         return self.materialize(h, gate, z) + gate.unsqueeze(1) * routing.result()
 
-    def _computed(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> tuple:
+    def _computed(
+        self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None
+    ) -> tuple[Any, ...]:
         """The parts of h + gate * fc2(z), and what is to be added to fc2(z)."""
         h, gate, y = self.before_mlp(start, m, context, grid)
         routing = self.mlp.start(y, grid and grid.shards)

@@ -54,7 +54,7 @@ class Normal(Distribution):
 
     std: float
 
-    def values(self, key, start, count, shape):
+    def values(self, key: int, start: int, count: int, shape: Sequence[int]) -> np.ndarray:
         values = _standard_normals(key, start, count)
         values *= self.std
         return values
@@ -67,7 +67,7 @@ class Uniform(Distribution):
         """b, of a parameter of ``shape``."""
         raise NotImplementedError
 
-    def values(self, key, start, count, shape):
+    def values(self, key: int, start: int, count: int, shape: Sequence[int]) -> np.ndarray:
         values = _symmetric_uniforms(key, start, count)
         values *= np.float32(self.bound(shape))
         return values
@@ -80,7 +80,7 @@ class XavierUniform(Uniform):
 
     stacked: bool = False
 
-    def bound(self, shape):
+    def bound(self, shape: Sequence[int]) -> float:
         sides = shape[1:] if self.stacked else (shape[0], math.prod(shape[1:]))
         return math.sqrt(6 / sum(sides))
 
@@ -89,7 +89,7 @@ class XavierUniform(Uniform):
 class FanInUniform(Uniform):
     """b = 1 / sqrt(fan in), which ``nn.Linear`` has by default, and LoRA's A (He et al. 2015, with a = sqrt(5))."""
 
-    def bound(self, shape):
+    def bound(self, shape: Sequence[int]) -> float:
         return 1 / math.sqrt(math.prod(shape[1:]))
 
 

@@ -110,7 +110,7 @@ class Kernel:
     """
 
     operation: str
-    function: Callable
+    function: Callable[..., Any]
     switches: Set[str] = field(default=frozenset(), hash=False)
     keeps: tuple[str, ...] = ()
     float8: bool = False
@@ -118,7 +118,7 @@ class Kernel:
     after_product: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-def _of_projection(reference: Callable | None) -> Any:  # to checkers a field's default
+def _of_projection(reference: Callable[..., Any] | None) -> Any:  # to checkers a field's default
     """An operation that is given a :class:`Projection`."""
     return field(default=reference, metadata={"projection": True})
 

@@ -33,7 +33,7 @@ class Lora:
     alpha: float
     base: str
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
 
 
 @functools.cache
-def _lora_projection() -> type:
+def _lora_projection() -> type[Any]:
     """peft's layer around a ``Projection``, which operations may take apart as that. (peft takes seconds to import.)"""
     from peft.tuners.lora import Linear
 

@@ -7,7 +7,7 @@ there, cross-attention's output is added to the residual stream before the MLP, 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -70,7 +70,7 @@ class MovieGenBlock(Block):
         self.mlp = SwiGlu(dim, config.mlp_hidden, options.bias)
         self.adaLN_modulation = modulation(dim, 6, options)
 
-    def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+    def deferred(self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = m.chunk(6, dim=1)
         rows = of_rows(grid)
         if grid is not None and grid.learned is not None:

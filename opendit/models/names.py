@@ -8,7 +8,9 @@ without dashes.
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from opendit.common.settings import Setting
 
@@ -33,12 +35,14 @@ PATCHES = (2, 4, 8)  # of pictures; of clips, three numbers of 1 to 8
 class Kind:
     """An architecture: its sizes as (hidden size, depth, heads, what else its configuration needs)."""
 
-    sizes: dict[str, tuple]
+    sizes: dict[str, tuple[Any, ...]]
     patches: tuple[str, ...]  # the usual ones, to be listed
     pictures: bool = True  # takes pictures, with a patch of one number
     clips: bool = True
     cross_attention: bool = False  # attends to captions whatever the flag says
-    revision_1: dict[str, dict] = field(default_factory=dict)  # what sizes needed in configurations of revision 1
+    revision_1: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # what sizes needed in configurations of revision 1
     settings: tuple[Setting, ...] = ()  # fields of its configuration that no other architecture has
     plan: str | None = None  # the file of its plan, where that is another architecture's
 
@@ -88,7 +92,7 @@ def module_of(kind: str) -> str:
     return kind.lower().replace("-", "")
 
 
-def nearest(name: str, names) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """The valid name most like ``name`` in whatever case, for error messages."""
     spelled = {valid.lower(): valid for valid in names}
     found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.0)

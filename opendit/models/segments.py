@@ -44,7 +44,7 @@ class Segments:
     tokens: int
     repeated: tuple[bool, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.grids or any(len(grid) != 3 or min(grid) < 1 for grid in self.grids):
             raise ValueError(f"a pack holds segments of (frames, rows, columns) from 1 on, not {self.grids}")
         if self.filled > self.tokens:

@@ -4,7 +4,7 @@ As in Latte (Ma et al. 2024) and Open-Sora, with a modulation for each part of a
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ class STDiTBlock(Block):
         """Those between the clip's own tokens, in their order."""
         return [part for part in (self.spatial_attn, self.temporal_attn, self.full_attn) if part is not None]
 
-    def deferred(self, start: list, m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
+    def deferred(self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
         modulations = iter(m.unflatten(1, (self.parts, 3, -1)).unbind(1))
         shift, scale, gate = next(modulations).unbind(1)
         x, y = self.begin(start, shift, scale)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +19,9 @@ class Weights:
 
     state: Mapping[str, Tensor]
     path: Path
-    info: dict = field(default_factory=dict)  # of our files: model, config, class_names, vae, image_size, step
+    info: dict[str, Any] = field(
+        default_factory=dict
+    )  # of our files: model, config, class_names, vae, image_size, step
     num_classes: int | None = None  # of Meta's files: by their training arguments, where they have them, or by the user
 
     @property

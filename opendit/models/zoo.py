@@ -115,7 +115,7 @@ def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
     return replace(config, revision=revision, **(KINDS[kind_name].revision_1.get(size, {}) if revision < 2 else {}))
 
 
-def config_from_dict(values: dict) -> DiTConfig:
+def config_from_dict(values: dict[str, Any]) -> DiTConfig:
     """The configuration that ``to_dict`` wrote; one from before there were kinds is a DiT's.
 
     Raises ValueError for a kind that this version does not know.

@@ -1,6 +1,7 @@
 """AdamW on the shards that a rank holds, in as few passes over memory as there can be; needs no plugin."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     elements = 2**26  # of the parameters that are updated together, whose gradients are copied to fp32 at one time
 
-    def __init__(self, params, **kwargs):
+    def __init__(self, params: Any, **kwargs: Any):
         super().__init__(params, fused=True, **kwargs)
 
     def init_state(self, p: Tensor) -> dict[str, Tensor]:
@@ -30,7 +31,7 @@ class FusedAdamW(torch.optim.AdamW):
         return state
 
     @torch.no_grad()
-    def step(self, closure=None, div_scale: float = -1):
+    def step(self, closure: Any = None, div_scale: float = -1) -> None:
         for group in self.param_groups:
             for params in _by_size([p for p in group["params"] if p.grad is not None], self.elements):
                 grads = [p.grad.to(p.dtype) for p in params if p.grad is not None]
@@ -97,10 +98,12 @@ class OnePassAdamW:
     ):
         self.adam, self._keys, self._working = adam, list(keys), working
         self._sizes = [key.numel() for key in keys] if sizes is None else sizes
-        self._averages: tuple | None = None
+        self._averages: tuple[Any, ...] | None = None
         self._fused: FusedStep | None = None
 
-    def attach_averages(self, averages: Sequence[Sequence[Tensor]], decays: Callable, updates: Tensor) -> None:
+    def attach_averages(
+        self, averages: Sequence[Sequence[Tensor]], decays: Callable[..., Any], updates: Tensor
+    ) -> None:
         """The steps also update these averages; see :meth:`FusedStep.attach`."""
         self._averages = averages, decays, updates
         if self._fused is not None:

@@ -33,7 +33,7 @@ def apply_parallel(
     recompute: str = "none",
     grad_checkpoint: bool = False,
     compiled: bool = False,
-    **compile_options,
+    **compile_options: Any,
 ) -> DiT:
     """``model`` with everything that a run puts into it, in place; returns it. What the engine then does to its
     parameters (shards: for --plugin fsdp :func:`apply_shards`) comes last.

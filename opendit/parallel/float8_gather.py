@@ -84,7 +84,7 @@ class _Gathered:
         assert out.float8.data.data_ptr() == data.data_ptr(), "FSDP2 has gathered a weight to another place"
 
 
-def _managed(model: nn.Module) -> list:
+def _managed(model: nn.Module) -> list[Any]:
     """FSDP2's own objects for the parameters of the model, one for each."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]

@@ -72,7 +72,7 @@ class Pages(mmap.mmap):
             torch.cuda.check_error(runtime.cudaHostUnregister(self._address))
             self._address = 0
 
-    def __del__(self):
+    def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the interpreter's end there may be no CUDA any more
             self.unlock()
 

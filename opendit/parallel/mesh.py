@@ -53,7 +53,7 @@ class Mesh:
     dims: ParallelDims = field(default=None)  # pyright: ignore[reportArgumentType, reportAssignmentType] made below
     groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.dims is None:
             object.__setattr__(self, "dims", ParallelDims(dp_shard=self.world_size))
         self.dims.check(self.world_size)

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -74,7 +75,7 @@ class RankWatch:
         self.ending: Ending | None = None
         self._known, self._lock, self._reported = threading.Event(), threading.Lock(), False
         self._me = Ending(place.rank, socket.gethostname(), os.getpid())
-        self._orders: queue.SimpleQueue[dict] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -209,7 +210,7 @@ class RankWatch:
                 message = {}
             self._hear(peer, message if isinstance(message, dict) else {})
 
-    def _hear(self, peer: _Peer, message: dict) -> None:
+    def _hear(self, peer: _Peer, message: dict[str, Any]) -> None:
         if peer.rank is None:
             hello = message.get("hello")
             if not secrets.compare_digest(str(message.get("token")), self._token) or not isinstance(hello, dict):
@@ -240,7 +241,7 @@ class RankWatch:
                 self._send(peer, bye=True)
             self._drop(peer, lost=False)
 
-    def _obey(self, order: dict) -> None:
+    def _obey(self, order: dict[str, Any]) -> None:
         if "bye" in order:
             for peer in self._peers.values():
                 self._send(peer, bye=True)

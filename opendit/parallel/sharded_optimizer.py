@@ -1,5 +1,6 @@
 """AdamW for a model whose parameters are cut by ``fully_shard``, or whole on the only rank."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -112,7 +113,9 @@ class ShardedOptimizer:
             return [[torch.empty_like(master) for master in self.masters.values()] for _ in range(count)]
         return self._in_host_memory(count)[1]
 
-    def attach_averages(self, averages: list[list[Tensor]], decays, updates: Tensor) -> None:
+    def attach_averages(
+        self, averages: list[list[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
+    ) -> None:
         """The steps also update these averages, which lie where :meth:`new_averages` has made them; see
         :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
         if self._side is not None:

@@ -101,7 +101,7 @@ class ParallelDims:
     tp: int = 1
     ep: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
             if not isinstance(size, int) or size < 1:

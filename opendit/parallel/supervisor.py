@@ -98,7 +98,7 @@ class Supervisor:
 
     # ---------------------------------------------------------------- the end
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, SystemExit):
             if self._watch is not None:
                 self._watch.close()

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from opendit.state.checkpoint import read_state, step_folder
 from opendit.state.files import point_to, step_of
@@ -39,13 +40,13 @@ class BestCheckpoint:
                 except ValueError:  # damaged, which a --load of it tells
                     continue
 
-    def saved(self, checkpoints: Path, state: dict) -> None:
+    def saved(self, checkpoints: Path, state: dict[str, Any]) -> None:
         """A checkpoint was put in its place, with this state.json. Raises OSError if the link can't be moved."""
         self.take(step_folder(checkpoints, state["step"]), state)
         if self.folder is not None:  # also where it is an old one, and a run that went back left the link at another
             point_to(checkpoints / BEST_LINK, self.folder)
 
-    def take(self, folder: Path, state: dict) -> None:
+    def take(self, folder: Path, state: dict[str, Any]) -> None:
         """Of a checkpoint's folder and state: it is the best from now on, if its figure is better."""
         if self._of_samples:
             evaluation = state.get("evaluation", {"of": None, "figures": {}})

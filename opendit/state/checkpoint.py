@@ -25,6 +25,7 @@ import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -85,7 +86,7 @@ class Checkpoint:
     """
 
     folder: Path
-    state: dict
+    state: dict[str, Any]
     files: dict[str, FileId]
     damaged: tuple[str, ...] = ()
 
@@ -183,7 +184,7 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
     return [], True, f"--load {load}: no checkpoint there ({looked_for})"
 
 
-def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict, str | None, bool]:
+def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict[str, Any], str | None, bool]:
     """This rank's share of verifying a checkpoint: its files, its state, what is wrong with it, and whether an earlier
     checkpoint is no answer to that."""
     try:
@@ -230,7 +231,7 @@ class AnotherVersion(ValueError):
     """A checkpoint that is intact and can't be read by this version of the program."""
 
 
-def read_state(folder: Path) -> dict:
+def read_state(folder: Path) -> dict[str, Any]:
     """The counters of a checkpoint. Raises ValueError if they can't be read, AnotherVersion if they are of one."""
     path = folder / STATE
     try:

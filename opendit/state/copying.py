@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class HostBuffer:
     def __init__(self, numel: int, device: torch.device):
         self.device, self._used = device, 0
         self._threads: ThreadPoolExecutor | None = None
-        self._copies: deque[Future] = deque()
+        self._copies: deque[Future[Any]] = deque()
         self._memory = HostMemory(numel, device)
         self._numbers = self._memory.numbers
 

@@ -42,7 +42,7 @@ SCHEDULER: dict[str, Any] = dict(
 )
 
 
-def refuse_unless_plain(config: DiTConfig, info: dict, target: str) -> None:
+def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) -> None:
     """Raises ValueError for models that Meta's DiT, and so diffusers', can't express."""
     if config.kind != DiTConfig.kind:
         what = "video DiT" if config.is_video else f"{config.kind} model"
@@ -90,13 +90,13 @@ def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str,
     return made
 
 
-def correct_timesteps(transformer) -> None:
+def correct_timesteps(transformer: Any) -> None:
     """Gives a DiTTransformer2DModel the timestep sinusoids that DiTs are trained with."""
     for block in transformer.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0
 
 
-def load_pipeline(folder: str | Path, **options):
+def load_pipeline(folder: str | Path, **options: Any) -> Any:
     """A DiTPipeline folder as a pipeline that computes what the trained model does: agrees to 1e-5 in fp32."""
     from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 
@@ -165,7 +165,7 @@ def export_diffusers(
 
 
 @torch.no_grad()
-def stock_deviation(network: DiT, transformer) -> float:
+def stock_deviation(network: DiT, transformer: Any) -> float:
     """Relative 2-norm by which a stock transformer leaves our network, on a few timesteps of random latents."""
     config, generator = network.config, torch.Generator().manual_seed(0)
     assert config.num_classes is not None
@@ -227,6 +227,6 @@ def _read(path: Path, model: str | None) -> Weights:
     return weights
 
 
-def _of_meta(name: str | None, config: DiTConfig) -> dict:
+def _of_meta(name: str | None, config: DiTConfig) -> dict[str, Any]:
     """What our file says of weights from Meta's .pt."""
     return {"model": name, "config": config.to_dict(), "vae": "ema", "image_size": 8 * config.input_size[0]}

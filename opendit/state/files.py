@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -48,17 +48,17 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def write_manifest(folder: Path, version: int, files: dict[str, dict]) -> None:
+def write_manifest(folder: Path, version: int, files: dict[str, dict[str, Any]]) -> None:
     """manifest.json with the size and checksum of every file, and a checksum of its own."""
     content = {"version": version, "files": files, "sha256": _sha256_of(files)}
     write_file(folder / MANIFEST, iter([json.dumps(content, indent=1).encode()]))
 
 
-def _sha256_of(files: dict[str, dict]) -> str:
+def _sha256_of(files: dict[str, dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> dict[str, dict]:
+def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """name: {"bytes", "sha256"} of every file: what is read of a checkpoint is what stands here, and nothing else.
 
     Raises ValueError if the manifest itself is missing or damaged, or names what is no file of this folder.

@@ -111,7 +111,7 @@ def _cuts(shard: Shard) -> list[list[int | None]]:
     return [[dim, *(int(edge) for edges in ranges for edge in edges)] for dim, ranges in shard.slices]
 
 
-def index_from(value: dict) -> ShardIndex:
+def index_from(value: dict[str, Any]) -> ShardIndex:
     """The index that JSON which keeps INDEX_FILE's rule describes. Raises ValueError for one that can't be."""
     tensors = {}
     for name, entry in value["tensors"].items():

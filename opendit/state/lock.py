@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opendit.parallel.mesh import Mesh  # which imports torch
@@ -66,7 +66,7 @@ class FolderLock:
     def __enter__(self) -> "FolderLock":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def __del__(self) -> None:
@@ -136,7 +136,7 @@ class FolderLock:
             return False
         return True
 
-    def _gone(self, owner: dict, file: int, flocked: bool) -> str | None:
+    def _gone(self, owner: dict[str, Any], file: int, flocked: bool) -> str | None:
         """What to tell of an owner that left its lock behind; raises Locked if it lives."""
         if not owner:
             return None  # it never came to write its name
@@ -157,12 +157,14 @@ class FolderLock:
                     raise self._locked(owner)
         return f"{self.folder} was locked by {who}, which has not been seen for {PATIENCE_S:.0f} s: taken over"
 
-    def _locked(self, owner: dict) -> Locked:
+    def _locked(self, owner: dict[str, Any]) -> Locked:
         remove = "" if owner.get("boot") == _boot() else f"; if that process is gone, delete {self.path}"
         return Locked(f"{self.flag}: {self.folder} is in use: {_name(owner)} writes to it; {self.fix}{remove}")
 
 
-def lock_folder(folder: Path, mesh: "Mesh", flag: str, fix: str) -> tuple[contextlib.AbstractContextManager, list[str]]:
+def lock_folder(
+    folder: Path, mesh: "Mesh", flag: str, fix: str
+) -> tuple[contextlib.AbstractContextManager[Any], list[str]]:
     """:class:`FolderLock` for all ranks of a job: rank 0 holds it. Call on every rank.
 
     Returns:
@@ -199,7 +201,7 @@ def _is(file: int, path: Path) -> bool:
         return False
 
 
-def _owner(file: int, wait: bool) -> dict:
+def _owner(file: int, wait: bool) -> dict[str, Any]:
     """What a lock says of its owner; {} if nothing, which is ``wait``-ed for."""
     end = time.monotonic() + (EMPTY_S if wait else 0)
     while True:
@@ -213,11 +215,11 @@ def _owner(file: int, wait: bool) -> dict:
         time.sleep(0.05)
 
 
-def _name(owner: dict) -> str:
+def _name(owner: dict[str, Any]) -> str:
     return f"process {owner['pid']} on {owner.get('host')}" if owner else "another process"
 
 
-def _this_process() -> dict:
+def _this_process() -> dict[str, Any]:
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")

@@ -4,7 +4,7 @@ diffusers' DiTPipeline folders."""
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -102,7 +102,7 @@ def use_newest(
     raise ValueError(f"{path} has no intact checkpoint: {'; '.join(damaged)}")
 
 
-def read_info(path: Path) -> dict:
+def read_info(path: Path) -> dict[str, Any]:
     """What one of our safetensors files says of itself, checked (opendit.state.schema) and without reading its weights;
     {} for other files. Raises ValueError with one line that names the file and the field."""
     if not is_set(path):
@@ -111,7 +111,7 @@ def read_info(path: Path) -> dict:
         return _info(tensors)
 
 
-def _info(tensors: TensorSet) -> dict:
+def _info(tensors: TensorSet) -> dict[str, Any]:
     text = tensors.metadata.get(METADATA_KEY)
     return {} if text is None else checked_metadata(text, tensors.path)
 
@@ -259,7 +259,7 @@ def load_pretrained(
     notes: list[str] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    stage: Callable[[str], AbstractContextManager] = nullcontext,
+    stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> tuple[DiT, Weights]:
     """A model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``. It is on ``device`` as

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from opendit.common.records import WriteFailures
 from opendit.common.tensor_files import write_file
@@ -54,7 +55,7 @@ class Checkpoints:
         folder: Path,
         engine: Engine,
         ema: EMA,
-        info: dict,
+        info: dict[str, Any],
         *,
         keep: int = 0,
         in_use: Path | None = None,
@@ -82,7 +83,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.abandon(CLOSING)
             return
@@ -99,7 +100,7 @@ class Checkpoints:
         """Size of this rank's buffer in host memory."""
         return self._kind.buffer.bytes
 
-    def save(self, state: dict) -> None:
+    def save(self, state: dict[str, Any]) -> None:
         """Takes a copy of everything and starts to write it; waits before that for the last save's end.
 
         Args:
@@ -137,7 +138,7 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ the writing, in a thread of its own
 
-    def _write(self, files: Files, state: dict) -> None:
+    def _write(self, files: Files, state: dict[str, Any]) -> None:
         started, step = time.perf_counter(), state["step"]
         final = step_folder(self.folder, step)
         try:
@@ -158,7 +159,7 @@ class Checkpoints:
         before = f"intact is {self.newest}" if self.newest else "there is no earlier one"
         self._say(f"step {step}: NOT SAVED, {problem}; {before}; {then}the run's exit code will be 1")
 
-    def _write_together(self, final: Path, files: Files, state: dict) -> str | None:
+    def _write_together(self, final: Path, files: Files, state: dict[str, Any]) -> str | None:
         """What went wrong on any rank, the same text on all of them; None if the checkpoint is in its place."""
         info = {**self.info, "step": state["step"], "version": self._kind.version}
         metadata, folder = {"format": "pt", METADATA_KEY: json.dumps(info)}, incomplete(final)

@@ -59,7 +59,7 @@ BOUNDS: dict[str, Rule] = {
     "std": number(0, 100, above=True),
     "sigma_data": number(0, 1e6, above=True),
 }
-BY_TYPE: dict[type, Rule] = {
+BY_TYPE: dict[type[Any], Rule] = {
     int: whole(0, (1 << 31) - 1),
     float: number(-1e9, 1e9),
     bool: truth,
@@ -72,7 +72,7 @@ TOKENS = 1 << 22  # of a sample: four times the longest that anybody has trained
 
 
 @functools.cache
-def fields_rule(kind: type, tag: str | None = None) -> Rule:
+def fields_rule(kind: type[Any], tag: str | None = None) -> Rule:
     """The rule of a dataclass as JSON, with a string under ``tag`` beside its fields."""
     hints = typing.get_type_hints(kind)
     required, more = {}, {} if tag is None else {tag: string(64)}
@@ -108,7 +108,7 @@ def objective_rule(value: Any, place: str) -> None:
     _tagged(value, place, "name", None, OBJECTIVES)
 
 
-def _tagged(value: Any, place: str, tag: str, default: str | None, kinds: dict[str, type]) -> None:
+def _tagged(value: Any, place: str, tag: str, default: str | None, kinds: dict[str, type[Any]]) -> None:
     if isinstance(value, dict):
         found = value.get(tag, default)
         if not isinstance(found, str) or found not in kinds:
@@ -210,7 +210,7 @@ RUN_CONFIG = FileKind(record({}, {"starts": listed(plain(8), most=100_000)}, oth
 # ------------------------------------------------------------------------------------------ reading
 
 
-def checked_metadata(text: str, source: Path | str) -> dict:
+def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
     """What a weights file says of itself, its model and objective included. Raises ValueError as :func:`read_file`."""
     info = parse_text(text, METADATA, source)
     if "config" in info:
@@ -222,7 +222,7 @@ def checked_metadata(text: str, source: Path | str) -> dict:
     return info
 
 
-def checked_config(values: dict, source: Path | str) -> DiTConfig:
+def checked_config(values: dict[str, Any], source: Path | str) -> DiTConfig:
     """The configuration that ``values``, which keep :func:`model_rule`, describe.
 
     Raises ValueError with one line that names the source, for one that can't be built or has too many tokens."""

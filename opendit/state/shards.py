@@ -8,6 +8,7 @@ the weights to sample from can be read and verified without the rest.
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from opendit.common.tensor_files import DTYPES, write_file, write_tensors
 from opendit.parallel.control_group import ControlGroup
@@ -25,7 +26,7 @@ def written_part(layout: Layout, name: str) -> Shard:
     return layout.local(name).flat_part(holders.index(layout.mesh.rank), len(holders))
 
 
-def _joined(parts: Iterable[dict]) -> dict:
+def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """All of their entries; equal keys have equal values."""
     return {key: value for part in parts for key, value in part.items()}
 
@@ -85,7 +86,7 @@ class ShardFiles:
         self.buffer.wait()
         return files
 
-    def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict]:
+    def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
         """Writes this rank's files; returns their lines of the manifest. Raises OSError."""
         written = {}
         for which in self._sets:
@@ -95,7 +96,7 @@ class ShardFiles:
                 written[name] = write_tensors(folder / name, files[name], said)
         return written
 
-    def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict]:
+    def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
         """Writes the indices on rank 0, when all ranks have written; returns as :meth:`write`."""
         written = {}
         for which in self._sets:

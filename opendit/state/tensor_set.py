@@ -62,7 +62,7 @@ class TensorSet(Mapping[str, Tensor]):
     def __enter__(self) -> "TensorSet":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -109,7 +109,7 @@ class WholeTensors(TensorSet):
         if missing := place.keys() - self.shapes.keys():
             raise ValueError(f"{path}: {min(missing)[:100]!r} is not in the file that it names")
 
-    def read(self, name, shard=None):
+    def read(self, name: str, shard: Shard | None = None) -> Tensor:
         full = self._file(self._place[name]).get_tensor(name)
         return full if shard is None else shard.take(full)
 
@@ -123,12 +123,12 @@ class ShardedTensors(TensorSet):
         for name, tensor in index.tensors.items():
             self.shapes[name], self.dtypes[name] = tensor.shape, tensor.dtype
 
-    def as_stored(self, part=0, parts=1):
+    def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
         for file in self.index.files[part::parts]:
             for name in self.index.held_by(file):
                 yield name, self._file(file).get_tensor(name)
 
-    def check_files(self, part=0, parts=1):
+    def check_files(self, part: int = 0, parts: int = 1) -> None:
         for name in self.index.files[part::parts]:
             self._file(name)
 
@@ -149,7 +149,7 @@ class ShardedTensors(TensorSet):
                 raise ValueError(f"{path} does not hold of {key[:100]!r} what {self.path.name} says")
         return file
 
-    def read(self, name, shard=None):
+    def read(self, name: str, shard: Shard | None = None) -> Tensor:
         tensor = self.index.tensors[name]
         wanted = runs_of(tensor.shape, shard.slices if shard else ())
         full = torch.empty(shard.shape if shard else tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])

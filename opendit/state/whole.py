@@ -7,6 +7,7 @@ there are: for DiT-XL/2 10.8 GB.
 
 import math
 from pathlib import Path
+from typing import Any
 
 from opendit.common.tensor_files import write_tensors
 from opendit.parallel.control_group import ControlGroup
@@ -81,10 +82,10 @@ class WholeTensorFiles:
         self.buffer.wait()
         return files
 
-    def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict]:
+    def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
         """Writes this rank's files; returns their lines of the manifest. Raises OSError."""
         return {name: write_tensors(folder / name, tensors, metadata) for name, tensors in files.items()}
 
-    def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict]:
+    def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
         """Writes on rank 0, when all ranks have written, what is left to be; returns as :meth:`write`."""
         return {}

@@ -213,7 +213,7 @@ def _installed(package: str) -> str | None:
 # ------------------------------------------------------------------------------------------ what a start changes
 
 
-def stored_fingerprint(state: dict) -> dict[str, Any]:
+def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
     """The fingerprint in a checkpoint's state.json; of a checkpoint from before there were any, what is known of it."""
     found = state.get("fingerprint")
     if found is None:
@@ -239,7 +239,7 @@ def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]
     return [f"resume: {line}" for line in lines]
 
 
-def _not_recorded(stored: dict, now: dict) -> list[str]:
+def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What can't be compared."""
     values = {item.name: item.default for item in flags_of(TrainConfig) if item.name in by_value(now["objective"])}
     missing = [name for name in values if name not in stored]
@@ -253,7 +253,7 @@ def _not_recorded(stored: dict, now: dict) -> list[str]:
     return [f"{_called(name)} {_shown(value)} is new to it: {MEANS.get(name, CURVE)}" for name, value in news.items()]
 
 
-def _told_together(stored: dict, now: dict) -> str | None:
+def _told_together(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
     """The line on the data."""
     if "data" not in stored:
         return None
@@ -268,7 +268,7 @@ def _told_together(stored: dict, now: dict) -> str | None:
     return f"--data_path {_shown(stored.get('data_path'))} -> {_shown(now['data_path'])}: other data ({what}): {CURVE}"
 
 
-def _line(name: str, stored: dict, now: dict, step: int) -> str | None:
+def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> str | None:
     if name in SHOWN_ONLY or name not in stored or name in ("data", "samples", "contents"):
         return None
     then, value, means = stored[name], now[name], MEANS.get(name, CURVE)
@@ -284,7 +284,7 @@ def _line(name: str, stored: dict, now: dict, step: int) -> str | None:
     return f"{_called(name)} {_shown(then)} -> {_shown(value)}: {means}"
 
 
-def _warmed_up(stored: dict, now: dict, step: int) -> bool:
+def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
     """Whether another warm-up changes no learning rate from this step on."""
     constant = stored.get("lr_schedule") == now.get("lr_schedule") == "constant"
     return (
@@ -295,7 +295,7 @@ def _warmed_up(stored: dict, now: dict, step: int) -> bool:
 
 
 # Differences that say nothing new, or change nothing.
-NO_MATTER: dict[str, Callable[[dict, dict, int], bool]] = {
+NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
     # The line on the schedule says it where there was no cosine, or is none.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from opendit.cli.components import Components
 from opendit.cli.shared_flags import ParallelFlags
@@ -290,7 +290,9 @@ def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
     )
 
 
-def _condition(captions: CaptionFlags, num_classes: int | None, data_path: str, dataset: MediaDataset) -> dict:
+def _condition(
+    captions: CaptionFlags, num_classes: int | None, data_path: str, dataset: MediaDataset
+) -> dict[str, Any]:
     """What the model is conditioned on, as arguments of model_config: num_classes or text."""
     if dataset.conditioning == "text":
         name, cached = cast(str, captions.text_encoder), getattr(dataset, "text_encoder", None)

@@ -49,7 +49,7 @@ def describe_start(spec: RunSpecification) -> dict[str, Any]:
     }
 
 
-def _earlier_starts(path: Path, notes: list[str]) -> list[dict]:
+def _earlier_starts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """The starts in a config.json; one that has no list of them, from before there was one, is a start itself."""
     if not os.path.lexists(path):
         return []

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ class Monitor:
         self._samples, self._flops = 0, 0.0
         self._peak_gib = 0.0  # of memory, before the last drawing
         self._pressure = MemoryPressure()
-        self.last: dict = {}
+        self.last: dict[str, Any] = {}
         self.failures = failures
         if mesh.is_main:
             with failures.survive("log.jsonl"):
@@ -83,7 +84,7 @@ class Monitor:
     def __enter__(self) -> "Monitor":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def loader_wait(self, seconds: float) -> None:
@@ -125,7 +126,7 @@ class Monitor:
         yield
         self._since += time.perf_counter() - began
 
-    def log(self, step: int, epoch: int, lr: float, grad_norm: float | None, **more) -> dict:
+    def log(self, step: int, epoch: int, lr: float, grad_norm: float | None, **more: Any) -> dict[str, Any]:
         """Writes one line; the loss is the mean over all ranks and all steps since the last line that were not
         skipped, null if all were."""
         total, count = self.mesh.sum(self._sums).tolist()

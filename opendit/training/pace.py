@@ -52,7 +52,7 @@ class Pace:
         begun, now, self._begun = self._begun, self._now(), None
         self._forwards.append((begun, now) if self._on_gpu else now - begun)
 
-    def log(self, step: int, steps: int) -> dict:
+    def log(self, step: int, steps: int) -> dict[str, Any]:
         """For a log line after ``steps`` steps, once the device is read: the slowest rank, and how many times the
         others' time it takes for its own work. Collective."""
         if self._channel is None:

@@ -38,7 +38,7 @@ class RunLogger(ABC):
 class WandbLogger(RunLogger):
     """Weights & Biases: files under the run's folder, unless WANDB_MODE is set. WANDB_PROJECT names the project."""
 
-    def __init__(self, folder, config):
+    def __init__(self, folder: Path, config: dict[str, Any]):
         mode = os.environ.get("WANDB_MODE") or "offline"
         if mode != "online":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which would report crashes of the library itself
@@ -63,13 +63,13 @@ class WandbLogger(RunLogger):
         self._run.define_metric("*", step_metric="step")
         self.where = f"wandb sync {folder}/wandb/offline-run-*" if mode == "offline" else f"wandb ({mode})"
 
-    def scalars(self, values, step):
+    def scalars(self, values: dict[str, float], step: int) -> None:
         self._run.log({**values, "step": step})
 
-    def picture(self, tag, png, step):
+    def picture(self, tag: str, png: bytes, step: int) -> None:
         self._run.log({tag: self._wandb.Image(_image(png)), "step": step})
 
-    def close(self):
+    def close(self) -> None:
         self._run.finish()
 
 
@@ -77,7 +77,7 @@ class MlflowLogger(RunLogger):
     """MLflow: a database beside the run folders, unless MLFLOW_TRACKING_URI is set. MLFLOW_EXPERIMENT_NAME names the
     experiment."""
 
-    def __init__(self, folder, config):
+    def __init__(self, folder: Path, config: dict[str, Any]):
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it tells its makers how it is used
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]  # who wants it installs it
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
@@ -107,14 +107,14 @@ class MlflowLogger(RunLogger):
         path.write_text(run_id)
         return run_id
 
-    def scalars(self, values, step):
+    def scalars(self, values: dict[str, float], step: int) -> None:
         now = int(time.time() * 1000)
         self._client.log_batch(self._run_id, metrics=[self._metric(k, float(v), now, step) for k, v in values.items()])
 
-    def picture(self, tag, png, step):
+    def picture(self, tag: str, png: bytes, step: int) -> None:
         self._client.log_image(self._run_id, _image(png), key=tag, step=step)
 
-    def close(self):
+    def close(self) -> None:
         self._client.set_terminated(self._run_id, "FINISHED")
 
 

@@ -46,7 +46,7 @@ class RunSpecification:
     memory: Setup
     sharding: Sharding | None  # of --plugin fsdp
     folder: Path
-    lock: AbstractContextManager  # the right to write there
+    lock: AbstractContextManager[Any]  # the right to write there
     resume: Checkpoint | None
     first_step: int
     last_step: int
@@ -77,7 +77,7 @@ class RunSpecification:
         """Every flag and its value."""
         return to_dict(self.flags)
 
-    def info(self) -> dict:
+    def info(self) -> dict[str, Any]:
         """What this run's weights files say of themselves."""
         return {
             "model": self.flags.model,

@@ -41,7 +41,7 @@ class StepLog:
         self.figures: dict[str, Any] = {}
         self._logged = first_step  # the step of the last line
 
-    def write(self, done: int, epoch: int, lr: float, result: StepResult, measured: dict) -> None:
+    def write(self, done: int, epoch: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
         """A line after ``done`` steps, with what was ``measured`` of held-out samples and drawn ones. The host
         waits for the device."""
         mesh = self._engine.mesh

@@ -107,7 +107,7 @@ class Validation:
         given = draw_given(self._spec.model_config.given_frames, x0, SEED, 0, index)
         return MicroBatch(x0, self._times[batch.numbers].to(device), noise, batch.condition.to(device), given)
 
-    def after(self, step: int) -> dict:
+    def after(self, step: int) -> dict[str, Any]:
         """What ``step``'s line of the log says: the mean, the means by noise level, the levels, as sigma, and how many
         seconds it took. Null for what is not finite. Collective."""
         began = time.perf_counter()
@@ -126,7 +126,7 @@ class Validation:
             self._draw({"step": step, **line})
         return line | {"val_s": time.perf_counter() - began}
 
-    def _draw(self, line: dict) -> None:
+    def _draw(self, line: dict[str, Any]) -> None:
         monitor, path, step = self._monitor, self._spec.folder / PICTURE, line["step"]
         self._history.add(line)
         with monitor.failures.survive(PICTURE, step):

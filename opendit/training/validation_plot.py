@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from opendit.common.replace import replacing
 
@@ -34,7 +35,7 @@ class LossHistory:
                 continue
         return history
 
-    def add(self, line: dict) -> None:
+    def add(self, line: dict[str, Any]) -> None:
         """A line of the log, if it is of a validation at these noise levels."""
         if line.get("val_noise") == self.noise:
             step, loss, by_noise = (line[key] for key in ("step", "val_loss", "val_loss_by_noise"))
@@ -78,7 +79,7 @@ def draw_losses(history: LossHistory, path: Path, title: str) -> None:
         new.write_bytes(memory.getvalue())
 
 
-def _colours(count: int) -> list:
+def _colours(count: int) -> list[Any]:
     from matplotlib import colormaps
 
     return [colormaps["plasma"](0.9 * i / max(1, count - 1)) for i in range(count)]

@@ -92,7 +92,7 @@ class CookedDataset(ShardDataset):
     ):
         super().__init__(shown, shards, image_size, random_flip=random_flip, **options)
         self.cooker, self.name, self.fields, self.subflavors = cooker, name, fields, subflavors
-        self._cooked: tuple = (None, None)
+        self._cooked: tuple[Any, ...] = (None, None)
         self.class_names = list(class_names)
         first = self._first()
         self._video = "video" in first
@@ -177,7 +177,7 @@ class CookedDataset(ShardDataset):
     def describe(self) -> str:
         return f"{super().describe()}; read by {self.name}"
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cooked": (None, None)}
 
 

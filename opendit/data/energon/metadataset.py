@@ -84,7 +84,7 @@ class _Reader:
         path: Path,
         splits: tuple[str, ...],
         above: tuple[Path, ...] = (),
-        inherited: dict | None = None,
+        inherited: dict[str, Any] | None = None,
         subset: Subset | None = None,
     ) -> tuple[str, list[Leaf]]:
         """(what the shares are, leaves) of a file that those ``above`` it lead to. inherited: their subflavors. subset:
@@ -111,11 +111,11 @@ class _Reader:
         read = self._second if kind == "MetadatasetV2" else self._first
         return read(node, where, _At(path.parent, chosen, (*above, place), inherited or {}, subset))
 
-    def _first(self, node: dict, where: str, at: "_At") -> tuple[str, list[Leaf]]:
+    def _first(self, node: dict[str, Any], where: str, at: "_At") -> tuple[str, list[Leaf]]:
         self._known(node, ("datasets",), where)
         return self._mixed(node, "datasets", "weight", WEIGHTS, _FIRST, where, at)
 
-    def _second(self, node: dict, where: str, at: "_At") -> tuple[str, list[Leaf]]:
+    def _second(self, node: dict[str, Any], where: str, at: "_At") -> tuple[str, list[Leaf]]:
         if "join" in node:
             raise ValueError(
                 f"{where}: join puts samples of several folders together by Python code, which is not run; pack what "
@@ -131,7 +131,9 @@ class _Reader:
         self._relative(at.subset, where)
         return self._mixed(node, form, name, kind, (*_SECOND, name), where, at)
 
-    def _mixed(self, node: dict, form: str, name: str, kind: str, known: tuple, where: str, at: "_At") -> tuple:
+    def _mixed(
+        self, node: dict[str, Any], form: str, name: str, kind: str, known: tuple[Any, ...], where: str, at: "_At"
+    ) -> tuple[Any, ...]:
         entries = cast(list, node.get(form))
         self._check(isinstance(entries, list) and entries, where, f"{form} must be a list of {{path: ..., {name}: 1}}")
         for entry in entries:
@@ -149,7 +151,7 @@ class _Reader:
             leaves += [replace(leaf, share=leaf.share * share / total) for leaf in found]
         return kind, leaves
 
-    def _reference(self, node: dict, where: str, at: "_At") -> tuple[str, list[Leaf]]:
+    def _reference(self, node: dict[str, Any], where: str, at: "_At") -> tuple[str, list[Leaf]]:
         self._check(isinstance(node.get("path"), str), where, "every data set needs a path")
         if is_address(node["path"]):
             raise ValueError(f"{where}: {node['path']} is an address; a metadataset's folders must be on this machine")
@@ -178,7 +180,7 @@ class _Reader:
             raise ValueError(f"{where}: {printable(path)} {what}")
         return ALONE, [Leaf(path, split, Fraction(1), subset, flavors, **configs)]
 
-    def _subset(self, node: dict, where: str, outer: Subset | None) -> Subset | None:
+    def _subset(self, node: dict[str, Any], where: str, outer: Subset | None) -> Subset | None:
         """What a node takes of its samples, of which ``outer`` takes a part."""
         content = node.get("subset")
         if content is None:
@@ -210,7 +212,7 @@ class _Reader:
         counts = subset is not None and (subset.first, subset.last) != (0, None)
         self._check(not counts, where, "a subset of numbers must be that of a prepared folder; give percentages here")
 
-    def _positive(self, value: Any, name: str, entry: dict, where: str) -> Fraction:
+    def _positive(self, value: Any, name: str, entry: dict[str, Any], where: str) -> Fraction:
         try:  # 1e3 is a text in YAML
             number = float(value) if type(value) in (int, float, str) else 0.0
             if 0 < number < 1e15:
@@ -222,7 +224,7 @@ class _Reader:
             "without"
         )
 
-    def _known(self, found: dict, known: tuple[str, ...], where: str) -> None:
+    def _known(self, found: dict[str, Any], known: tuple[str, ...], where: str) -> None:
         if unknown := [key for key in found if key not in known]:
             more = f"; samples are read by {COOKER}" if unknown[0] in ("cooker", "joiner") else ""
             raise ValueError(f"{where} has the unknown key {unknown[0]!r}; known here: {', '.join(known)}{more}")

@@ -203,7 +203,7 @@ def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any
 
 def _mapped(mapping: dict[str, str], where: str) -> Fields:
     """``image: jpg,png`` and ``caption: json[texts][0],txt`` as fields."""
-    found: dict[str, tuple] = {"medium": (), "caption": (), "label": ()}
+    found: dict[str, tuple[Any, ...]] = {"medium": (), "caption": (), "label": ()}
     for name in ("video", "image", "caption", "label"):
         if name in mapping:
             found[_OF_FIELDS[name]] += tuple(_access(option) for option in mapping[name].split(","))

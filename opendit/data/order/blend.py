@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class SourceRows:
     def sizes(self) -> list[int]:
         return np.diff([0, *self.ends]).tolist()
 
-    def log(self, counts: np.ndarray) -> dict:
+    def log(self, counts: np.ndarray) -> dict[str, Any]:
         """Of so many samples drawn of each, {"sources": {name: {"share": of all so far, "epoch": passes over it}}}."""
         of_each, seen = zip(self.names, counts.tolist(), self.sizes, strict=True), max(1, int(counts.sum()))
         return {"sources": {name: {"share": count / seen, "epoch": count / size} for name, count, size in of_each}}
@@ -132,7 +132,7 @@ class BlendSchedule(BatchSchedule):
         """Samples of the steps before ``step``."""
         return int((self._parts.counts(step * self._cut) * self._part).sum())
 
-    def log(self, step: int) -> dict:
+    def log(self, step: int) -> dict[str, Any]:
         """What :meth:`SourceRows.log` says."""
         return self.sources.log(self.consumed(step))
 

@@ -112,7 +112,7 @@ class PackSchedule(BatchSchedule):
         """The steps of so many passes, at the fill of the first windows."""
         return int(epochs * self._tokens_of_a_pass() / (self.global_batch * self.capacity * self.fill))
 
-    def log(self, step: int) -> dict:
+    def log(self, step: int) -> dict[str, Any]:
         """{"fill": share of the last step's packs that is no padding}, and of several sources "sources" as of
         ``BlendSchedule``, at the beginning of the window of ``step``."""
         tokens = int(self.tokens[self.rows(max(0, step - 1))].sum(dtype=np.int64))

@@ -102,7 +102,7 @@ class BatchSchedule:
         """The samples (row first) of a rank's micro-batch in the order in which they are read."""
         return keys
 
-    def log(self, step: int) -> dict:
+    def log(self, step: int) -> dict[str, Any]:
         """What a line of the log after ``step`` steps says of the samples; nothing of one plain source."""
         return {}
 

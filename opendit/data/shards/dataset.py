@@ -89,7 +89,7 @@ class ShardDataset(PicturesAndClips):
         self.store = store or LocalTars([shard.path for shard in shards], [header.tar_bytes for header in headers])
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
-        self._found: tuple = (None, None)  # the last row that was looked up, and what was found
+        self._found: tuple[Any, ...] = (None, None)  # the last row that was looked up, and what was found
         self.pictures = sum(shard.count_pictures() for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
@@ -270,7 +270,7 @@ class ShardDataset(PicturesAndClips):
         what = f"{tars} of {' and '.join(parts)} {words}, {shape}{window}"
         return f"{self.shown.removeprefix('--data_path ')}: {what}, {flip_note(self)}{''.join(notes)}{self.note}"
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recent": OrderedDict()}
 
 

@@ -11,7 +11,7 @@ import os
 import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -189,7 +189,7 @@ class TarIndex:
         if getattr(self, "_file", None) is not None:
             self.close()
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}  # descriptors don't travel to a process that isn't forked
 
 

@@ -21,7 +21,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import numpy as np
 from safetensors.torch import load, save
@@ -38,6 +38,7 @@ from opendit.data.medium import Medium
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
+from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.scan import BLOCK, scan
 from opendit.data.shards.store import LocalTars
 from opendit.data.shards.writer import member_header
@@ -59,7 +60,7 @@ def _name(image_size: int, shard: int, shards: int) -> str:
     return f"latents-{image_size}-{shard:05d}-of-{shards:05d}.tar"
 
 
-def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict, skipped: list[str]) -> str:
+def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], skipped: list[str]) -> str:
     """Writes a tar and then its index, each under another name first; returns the tar's SHA-256.
 
     tensors: moments (n, F, 2C, ...), labels and rows (n,), and those of ``text_cache`` where there are captions."""
@@ -86,7 +87,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict, skipped:
     return sha256
 
 
-def _plan(settings: dict) -> str:
+def _plan(settings: dict[str, Any]) -> str:
     return hash_parts(json.dumps(settings, sort_keys=True))
 
 
@@ -119,7 +120,7 @@ def _members(tensors: dict[str, Tensor]) -> Iterator[tuple[str, bytes]]:
             first_text = end
 
 
-def read_header(path: Path) -> tuple[int, dict, list[str]] | None:
+def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
     """(samples, settings, skipped files) of a tar with its index; None if it isn't a whole one of ours."""
     try:
         header = TarIndex(index_of(path)).header
@@ -133,7 +134,7 @@ def read_header(path: Path) -> tuple[int, dict, list[str]] | None:
     return (header.rows, about["settings"], about["skipped"]) if header.plan == _plan(about["settings"]) else None
 
 
-def open_tars(folder: Path, index: dict) -> list[IndexedTar]:
+def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
     """The tars of an index. Raises ValueError, which names the one that is missing, of another size or another one."""
     tars = []
     for shard in index["shards"]:
@@ -147,7 +148,7 @@ def open_tars(folder: Path, index: dict) -> list[IndexedTar]:
     return tars
 
 
-def check_tar(index: TarIndex, shard: dict, name: str) -> TarIndex:
+def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:
     """Raises ValueError for a tar's index that is not the one that a cache's index means."""
     header = index.header
     if (header.rows, header.tar_bytes, header.sha256) != (shard["count"], shard["bytes"], shard.get("sha256")):
@@ -166,10 +167,10 @@ class TarLatents(CachedLatents, ShardDataset):
     def __init__(
         self,
         name: str,
-        index: dict,
+        index: dict[str, Any],
         tars: Sequence[IndexedTar],
         *,
-        store=None,
+        store: LocalTars | RemoteTars | None = None,
         empty_caption: Embedding | None = None,
         seed: int = 0,
         random_flip: bool | None = None,
@@ -190,7 +191,7 @@ class TarLatents(CachedLatents, ShardDataset):
         text = index.get("text")
         self.text_encoder, self.max_tokens = (text["encoder"], text["max_tokens"]) if text else (None, 0)
         self._keys = [shard.get("shape_key", 0) for _, shard in pairs]
-        self._loaded: tuple = (None, None)
+        self._loaded: tuple[Any, ...] = (None, None)
 
     def _tensors(self, row: int) -> dict[str, Tensor]:
         """A sample's tensors. Raises BadSample for others than the index says."""
@@ -247,5 +248,5 @@ class TarLatents(CachedLatents, ShardDataset):
         clips = sum(len(tar) for tar, key in zip(self.shards, self._keys, strict=True) if key == max(self._keys))
         return self._described(self.shown.removeprefix("--data_path "), clips)
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_loaded": (None, None)}

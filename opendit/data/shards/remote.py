@@ -58,7 +58,7 @@ class Remote:
             self._process = os.getpid()
         return self._system
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {"kind": self.kind, "_system": None, "_process": None}
 
     def read(self, address: str, start: int, size: int) -> bytes:

@@ -84,7 +84,7 @@ class _Rows:
     """What becomes the index, as it is found."""
 
     fields: Fields
-    rows: list[tuple] = field(default_factory=list)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     captions: list[bool] = field(default_factory=list)
     suffixes: dict[str, int] = field(default_factory=dict)

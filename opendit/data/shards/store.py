@@ -4,6 +4,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from opendit.common.errors import DataError
 from opendit.data.files import printable
@@ -62,7 +63,7 @@ class LocalTars:
         with suppress(AttributeError):
             self.close()
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": OrderedDict()}  # descriptors don't travel to a process that isn't forked
 
 

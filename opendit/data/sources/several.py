@@ -88,11 +88,11 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
     )
 
 
-def _options(asked: Request) -> dict:
+def _options(asked: Request) -> dict[str, Any]:
     return {name: value for name, value in vars(asked).items() if name != "path"}
 
 
-def _changes(changes: list, names: list[str], shown: str) -> list[tuple[int, list[Fraction]]]:
+def _changes(changes: list[Any], names: list[str], shown: str) -> list[tuple[int, list[Fraction]]]:
     stages, last = [], 0
     for change in changes:
         _check(isinstance(change, dict), shown, "a change is {step: 10000, weights: {NAME: 0.2, ...}}")
@@ -114,7 +114,7 @@ def _positive(value: Any, what: str, shown: str) -> Fraction:
     return Fraction(str(value))
 
 
-def _known(found: dict, known, shown: str) -> None:
+def _known(found: dict[str, Any], known, shown: str) -> None:
     unknown = [key for key in found if key not in known]
     _check(not unknown, shown, f"has the unknown key {unknown and unknown[0]!r}; known here: {', '.join(known)}")
 

@@ -8,6 +8,7 @@ be told: each goes along any trajectory that has what it asks for.
 
 from dataclasses import fields
 from importlib import import_module
+from typing import Any
 
 from opendit.diffusion.names import DESCRIPTIONS
 from opendit.diffusion.objectives.base import Objective
@@ -27,14 +28,14 @@ __all__ = [
 OBJECTIVES: dict[str, type[Objective]] = {n: import_module(f"{__name__}.{n}").OBJECTIVE for n in DESCRIPTIONS}
 
 
-def objective_from_flags(flags) -> Objective:
+def objective_from_flags(flags: Any) -> Objective:
     """The objective of --objective, with the settings of its own flags."""
     settings = DESCRIPTIONS[flags.objective].settings
     values = {name: getattr(flags, setting.flag) for name, setting in settings.items()}
     return objective_from_dict({"name": flags.objective, **values})
 
 
-def objective_from_dict(values: dict | None) -> Objective:
+def objective_from_dict(values: dict[str, Any] | None) -> Objective:
     """The objective that ``to_dict`` wrote; None, of weights that don't say, is the DiT paper's.
 
     Raises ValueError for one, or a setting of one, that this version does not know.

@@ -2,9 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -71,7 +71,7 @@ class Objective(ABC):
         seed: int,
         steps: int,
         sampler: str | None = None,
-        progress=None,
+        progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
     ) -> Tensor:
         """Samples (B, *shape) of ``model(x, t)``; all noise is keyed by ``seed`` and ``index`` (B,). sampler: one of
         ``samplers``, None for the first. progress: as of ``opendit.diffusion.samplers.sample``."""
@@ -96,11 +96,11 @@ class Objective(ABC):
             )
         return sampler or self.samplers[0]
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, **asdict(self)}
 
     @property
-    def predicts(self) -> dict:
+    def predicts(self) -> dict[str, Any]:
         """What decides the meaning of the network's output. Other settings only weigh and choose training samples."""
         return {"objective": self.name}
 

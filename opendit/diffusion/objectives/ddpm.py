@@ -1,14 +1,19 @@
 """The objective of the DiT paper over the schedule and the loss of opendit/diffusion/ddpm.py, where the papers are."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from opendit.diffusion import ddpm
 from opendit.diffusion.ddpm import DDPM, PREDICTIONS
 from opendit.diffusion.ddpm_trajectory import DDPMTrajectory, eps_model
 from opendit.diffusion.objectives.base import Objective, above_0, one_of
+from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, integers
+from opendit.diffusion.trajectory import Model, Trajectory
 
 PREDICTS = "noise and variance (the DiT paper)"
 SAMPLER = "ddpm"
@@ -55,7 +60,7 @@ class DDPMObjective(Objective):
     min_snr: float | None = SETTINGS["min_snr"]["default"]
     shift: float = SETTINGS["shift"]["default"]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         one_of("--prediction", self.prediction, PREDICTIONS)
         if self.min_snr is not None:
             above_0("--min_snr", self.min_snr)
@@ -65,36 +70,36 @@ class DDPMObjective(Objective):
     def schedule(self) -> DDPM:
         return _shifted(self.shift)
 
-    def times(self, seed, step, index, tokens=None):
+    def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
         return integers(seed, step, index, Stream.TIMESTEP, self.schedule.num_steps)
 
-    def times_at(self, u):
+    def times_at(self, u: Tensor) -> Tensor:
         return (u * self.schedule.num_steps).long()
 
-    def prepare(self, x0, t, noise):
+    def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
         return ddpm.prepare(self.schedule, x0, t, noise)
 
-    def loss(self, output, prepared):
+    def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
         x0, t, noise = prepared.context
         how = {"prediction": self.prediction, "min_snr": self.min_snr}
         return ddpm.training_loss(self.schedule, output, x0, prepared.x_t, t, noise, **how).loss
 
-    def trajectory(self, steps, even_in_noise=False):
+    def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         full = self.schedule
         return DDPMTrajectory(full.respaced_by_noise(steps) if even_in_noise else full.respaced(steps))
 
-    def network(self, model):
+    def network(self, model: Model) -> Model:
         return eps_model(model, self.schedule) if self.prediction == "v" else model
 
-    def noise_level(self, timestep):
+    def noise_level(self, timestep: Tensor) -> Tensor:
         return self.schedule.noise_level(timestep)
 
     @property
-    def predicts(self):
+    def predicts(self) -> dict[str, Any]:
         shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}  # the network is told the timestep only
         return {**super().predicts, "prediction": self.prediction, **shifted}
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
         """Without what is at its default: as checkpoints from before these settings say it, which so resume unnoted."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}

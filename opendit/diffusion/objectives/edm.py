@@ -9,7 +9,7 @@ spans of 1000 (their fastest sinusoid turns by 1 radian a unit); the network get
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class EDMTrajectory(Trajectory):
     def points(self, x: Tensor) -> Tensor:
         return for_each_sample(self.levels, x, x.dtype)
 
-    def joint(self, tables, longest, device):
+    def joint(self, tables: dict[str, Tensor], longest: int, device: torch.device) -> "Trajectory":
         return self
 
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
@@ -138,14 +138,14 @@ class EDMObjective(Objective):
     std: float = SETTINGS["std"]["default"]
     sigma_data: float = SETTINGS["sigma_data"]["default"]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         above_0("--edm_std", self.std)
         above_0("--edm_sigma_data", self.sigma_data)
 
-    def times_at(self, u):
+    def times_at(self, u: Tensor) -> Tensor:
         return log_normal_sigmas(u, self.mean, self.std)
 
-    def prepare(self, x0, t, noise):
+    def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
         """c_in x for x = x_0 + sigma noise, 1000 c_noise in float32, and F's target; ``t`` is sigma.
 
         The target (x_0 - c_skip x) / c_out ([K] eq. 8) is written out, c_in (sigma x_0 / sigma_data - sigma_data
@@ -159,20 +159,20 @@ class EDMObjective(Objective):
         target = _rows(scale * sigma / self.sigma_data, x0) * x0 - _rows(scale * self.sigma_data, x0) * noise
         return Prepared(x, network_times(sigma).float(), EDMContext(target))
 
-    def loss(self, output, prepared):
+    def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
         """[K] eq. 2 with the weight of table 1, lambda(sigma) |D(x; sigma) - x_0|^2, averaged. As lambda = 1 / c_out^2,
         it is the squared error of F's ``output`` (B, C, ...), [K] eq. 8."""
         (target,) = prepared.context
         return (at_least_float32(_checked(output, target)) - target).square().flatten(1).mean(1)
 
-    def trajectory(self, steps, even_in_noise=False):
+    def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         return EDMTrajectory(karras_sigmas(steps), self.sigma_data)
 
-    def noise_level(self, timestep):
+    def noise_level(self, timestep: Tensor) -> Tensor:
         return sigmas_of(timestep)
 
     @property
-    def predicts(self):
+    def predicts(self) -> dict[str, Any]:
         return {**super().predicts, "edm_sigma_data": self.sigma_data}
 
 

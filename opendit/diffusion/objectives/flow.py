@@ -11,8 +11,9 @@ much sooner (docs/log/2026-11-21-moving-digits-objective.md).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,7 +117,7 @@ class FlowTrajectory(Trajectory):
     def points(self, x: Tensor) -> Tensor:
         return for_each_sample([t * TIME_SCALE for t in self.times], x, torch.float32)
 
-    def joint(self, tables, longest, device):
+    def joint(self, tables: dict[str, Tensor], longest: int, device: torch.device) -> "Trajectory":
         return self
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
@@ -139,13 +140,13 @@ class FlowObjective(Objective):
     times_are: str = SETTINGS["times_are"]["default"]
     shift_tokens: int | None = SETTINGS["shift_tokens"]["default"]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
         above_0("--flow_shift", self.shift)
         if self.shift_tokens is not None:
             above_0("--flow_shift_tokens", self.shift_tokens)
 
-    def times(self, seed, step, index, tokens=None):
+    def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
         if self.shift_tokens is None:
             return super().times(seed, step, index)
         if tokens is None:
@@ -154,14 +155,14 @@ class FlowObjective(Objective):
         shifts = torch.tensor([self._shift_of(m) for m in tokens], dtype=torch.float64)
         return shift_times(TIME_SAMPLING[self.times_are](u), shifts.to(u.device))
 
-    def for_tokens(self, tokens):
+    def for_tokens(self, tokens: int) -> "Objective":
         return self if self.shift_tokens is None else replace(self, shift=self._shift_of(tokens), shift_tokens=None)
 
     def _shift_of(self, tokens: int) -> float:
         assert self.shift_tokens is not None  # or nobody asks
         return self.shift * math.sqrt(tokens / self.shift_tokens)
 
-    def times_at(self, u):
+    def times_at(self, u: Tensor) -> Tensor:
         self._check_resolved()
         return shift_times(TIME_SAMPLING[self.times_are](u), self.shift)
 
@@ -169,14 +170,14 @@ class FlowObjective(Objective):
         if self.shift_tokens is not None:
             raise ValueError("--flow_shift_tokens: the number of tokens is not known; ask for_tokens first")
 
-    def prepare(self, x0, t, noise):
+    def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
         """x_t, 1000 t in float32, and the velocity to predict."""
         if x0.shape != noise.shape or t.shape != x0.shape[:1]:
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
         velocity = at_least_float32(noise) - at_least_float32(x0)
         return Prepared(interpolate(x0, noise, t), network_times(t), FlowContext(velocity))
 
-    def loss(self, output, prepared):
+    def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
         """Mean squared error of the velocity ``output`` (B, C, ...)."""
         (velocity,) = prepared.context
         if output.shape != velocity.shape:
@@ -185,15 +186,15 @@ class FlowObjective(Objective):
         error = at_least_float32(output) - velocity
         return error.square().flatten(1).mean(1)
 
-    def trajectory(self, steps, even_in_noise=False):
+    def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         self._check_resolved()
         return FlowTrajectory(sampling_times(steps, self.shift))
 
-    def noise_level(self, timestep):
+    def noise_level(self, timestep: Tensor) -> Tensor:
         t = timestep / TIME_SCALE
         return t / (1 - t)  # infinite at 1, where no signal is left
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
         """Without shift_tokens where there is none, as checkpoints from before it say it."""
         return {name: value for name, value in super().to_dict().items() if (name, value) != ("shift_tokens", None)}
 

@@ -29,8 +29,8 @@ def sample(
     *,
     noise_fn: NoiseFn | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
-    callback: Callable[[dict], None] | None = None,
-    **options,
+    callback: Callable[[dict[str, Any]], None] | None = None,
+    **options: Any,
 ) -> Tensor:
     """The data that sampler ``name`` makes of x: its ``init``, and its ``step`` for every step of the trajectory.
 
@@ -57,5 +57,7 @@ def sample(
     return state.x
 
 
-def _reporting(callback: Callable[[dict], None], step: int, timestep: float) -> Callable[[Tensor, Tensor], None]:
+def _reporting(
+    callback: Callable[[dict[str, Any]], None], step: int, timestep: float
+) -> Callable[[Tensor, Tensor], None]:
     return lambda x, denoised: callback({"step": step, "timestep": timestep, "x": x, "denoised": denoised})

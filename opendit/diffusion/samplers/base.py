@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,10 +87,10 @@ class Sampler(ABC):
         return self.inputs(i)
 
     @abstractmethod
-    def advance(self, model: Model, state, inputs, observe: Observer | None = None) -> NamedTuple:
+    def advance(self, model: Model, state: Any, inputs: Any, observe: Observer | None = None) -> NamedTuple:
         """The next state. ``observe(x, denoised)``, if given, is called with x at the point where the step starts and
         the x_0 predicted there. Raises ValueError if the model's output doesn't fit x."""
 
-    def step(self, state, i: int, observe: Observer | None = None) -> NamedTuple:
+    def step(self, state: Any, i: int, observe: Observer | None = None) -> NamedTuple:
         """The state after step i from the one before it; see ``advance``."""
         return self.advance(self.model_at(i), state, self.inputs(i), observe)

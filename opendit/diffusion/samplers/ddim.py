@@ -9,7 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from opendit.diffusion.ddpm_trajectory import DDPMTrajectory
-from opendit.diffusion.samplers.base import Sampler, State
+from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State
+from opendit.diffusion.trajectory import Model
 
 
 class DDIMInputs(NamedTuple):
@@ -30,7 +31,15 @@ class DDIMSampler(Sampler):
     needs = "predict"
     trajectory: DDPMTrajectory
 
-    def __init__(self, model, trajectory, like, noise_fn=None, *, eta: float = 0.0):
+    def __init__(
+        self,
+        model: Model,
+        trajectory: DDPMTrajectory,
+        like: Tensor,
+        noise_fn: NoiseFn | None = None,
+        *,
+        eta: float = 0.0,
+    ):
         super().__init__(model, trajectory, like, noise_fn)
         if not 0 <= eta <= 1:
             raise ValueError(f"eta must be between 0 and 1, got {eta}")
@@ -51,7 +60,7 @@ class DDIMSampler(Sampler):
         noise = self.noise(i) if self._sigmas[i] > 0 else None
         return DDIMInputs(self.points[i], keep, renoise, sigma, noise)
 
-    def advance(self, model, state: State, inputs: DDIMInputs, observe=None) -> State:
+    def advance(self, model: Model, state: State, inputs: DDIMInputs, observe: Observer | None = None) -> State:
         denoised, eps, _ = self.trajectory.predict(model, state.x, inputs.t)
         if observe is not None:
             observe(state.x, denoised)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm_trajectory import DDPMTrajectory
-from opendit.diffusion.samplers.base import Sampler, State
+from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State
+from opendit.diffusion.trajectory import Model, Trajectory
 
 
 class DDPMInputs(NamedTuple):
@@ -28,7 +29,7 @@ class DDPMSampler(Sampler):
     needs = "predict"
     trajectory: DDPMTrajectory
 
-    def __init__(self, model, trajectory, like, noise_fn=None):
+    def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
         super().__init__(model, trajectory, like, noise_fn)
         if noise_fn is None:
             raise ValueError("ancestral sampling needs noise_fn")
@@ -40,7 +41,7 @@ class DDPMSampler(Sampler):
         inputs = self.inputs(i)
         return inputs if inputs.noise is not None else inputs._replace(noise=torch.zeros_like(self._like))
 
-    def advance(self, model, state: State, inputs: DDPMInputs, observe=None) -> State:
+    def advance(self, model: Model, state: State, inputs: DDPMInputs, observe: Observer | None = None) -> State:
         schedule = self.trajectory.schedule
         denoised, _, v = self.trajectory.predict(model, state.x, inputs.t)
         if observe is not None:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.diffusion.samplers.base import Sampler
+from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler
+from opendit.diffusion.trajectory import Model, Trajectory
 
 
 class DPMSolverState(NamedTuple):
@@ -37,7 +38,7 @@ class DPMSolver2M(Sampler):
     needs = "denoise"
     even_in_noise = True
 
-    def __init__(self, model, trajectory, like, noise_fn=None):
+    def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
         super().__init__(model, trajectory, like, noise_fn)
         sigmas, keep, extrapolate = trajectory.levels, [], []
         for k, (sigma, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
@@ -55,7 +56,9 @@ class DPMSolver2M(Sampler):
         alpha = None if self._alphas is None else self._alphas[i]
         return DPMSolverInputs(self.points[i], alpha, *(table[i] for table in self._tables))
 
-    def advance(self, model, state: DPMSolverState, inputs: DPMSolverInputs, observe=None) -> DPMSolverState:
+    def advance(
+        self, model: Model, state: DPMSolverState, inputs: DPMSolverInputs, observe: Observer | None = None
+    ) -> DPMSolverState:
         x = state.x if inputs.alpha is None else inputs.alpha * state.x
         denoised = self.trajectory.denoise(model, x, inputs.point)
         if observe is not None:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from opendit.diffusion.samplers.base import Sampler, State
+from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State
+from opendit.diffusion.trajectory import Model, Trajectory
 
 
 class EulerInputs(NamedTuple):
@@ -25,7 +26,7 @@ class EulerSampler(Sampler):
 
     needs = "slope"
 
-    def __init__(self, model, trajectory, like, noise_fn=None):
+    def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
         super().__init__(model, trajectory, like, noise_fn)
         times = trajectory.times
         self._times = self.table(times)
@@ -34,13 +35,13 @@ class EulerSampler(Sampler):
     def inputs(self, i: int) -> EulerInputs:
         return EulerInputs(self.points[i], self._times[i], self._lengths[i])
 
-    def advance(self, model, state: State, inputs: EulerInputs, observe=None) -> State:
+    def advance(self, model: Model, state: State, inputs: EulerInputs, observe: Observer | None = None) -> State:
         slope = self.trajectory.slope(model, state.x, inputs.point)
         if observe is not None:
             observe(state.x, state.x - inputs.time * slope)
         return State(state.x + inputs.length * self.mean_slope(model, state, inputs, slope))
 
-    def mean_slope(self, model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
+    def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
         """The slope to follow over the whole step, given the one where it starts; all (B, C, ...)."""
         return slope
 

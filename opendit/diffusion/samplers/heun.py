@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opendit.diffusion.samplers.base import State
 from opendit.diffusion.samplers.euler import EulerInputs, EulerSampler
+from opendit.diffusion.trajectory import Model
 
 
 class HeunSampler(EulerSampler):
@@ -26,7 +27,7 @@ class HeunSampler(EulerSampler):
         ends = torch.tensor(inputs.end is not None, device=self._device)
         return inputs._replace(end=inputs.point if inputs.end is None else inputs.end, ends=ends)
 
-    def mean_slope(self, model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
+    def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
         if inputs.end is None:
             return slope
         mean = (slope + self.trajectory.slope(model, state.x + inputs.length * slope, inputs.end)) / 2

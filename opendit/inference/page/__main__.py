@@ -10,6 +10,7 @@ import secrets
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from opendit.cli.checks import check_vae, check_weights
 from opendit.cli.console import name_of, prepare_console
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> None:
         parser.fail(error)
 
 
-def check(options: dict) -> None:
+def check(options: dict[str, Any]) -> None:
     """Raises ValueError, naming the flag and the fix. A password is made where one is needed."""
     options["ckpt"] = options["ckpt"] or []
     if not Path(options["outputs"]).expanduser().is_dir() and not options["ckpt"]:

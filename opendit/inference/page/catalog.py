@@ -8,6 +8,7 @@ a part of a path. What is listed lies inside the folder of runs; a symbolic link
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from opendit.common.rules import MIB
 from opendit.diffusion.objectives import objective_from_dict
@@ -37,7 +38,7 @@ class WeightsChoice:
     name: str
     path: Path
     which: str
-    mark: tuple = ()
+    mark: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ class Catalog:
         return config and ModelCard.of(config, weights, objective_from_dict(info.get("objective")))
 
 
-def _mark(path: Path) -> tuple:
+def _mark(path: Path) -> tuple[Any, ...]:
     try:
         found = path.stat()
     except OSError:

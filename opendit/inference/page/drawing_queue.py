@@ -127,7 +127,7 @@ class DrawingQueue:
     def __enter__(self) -> "DrawingQueue":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def submit(self, request: DrawingRequest) -> PendingDrawing:

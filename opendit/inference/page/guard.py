@@ -6,6 +6,7 @@ import binascii
 import re
 import secrets
 from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 # Everything the page asks for. Gradio has more entrances (uploads, files, a proxy, other programs' calls), which this
@@ -26,9 +27,9 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 
-Scope = dict
-Receive = Callable[[], Awaitable[dict]]
-Send = Callable[[dict], Awaitable[None]]
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Guard:
@@ -41,7 +42,7 @@ class Guard:
             site whose name was made to lead here from using the page ("DNS rebinding").
     """
 
-    def __init__(self, app, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
+    def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
         self._app, self._hosts = app, hosts
         self._password = None if password is None else password.encode()
 
@@ -101,7 +102,9 @@ def _bounded(receive: Receive) -> Receive:
     """A body that is longer than it may be, whatever length it named, ends as if the browser had gone."""
     seen = 0
 
-    async def limited() -> dict:  # (what does not wait must not wait here: Gradio asks so whether a browser has gone)
+    async def limited() -> dict[
+        str, Any
+    ]:  # (what does not wait must not wait here: Gradio asks so whether a browser has gone)
         nonlocal seen
         message = await receive()
         seen += len(message.get("body", b""))
@@ -113,7 +116,7 @@ def _bounded(receive: Receive) -> Receive:
 def _with_headers(send: Send) -> Send:
     extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 
-    async def sending(message: dict) -> None:
+    async def sending(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message.get("headers", ()), *extra]}
         await send(message)

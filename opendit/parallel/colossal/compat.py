@@ -36,7 +36,7 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def _placeholder(name: str) -> type:
+def _placeholder(name: str) -> type[Any]:
     if name.startswith("__"):
         raise AttributeError(name)
     return type(name, (), {})

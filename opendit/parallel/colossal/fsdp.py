@@ -1,5 +1,7 @@
 """torch's FSDP2 as a plugin of Colossal-AI's Booster."""
 
+from typing import Any, NoReturn
+
 from colossalai.booster.plugin import Plugin
 from torch import nn
 
@@ -37,8 +39,13 @@ class FSDPPlugin(Plugin):
         self.loss_scale, self.offload, self.replicated = loss_scale, offload, replicated
 
     def configure(
-        self, model: DiT, optimizer: FusedAdamW | None = None, criterion=None, dataloader=None, lr_scheduler=None
-    ):
+        self,
+        model: DiT,
+        optimizer: FusedAdamW | None = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[Any, ...]:
         float8 = sharded = None
         if self.mesh.dims.size("loss") > 1:
             apply_shards(model, self.mesh, self.sharding)
@@ -85,14 +92,16 @@ class FSDPPlugin(Plugin):
     def support_lora(self) -> bool:
         return False  # opendit/models/lora.py adds it before
 
-    def get_checkpoint_io(self):
+    def get_checkpoint_io(self) -> NoReturn:
         raise NotImplementedError("checkpoints are written by opendit.state")
 
-    def no_sync(self, model, optimizer):
+    def no_sync(self, model: Any, optimizer: Any) -> NoReturn:
         raise NotImplementedError("the engine's micro_batch() steers reductions")
 
-    def enable_lora(self, model, pretrained_dir, lora_config, bnb_quantization_config=None):
+    def enable_lora(
+        self, model: Any, pretrained_dir: Any, lora_config: Any, bnb_quantization_config: Any = None
+    ) -> NoReturn:
         raise NotImplementedError("opendit.models.lora adds LoRA before the Booster")
 
-    def prepare_dataloader(self, *args, **kwargs):
+    def prepare_dataloader(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("opendit.data reads the samples")

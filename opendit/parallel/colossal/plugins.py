@@ -88,7 +88,7 @@ def boost(
     group: dist.ProcessGroup | None = None,
     initial_scale: float = 2.0**16,
     bucket: int | None = None,
-):
+) -> tuple[Any, Any]:
     """Wraps ``module`` and ``optimizer`` for ``plugin`` (zero2, ddp, gemini) and returns both.
 
     The module's parameters become the plugin's working weights on this process's device. ``grad_clip`` 0

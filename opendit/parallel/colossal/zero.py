@@ -1,5 +1,6 @@
 """Colossal-AI's ZeRO-2 optimizer with another step: few passes over memory, and a host that does not wait."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -40,11 +41,11 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     replicated: ReplicatedGradients | None = None
     pg_to_param_list: dict[dist.ProcessGroup, list[nn.Parameter]]
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         ((self._group, self._params),) = self.pg_to_param_list.items()
         self._params = [p for p in self._params if p.requires_grad]
-        self.masters = [self.working_to_master_param[id(p)] for p in self._params]
+        self.masters: list[Tensor] = [self.working_to_master_param[id(p)] for p in self._params]
         self._world, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
         # This rank's part of every working weight, the padding of the last ranks included.
         self._padded = [self._working_param_to_padded_working_param[p] for p in self._params]
@@ -59,7 +60,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     # ---------------------------------------------------------------- gradients
 
-    def backward(self, loss: Tensor, inputs=None, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
         """Adds to the gradients; fp16 scales the loss first, without asking the device for the scale."""
         scaler = self.scaler
         scaled = loss if scaler is None else loss * scaler.scale.view(())
@@ -132,7 +133,9 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     # ---------------------------------------------------------------- the step
 
-    def attach_averages(self, averages, decays, updates: Tensor) -> None:
+    def attach_averages(
+        self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
+    ) -> None:
         """The steps also update these averages; see :meth:`opendit.kernels.adamw_ema.FusedStep.attach`.
 
         ``averages``: for each average its tensors, in the order of the trained parameters, each of the size of this
@@ -140,7 +143,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         """
         self._adamw.attach_averages(averages, decays, updates)
 
-    def step(self, closure=None) -> None:
+    def step(self, closure: Any = None) -> None:
         """Clips, updates masters, moments, averages and working weights, and clears the gradients.
 
         If a gradient of any rank is not finite, nothing is changed.
@@ -193,7 +196,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
                 size = 0
         return list(zip(edges, edges[1:], strict=False))
 
-    def _start_gather(self, start: int, stop: int) -> list:
+    def _start_gather(self, start: int, stop: int) -> list[Any]:
         """Starts to bring the other ranks' parts of the working weights ``start`` to ``stop`` into place."""
         if self._world == 1:
             return []

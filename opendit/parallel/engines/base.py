@@ -116,14 +116,14 @@ class Engine(ABC):
     whole = True  # every rank holds all working weights: ``module`` can be called by itself, in ``autocast()``
     no_graph: str  # why forward and backward can't be recorded as a CUDA graph; empty if they can
 
-    def autocast(self) -> contextlib.AbstractContextManager:
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """What a forward pass of ``module`` runs in."""
         return contextlib.nullcontext()
 
-    def forward(self, *args, **kwargs) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)
 
-    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager:
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Wraps forward and backward of one micro-batch; ``last``: the step follows."""
         return contextlib.nullcontext()
 
@@ -155,7 +155,9 @@ class Engine(ABC):
         """Memory for averages of the masters, each a shard of every parameter, where this engine keeps them."""
         return [{name: torch.empty_like(part) for name, part in self.masters().items()} for _ in range(count)]
 
-    def attach_averages(self, averages: list[dict[str, Tensor]], decays, updates: Tensor) -> bool:
+    def attach_averages(
+        self, averages: list[dict[str, Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
+    ) -> bool:
         """Asks the optimizer to update these averages of the masters in its own pass over memory, if it has one:
         ``decays(updates)`` gives the decays, and ``updates`` is counted up. Returns whether it will."""
         return False

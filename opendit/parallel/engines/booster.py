@@ -34,13 +34,13 @@ class BoosterEngine(Engine):
         """Colossal-AI's fp16 loss scaler; None in other precisions."""
         return None
 
-    def scaler_state(self):
+    def scaler_state(self) -> dict[str, float]:
         scaler = self._scaler()
         if scaler is None:
             return {}
         return state_of_scaler(scaler)
 
-    def load_scaler_state(self, state):
+    def load_scaler_state(self, state: dict[str, float]) -> None:
         scaler = self._scaler()
         if scaler is not None and state:
             scaler._scale.fill_(state["scale"])

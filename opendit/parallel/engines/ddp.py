@@ -2,14 +2,16 @@
 
 import contextlib
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from opendit.parallel.engines.base import MOMENTS, StepResult
 from opendit.parallel.engines.booster import BoosterEngine
-from opendit.parallel.layout import Layout, flat_cut
+from opendit.parallel.layout import Layout, Shard, flat_cut
 
 
 class DDPEngine(BoosterEngine):
@@ -31,14 +33,14 @@ class DDPEngine(BoosterEngine):
             self.mesh.device.type, init_scale=2.0**16, enabled=self.precision == "fp16"
         )
 
-    def autocast(self):
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.mesh.device.type, self.dtype, enabled=self.precision != "fp32")
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         with self.autocast():
             return self.model(*args, **kwargs)
 
-    def micro_batch(self, last):
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         # DDP settles in a forward pass which backward pass reduces: in a pipeline other passes lie in between.
         in_the_pass = last and self.mesh.pp_size == 1
         return contextlib.nullcontext() if in_the_pass else self.model.module.no_sync()
@@ -53,14 +55,14 @@ class DDPEngine(BoosterEngine):
             parts = flat.split([gradient.numel() for gradient in gradients])
             torch._foreach_copy_(gradients, [p.view(g.shape) for p, g in zip(parts, gradients, strict=True)])
 
-    def backward(self, loss, gradient=None):
+    def backward(self, loss: Tensor | GradientEdge, gradient: Tensor | None = None) -> None:
         if gradient is None:
             self._torch_scaler.scale(cast(torch.Tensor, loss)).backward()
         else:
             self._torch_scaler.scale(gradient.new_zeros(()))  # which makes its numbers: no loss is scaled on this rank
             torch.autograd.backward(loss, gradient)
 
-    def gradient_shards(self):
+    def gradient_shards(self) -> dict[str, Tensor | None] | None:
         return {name: param.grad for name, param in self._params.items()}
 
     def _step(self) -> StepResult:
@@ -85,34 +87,34 @@ class DDPEngine(BoosterEngine):
         self.adam.zero_grad(set_to_none=True)
         return self._on_host(norm, scale)
 
-    def master(self, name):
+    def master(self, name: str) -> Tensor:
         return self._shares.take(name, self._params[name].detach())
 
-    def held(self, name):
+    def held(self, name: str) -> Shard:
         return self.parts.local(name)
 
     @torch.no_grad()
-    def set_master(self, name, part):
+    def set_master(self, name: str, part: Tensor) -> None:
         self._params[name].copy_(part)
 
-    def set_shard(self, name, shard):
+    def set_shard(self, name: str, shard: Tensor) -> None:
         self.load_master(name, self.layout.gather(name, shard))
 
-    def moments(self, name):
+    def moments(self, name: str) -> dict[str, Tensor]:
         state = self.adam.init_state(self._params[name])
         return {moment: self._shares.take(name, state[moment]) for moment in MOMENTS}
 
-    def set_moments(self, name, parts, step):
+    def set_moments(self, name: str, parts: dict[str, Tensor], step: int) -> None:
         state = self.adam.init_state(self._params[name])
         for moment in MOMENTS:
             state[moment].copy_(parts[moment].view(self._params[name].shape))
         self._set_step(name, step)
 
-    def scaler_state(self):
+    def scaler_state(self) -> dict[str, float]:
         state = self._torch_scaler.state_dict()
         return dict(scale=state["scale"], growth=state["_growth_tracker"]) if state else {}
 
-    def load_scaler_state(self, state):
+    def load_scaler_state(self, state: dict[str, float]) -> None:
         if state and self._torch_scaler.is_enabled():
             now = self._torch_scaler.state_dict()
             self._torch_scaler.load_state_dict({**now, "scale": state["scale"], "_growth_tracker": state["growth"]})

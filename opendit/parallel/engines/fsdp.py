@@ -3,8 +3,11 @@
 import contextlib
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from opendit.parallel.colossal import load
@@ -65,24 +68,24 @@ class FSDPEngine(Engine):
     def _frozen_part(self, name, parameter):
         return local_part(parameter), self._rows([name]).local(name)
 
-    def master(self, name):
+    def master(self, name: str) -> Tensor:
         return self.optimizer.masters[name]
 
-    def set_master(self, name, part):
+    def set_master(self, name: str, part: Tensor) -> None:
         self.optimizer.wait()  # the averages still need the master as it was
         super().set_master(name, part)
 
-    def moments(self, name):
+    def moments(self, name: str) -> dict[str, Tensor]:
         self.optimizer.wait()
         return super().moments(name)
 
-    def new_averages(self, count):
+    def new_averages(self, count: int) -> list[dict[str, Tensor]]:
         return [dict(zip(self.shapes, shards, strict=True)) for shards in self.optimizer.new_averages(count)]
 
-    def wait_for_averages(self):
+    def wait_for_averages(self) -> None:
         self.optimizer.wait()
 
-    def finish_loading(self):
+    def finish_loading(self) -> None:
         self._free_gathered()
         self.optimizer.masters_to_working()
 
@@ -95,7 +98,7 @@ class FSDPEngine(Engine):
 
     # ---------------------------------------------------------------- training
 
-    def micro_batch(self, last):
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self._accumulates:
             # Of what HSDP reduces in two steps the second one, between the copies of the model, can wait anyway.
             self.model.set_requires_all_reduce(last)
@@ -110,28 +113,30 @@ class FSDPEngine(Engine):
         self.optimizer.step()
         return StepResult(self.optimizer.grad_norm, self.optimizer.finite, scale)
 
-    def attach_averages(self, averages, decays, updates):
+    def attach_averages(
+        self, averages: list[dict[str, Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
+    ) -> bool:
         self.optimizer.attach_averages([[shards[name] for name in self.shapes] for shards in averages], decays, updates)
         return True
 
     @property
-    def gradients(self):
+    def gradients(self) -> list[Tensor | None]:
         """What this rank has of the gradients since the last step; a replayed graph's are put back by hand."""
         return self.optimizer.gradients
 
     @gradients.setter
-    def gradients(self, gradients):
+    def gradients(self, gradients: list[Tensor | None]) -> None:
         self.optimizer.gradients = gradients
 
-    def gradient_shards(self):
+    def gradient_shards(self) -> dict[str, Tensor | None] | None:
         return dict(zip(self.shapes, self.gradients, strict=True))
 
     # ---------------------------------------------------------------- fp16
 
-    def scaler_state(self):
+    def scaler_state(self) -> dict[str, float]:
         return {} if self.optimizer.loss_scale is None else self.optimizer.loss_scale.state()
 
-    def load_scaler_state(self, state):
+    def load_scaler_state(self, state: dict[str, float]) -> None:
         if self.optimizer.loss_scale is not None and state:
             self.optimizer.loss_scale.load(state)
 

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch import Tensor
 
 from opendit.parallel.engines.base import StepResult
 from opendit.parallel.engines.booster import BoosterEngine
@@ -58,12 +59,12 @@ class GeminiEngine(BoosterEngine):
             return self._on_host(math.inf, scale)
         return self._on_host(self.optimizer._current_grad_norm / scale, scale)
 
-    def master(self, name):
+    def master(self, name: str) -> Tensor:
         # Read the fp32 chunk, never its half-precision pair: that one's memory is reused for gradients.
         chunk, where = self._slices[name]
         return chunk.paired_chunk.payload[where].view(self.layout.local(name).shape)
 
-    def moments(self, name):
+    def moments(self, name: str) -> dict[str, Tensor]:
         key = self._optimizer_keys[name]
         if key is not None and key not in self.adam.state:
             key.data = self.master(name)  # the optimizer leaves it empty between steps
@@ -71,7 +72,7 @@ class GeminiEngine(BoosterEngine):
         return super().moments(name)
 
     @torch.no_grad()
-    def finish_loading(self):
+    def finish_loading(self) -> None:
         for chunk in self.optimizer.chunk16_set:
             chunk.payload.copy_(chunk.paired_chunk.payload)
 

@@ -1,5 +1,6 @@
 """ZeRO stage 2, by Colossal-AI's plugin and the optimizer of opendit/parallel/colossal/zero.py."""
 
+from collections.abc import Callable
 from typing import cast
 
 from torch import Tensor
@@ -23,7 +24,7 @@ class Zero2Engine(BoosterEngine):
     def gradients(self, gradients: list[Tensor | None]) -> None:
         self.optimizer.gradients = gradients
 
-    def gradient_shards(self):
+    def gradient_shards(self) -> dict[str, Tensor | None] | None:
         return dict(zip(self.shapes, self.gradients, strict=True))
 
     def _step(self) -> StepResult:
@@ -32,7 +33,9 @@ class Zero2Engine(BoosterEngine):
         self.optimizer.step()
         return StepResult(self.optimizer.grad_norm, self.optimizer.finite, scale)
 
-    def attach_averages(self, averages, decays, updates):
+    def attach_averages(
+        self, averages: list[dict[str, Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
+    ) -> bool:
         self.optimizer.attach_averages([[shards[name] for name in self.shapes] for shards in averages], decays, updates)
         return True
 
@@ -42,12 +45,12 @@ class Zero2Engine(BoosterEngine):
         self.layout = self._even_layout()
         self._optimizer_keys = {n: self.optimizer.working_to_master_param[id(p)] for n, p in named.items()}
 
-    def master(self, name):
+    def master(self, name: str) -> Tensor:
         return cast(Tensor, self._optimizer_keys[name])[
             : self.layout.local(name).numel
         ]  # without the padding of the last shards
 
-    def finish_loading(self):
+    def finish_loading(self) -> None:
         self.optimizer.gather_working_params()
 
     def _scaler(self):

@@ -1,7 +1,7 @@
 """Runs a rank's share of a schedule: receives, passes, sends."""
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ Pass = Callable[[Action, Tensor | None], Tensor | None]
 
 
 def execute(
-    actions: Sequence[Action], links: Links, chunks: int, compute: Pass, key_of: Callable[[int], tuple]
+    actions: Sequence[Action], links: Links, chunks: int, compute: Pass, key_of: Callable[[int], tuple[Any, ...]]
 ) -> None:
     """Works through ``actions``; all ranks of the pipeline call it with theirs.
 
@@ -23,7 +23,7 @@ def execute(
         key_of: of a micro-batch's number: what all micro-batches have in common whose activations are alike.
     """
     incoming = [received(action, links.rank, links.ranks, chunks) for action in actions]
-    posted: dict[int, tuple] = {}
+    posted: dict[int, tuple[Any, ...]] = {}
 
     def post(place: int) -> None:
         message = incoming[place]

@@ -7,7 +7,7 @@ share one could wait for each other for ever.
 """
 
 from collections import deque
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,8 @@ class Links:
         self.device, self.rank, self.ranks = mesh.device, mesh.pp_rank, mesh.pp_size
         self._members = next(members for members in mesh.dims.groups("pp") if mesh.rank in members)
         self._groups = mesh.links(around)
-        self._shapes: dict[tuple, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self._sends: dict[tuple[int, int, bool], deque] = {}
+        self._shapes: dict[tuple[Any, ...], tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._sends: dict[tuple[int, int, bool], deque[Any]] = {}
         self._connect()
 
     def _connect(self) -> None:
@@ -59,11 +59,11 @@ class Links:
     # What activations are is sent once, before the first of them; their gradients are of the same kind. ``key`` stands
     # for all messages that are alike.
 
-    def known(self, message: Message, key: tuple) -> bool:
+    def known(self, message: Message, key: tuple[Any, ...]) -> bool:
         """Whether a receive can be posted without waiting for the sender."""
         return (message.forward, message.chunk, key) in self._shapes
 
-    def post(self, message: Message, key: tuple) -> tuple[Tensor, dist.Work]:
+    def post(self, message: Message, key: tuple[Any, ...]) -> tuple[Tensor, dist.Work]:
         """Starts to receive a message."""
         group, source, _ = self._channel(message)
         if not self.known(message, key):
@@ -75,7 +75,7 @@ class Links:
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         return tensor, cast(dist.Work, dist.irecv(tensor, src=source, group=group))
 
-    def send(self, message: Message, tensor: Tensor, chunk: int, key: tuple) -> None:
+    def send(self, message: Message, tensor: Tensor, chunk: int, key: tuple[Any, ...]) -> None:
         """Starts to send a message; ``chunk``: of this rank, that made it."""
         group, source, target = self._channel(message)
         if message.forward and (False, chunk, key) not in self._shapes:

@@ -182,7 +182,9 @@ class SharedGrid:
     grid: GridShare
     exchange: GridExchange
     full: SequenceShards | None = None
-    _rotations: dict = field(default_factory=dict, compare=False, repr=False)
+    _rotations: dict[tuple[int, int | None, int | None], Tensor] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     axial: ClassVar[bool] = True
 

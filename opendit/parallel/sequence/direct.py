@@ -9,7 +9,7 @@ that are here.
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,9 +56,11 @@ class Layer:
     num_heads: int
     length: int
     shape: tuple[int, ...]  # (B, n, D)
-    held: list = field(default_factory=list)  # what copy engines read
-    arriving: dict = field(default_factory=dict)  # a group's event
-    doutput: dict = field(default_factory=dict)  # a group's gradient, there or still arriving, of its heads
+    held: list[Any] = field(default_factory=list)  # what copy engines read
+    arriving: dict[int, torch.cuda.Event] = field(default_factory=dict)  # a group's event
+    doutput: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # a group's gradient, there or still arriving, of its heads
 
     def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> PeerRows:
         """(B, n, parts, H, d) of every rank: its own tokens, all heads."""
@@ -217,13 +219,13 @@ class Depart(torch.autograd.Function):
     :class:`Collect`."""
 
     @staticmethod
-    def forward(ctx, output: Tensor, layer: Layer, group: int):
+    def forward(ctx: Any, output: Tensor, layer: Layer, group: int) -> Tensor:
         ctx.layer, ctx.group = layer, group
         layer.push_output(output, group)
         return unread(output)
 
     @staticmethod
-    def backward(ctx, unread: Tensor):
+    def backward(ctx: Any, unread: Tensor) -> tuple[Tensor | None, ...]:
         ctx.layer.arrived(ctx.group)
         return ctx.layer.doutput.pop(ctx.group), None, None
 
@@ -232,13 +234,13 @@ class Collect(torch.autograd.Function):
     """``shard``: what the layer gathers again in the backward pass (direct_fastseq.py), behind the gradient."""
 
     @staticmethod
-    def forward(ctx, layer: Layer, shard: Tensor | None, *sent: Tensor):
+    def forward(ctx: Any, layer: Layer, shard: Tensor | None, *sent: Tensor) -> Tensor:
         ctx.save_for_backward(shard)
         ctx.layer = layer
         return layer.output(sent[0].dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer = ctx.layer
         layer.send_gradient(grad)
         (shard,) = ctx.saved_tensors

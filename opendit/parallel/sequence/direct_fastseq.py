@@ -10,7 +10,7 @@ product that makes the weight's gradient. That of the own input comes last, and 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class DirectFastSeq:
 
 @dataclass
 class _Layer(Layer):
-    events: list = field(default_factory=list)  # at which this rank's inputs are with one of the others
+    events: list[Any] = field(default_factory=list)  # at which this rank's inputs are with one of the others
 
     @property
     def others(self) -> list[int]:

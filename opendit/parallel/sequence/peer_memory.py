@@ -74,8 +74,8 @@ class PeerMemory:
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
-        self._made: dict[Buffer, list] = {buffer: [] for buffer in Buffer}  # recorded graphs know the old ones too
-        self._views: dict[tuple, list[PeerRows]] = {}
+        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # recorded graphs know the old ones too
+        self._views: dict[tuple[Any, ...], list[PeerRows]] = {}
         self._last, self._capturing = Buffer.OUTPUT, False
         self._stream = torch.cuda.Stream(device, priority=-1)  # of the copy engines; barriers on it before products
         self._copies: torch.cuda.Event | None = None  # the end of the last of them, until somebody waited for it
@@ -97,7 +97,7 @@ class PeerMemory:
             ]
         return self._views[key]
 
-    def _handle(self, buffer: Buffer, size: int) -> tuple:
+    def _handle(self, buffer: Buffer, size: int) -> tuple[Any, ...]:
         made = self._made[buffer]
         if not made or made[-1][0].buffer_size < size:
             handle, memory = self._allocate(size, self.group, self.device)
@@ -212,7 +212,7 @@ def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> Non
 def connect(group: Group, device: torch.device) -> tuple[PeerMemory | None, str]:
     """(the group's memory, or None where it can't be had, and why (not)). Collective over the group, the first time."""
     why_not = "no CUDA GPUs" if device.type != "cuda" else _obstacle(device)
-    found: list = [None] * group.size
+    found: list[Any] = [None] * group.size
     dist.all_gather_object(found, (socket.gethostname(), why_not), group=group.handle)
     why_not = next((text for _, text in found if text), "")
     if not why_not and len({host for host, _ in found}) > 1:

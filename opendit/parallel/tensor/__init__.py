@@ -12,7 +12,7 @@ have (opendit/parallel/tensor/gradients.py adds them up).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -132,7 +132,9 @@ class SharedTokens:
         """Whether a shared grid has its own attention along an axis."""
         return self.shared is not None and self.shared.axial
 
-    def attend_along(self, axis: int, x: Tensor, qkv: AnyProjection, attend: Callable, rotary: Tensor | None) -> Tensor:
+    def attend_along(
+        self, axis: int, x: Tensor, qkv: AnyProjection, attend: Callable[..., Any], rotary: Tensor | None
+    ) -> Tensor:
         """The attention output (B, P rows, H d) of x (B, rows, D) along one axis of the grid, for this rank's heads."""
         assert self.shared is not None, "whose grid it is"
         x = join(in_working_dtype(x)[0], 1, self.group)

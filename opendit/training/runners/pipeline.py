@@ -89,9 +89,10 @@ class Passes:
         self._coming: Iterator[MicroBatch] = iter(micro_batches)
         self._given: list[tuple[MicroBatch, Prepared]] = []
         # By chunk and micro-batch: the tokens that came in, and where what went out is in autograd's graph.
-        self._roots: dict[tuple[int, int], tuple] = {}
+        self._roots: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._left = number * runner.stages.chunks  # backward passes
-        self.loss, self.losses = torch.zeros((), device=runner.engine.mesh.device), {}
+        self.loss = torch.zeros((), device=runner.engine.mesh.device)
+        self.losses: dict[int, Tensor] = {}
 
     def _micro_batch(self, number: int) -> tuple[MicroBatch, Prepared]:
         """Each is asked for when it is first needed. Raises ValueError if there is none."""
