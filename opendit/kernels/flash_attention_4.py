@@ -20,7 +20,7 @@ CUTE = "flash_attn.cute"
 BACKWARD = "_flash_attn_bwd"
 
 
-class Lengths(NamedTuple):
+class SegmentLengths(NamedTuple):
     """Of samples that lie one after the other: offsets (samples + 1,) int32, and the largest length."""
 
     offsets: Tensor
@@ -37,7 +37,13 @@ def backward_pass() -> Callable[..., Any] | None:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, head_size: int, lengths: Lengths | None = None, *, deterministic: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_size: int,
+    lengths: SegmentLengths | None = None,
+    *,
+    deterministic: bool = False,
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v by FlashAttention 4, with heads of ``head_size`` in its backward pass.
 

@@ -21,7 +21,7 @@ from opendit.kernels import flash_attention_4
 from opendit.kernels.attention import HALF
 from opendit.kernels.capability import FEATURES, compute_capability
 from opendit.kernels.filled_heads import with_filled_heads
-from opendit.kernels.flash_attention_4 import CUTE, Lengths
+from opendit.kernels.flash_attention_4 import CUTE, SegmentLengths
 from opendit.models.segments import SegmentRun
 
 # A run is dense if one of its segments has so many tokens, or several neighbours have so many together: on an H200 the
@@ -48,7 +48,7 @@ class VarlenAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
         filled = self.head_size != q.shape[-1]
         if filled and self.package == CUTE and flash_attention_4.backward_pass() is not None:
-            return flash_attention_4.attend(q, k, v, self.head_size, Lengths(offsets, longest))
+            return flash_attention_4.attend(q, k, v, self.head_size, SegmentLengths(offsets, longest))
         function, scale = PACKAGES[self.package](), q.shape[-1] ** -0.5
         return with_filled_heads(q, k, v, self.head_size, lambda q, k, v: function(q, k, v, offsets, longest, scale))
 
