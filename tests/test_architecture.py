@@ -1,11 +1,16 @@
-"""docs/architecture.md names only files and classes that exist, and its packages are the floors of test_imports."""
+"""docs/architecture.md names only files, classes and methods that exist, and its packages are the floors of
+test_imports."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+from opendit.diffusion.objectives.base import Objective
+from opendit.diffusion.samplers.base import Sampler
+from opendit.diffusion.trajectory import Trajectory
 from tests.test_imports import PROGRAMS, ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,3 +71,15 @@ def test_packages_are_the_floors():
 )
 def test_a_missing_file_is_seen(page, expected):
     assert missing(page) == expected
+
+
+def test_the_methods_of_objectives_and_samplers_are_as_the_page_has_them():
+    block = re.search(r"```python\n(class Objective:.*?)```", PAGE, re.DOTALL)
+    assert block is not None
+    shown = {node.name: node.body for node in ast.parse(block[1]).body if isinstance(node, ast.ClassDef)}
+    assert set(shown) == {"Objective", "Trajectory", "Sampler"}
+    for owner in (Objective, Trajectory, Sampler):
+        methods = {one.name: [arg.arg for arg in one.args.args] for one in shown[owner.__name__]}
+        for name, arguments in methods.items():
+            assert list(inspect.signature(getattr(owner, name)).parameters) == arguments, f"{owner.__name__}.{name}"
+        assert owner.__abstractmethods__ <= set(methods), owner
