@@ -4,6 +4,7 @@ sample.py's flags and for Python's ``Pipeline`` alike.
 Raised ValueErrors name flags of sample.py; ``opendit.inference.pipeline`` turns these into its arguments' names.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,10 +27,23 @@ from opendit.models.dit import DiT
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
+from opendit.state.checkpoint import newest_run
 from opendit.state.foreign import assumption
 from opendit.state.pretrained import ALONE, find_weights, load_pretrained, read_info
 
 SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval counts
+
+
+def checkpoint_at(
+    ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
+) -> Path:
+    """Where ``ckpt`` is: itself, or of "latest" the newest run under ``outputs`` that has a checkpoint, of this model
+    if one is named, else of any clip model if ``video``. Raises ValueError without such a run."""
+    if str(ckpt) != "latest":
+        return Path(ckpt).expanduser()
+    if (found := newest_run(os.fspath(Path(outputs).expanduser()), model, video)) is None:
+        raise ValueError(f"--ckpt latest: no run with a checkpoint under --outputs {outputs}; give a path")
+    return found
 
 
 def check_guidance(config: DiTConfig, weights: Weights, scale: float) -> None:

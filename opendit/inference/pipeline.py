@@ -31,6 +31,7 @@ from opendit.inference.loading import (
     check_guidance,
     check_negative,
     check_text_encoder,
+    checkpoint_at,
     class_names,
     frames_per_second,
     latent_size,
@@ -53,6 +54,7 @@ ENGINES = 2  # settings whose recorded steps are kept
 def load(
     path: str | os.PathLike[str],
     *,
+    outputs: str | os.PathLike[str] = "./outputs",
     device: str | torch.device | None = None,
     precision: str | None = None,
     weights: str = "ema",
@@ -69,17 +71,15 @@ def load(
     """A checkpoint, ready to draw from.
 
     Args:
-        path: a run's folder (its newest intact checkpoint), a checkpoint, a .safetensors file, Meta's .pt, or a folder
-            of diffusers' ``DiTPipeline``.
-        device: None for the GPU if there is one.
-        precision: of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU, fp32 on a CPU.
+        path: a run's folder (its newest intact checkpoint), a checkpoint, a .safetensors file, Meta's .pt, a folder of
+            diffusers' ``DiTPipeline``, or "latest": the newest run under ``outputs`` that has a checkpoint.
+        device, precision: of the network, "bf16", "fp16" or "fp32"; None for bf16 on a GPU, else fp32 on a CPU.
         weights: "ema" or "model", of a run or checkpoint.
         model: its name, where the file does not say (Meta's .pt): "DiT-XL/2".
         num_classes: the number of classes, where the file does not say.
         lora: a run of ``train.py --lora``, merged into the weights of ``path``.
         vae: "ema", "mse", "none" or a folder; None for what the checkpoint names.
-        vae_tiling: the VAE decodes tile by tile, for large pictures and long clips.
-        vae_compile: the decoder of pictures and frames is compiled.
+        vae_tiling, vae_compile: the VAE decodes tile by tile, for large pictures and long clips; it is compiled.
         text_encoder: "clip", "t5" or a folder; None for what the checkpoint names.
         fp8: the blocks' linear layers in FP8 (Hopper and newer).
         kernels: the fused kernels and the fastest attention, on GPUs that have them.
@@ -101,7 +101,7 @@ def load(
         raise ValueError(f"weights {weights}: must be ema or model")
     with arguments_named():
         loaded = load_model(
-            Path(path).expanduser(),
+            checkpoint_at(path, outputs, model),
             VaeLoader(device, precision, vae_tiling, vae_compile),
             name=model,
             which=weights,

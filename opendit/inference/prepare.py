@@ -22,6 +22,7 @@ from opendit.inference.loading import (
     check_guidance,
     check_negative,
     check_text_encoder,
+    checkpoint_at,
     class_names,
     frames_per_second,
     latent_size,
@@ -38,7 +39,6 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
-from opendit.state.checkpoint import newest_run
 from opendit.state.lock import lock_folder
 from opendit.state.pretrained import find_weights, read_config
 from opendit.training.from_flags import sequence_shape
@@ -124,12 +124,7 @@ def prepare(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
 def _load(
     flags: "SampleConfig", mesh: Mesh, stages: Stages, lock: AbstractContextManager[Any], notes: list[str]
 ) -> SamplingRun:
-    ckpt = flags.ckpt
-    if ckpt == "latest":
-        found = newest_run(flags.outputs, flags.model, flags.use_video)
-        if found is None:
-            raise ValueError(f"--ckpt latest: no run with a checkpoint under --outputs {flags.outputs}; give a path")
-        ckpt = found
+    ckpt = checkpoint_at(flags.ckpt, flags.outputs, flags.model, flags.use_video)
     shared = (flags, flags.attention, flags.mixed_precision)  # of what a strategy for sharing sequences depends on
     if mesh.sharing > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
         # What ranks would refuse that share samples or divide layers, before the weights are read.

@@ -265,6 +265,19 @@ def test_errors_of_loading(kind, arguments, error, message, weights):
         load(weights.get(kind, "nowhere"), **arguments)
 
 
+def test_latest_is_the_newest_run_that_has_a_checkpoint(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="^path latest: no run with a checkpoint under outputs .*; give a path"):
+        load("latest", outputs=tmp_path)
+    for number in range(2):
+        folder = tmp_path / f"00{number}-DiT-Ti-4" / "checkpoints" / "step_0000003"
+        folder.mkdir(parents=True)
+        write(folder / "ema.safetensors", info={"class_names": [f"of run {number}", *NAMES[1:]]})
+    (tmp_path / "002-DiT-Ti-4").mkdir()  # a run without a checkpoint
+    assert load("latest", outputs=tmp_path).class_names[0] == "of run 1"
+    monkeypatch.chdir(tmp_path.parent)
+    assert load("latest", outputs=tmp_path.name).class_names[0] == "of run 1"
+
+
 def test_clips_are_saved_whole_or_not_at_all(tmp_path):
     frames = np.random.default_rng(0).integers(0, 255, (5, 6, 8, 3), dtype=np.uint8)
     clip = VideoClip(frames, 8.0)
