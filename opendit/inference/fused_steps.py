@@ -10,7 +10,7 @@ to the rounding of fp32. What every sample takes of a step lies in static memory
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class FusedSteps:
         x, scale, column, old = self.state[0], numbers[:, 0], 1, [*self.state]
         for evaluation in range(kind.evaluations):
             last = evaluation + 1 == kind.evaluations
-            tokens = [embed(x, layer.weight, layer.bias, added, scale, halves)]
+            tokens = [embed(x, layer.weight, cast(Tensor, layer.bias), added, scale, halves)]
             output = network.of_tokens(tokens, rows if evaluation == 0 else rows + evaluation * network.conditions)
             new = self.state if last else self._between[evaluation]
             noisy = last and kind.noise

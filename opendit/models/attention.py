@@ -126,12 +126,13 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, kv_heads: int | None = None):
         super().__init__()
-        self.num_heads, self.kv_heads = num_heads, kv_heads or num_heads
-        self.head_dim = dim // num_heads
-        self.qkv = Projection(dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=options.bias)
-        self.proj = Projection(dim, dim, bias=options.bias)
-        self.q_norm = RMSNorm(self.head_dim) if options.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim) if options.qk_norm else None
+        self.num_heads: int = num_heads
+        self.kv_heads: int = kv_heads or num_heads
+        self.head_dim: int = dim // num_heads
+        self.qkv: Projection = Projection(dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=options.bias)
+        self.proj: Projection = Projection(dim, dim, bias=options.bias)
+        self.q_norm: RMSNorm | None = RMSNorm(self.head_dim) if options.qk_norm else None
+        self.k_norm: RMSNorm | None = RMSNorm(self.head_dim) if options.qk_norm else None
         self.attend: Attend = local_attention
         self.varlen: Varlen | None = None
 
@@ -311,7 +312,7 @@ class CrossAttention(nn.Module):
         self.num_heads = num_heads
         self.q = nn.Linear(dim, dim, bias=options.bias)
         self.kv = nn.Linear(dim, 2 * dim, bias=options.bias)
-        self.proj = Projection(dim, dim, bias=options.bias)
+        self.proj: Projection = Projection(dim, dim, bias=options.bias)
         self.q_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
         self.k_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
 

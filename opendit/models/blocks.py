@@ -34,7 +34,7 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.ops = BlockOps()
+        self.ops: BlockOps = BlockOps()
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         """Shifts, scales and gates side by side, (B, chunks * D), of the condition c (B, D); ``shared``: the modulation
@@ -164,9 +164,9 @@ class FinalLayer(nn.Module):
 
     def __init__(self, dim: int, out_features: int):
         super().__init__()
-        self.linear = nn.Linear(dim, out_features)
-        self.adaLN_modulation = modulation(dim, 2)
-        self.ops = BlockOps()
+        self.linear: nn.Linear = nn.Linear(dim, out_features)
+        self.adaLN_modulation: nn.Sequential = modulation(dim, 2)
+        self.ops: BlockOps = BlockOps()
 
     def modulate(self, c: Tensor) -> Tensor:
         """Shift and scale side by side, (B, 2 D), of the condition c (B, D)."""

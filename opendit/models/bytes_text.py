@@ -60,10 +60,10 @@ class BytesEncoder(nn.Module):
 
     def __init__(self, text: TextConfig):
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, text.width)
+        self.embedding: nn.Embedding = nn.Embedding(VOCABULARY, text.width)
         table = sincos_position_table(text.width, text.max_tokens, device=torch.get_default_device())
         self.register_buffer("positions", table.unsqueeze(0))
-        self.blocks = nn.ModuleList(BytesBlock(text.width) for _ in range(LAYERS))
+        self.blocks: nn.ModuleList = nn.ModuleList(BytesBlock(text.width) for _ in range(LAYERS))
 
     def fill_tables(self) -> None:
         """Computes the table of positions, in place: an encoder that was built on the meta device has none."""

@@ -120,8 +120,8 @@ class CaptionEmbedder(nn.Module):
 
     def __init__(self, text: TextConfig, dim: int):
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(text.width, dim), nn.SiLU(), nn.Linear(dim, dim))
-        self.tokens = nn.Linear(text.width, dim) if text.cross_attention else None
+        self.mlp: nn.Sequential = nn.Sequential(nn.Linear(text.width, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.tokens: nn.Linear | None = nn.Linear(text.width, dim) if text.cross_attention else None
 
     def forward(self, y: TextCondition) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Returns the vector (B, D) and the context: None, or tokens (B, L, D) with their mask (B, L) bool."""

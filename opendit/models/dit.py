@@ -98,17 +98,21 @@ class DiT(nn.Module):
         config.check()
         self.config = config
         dim, text = config.hidden_size, config.text
-        self.x_embedder = PatchEmbed(config.patch, config.in_channels, dim, config.given_channels)
-        self.t_embedder = TimestepEmbedder(dim)
-        self.text_encoder = BytesEncoder(text) if text and text.inside else None
+        self.x_embedder: PatchEmbed = PatchEmbed(config.patch, config.in_channels, dim, config.given_channels)
+        self.t_embedder: TimestepEmbedder = TimestepEmbedder(dim)
+        self.text_encoder: BytesEncoder | None = BytesEncoder(text) if text and text.inside else None
         classes = cast(int, config.num_classes), dim, config.null_class  # (given of a model without a text)
-        self.y_embedder = CaptionEmbedder(text, dim) if text else LabelEmbedder(*classes)
+        self.y_embedder: CaptionEmbedder | LabelEmbedder = (
+            CaptionEmbedder(text, dim) if text else LabelEmbedder(*classes)
+        )
         self.register_positions()
         chunks = config.modulation_width // dim
-        self.shared_modulation = modulation(dim, chunks, Options(config.bias)) if config.shared_modulation else None
-        self.blocks = cast("Blocks", nn.ModuleList(self.make_block() for _ in range(config.depth)))
-        self.final_layer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
-        self.ops = BlockOps()
+        self.shared_modulation: nn.Sequential | None = (
+            modulation(dim, chunks, Options(config.bias)) if config.shared_modulation else None
+        )
+        self.blocks: Blocks = cast("Blocks", nn.ModuleList(self.make_block() for _ in range(config.depth)))
+        self.final_layer: FinalLayer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
+        self.ops: BlockOps = BlockOps()
         self.grad_checkpoint = False
         self.modulate_in_blocks = False  # for blocks that are shard units, whose weights only their own call reaches
         # N tokens, in a grid of these sizes, as the ranks of a group share them.
@@ -311,7 +315,9 @@ class DiT(nn.Module):
     def register_positions(self) -> None:
         """Makes the positions of the configured size: fixed tables, learned ones, or none where heads are rotated."""
         dim, grid = self.config.hidden_size, self.config.grid
-        self.learned_positions = LearnedPositions(grid, dim) if self.config.positions == "learned" else None
+        self.learned_positions: LearnedPositions | None = (
+            LearnedPositions(grid, dim) if self.config.positions == "learned" else None
+        )
         # Buffers, the first under the name of Meta's frozen parameter: saved and loaded, never trained or sharded.
         for name, sizes in self._tables().items():
             table = sincos_position_table(dim, *sizes, device=torch.get_default_device())

@@ -81,10 +81,13 @@ class ExpertMlp(Mlp):
 
     def __init__(self, dim: int, hidden: int, bias: bool, experts: int, expert_hidden: int, capacity: float):
         super().__init__(dim, hidden, bias)
-        self.capacity, self.held = _ratio(capacity), slice(None)
-        self.router = nn.Linear(dim, experts, bias=False)
-        self.expert_fc1 = nn.Parameter(torch.randn(experts, dim, expert_hidden) / math.sqrt(dim))
-        self.expert_fc2 = nn.Parameter(torch.randn(experts, expert_hidden, dim) / math.sqrt(expert_hidden))
+        self.capacity: tuple[int, int] = _ratio(capacity)
+        self.held: slice = slice(None)
+        self.router: nn.Linear = nn.Linear(dim, experts, bias=False)
+        self.expert_fc1: nn.Parameter = nn.Parameter(torch.randn(experts, dim, expert_hidden) / math.sqrt(dim))
+        self.expert_fc2: nn.Parameter = nn.Parameter(
+            torch.randn(experts, expert_hidden, dim) / math.sqrt(expert_hidden)
+        )
 
     def affinities(self, y: Tensor) -> Tensor:
         """Of y's tokens (B, N, D) to all experts, (B, N, E), in fp32 or wider."""

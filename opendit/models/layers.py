@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight: nn.Parameter = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-6).to(x.dtype)
@@ -270,8 +270,8 @@ class Mlp(nn.Module):
 
     def __init__(self, dim: int, hidden: int, bias: bool = True):
         super().__init__()
-        self.fc1 = Projection(dim, self.branches * hidden, bias=bias)
-        self.fc2 = Projection(hidden, dim, bias=bias)
+        self.fc1: Projection = Projection(dim, self.branches * hidden, bias=bias)
+        self.fc2: Projection = Projection(hidden, dim, bias=bias)
 
     def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
         """The hidden layer (B, N, hidden): all but fc2, for which see BlockOps."""
@@ -301,9 +301,10 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, patch: tuple[int, ...], in_channels: int, dim: int, given: int = 0):
         super().__init__()
-        self.in_channels, self.given = in_channels, given
+        self.in_channels: int = in_channels
+        self.given: int = given
         convolution = {2: nn.Conv2d, 3: nn.Conv3d}[len(patch)]
-        self.proj = convolution(in_channels + given, dim, patch, stride=patch)
+        self.proj: nn.Conv2d | nn.Conv3d = convolution(in_channels + given, dim, patch, stride=patch)
 
     def patches(self, x: Tensor) -> Tensor:
         """The patches' values (B, N, C * prod(patch)), in the order of the convolution's weight."""
@@ -317,7 +318,7 @@ class PatchEmbed(nn.Module):
 
     def project(self, patches: Tensor) -> Tensor:
         """(B, N, C * prod(patch)) to (B, N, D)."""
-        return _convolve_patches(patches, self.proj.weight, self.proj.bias)
+        return _convolve_patches(patches, self.proj.weight, cast(Tensor, self.proj.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.project(self.patches(x))
@@ -345,7 +346,7 @@ class TimestepEmbedder(nn.Module):
     def __init__(self, dim: int, frequencies: int = TIME_FREQUENCIES):
         super().__init__()
         self.frequencies = frequencies
-        self.mlp = nn.Sequential(nn.Linear(frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.mlp: nn.Sequential = nn.Sequential(nn.Linear(frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, t: Tensor) -> Tensor:
         return self.mlp(timestep_embedding(t, self.frequencies).to(cast(nn.Linear, self.mlp[0]).weight.dtype))
@@ -358,7 +359,7 @@ class LabelEmbedder(nn.Module):
     def __init__(self, num_classes: int, dim: int, null_class: bool = True):
         super().__init__()
         self.num_classes = num_classes
-        self.embedding_table = nn.Embedding(num_classes + null_class, dim)
+        self.embedding_table: nn.Embedding = nn.Embedding(num_classes + null_class, dim)
 
     def forward(self, y: Tensor) -> Tensor:
         return self.embedding_table(y)

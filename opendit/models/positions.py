@@ -93,7 +93,7 @@ class LearnedPositions(nn.Module):
     def __init__(self, sizes: tuple[int, ...], dim: int):
         super().__init__()
         self.sizes = sizes
-        self.axes = nn.ModuleList(nn.Embedding(size, dim) for size in sizes)
+        self.axes: nn.ModuleList = nn.ModuleList(nn.Embedding(size, dim) for size in sizes)
 
     def forward(self, coordinates: Tensor) -> Tensor:
         """(N, D) in the weights' dtype, of coordinates (N, axes) int64 below ``sizes``."""
