@@ -52,6 +52,11 @@ class SamplingEngine:
     none or can't be combined.
     """
 
+    approximations: Approximations
+    settings: LoopSettings
+    evaluated: int
+    note: str
+
     def __init__(
         self,
         model: DiT,

@@ -60,6 +60,13 @@ class FusedSteps:
         cfg_scale, cfg_channels: of guidance.
     """
 
+    channels: int | None
+    network: PreparedModel
+    state: tuple[Tensor, ...]
+    step: Tensor
+    kinds: list[StepKind]
+    capacity: int
+
     def __init__(
         self,
         network: PreparedModel,

@@ -43,6 +43,17 @@ class PreparedModel:
         capacity: steps in the table; known when the first condition is.
     """
 
+    stack: BlockStack
+    guided: bool
+    model: DiT
+    samples: int
+    times: Tensor
+    memory: int
+    shared: bool
+    grid: tuple[int, ...]
+    capacity: int
+    table: Tensor
+
     def __init__(
         self,
         model: DiT,

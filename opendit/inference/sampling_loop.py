@@ -11,8 +11,9 @@ from opendit.diffusion import Objective
 from opendit.diffusion.guidance import cfg_model, guided_within, is_within
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS
-from opendit.inference.approximations import FIRST, REST, REUSED, Approximations, FirstBlockCache, Mode
-from opendit.inference.block_stacks import FirstBlockDone, FirstBlockStack, make_stack
+from opendit.diffusion.samplers.base import Sampler
+from opendit.inference.approximations import FIRST, REST, REUSED, Approximations, FirstBlockCache, Mode, Step
+from opendit.inference.block_stacks import BlockStack, FirstBlockDone, FirstBlockStack, make_stack
 from opendit.inference.fused_steps import FusedSteps, fused_steps, usable
 from opendit.inference.prepared_model import PreparedModel
 from opendit.inference.reused_guidance import ReusedGuidance
@@ -54,6 +55,20 @@ class SamplingLoop:
     Args:
         times: (steps, evaluations), see :class:`PreparedModel`.
     """
+
+    samples: int
+    settings: LoopSettings
+    shape: tuple[int, ...]
+    network: PreparedModel
+    sampler: Sampler
+    state: tuple[Tensor, ...]
+    step: Tensor
+    order: Tensor
+    plan: list[Step]
+    stack: BlockStack
+    fused: FusedSteps | None
+    evaluated: int
+    whole: int
 
     def __init__(self, settings: LoopSettings, times: Tensor, samples: int):
         self.settings, self.samples = settings, samples

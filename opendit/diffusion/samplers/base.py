@@ -43,6 +43,11 @@ class Sampler(ABC):
 
     even_in_noise: ClassVar[bool] = False  # whether it wants its points even in log(sigma / alpha)
     needs: ClassVar[str]  # the method of a trajectory that it calls: slope, denoise, or one that not every kind has
+    model: Model
+    noise_fn: NoiseFn | None
+    trajectory: Trajectory
+    steps: int
+    points: Tensor
 
     @classmethod
     def fits(cls, trajectory: type[Trajectory]) -> bool:
