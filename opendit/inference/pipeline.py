@@ -73,13 +73,16 @@ def load(
     Args:
         path: a run's folder (its newest intact checkpoint), a checkpoint, a .safetensors file, Meta's .pt, a folder of
             diffusers' ``DiTPipeline``, or "latest": the newest run under ``outputs`` that has a checkpoint.
-        device, precision: of the network, "bf16", "fp16" or "fp32"; None for bf16 on a GPU, else fp32 on a CPU.
+        outputs: where runs are, for "latest".
+        device: None for the GPU if there is one.
+        precision: of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU, fp32 on a CPU.
         weights: "ema" or "model", of a run or checkpoint.
         model: its name, where the file does not say (Meta's .pt): "DiT-XL/2".
         num_classes: the number of classes, where the file does not say.
         lora: a run of ``train.py --lora``, merged into the weights of ``path``.
         vae: "ema", "mse", "none" or a folder; None for what the checkpoint names.
-        vae_tiling, vae_compile: the VAE decodes tile by tile, for large pictures and long clips; it is compiled.
+        vae_tiling: the VAE decodes tile by tile, for large pictures and long clips.
+        vae_compile: the decoder of pictures and frames is compiled.
         text_encoder: "clip", "t5" or a folder; None for what the checkpoint names.
         fp8: the blocks' linear layers in FP8 (Hopper and newer).
         kernels: the fused kernels and the fastest attention, on GPUs that have them.
@@ -386,11 +389,7 @@ class Pipeline:
             return int(item)
         wanted = item.strip().casefold()
         found = [number for number, name in enumerate(names) if name.strip().casefold() == wanted]
-        found = found or [
-            number
-            for number, name in enumerate(names)
-            if wanted in [part.strip().casefold() for part in name.split(",")]
-        ]
+        found = found or [n for n, name in enumerate(names) if wanted in map(str.strip, name.casefold().split(","))]
         if not found:
             raise ValueError(
                 f"class {item!r}: no such class; did you mean {nearest(item, names)!r}? (class_names has all)"
