@@ -1,5 +1,6 @@
 """Requests to the sampling server that leave something out of steps: the pipeline's batches, bit for bit."""
 
+import threading
 import time
 from concurrent.futures import CancelledError
 
@@ -56,7 +57,9 @@ def test_requests_of_the_same_settings_share_a_batch_unless_it_decides_for_all(p
     begun, begin = [], BatchLoop.begin
     monkeypatch.setattr(BatchLoop, "begin", lambda self: begun.append(len(self.live)) or begin(self))
     with SamplingServer(pipe, batch_size=8, decode=lambda x: list(x.clone())) as server:
-        first = server.submit([1] * 8, steps=100, cache=cache)  # so that the others wait, and meet
+        drawing = threading.Event()
+        first = server.submit([1] * 8, steps=100, cache=cache, callback=lambda _: drawing.set())
+        assert drawing.wait(60)  # all of it has rows: so the others wait, and meet
         others = [server.submit([2, 3], steps=100, seed=seed, cache=cache) for seed in (1, 2)]
         got = [torch.stack(request.result(60)) for request in others]
         assert first.done
