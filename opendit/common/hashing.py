@@ -16,18 +16,18 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-class Stream(NamedTuple):
+class HashedStream(NamedTuple):
     """A part of ``length`` bytes that is hashed block by block, as the whole would be, and never in memory whole."""
 
     length: int
     blocks: Iterable[bytes]
 
 
-def hash_parts(*parts: bytes | str | Stream) -> str:
+def hash_parts(*parts: bytes | str | HashedStream) -> str:
     """SHA-256 over the parts, each preceded by its length so that no two lists of parts collide."""
     digest = hashlib.sha256()
     for part in parts:
-        if isinstance(part, Stream):
+        if isinstance(part, HashedStream):
             digest.update(part.length.to_bytes(8, "little"))
             for block in part.blocks:
                 digest.update(block)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from opendit.common.hashing import Stream, hash_parts
+from opendit.common.hashing import HashedStream, hash_parts
 from opendit.data.base import Embedding, MediaDataset
 from opendit.data.order.blend import SourceRows
 from opendit.data.order.permutation import permuted
@@ -42,10 +42,10 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
     return SomeRows(dataset, np.flatnonzero(~held), part), SomeRows(dataset, np.flatnonzero(held), "held out")
 
 
-def stream_of(array: np.ndarray, as_hashed: Callable[[np.ndarray], np.ndarray]) -> Stream:
+def stream_of(array: np.ndarray, as_hashed: Callable[[np.ndarray], np.ndarray]) -> HashedStream:
     """The bytes of ``as_hashed(array)``, which works on parts of it as well; the array may be mapped from a file."""
     parts = (as_hashed(array[first : first + _ROWS]).tobytes() for first in range(0, len(array), _ROWS))
-    return Stream(len(array) * as_hashed(array[:1]).nbytes, parts)
+    return HashedStream(len(array) * as_hashed(array[:1]).nbytes, parts)
 
 
 class SomeRows(MediaDataset):

@@ -12,7 +12,7 @@ from opendit.data.base import MediaDataset, name_few
 from opendit.data.held_out import SomeRows, stream_of
 from opendit.data.order.buckets import ShapeTable, TokenSize, assign, kept_shares
 from opendit.data.order.lengths import Lengths
-from opendit.data.size_cache import Kept, kept
+from opendit.data.size_cache import KeptArrays, kept
 
 _LOOKED_AT = 10_000  # media whose crop is told of
 _LARGE = 2**20  # rows from which on their shapes are kept in a file
@@ -29,7 +29,7 @@ class ShapedDataset(SomeRows):
     Raises ValueError if no row has a shape.
     """
 
-    def __init__(self, whole: MediaDataset, found: Kept, shapes: np.ndarray, tokens: np.ndarray):
+    def __init__(self, whole: MediaDataset, found: KeptArrays, shapes: np.ndarray, tokens: np.ndarray):
         super().__init__(whole, found.arrays["rows"], found.about["note"])
         self.keys, self.shapes, self.tokens = found.arrays["keys"], shapes, tokens
         self._identity: str | None = found.about.get("identity")
@@ -76,10 +76,10 @@ def shape_media(
     ValueError, naming ``flag`` and what to do, if none is left, or more than the data set's ``max_bad`` can't be read.
     """
 
-    def find() -> Kept:
+    def find() -> KeptArrays:
         return _rows_and_keys(*_shapes_of_media(dataset, table, interval, upscale, flag))
 
-    def find_with_identity() -> Kept:  # which takes seconds, too, where rows are many
+    def find_with_identity() -> KeptArrays:  # which takes seconds, too, where rows are many
         found = find()
         identity = ShapedDataset(dataset, found, table.shapes, table.tokens).identity()
         return found._replace(about={**found.about, "identity": identity})
@@ -92,10 +92,10 @@ def shape_media(
     return ShapedDataset(dataset, kept(name, find_with_identity), table.shapes, table.tokens)
 
 
-def _rows_and_keys(chosen: np.ndarray, note: str) -> Kept:
+def _rows_and_keys(chosen: np.ndarray, note: str) -> KeptArrays:
     """chosen: (rows,) the number of each row's shape, -1 for none."""
     rows = np.flatnonzero(chosen >= 0)
-    return Kept({"rows": rows, "keys": chosen[rows].astype(np.int16)}, {"note": note})
+    return KeptArrays({"rows": rows, "keys": chosen[rows].astype(np.int16)}, {"note": note})
 
 
 def _shapes_of_media(

@@ -35,14 +35,14 @@ def locked(name: str) -> Iterator[Path | None]:
             lock.close()
 
 
-class Kept(NamedTuple):
+class KeptArrays(NamedTuple):
     """Arrays by name, mapped from files where they were kept; about: what JSON can hold."""
 
     arrays: dict[str, np.ndarray]
     about: dict[str, Any]
 
 
-def kept(name: str, make: Callable[[], Kept]) -> Kept:
+def kept(name: str, make: Callable[[], KeptArrays]) -> KeptArrays:
     """What ``make`` returns: made by one process of this machine, once, and mapped by all.
 
     name: of what decides it, a hash. Where nothing can be written, or what was written is damaged, it is made anew.
@@ -62,7 +62,7 @@ def kept(name: str, make: Callable[[], Kept]) -> Kept:
         return made if again is None else again
 
 
-def _write(folder: Path, made: Kept) -> None:
+def _write(folder: Path, made: KeptArrays) -> None:
     work = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         for name, array in made.arrays.items():
@@ -76,11 +76,11 @@ def _write(folder: Path, made: Kept) -> None:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _read(folder: Path) -> Kept | None:
+def _read(folder: Path) -> KeptArrays | None:
     try:
         about = json.loads((folder / _ABOUT).read_text())
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in about["arrays"]}
         fits = all([str(a.dtype), len(a)] == about["arrays"][name] for name, a in arrays.items())
-        return Kept(arrays, about["about"]) if fits else None
+        return KeptArrays(arrays, about["about"]) if fits else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
