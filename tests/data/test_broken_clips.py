@@ -18,7 +18,7 @@ from opendit.data import clips
 from opendit.data.base import BadSample
 from opendit.data.clips import clip_window
 from opendit.data.mp4_header import too_many_frames
-from opendit.data.video_readers import OPENERS
+from opendit.data.video_readers import OPENERS, choose_reader
 from tests.data.test_clips import encode, grey, numbers, read_clip
 
 # ---------------------------------------------------------------- short and broken files
@@ -102,6 +102,7 @@ def test_truncated_and_damaged_files(tmp_path):
 
 def test_a_file_that_never_answers(tmp_path, monkeypatch):
     """Opening a pipe that nobody writes to blocks inside C code for ever, as a stalled disk does."""
+    choose_reader("pyav")  # which it remembers: what follows would look as if PyAV did not work
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setitem(OPENERS, "pyav", lambda name, contents: open(tmp_path / "pipe", "rb"))
     path = encode(tmp_path / "stuck.mp4", grey(4))

@@ -278,12 +278,14 @@ def test_close_ends_soon_and_everything(pipes):
 
 
 def test_it_can_be_closed_from_a_callback(pipes):
+    before = set(threading.enumerate())
     server = SamplingServer(pipes["classes"], batch_size=2)
+    (worker,) = [one for one in set(threading.enumerate()) - before if one.name == "sampling-server"]
     request = server.submit([0], steps=100, callback=lambda _: server.close())
     with pytest.raises(ServerClosedError):
         request.result(60)
     server.close()
-    assert "sampling-server" not in {thread.name for thread in threading.enumerate()}
+    assert not worker.is_alive()
 
 
 def test_nothing_is_drawn_while_too_much_waits_to_be_decoded(pipes):
