@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,8 +72,7 @@ def _write(folder: Path, made: KeptArrays) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # one that is damaged
         os.replace(work, folder)
     finally:
-        with suppress(OSError):
-            shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _read(folder: Path) -> KeptArrays | None:
