@@ -1,0 +1,99 @@
+"""Seconds from the start of sample.py to its first picture on disk, and where they go.
+
+    python benchmarks/bench_first_picture.py [--model DiT-XL/2] [--trials 3] [--results CSV]
+
+Writes a checkpoint and a VAE of Stable Diffusion's shape, both with random values, into a folder that is removed again.
+Then it starts ``sample.py --profile`` for one picture --trials times, one after the other, with the folder's files in
+the system's cache. The first of them compiles the kernels where Triton's cache does not hold them yet, and is reported
+apart; of the others the median counts.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # also when run as a file from elsewhere
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.bench_sampling import CHANNELS, CLASSES
+from benchmarks.bench_sampling_files import SD_VAE
+from benchmarks.results import add_flags, record
+from opendit.encoders.autoencoder_kl import AutoencoderKL
+from opendit.models import build_model, model_config
+
+FIRST = "first sample on disk"  # the profile's name for it
+
+
+def write_model(args: argparse.Namespace, path: Path) -> None:
+    """A state dict in fp32 whose zero-initialised parameters have values, too."""
+    side = args.image_size // 8
+    config = model_config(args.model, input_size=(side, side), in_channels=CHANNELS, num_classes=CLASSES)
+    torch.manual_seed(0)
+    model = build_model(config)
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
+    torch.save(model.state_dict(), path)
+
+
+def write_vae(args: argparse.Namespace, folder: Path) -> None:
+    """A folder as diffusers writes it."""
+    torch.manual_seed(0)
+    widths = [max(1, width // args.vae_narrower) for width in SD_VAE["block_out_channels"]]
+    config = {**SD_VAE, "block_out_channels": widths, "norm_num_groups": min(32, widths[0])}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", **config}))
+    save_file(AutoencoderKL(config).state_dict(), folder / "diffusion_pytorch_model.safetensors")
+
+
+def trial(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
+    """One start of the program, and its profile. Raises CalledProcessError: it failed."""
+    output = folder / "pictures"
+    command = [sys.executable, str(ROOT / "sample.py"), "--model", args.model, "--image_size", str(args.image_size)]
+    command += ["--ckpt", str(folder / "model.pt"), "--vae", str(folder / "vae"), "--output", str(output)]
+    command += ["--num_samples", "1", "--class_labels", "207", "--sampler", args.sampler, "--num_sampling_steps", str(args.steps)]
+    command += ["--cfg_scale", "4", "--profile", "--overwrite", *args.flag]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout + done.stderr, file=sys.stderr)
+        done.check_returncode()
+    print(done.stdout[done.stdout.index("profile of rank 0") :], flush=True)
+    return json.loads((output / "profile.json").read_text())
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="DiT-XL/2")
+    parser.add_argument("--image_size", type=int, default=256)
+    parser.add_argument("--sampler", default="ddim")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--vae_narrower", type=int, default=1, help="divides the VAE's widths, for a CPU")
+    parser.add_argument("--flag", action="append", default=[], help="one more of sample.py, as --flag=--fp8")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(args, folder / "model.pt")
+        write_vae(args, folder / "vae")
+        profiles = [trial(args, folder) for _ in range(args.trials)]
+    seconds = [profile["marks"][FIRST] for profile in profiles]
+    imports = [profile["stages"]["imports"] for profile in profiles]
+    case = " ".join([args.model, f"{args.image_size}px {args.steps} steps with VAE, one picture", *args.flag])
+    rows = [{"case": f"{case}, first start", "metric": "s to the first picture", "value": f"{seconds[0]:.2f}"}]
+    if later := seconds[1:]:
+        rows.append({"case": case, "metric": "s to the first picture", "value": f"{statistics.median(later):.2f}"})
+        rows.append({"case": case, "metric": "s of imports", "value": f"{statistics.median(imports[1:]):.2f}"})
+    print(f"seconds to the first picture, by start: {', '.join(f'{value:.2f}' for value in seconds)}")
+    record([{"bench": "first_picture", **row} for row in rows], args)
+
+
+if __name__ == "__main__":
+    main()
