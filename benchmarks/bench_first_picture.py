@@ -16,8 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # also when run as a file from elsewhere
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
 
 import torch
 from safetensors.torch import save_file
@@ -28,6 +27,7 @@ from benchmarks.results import add_flags, record
 from opendit.encoders.autoencoder_kl import AutoencoderKL
 from opendit.models import build_model, model_config
 
+ROOT = Path(__file__).resolve().parents[1]
 FIRST = "first sample on disk"  # the profile's name for it
 
 
@@ -58,8 +58,8 @@ def trial(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]
     output = folder / "pictures"
     command = [sys.executable, str(ROOT / "sample.py"), "--model", args.model, "--image_size", str(args.image_size)]
     command += ["--ckpt", str(folder / "model.pt"), "--vae", str(folder / "vae"), "--output", str(output)]
-    command += ["--num_samples", "1", "--class_labels", "207", "--sampler", args.sampler, "--num_sampling_steps", str(args.steps)]
-    command += ["--cfg_scale", "4", "--profile", "--overwrite", *args.flag]
+    command += ["--num_samples", "1", "--class_labels", "207", "--cfg_scale", "4", "--sampler", args.sampler]
+    command += ["--num_sampling_steps", str(args.steps), "--profile", "--overwrite", *args.flag]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout + done.stderr, file=sys.stderr)
