@@ -7,7 +7,8 @@ All sides open the same files and take the same frames with one decoding thread.
 or resizes them as they are decoded ("resized": shorter side at the training size, not cropped), or its frames get the
 loader's crop and resize and nothing else ("cropped": what the loader's own work is measured against where resizing
 costs as much as decoding). The loader goes on to cropped, resized batches, in this process and through a worker process
-(what a run does), as uint8 (``as_bytes``) and as float32. Time is processor seconds of all threads and processes taking
+(what a run does), as uint8 (``as_bytes``) and as float32. "small" leaves enlarging to the GPU, as a run on one does
+(benchmarks/bench_enlarging.py: what that takes there). Time is processor seconds of all threads and processes taking
 part, which neighbours on a shared machine still change by their use of its memory; so the sides take turns in every
 round, and the median of the rounds counts.
 """
@@ -35,7 +36,8 @@ from opendit.diffusion.random import Stream, uniform
 
 SEED = 0
 BASELINES = {"decord": "bare decord", "resized": "decord resizing", "cropped": "decord + crop and resize"}
-SIDES = (*BASELINES, "uint8", "float32", "worker")  # worker: uint8, through a worker process
+LOADERS = ("uint8", "float32", "worker", "small", "small worker")  # worker: uint8, through a worker process
+SIDES = (*BASELINES, *LOADERS)
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,16 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, float]:
     paths = list(data.paths)
     options = dict(dp_rank=0, dp_size=1, batch_size=len(data))
     this = psutil.Process()
-    before = {child.pid for child in this.children()}
-    worker = build_loader(data, schedule, num_workers=1, as_bytes=True, **options)
-    pids = [child.pid for child in this.children() if child.pid not in before]
-    inside = build_loader(data, schedule, num_workers=0, as_bytes=True, **options)
-    floats = build_loader(data, schedule, num_workers=0, **options)
+    workers, pids = {}, {}
+    for name, enlarge in (("worker", True), ("small worker", False)):
+        before = {child.pid for child in this.children()}
+        workers[name] = build_loader(data, schedule, num_workers=1, as_bytes=True, enlarge=enlarge, **options)
+        pids[name] = [child.pid for child in this.children() if child.pid not in before]
+    inside = {
+        "uint8": build_loader(data, schedule, num_workers=0, as_bytes=True, **options),
+        "float32": build_loader(data, schedule, num_workers=0, **options),
+        "small": build_loader(data, schedule, num_workers=0, as_bytes=True, enlarge=False, **options),
+    }
     scale = case.image_size / min(case.width, case.height)
     size = {"width": round(case.width * scale), "height": round(case.height * scale)}
 
@@ -139,8 +146,9 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, float]:
     frames, speeds = len(data) * case.num_frames, {name: [] for name in SIDES}
     # The worker reads ahead, and its turn must not be the others': it is asked for several batches in a row, and rests
     # once those it may hold are made.
-    for _ in range(4):
-        next(worker)
+    for worker in workers.values():
+        for _ in range(4):
+            next(worker)
     for step in range(rounds):
         rows, chosen = schedule.rows(step), windows(step)
         jobs = {
@@ -149,22 +157,21 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, float]:
                 [paths[r] for r in rows], chosen, case.image_size
             ),
             "resized": lambda rows=rows, chosen=chosen: bare_decord([paths[row] for row in rows], chosen, **size),
-            "uint8": lambda: next(inside),
-            "float32": lambda: next(floats),
-        }
+        } | {name: loader.__next__ for name, loader in inside.items()}
         if case.image_size < 64:
             del jobs["resized"]  # decord 3.4 fails at 16 pixels
         for name in jobs if step % 2 else reversed(jobs):
             start = time.process_time()
             jobs[name]()
             speeds[name].append(frames / (time.process_time() - start))
-        _rest(pids)
-        start = cpu_seconds([this.pid, *pids])
-        next(worker)
-        taken = cpu_seconds([this.pid])
-        _rest(pids)  # a batch was taken, so one is made; the waiting itself is not counted
-        speeds["worker"].append(frames / (cpu_seconds(pids) + taken - start))
-    for loader in (worker, inside, floats):
+        for name, worker in workers.items():
+            _rest(pids[name])
+            start = cpu_seconds([this.pid, *pids[name]])
+            next(worker)
+            taken = cpu_seconds([this.pid])
+            _rest(pids[name])  # a batch was taken, so one is made; the waiting itself is not counted
+            speeds[name].append(frames / (cpu_seconds(pids[name]) + taken - start))
+    for loader in (*workers.values(), *inside.values()):
         loader.close()
     return {name: median(values) if values else float("nan") for name, values in speeds.items()}
 
@@ -179,16 +186,16 @@ def _rest(workers: list[int]) -> None:
 
 
 def compare(rounds: int, save: bool, only: str = "") -> None:
-    print(f"{'frames a processor second':50}" + "".join(f"{name:>9}" for name in SIDES))
+    print(f"{'frames a processor second':50}" + "".join(f"{name:>13}" for name in SIDES))
     rows = []
     for case in (case for case in CASES if only in case.name):
         with tempfile.TemporaryDirectory() as folder:
             speed = measure(case, Path(folder), rounds)
-        print(f"{case.name:50}" + "".join(f"{speed[name]:9.0f}" for name in SIDES), flush=True)
+        print(f"{case.name:50}" + "".join(f"{speed[name]:13.0f}" for name in SIDES), flush=True)
         for baseline in BASELINES:
-            print(f"    ratio to {baseline:37}" + "".join(f"{speed[name] / speed[baseline]:9.2f}" for name in SIDES))
+            print(f"    ratio to {baseline:37}" + "".join(f"{speed[name] / speed[baseline]:13.2f}" for name in SIDES))
             if speed[baseline] == speed[baseline]:
-                rows += [_row(case, name, speed, baseline) for name in ("uint8", "float32", "worker")]
+                rows += [_row(case, name, speed, baseline) for name in LOADERS]
     if save:
         results.append(rows)
 

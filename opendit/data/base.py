@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from opendit.common.errors import DataError
 from opendit.common.hashing import hash_parts
+from opendit.data.enlarging import Small
 from opendit.data.files import printable
 from opendit.data.medium import Medium, of_moments, of_pixels
 from opendit.data.order.blend import SourceRows
@@ -41,13 +42,17 @@ class Embedding(NamedTuple):
 
 class Item(NamedTuple):
     """One sample: ``x`` float32 of the data set's ``sample_shape``, its class ``y`` or its caption ``text``, and
-    "path: reason" of every unreadable file that stood before it and was replaced."""
+    "path: reason" of every unreadable file that stood before it and was replaced.
+
+    small: what is left to do where ``x`` is smaller than asked for, and then whole, the (height, width) to be."""
 
     x: Tensor
     y: int = 0
     text: str | None = None
     skipped: tuple[str, ...] = ()
     embedding: Embedding | None = None  # of the caption, where it is cached
+    small: Small | None = None
+    whole: tuple[int, ...] = ()
 
 
 class BadSample(Exception):
@@ -71,6 +76,8 @@ class MediaDataset(Dataset[Any]):
     ``LatentDataset``. Others have no such attributes.
     as_bytes: give pixels as uint8, for ``to_pixels`` to turn into [-1, 1] where the batch is needed; a data set whose
     samples are not made of bytes ignores it.
+    enlarges: False gives clips that are smaller than asked for as small as they are, for the device to enlarge
+    (``opendit.data.enlarging``); it goes with ``as_bytes``. Only a data set of files of clips heeds it.
     shortened: reads so far that took a clip's frames closer together than asked for, because it is too short.
     on_read: called with a row right before it is read.
     note: what else the log's line says. seed: the run's seed. max_bad: largest share of unreadable files that is
@@ -84,6 +91,7 @@ class MediaDataset(Dataset[Any]):
     random_flip: bool = False
     random_window: bool = False
     as_bytes: bool = False
+    enlarges: bool = True
     shortened: int = 0
     on_read: Callable[[int], None] | None = None
     vae: str
@@ -112,6 +120,10 @@ class MediaDataset(Dataset[Any]):
         """``load_at`` with so many frames of (frames, height, width) pixels rather than ``sample_shape``'s. A data set
         whose media have sizes of their own overrides it."""
         return self.load_at(row, flip, start)
+
+    def side_lengths(self, row: int) -> tuple[int, ...]:
+        """(height, width) of the row's sample."""
+        return self.sample_shape[-2:]
 
     def media_size(self, row: int) -> tuple[int, int, int]:
         """(frames, height, width) of the row's medium as it lies on the disk, upright. Raises BadSample."""
@@ -228,7 +240,10 @@ class MediaDataset(Dataset[Any]):
                 self.on_read(row)
             try:
                 x = self.load_at(row, flip, start)
-                return Item(x, self.label(row), self.caption(row), tuple(skipped), self.embedding(row))
+                item = Item(x, self.label(row), self.caption(row), tuple(skipped), self.embedding(row))
+                if self.enlarges or x.dtype != torch.uint8 or x.shape[-2:] == (whole := self.side_lengths(row)):
+                    return item
+                return item._replace(small=Small(x.shape[-2], x.shape[-1], flip), whole=whole)
             except BadSample as bad:
                 skipped.append(str(bad))
             row = self.next_row(row)

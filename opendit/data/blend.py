@@ -106,6 +106,7 @@ class BlendedDataset(MediaDataset):
         source, row = self._find(row)
         part = self.parts[source]
         part.as_bytes = self.as_bytes and self._alike  # some kinds give float32 all the same, and a batch has one dtype
+        part.enlarges = self.enlarges or not part.as_bytes
         how = row, flip and part.random_flip, start if part.random_window else None
         x = part.load_at(*how) if shape is None else part.load_sized(*how, shape)
         return x if self._alike else to_pixels(x) if x.dtype == torch.uint8 else x

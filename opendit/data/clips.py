@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from opendit.data.avi_header import has_no_b_frames
 from opendit.data.base import BadSample, to_pixels
 from opendit.data.files import TIME_LIMIT, kind_of, printable
-from opendit.data.mp4_header import MAX_FRAMES, too_many_frames
+from opendit.data.mp4_header import MAX_FRAMES, read_tables
 from opendit.data.video_readers import (
     OPENERS,
     DecordReader,
@@ -83,11 +84,14 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
     return [first + i * frame_interval for i in range(num_frames)]
 
 
-def resize_and_crop(frames: Tensor, size: int | tuple[int, int], as_bytes: bool = False) -> Tensor:
+def resize_and_crop(
+    frames: Tensor, size: int | tuple[int, int], as_bytes: bool = False, enlarge: bool = True
+) -> Tensor:
     """The middle of every frame at size x size pixels, or at size = (height, width), bicubic with antialiasing.
 
-    frames: (T, H, W, 3) uint8. Returns (3, T, height, width) float32 in [-1, 1], or uint8 whose colours lie next to
-    each other in memory, as a decoder gives them.
+    frames: (T, H, W, 3) uint8. enlarge: False leaves a middle that is smaller as it is, for ``opendit.data.enlarging``.
+    Returns (3, T, height, width) float32 in [-1, 1], or uint8 whose colours lie next to each other in memory, as a
+    decoder gives them.
     """
     # Cut first, so that both axes have one scale (of a square exactly) and a long thin frame costs no more than others.
     height, width = frames.shape[1:3]
@@ -96,7 +100,7 @@ def resize_and_crop(frames: Tensor, size: int | tuple[int, int], as_bytes: bool 
     high, wide = min(height, round(down * unit)), min(width, round(across * unit))
     top, left = (height - high) // 2, (width - wide) // 2
     pixels = frames[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
-    if (high, wide) != (down, across):
+    if (high, wide) != (down, across) and (enlarge or unit > 1):
         # In uint8: 3x as fast as in float32. In one piece of memory: else torch sorts it by colours first.
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         pixels = interpolate(pixels, (down, across), mode="bicubic", antialias=True)
@@ -123,11 +127,12 @@ def read_clip(
     short_clips: str = "skip",
     time_limit: float = TIME_LIMIT,
     as_bytes: bool = False,
+    enlarge: bool = True,
     name: str | None = None,
     reader: str = "auto",
 ) -> Clip:
     """A window of a clip as (3, num_frames, size, size) float32 in [-1, 1], or uint8, turned as the camera was held,
-    and the interval between its frames. size: a side in pixels, or (height, width).
+    and the interval between its frames. size: a side in pixels, or (height, width). enlarge: as of ``resize_and_crop``.
 
     Frames are taken by number, whatever their times. start: see ``clip_window``. short_clips: what becomes of a clip
     too short for the window: "skip", or "interval": the largest interval that fits. name: what the file is known by,
@@ -158,7 +163,7 @@ def read_clip(
         raise BadSample(name, _too_long(time_limit)) from None
     except BadSample as bad:
         raise bad if name == path else BadSample(name, str(bad).removeprefix(f"{printable(path)}: ")) from None
-    return Clip(resize_and_crop(torch.from_numpy(frames), size, as_bytes), interval)
+    return Clip(resize_and_crop(torch.from_numpy(frames), size, as_bytes, enlarge), interval)
 
 
 def _too_short(length: int, num_frames: int, interval: int) -> str:
@@ -301,13 +306,14 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
             raise BadSample(path, f"{kind}, not a file")
         if state.st_size == 0:
             raise BadSample(path, "the file is empty")
-        if (why := too_many_frames(path)) is not None:
-            raise BadSample(path, why)
+        tables = read_tables(path)
+        if tables.problem is not None:
+            raise BadSample(path, tables.problem)
     except OSError as error:
         raise BadSample(path, error.strerror or error) from error
     try:
         with name_for_ffmpeg(path) as name:
-            file, by_number = _open_with(reader, name)
+            file, by_number = _open_with(reader, name, tables.codec)
         if not file.length:
             raise ValueError("no frames")
     except (BadSample, MemoryError):
@@ -323,8 +329,11 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
     return file, by_number
 
 
-def _open_with(reader: str, name: str) -> tuple[Reader, bool]:
-    if reader == "decord" and DecordReader.finds(look_up(name, packets=False)):
+def _open_with(reader: str, name: str, codec: str) -> tuple[Reader, bool]:
+    """codec: as an MP4's tables have it; looking that up anew takes as long as decoding a frame or two."""
+    if reader == "decord" and (
+        codec in DecordReader.TRACKS or has_no_b_frames(name) or DecordReader.finds(look_up(name, packets=False))
+    ):
         try:
             file = DecordReader(name)
             # It finds frames by their times: those of a file without (MPEG programme streams) get mixed up.

@@ -78,6 +78,15 @@ class SomeRows(MediaDataset):
         self.whole.as_bytes = value
 
     @property
+    def enlarges(self) -> bool:
+        return self.whole.enlarges
+
+    @enlarges.setter
+    def enlarges(self, value: bool) -> None:
+        self.whole = copy.copy(self.whole)
+        self.whole.enlarges = value
+
+    @property
     def shortened(self) -> int:
         return self.whole.shortened
 
@@ -92,6 +101,9 @@ class SomeRows(MediaDataset):
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
         return self.whole.load_sized(self._of(row), flip, start, shape)
+
+    def side_lengths(self, row: int) -> tuple[int, ...]:
+        return self.whole.side_lengths(self._of(row))
 
     def media_sizes(self) -> np.ndarray | None:
         sizes = self.whole.media_sizes()

@@ -1,6 +1,9 @@
 """How the samples of a step are read: any number of ranks, micro-batches and worker processes cuts the same global
 batch into parts."""
 
+import math
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -12,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from opendit.data.base import BadFileCounter, Embedding, Item, MediaDataset, SampleKey, to_pixels
+from opendit.data.enlarging import Small
 from opendit.data.order.schedule import BatchSchedule
 from opendit.data.read_ahead import AHEAD, ReadAhead
 from opendit.data.verification import Verification
@@ -26,7 +30,8 @@ class Batch:
     all ranks and micro-batches. weights: (B,) float32 of the samples' losses, None for 1. y: (B,) int64 classes. text:
     B captions, or None where the data set's conditioning is by label. index: (B,) int64 positions in the global batch,
     the key of all the samples' randomness. micro: which of the step's gradient-accumulation parts this is. skipped:
-    "path: reason" of the unreadable files met. shortened: clips read at a smaller interval than asked for.
+    "path: reason" of the unreadable files met. shortened: clips read at a smaller interval than asked for. small: what
+    ``enlarge`` still has to do with ``x`` where the loader leaves it to the device; None where nothing is left.
     """
 
     x: Tensor | tuple[Tensor, ...]
@@ -41,11 +46,22 @@ class Batch:
     shortened: int = 0
     text: tuple[str, ...] | None = None
     embedding: Embedding | None = None  # of the captions, where it is cached
+    small: tuple[Small | None, ...] | None = None
+    shared: Tensor | tuple[Tensor, ...] | None = None  # of a pinned batch: ``x`` as the worker shares it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a worker's batch: the samples stay where they are, and what is small goes with the message; each tensor
+        would cost a message of its own."""
+        return {**self.__dict__, "y": self.y.numpy(), "index": self.index.numpy()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, y=torch.from_numpy(state["y"]), index=torch.from_numpy(state["index"]))
 
     def pin_memory(self) -> "Batch":  # what DataLoader calls on a batch of a type of one's own
         embedding = self.embedding and Embedding(*(part.pin_memory() for part in self.embedding))
         x = self.x.pin_memory() if isinstance(self.x, Tensor) else tuple(part.pin_memory() for part in self.x)
-        return replace(self, x=x, y=self.y.pin_memory(), index=self.index.pin_memory(), embedding=embedding)
+        pinned = dict(x=x, y=self.y.pin_memory(), index=self.index.pin_memory(), embedding=embedding)
+        return replace(self, **pinned, shared=self.x)
 
 
 @dataclass
@@ -89,10 +105,11 @@ class Requests:
 class _BatchReader(Dataset[Any]):
     """Turns a request into a batch; runs in the worker processes."""
 
-    def __init__(self, dataset: MediaDataset):
+    def __init__(self, dataset: MediaDataset, enlarge: bool):
         self.dataset = copy(dataset)
         # A quarter of the memory to fill, stack and hand to the main process: half of the time a small clip takes.
         self.dataset.as_bytes = True
+        self.dataset.enlarges = enlarge
         self.buffer = _RingBuffer()
 
     def __getitem__(self, request: _Request) -> Batch:
@@ -102,20 +119,21 @@ class _BatchReader(Dataset[Any]):
         # Each sample moves to the batch before the next is read: memory of one clip is used over and over, that of all
         # of them would go back to the kernel and be asked for again, 1 ms a clip.
         for i, item in enumerate(self.dataset.items(request.sample_keys)):
-            x = self.buffer.batch(len(request.sample_keys), item.x) if x is None else x
-            x[i] = item.x
+            x = self.buffer.batch(len(request.sample_keys), _whole_shape(item), item.x) if x is None else x
+            _place(item, x[i])
             items.append(item._replace(x=None))
         return self._batch(request, cast(Tensor, x), items, self.dataset.shortened - shortened)
 
     def _packed(self, request: _Request) -> Batch:
         """Samples of any sizes: one after the other in one piece of memory, of which the batch has views."""
         shortened, items = self.dataset.shortened, list(self.dataset.items(request.sample_keys))
-        ends = np.cumsum([item.x.numel() for item in items]).tolist()
-        flat = self.buffer.batch(ends[-1], items[0].x.new_empty(()))
+        shapes = [_whole_shape(item) for item in items]
+        ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
+        flat = self.buffer.batch(ends[-1], (), items[0].x.new_empty(()))
         parts = []
-        for item, start, end in zip(items, [0, *ends], ends, strict=False):
-            parts.append(flat[start:end].view(item.x.shape))
-            parts[-1].copy_(item.x)
+        for item, shape, start, end in zip(items, shapes, [0, *ends], ends, strict=False):
+            parts.append(flat[start:end].view(shape))
+            _place(item, parts[-1])
         items = [item._replace(x=None) for item in items]
         return self._batch(request, tuple(parts), items, self.dataset.shortened - shortened)
 
@@ -132,7 +150,19 @@ class _BatchReader(Dataset[Any]):
             shortened=shortened,
             text=tuple(item.text or "" for item in items) if self.dataset.conditioning == "text" else None,
             embedding=_stack_embeddings([item.embedding for item in items]),
+            small=tuple(item.small for item in items) if any(item.small for item in items) else None,
         )
+
+
+def _whole_shape(item: Item) -> tuple[int, ...]:
+    return tuple(item.x.shape) if item.small is None else (*item.x.shape[:-2], *item.whole)
+
+
+def _place(item: Item, target: Tensor) -> None:
+    """Copies a sample to its place in a batch, a small one to the upper left corner of it."""
+    if item.small is not None:
+        target = target[..., : item.small.height, : item.small.width]
+    target.copy_(item.x)
 
 
 class _RingBuffer:
@@ -147,24 +177,50 @@ class _RingBuffer:
     def __init__(self):
         self.storages: list[torch.UntypedStorage] = []
         self.made = 0
+        self.own = OwnMemory()  # of a process that reads for itself
 
-    def batch(self, count: int, like: Tensor) -> Tensor:
-        """(count, *like.shape), not filled, in ``like``'s order of memory: clips have their colours next to each other,
-        and to sort them takes longer than to copy them."""
+    def batch(self, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """(count, *shape), not filled, in the type and the order of memory of ``like``, which has as many axes: clips
+        have their colours next to each other, and to sort them takes longer than to copy them."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
-        if get_worker_info() is not None:
-            out.set_(self._next(count * like.numel() * like.element_size()))
-        out.resize_(count, *(like.shape[axis] for axis in order))
+        size = count * math.prod(shape) * like.element_size()
+        out.set_(self.own.storage(size) if get_worker_info() is None else self._next(size))
+        out.resize_(count, *(shape[axis] for axis in order))
         return out.permute(0, *(1 + order.index(axis) for axis in range(like.dim())))
 
     def _next(self, size: int) -> torch.UntypedStorage:
         place, self.made = self.made % (AHEAD + 1), self.made + 1
-        if place == len(self.storages):
-            self.storages.append(torch.UntypedStorage._new_shared(size, device="cpu"))
-        elif self.storages[place].nbytes() < size:
-            self.storages[place] = torch.UntypedStorage._new_shared(size, device="cpu")
+        if place == len(self.storages) or self.storages[place].nbytes() < size:
+            # Written once as a whole: what small samples leave out would be found missing whenever a batch is copied.
+            storage = torch.UntypedStorage._new_shared(size, device="cpu")
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+            self.storages[place : place + 1] = [storage]
         return self.storages[place]
+
+
+class OwnMemory:
+    """Memory that is used over and over: what is freed between two batches goes back to the system, and to be given it
+    again costs as much as to copy a batch."""
+
+    def __init__(self):
+        self._pieces: list[np.ndarray] = []
+
+    def storage(self, size: int) -> torch.UntypedStorage:
+        """``size`` bytes, not filled, that no other storage shares."""
+        # A piece is held by the list, the loop and the call, and by every storage that was made of it.
+        free = [piece for piece in self._pieces if sys.getrefcount(piece) == 3]
+        piece = next((piece for piece in free if len(piece) == size), None)
+        if piece is None:
+            piece = np.empty(size, dtype=np.uint8)
+            kept = [each for each in self._pieces if not any(each is left for left in free)]
+            self._pieces = [*kept, piece]
+        return torch.from_numpy(piece).untyped_storage()
+
+    def copy(self, x: Tensor) -> Tensor:
+        """``x``, which has no gaps, in memory of its own."""
+        out = x.new_empty(0).set_(self.storage(x.numel() * x.element_size()), 0, x.shape, x.stride())
+        return out.copy_(x)
 
 
 def _stack_embeddings(parts: list[Embedding | None]) -> Embedding | None:
@@ -185,6 +241,9 @@ class BatchIterator:
         verification: Verification | None = None,
     ):
         self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
+        self._own_memory = OwnMemory()
+        # The last batches as the workers share them: to map their memory anew for every batch costs as much as to copy.
+        self._mapped: deque[Tensor] = deque(maxlen=(AHEAD + 1) * max(1, batches.num_workers))
         self.verification = verification
         self.shortened = 0
 
@@ -205,13 +264,16 @@ class BatchIterator:
             self.verification.check()  # only now: its thread starts after the worker processes
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
-        if isinstance(batch.x, Tensor):
-            return replace(batch, x=self._own(batch.x))
-        return replace(batch, x=tuple(map(self._own, batch.x)))
+        came = batch.x if batch.shared is None else batch.shared
+        came = came if isinstance(came, Tensor) else came[0]
+        if came.is_shared():
+            self._mapped.append(came)
+        x = self._own(batch.x) if isinstance(batch.x, Tensor) else tuple(map(self._own, batch.x))
+        return replace(batch, x=x, shared=None)
 
     def _own(self, x: Tensor) -> Tensor:
         x = x if self._as_bytes else to_pixels(x)
-        return x.clone() if x.is_shared() else x  # the worker writes there again, see _RingBuffer
+        return self._own_memory.copy(x) if x.is_shared() else x  # the worker writes there again, see _RingBuffer
 
     @property
     def read(self) -> int:
@@ -243,6 +305,7 @@ def build_loader(
     max_bad: float = 0.05,
     on_skip: Callable[[str], None] | None = None,
     as_bytes: bool = False,
+    enlarge: bool = True,
     patience: float = 0.0,
     log: Callable[[str], None] | None = None,
     on_hang: Callable[[str], None] | None = None,
@@ -253,6 +316,7 @@ def build_loader(
     batch. The worker processes live until ``close()``; 0 workers read in this process, with the same
     result. ``on_skip`` is told of every unreadable file once; a share of them past ``max_bad`` is a DataError.
     as_bytes: clips stay uint8, a quarter of the bytes to pin and send; ``to_pixels`` makes them float32 on the device.
+    enlarge: False leaves clips that are smaller than asked for to ``enlarging.enlarge``; it goes with as_bytes.
     patience, log, on_hang: of a file that takes for ever, see ``ReadAhead``.
     """
     if dp_size * batch_size * micro_batches != schedule.global_batch:
@@ -262,11 +326,13 @@ def build_loader(
         )
     if schedule.micro_batches not in (None, micro_batches):
         raise ValueError(f"{micro_batches} micro-batches, but the schedule is for {schedule.micro_batches}")
+    if not (enlarge or as_bytes):
+        raise ValueError("clips can be left to be enlarged as bytes only")
     if schedule.dataset_size != len(dataset):
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
     requests = Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
     how: dict[str, Any] = dict(num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available())
-    batches = ReadAhead(_BatchReader(dataset), requests, **how, patience=patience, log=log, on_hang=on_hang)
+    batches = ReadAhead(_BatchReader(dataset, enlarge), requests, **how, patience=patience, log=log, on_hang=on_hang)
     return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, dataset.verification(dp_rank, dp_size))
 
 
@@ -283,5 +349,5 @@ def read_batches(
     how: of ``ReadAhead``: num_workers, patience, log, on_hang. max_bad, on_skip: as of :func:`build_loader`.
     """
     requests = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
-    read = ReadAhead(_BatchReader(dataset), requests, pin_memory=False, **how)
+    read = ReadAhead(_BatchReader(dataset, enlarge=True), requests, pin_memory=False, **how)
     return BatchIterator(read, BadFileCounter(max_bad, on_skip), as_bytes=True)

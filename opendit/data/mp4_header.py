@@ -1,4 +1,4 @@
-"""How many frames an MP4 or MOV file says it has, read before a decoder believes it.
+"""What an MP4 or MOV file says of itself: how many frames it has, read before a decoder believes it, and their codec.
 
 FFmpeg makes an entry of 24 bytes or more for every sample that a file's tables declare, and decord one of its own: a
 file of 2 KB can ask for gigabytes, and the error ends the process. Boxes are named as in ISO/IEC 14496-12.
@@ -7,6 +7,7 @@ file of 2 KB can ask for gigabytes, and the error ends the process. Boxes are na
 import os
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,27 +19,35 @@ _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 
 
-def too_many_frames(path: str) -> str | None:
-    """Why a file's tables can't be believed, or None: also for what is no MP4 or so broken that no table is found.
+class Tables(NamedTuple):
+    """What a file's tables say. problem: why they can't be believed, or None: also for what is no MP4 or so broken that
+    no table is found. codec: the four letters of the only kind of frames of its only video track; empty if there is no
+    one such kind, or the file does not begin as an MP4 has to."""
 
-    Raises OSError if the file can't be read.
-    """
+    problem: str | None
+    codec: str = ""
+
+
+def read_tables(path: str) -> Tables:
+    """A file's tables. Raises OSError if the file can't be read."""
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        read = 0
+        read, first, codecs = 0, b"", []
         for kind, begin, length in _top_boxes(file, size):
+            first = first or kind
             if kind not in (b"moov", b"moof"):
                 continue
             read += length
             if read > MAX_TABLES:
-                return f"tables of {read:,} bytes, more than {MAX_TABLES:,}"
+                return Tables(f"tables of {read:,} bytes, more than {MAX_TABLES:,}")
             file.seek(begin)
-            samples, frames = _count(memoryview(file.read(length)))
+            samples, frames, found = _count(memoryview(file.read(length)))
+            codecs += found
             if samples > size:
-                return f"declares {samples:,} samples, more than its {size:,} bytes"
+                return Tables(f"declares {samples:,} samples, more than its {size:,} bytes")
             if frames > MAX_FRAMES:
-                return f"declares {frames:,} frames, more than {MAX_FRAMES:,}"
-    return None
+                return Tables(f"declares {frames:,} frames, more than {MAX_FRAMES:,}")
+    return Tables(None, codecs[0].decode("latin-1") if first == b"ftyp" and len(codecs) == 1 else "")
 
 
 def _top_boxes(file, size: int) -> Iterator[tuple[bytes, int, int]]:
@@ -63,9 +72,9 @@ def _top_boxes(file, size: int) -> Iterator[tuple[bytes, int, int]]:
         at += length
 
 
-def _count(data: memoryview) -> tuple[int, int]:
-    """The most samples that a table of any track declares, and of a video track."""
-    most, video = 0, 0
+def _count(data: memoryview) -> tuple[int, int, list[bytes]]:
+    """The most samples that a table of any track declares, and of a video track; the kinds of all video frames."""
+    most, video, codecs = 0, 0, []
     todo = [(data, False)]
     while todo:
         data, is_video = todo.pop()
@@ -76,9 +85,11 @@ def _count(data: memoryview) -> tuple[int, int]:
             if kind in _CONTAINERS:
                 todo.append((inside, is_video))
                 continue
+            if kind == b"stsd" and is_video:  # 4 bytes, how many kinds, and each one's length and letters
+                codecs += [bytes(letters) for letters, _ in _boxes(inside[8:])]
             count = _declared(kind, inside)
             most, video = max(most, count), max(video, count if is_video else 0)
-    return most, video
+    return most, video, codecs
 
 
 def _boxes(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:

@@ -63,8 +63,8 @@ class PicturesAndClips(MediaDataset):
         return pixels[:, None] if self.use_video else pixels
 
     def clip_sample(self, path: str, flip: bool, start: float | None, shape: Size, name: str | None = None) -> Tensor:
-        """A clip's file as ``load_sized`` returns it. name: what the file is known by, as of ``read_clip``. Raises
-        BadSample."""
+        """A clip's file as ``load_sized`` returns it; unless ``self.enlarges``, one that is smaller comes as small as
+        it is, and not mirrored. name: what the file is known by, as of ``read_clip``. Raises BadSample."""
         frames, height, width = shape
         clip, interval = read_clip(
             path,
@@ -74,11 +74,12 @@ class PicturesAndClips(MediaDataset):
             start=start,
             short_clips=self.short_clips,
             as_bytes=self.as_bytes,
+            enlarge=self.enlarges,
             name=name,
             reader=self.video_reader,
         )
         self.shortened += interval < self.frame_interval
-        return clip.flip(-1) if flip else clip
+        return clip.flip(-1) if flip and clip.shape[-2:] == (height, width) else clip
 
     def window_note(self) -> str:
         """What the log says of how clips are read."""

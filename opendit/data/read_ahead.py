@@ -64,6 +64,7 @@ class ReadAhead:
         on_hang: Callable[[str], None] | None = None,
     ):
         self.dataset, self.patience, self.log = reader.dataset, patience, log
+        self.num_workers = num_workers
         self.reading = _Reading(max(1, num_workers))
         reader.dataset.on_read = self.reading.begin
         # A process that this one's main thread starts can be told to end with it.

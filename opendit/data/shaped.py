@@ -41,6 +41,9 @@ class ShapedDataset(SomeRows):
     def load(self, row: int, flip: bool) -> Tensor:
         return self.load_at(row, flip, None)
 
+    def side_lengths(self, row: int) -> tuple[int, ...]:
+        return tuple(self.shapes[self.keys[row], 1:].tolist())
+
     def shape_keys(self) -> np.ndarray:
         return self.keys
 

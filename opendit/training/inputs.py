@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opendit.data import Batch
 from opendit.data.base import to_pixels
+from opendit.data.enlarging import enlarge
 from opendit.diffusion import Objective
 from opendit.diffusion.given_frames import draw_given
 from opendit.diffusion.random import Stream, normal, uniform
@@ -82,7 +83,8 @@ class Inputs:
         index = batch.index.to(self.device, non_blocking=True)
         if not isinstance(batch.x, Tensor):
             return self._packed(batch, index)
-        x0, noise = self._noised(batch.x.to(self.device, non_blocking=True), batch.step, index)
+        x = enlarge(batch.x.to(self.device, non_blocking=True), batch.small)
+        x0, noise = self._noised(x, batch.step, index)
         tokens = None if self.tokens_of is None else [self.tokens_of(tuple(x0.shape[2:]))] * len(x0)
         t = self.objective.times(self.seed, batch.step, index, tokens)
         return MicroBatch(x0, t, noise, self._condition(batch, index), self._given(x0, batch.step, index))
@@ -106,6 +108,7 @@ class Inputs:
         x0, noise, given = [], [], []
         for part in same_size(samples):
             x = torch.stack([sample.to(self.device, non_blocking=True) for sample in samples[part]])
+            x = enlarge(x, batch.small and batch.small[part])
             for found, made in zip((x0, noise), self._noised(x, batch.step, index[part]), strict=True):
                 found.append(made)
             given.append(self._given(x0[-1], batch.step, index[part]))

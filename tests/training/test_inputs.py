@@ -4,13 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import interpolate
 
 from opendit.data import Batch
+from opendit.data.enlarging import Small
 from opendit.diffusion import OBJECTIVES
 from opendit.diffusion.random import Stream, normal
 from opendit.encoders.conditioner import LabelConditioner
 from opendit.training.inputs import Inputs, Latents
 from opendit.training.micro_batches import MicroBatches
+from opendit.training.packing import Packing
 
 SEED, STEP, CLASSES = 11, 5, 10
 INDEX = torch.tensor([6, 0, 13])
@@ -74,6 +77,40 @@ def test_a_sample_is_the_same_in_whichever_micro_batch_it_is(objective):
         torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-6, atol=1e-6)
     later = make.of(Batch(**{**vars(batch()), "step": STEP + 1}))
     assert not torch.equal(later.noise, whole.noise) and not torch.equal(later.t, whole.t)
+
+
+class Pixels(Codec):
+    def encode(self, x, noise):
+        return x
+
+
+def clips_of(sizes, whole=(8, 10)):
+    """Clips as a loader gives them that leaves enlarging to the device, and as one gives them that does not."""
+    small, left, early = [], [], []
+    for number, size in enumerate(sizes):
+        clip = torch.randint(0, 256, (3, 2, *(size or whole)), dtype=torch.uint8)
+        place = torch.zeros(3, 2, *whole, dtype=torch.uint8)
+        place[..., : clip.shape[-2], : clip.shape[-1]] = clip
+        made = interpolate(clip.transpose(0, 1), whole, mode="bicubic", antialias=True).transpose(0, 1)
+        early.append(made.flip(-1) if size and number % 2 else clip if size is None else made)
+        left.append(place)
+        small.append(size and Small(*size, bool(number % 2)))
+    return left, early, tuple(small)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_clips_left_small_by_the_loader_are_enlarged(packed):
+    left, early, small = clips_of([(4, 5), (4, 5), None, (7, 9), (4, 5)])
+    cpu, index = torch.device("cpu"), torch.arange(5)
+    latents = Latents(Pixels(), cached=None, sampled=False, seed=SEED)
+    packing = Packing((1, 2, 2), 200, 1) if packed else None
+    make = Inputs(latents, OBJECTIVES["flow"](), LabelConditioner(CLASSES, cpu), cpu, SEED, 0.0, packing)
+    x, wanted = (tuple(left), tuple(early)) if packed else (torch.stack(left), torch.stack(early))
+    there = Batch(x, index, index, STEP, 0, epoch=0, segments_in_step=5, small=small)
+    whole = Batch(wanted, index, index, STEP, 0, epoch=0, segments_in_step=5)
+    for _ in range(2):  # the batch itself does not change: one that ended a run is tried again
+        found = make.of(there)
+        assert torch.equal(found.x0, make.of(whole).x0) and found.x0.std() > 0.1
 
 
 def test_the_share_of_conditions_that_are_dropped():

@@ -1,0 +1,132 @@
+"""Enlarging clips where they are needed, on a GPU, rather than where they are read, on a processor.
+
+Where clips are smaller than a run asks for, resizing them takes a processor half as long as decoding them. The
+resizing here gives the bits that torch's does on a CPU, so that no sample depends on where it was done.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+AT_ONCE = 2**25  # values that are enlarged at once: eight times as many bytes are in memory meanwhile
+_SHARPNESS = -0.5  # of Keys' cubic convolution, as PIL and torch's antialiased resizing have it
+_MOST_BITS = 22  # after the point of a weight
+
+
+class Small(NamedTuple):
+    """A sample that is still smaller than it is asked for: it fills the upper left corner of its place in a batch.
+
+    height, width: of the corner, in pixels. mirrored: whether it is to be mirrored left to right, once it is enlarged.
+    """
+
+    height: int
+    width: int
+    mirrored: bool
+
+
+def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_ONCE) -> Tensor:
+    """A batch in which every :class:`Small` sample is enlarged to all of its place, on ``x``'s device; nothing waits
+    for it.
+
+    x: (B, C, [T,] H, W) uint8, in any order of memory. small: B of them, None for a sample that is whole; or None where
+    all are. at_once: values of ``x`` that are worked on together, those of one sample at least. The values are those of
+    ``torch.nn.functional.interpolate(..., mode="bicubic", antialias=True)`` for uint8 on a CPU.
+    """
+    if small is None:
+        return x
+    x = x.clone()
+    frames = x.movedim(1, -1)  # (B, [T,] H, W, C), as decoders lay clips out
+    each = max(1, at_once // max(1, x[0].numel()))
+    for first, last, (height, width) in _runs(small, each):
+        corner = frames[first:last, ..., :height, :width, :]
+        frames[first:last] = resize(corner, (x.shape[-2], x.shape[-1]))
+    for number, sample in enumerate(small):
+        if sample is not None and sample.mirrored:
+            x[number] = x[number].flip(-1)
+    return x
+
+
+def _runs(small: Sequence[Small | None], most: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """(first, last + 1, (height, width)) of neighbours of one size, ``most`` or fewer."""
+    first = 0
+    for size, same in groupby(small, lambda sample: None if sample is None else sample[:2]):
+        end = first + len(list(same))
+        if size is not None:
+            for start in range(first, end, most):
+                yield start, min(start + most, end), size
+        first = end
+
+
+def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
+    """Frames (..., H, W, C) uint8 at size = (height, width), bicubic with antialiasing, on their device.
+
+    Sums are those of whole numbers, each axis rounded to bytes by itself, the rows first, as PIL does and torch for
+    uint8 on a CPU.
+    """
+    for axis, length in ((-2, size[1]), (-3, size[0])):
+        if frames.shape[axis] != length:
+            frames = _along(frames, axis, length)
+    return frames
+
+
+def _along(frames: Tensor, axis: int, length: int) -> Tensor:
+    places, weights, bits = _taps(frames.shape[axis], length, frames.device)
+    shape = [1] * frames.ndim
+    shape[axis] = length
+    total = frames.new_full((), 1 << (bits - 1), dtype=torch.int32)  # a half: what is cut off is rounded
+    for place, weight in zip(places, weights, strict=True):
+        part = frames.index_select(frames.ndim + axis, place) * weight.view(shape)
+        total = part.add_(total)
+    return (total >> bits).clamp_(0, 255).to(torch.uint8)
+
+
+@functools.lru_cache(maxsize=256)
+def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Of an axis of ``source`` pixels at ``length``: (taps, length) the pixels that each new one is a sum of, their
+    weights as whole numbers, int32 both, and the bits of a weight after its point."""
+    places, weights = _exact_taps(source, length)
+    largest, bits = max(map(max, weights)), 0
+    while bits < _MOST_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:  # as many as 16 bits hold
+        bits += 1
+    whole = [[int(math.copysign(0.5, weight) + weight * (1 << bits)) for weight in row] for row in weights]
+    return (
+        torch.tensor(places, dtype=torch.int32).T.contiguous().to(device),
+        torch.tensor(whole, dtype=torch.int32).T.contiguous().to(device),
+        bits,
+    )
+
+
+def _exact_taps(source: int, length: int) -> tuple[list[list[int]], list[list[float]]]:
+    """For each new pixel the numbers of as many old ones, and their weights, whose sum is 1. In double precision and
+    in the order of torch's arithmetic, because the bits of the result depend on both."""
+    scale = source / length
+    reach, shrink = 2.0 * max(scale, 1.0), 1.0 / max(scale, 1.0)
+    most = math.ceil(reach) * 2 + 1
+    places, weights = [], []
+    for number in range(length):
+        center = scale * (number + 0.5)
+        first = max(int(center - reach + 0.5), 0)
+        count = min(max(min(int(center + reach + 0.5), source) - first, 0), most)
+        row = [_cubic((tap + first - center + 0.5) * shrink) for tap in range(count)]
+        total = 0.0
+        for weight in row:
+            total += weight
+        left = most - count
+        weights.append([weight / total for weight in row] + [0.0] * left)
+        places.append([first + tap for tap in range(count)] + [first] * left)
+    return places, weights
+
+
+def _cubic(x: float) -> float:
+    """Keys, "Cubic convolution interpolation for digital image processing", 1981, equation 15."""
+    a, x = _SHARPNESS, abs(x)
+    if x < 1:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+    if x < 2:
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return 0.0

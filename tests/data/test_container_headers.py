@@ -1,0 +1,130 @@
+"""What files say of their codec: never more than FFmpeg finds."""
+
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opendit.data import clips
+from opendit.data.avi_header import has_no_b_frames
+from opendit.data.clips import read_clip
+from opendit.data.mp4_header import read_tables
+from opendit.data.video_readers import DecordReader, look_up
+
+
+def write(path, codec, length=12, size=(48, 64), sound=False, tracks=1, **options):
+    random = np.random.default_rng(0)
+    with av.open(str(path), "w") as file:
+        streams = []
+        for _ in range(tracks):
+            stream = file.add_stream(codec, rate=24, options={name: str(value) for name, value in options.items()})
+            stream.height, stream.width = size
+            stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+            streams.append(stream)
+        if sound:
+            voice = file.add_stream("mp3", rate=44100)
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 2048), np.float32), format="fltp", layout="mono")
+            frame.sample_rate = 44100
+            file.mux(voice.encode(frame))
+            file.mux(voice.encode())
+        for number in range(length):
+            pixels = np.roll(random.integers(0, 256, (*size, 3), np.uint8) // 8, number, axis=1)
+            for stream in streams:
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        for stream in streams:
+            file.mux(stream.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name, codec, options, found",
+    [
+        ("plain.avi", "mpeg4", {}, True),
+        ("key.avi", "mpeg4", {"g": 1}, True),
+        ("sound.avi", "mpeg4", {"sound": True}, True),
+        ("b.avi", "mpeg4", {"bf": 2}, False),
+        ("two.avi", "mpeg4", {"tracks": 2}, False),
+        ("h264.avi", "libx264", {}, False),
+        ("mjpeg.avi", "mjpeg", {}, False),
+        ("plain.mp4", "mpeg4", {}, False),
+    ],
+)
+def test_avi_files(tmp_path, name, codec, options, found):
+    path = write(tmp_path / name, codec, **options)
+    assert has_no_b_frames(path) == found
+    if found:
+        assert DecordReader.finds(look_up(path, packets=False))
+
+
+@pytest.mark.parametrize(
+    "name, codec, options, letters",
+    [
+        ("h264.mp4", "libx264", {}, "avc1"),
+        ("h264.mov", "libx264", {"bf": 2}, "avc1"),
+        ("vp9.mp4", "libvpx-vp9", {}, "vp09"),
+        ("mpeg4.mp4", "mpeg4", {}, "mp4v"),
+        ("hevc.mp4", "libx265", {}, "hev1"),
+        ("two.mp4", "libx264", {"tracks": 2}, ""),
+        ("sound.mp4", "libx264", {"sound": True}, "avc1"),
+        ("h264.mkv", "libx264", {}, ""),
+    ],
+)
+def test_mp4_files(tmp_path, name, codec, options, letters):
+    path = write(tmp_path / name, codec, **options)
+    assert read_tables(path) == (None, letters)
+    if letters in DecordReader.TRACKS:
+        assert DecordReader.finds(look_up(path, packets=False))
+    elif letters:
+        assert not DecordReader.finds(look_up(path, packets=False)) or codec == "mpeg4"
+
+
+@pytest.mark.parametrize("name, codec", [("a.avi", "mpeg4"), ("a.mp4", "libx264")])
+def test_ffmpeg_is_not_asked_where_the_file_says_it(tmp_path, name, codec, monkeypatch):
+    path = write(tmp_path / name, codec)
+    wanted = read_clip(path, 4, 2, 32, start=0.3, as_bytes=True, reader="pyav").pixels
+
+    def asked(*_, **__):
+        raise AssertionError("looked up")
+
+    monkeypatch.setattr(clips, "look_up", asked)
+    found = read_clip(path, 4, 2, 32, start=0.3, as_bytes=True, reader="decord").pixels
+    assert (found == wanted).all()
+
+
+@pytest.fixture(scope="module")
+def sound_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("headers")
+    kinds = (("a.avi", "mpeg4"), ("b.mp4", "libx264"))
+    return [Path(write(folder / name, codec)).read_bytes() for name, codec in kinds]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(0, 1),
+    st.integers(0, 20_000),
+    st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 255)), max_size=12),
+)
+def test_damaged_headers_raise_nothing(sound_files, tmp_path_factory, which, length, edits):
+    content = bytearray(sound_files[which][:length])
+    for at, value in edits if content else ():
+        content[at % len(content)] = value
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    path.write_bytes(content)
+    assert has_no_b_frames(str(path)) in (True, False)
+    assert len(read_tables(str(path)).codec) in (0, 4)
+
+
+def test_what_later_headers_say_counts_too(tmp_path):
+    """A second header that allows B frames makes it no plain file, wherever it stands."""
+    path = write(tmp_path / "a.avi", "mpeg4")
+    content = Path(path).read_bytes()
+    layer = content.index(b"\0\0\1\x20")
+    bits = "".join(f"{byte:08b}" for byte in content[layer + 4 : layer + 12])
+    at = 10 + (7 if bits[9] == "1" else 0) + 4
+    assert bits[at] == "1" and bits[at + 3] == "1"
+    changed = int(bits[: at + 3] + "0" + bits[at + 4 :], 2).to_bytes(8, "big")
+    (tmp_path / "b.avi").write_bytes(content[: layer + 4] + changed + content[layer + 12 :])
+    assert not has_no_b_frames(str(tmp_path / "b.avi"))
