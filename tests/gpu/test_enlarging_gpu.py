@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import interpolate
 
+from opendit.data import BatchSchedule, build_loader
+from opendit.data.base import MediaDataset
 from opendit.data.enlarging import Small, enlarge
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -22,25 +24,33 @@ def test_bits_are_those_of_a_cpu(height, width, whole):
         assert torch.equal(found[number], wanted.flip(-1) if number % 2 else wanted)
 
 
-def test_pinned_batches_of_a_worker_are_enlarged_alike(tmp_path):
+class Clips(MediaDataset):
+    """Clips smaller than 64 pixels, and some of 64, as data sets of files give them."""
+
+    sample_shape, class_names, random_flip, as_bytes = (3, 4, 64, 64), ["one"], True, True
+
+    def __len__(self):
+        return 6
+
+    def load_at(self, row, flip, start):
+        size = (40 + 8 * min(row, 3), 48 + 8 * min(row, 2))
+        clip = torch.randint(0, 256, (4, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(row))
+        if self.enlarges:
+            clip = interpolate(clip, (64, 64), mode="bicubic", antialias=True)
+        clip = clip.transpose(0, 1)
+        return clip.flip(-1) if flip and clip.shape[-2:] == (64, 64) else clip
+
+    def label(self, row):
+        return 0
+
+
+def test_pinned_batches_of_workers_are_enlarged_alike():
     """Through worker, pinned memory and device, as a run reads."""
-    import numpy as np
-
-    from opendit.data import build_dataset, build_loader, build_schedule
-    from opendit.data.video_file import write_mp4
-
-    pytest.importorskip("decord")
-    random, lines = np.random.default_rng(0), ["path,text"]
-    for number in range(6):
-        write_mp4(tmp_path / f"{number}.mp4", random.integers(0, 256, (9, 40 + 8 * number, 48, 3), np.uint8), 24)
-        lines.append(f"{number}.mp4,clip {number}")
-    (tmp_path / "clips.csv").write_text("\n".join(lines))
-    data = build_dataset(str(tmp_path / "clips.csv"), 64, seed=1, use_video=True, num_frames=4, frame_interval=2)
-    schedule = build_schedule(data, 3, 1, 1)
+    data, schedule = Clips(), BatchSchedule(6, 3, 1)
     how = dict(dp_rank=0, dp_size=1, batch_size=3, num_workers=2, as_bytes=True, end_step=12, pin_memory=True)
     with build_loader(data, schedule, **how) as loader:
         early = [batch.x for batch in loader]
     with build_loader(data, schedule, **how, enlarge=False) as loader:
         for wanted, batch in zip(early, loader, strict=True):
-            assert batch.x.is_pinned() and any(batch.small) and batch.shared is None
+            assert batch.x.is_pinned() and batch.shared is None and any(batch.small)
             assert torch.equal(enlarge(batch.x.cuda(non_blocking=True), batch.small).cpu(), wanted)
