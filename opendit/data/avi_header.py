@@ -6,19 +6,20 @@ of AVI, fields as in ISO/IEC 14496-2, 6.2.3.
 
 import struct
 from collections.abc import Iterator
+from typing import BinaryIO
 
 _READ = 2**15  # bytes of the file's beginning; those who write AVI leave gaps of 2 or 4 KB between its parts
 _MPEG4 = (b"FMP4", b"XVID", b"DIVX", b"DX50")  # as AVI files name it
 _PIXEL_SHAPE_FOLLOWS = 15
 
 
-def has_no_b_frames(path: str) -> bool:
+def has_no_b_frames(file: BinaryIO) -> bool:
     """Whether the file's beginning says so; False also where it says nothing, and for every other kind of file.
 
     Raises OSError if the file can't be read.
     """
-    with open(path, "rb") as file:
-        data = memoryview(file.read(_READ))
+    file.seek(0)
+    data = memoryview(file.read(_READ))
     if bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"AVI ":
         return False
     tracks: list[tuple[bytes, bytes]] = []  # of video: codec, and what follows its description

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from opendit.data.avi_header import has_no_b_frames
 from opendit.data.base import BadSample, to_pixels
+from opendit.data.container_header import read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
-from opendit.data.mp4_header import MAX_FRAMES, read_tables
+from opendit.data.mp4_header import MAX_FRAMES
 from opendit.data.video_readers import (
     OPENERS,
     DecordReader,
@@ -306,14 +306,14 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
             raise BadSample(path, f"{kind}, not a file")
         if state.st_size == 0:
             raise BadSample(path, "the file is empty")
-        tables = read_tables(path)
-        if tables.problem is not None:
-            raise BadSample(path, tables.problem)
+        header = read_header(path)
+        if header.problem is not None:
+            raise BadSample(path, header.problem)
     except OSError as error:
         raise BadSample(path, error.strerror or error) from error
     try:
         with name_for_ffmpeg(path) as name:
-            file, by_number = _open_with(reader, name, tables.codec)
+            file, by_number = _open_with(reader, name, header.codec)
         if not file.length:
             raise ValueError("no frames")
     except (BadSample, MemoryError):
@@ -330,10 +330,8 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
 
 
 def _open_with(reader: str, name: str, codec: str) -> tuple[Reader, bool]:
-    """codec: as an MP4's tables have it; looking that up anew takes as long as decoding a frame or two."""
-    if reader == "decord" and (
-        codec in DecordReader.TRACKS or has_no_b_frames(name) or DecordReader.finds(look_up(name, packets=False))
-    ):
+    """codec: of the file's header; looking that up anew takes as long as decoding a frame or two."""
+    if reader == "decord" and (codec in DecordReader.KNOWN or DecordReader.finds(look_up(name, packets=False))):
         try:
             file = DecordReader(name)
             # It finds frames by their times: those of a file without (MPEG programme streams) get mixed up.

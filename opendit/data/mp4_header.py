@@ -7,7 +7,7 @@ file of 2 KB can ask for gigabytes, and the error ends the process. Boxes are na
 import os
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
@@ -19,38 +19,33 @@ _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 
 
-class Tables(NamedTuple):
-    """What a file's tables say. problem: why they can't be believed, or None: also for what is no MP4 or so broken that
-    no table is found. codec: the four letters of the only kind of frames of its only video track; empty if there is no
-    one such kind, or the file does not begin as an MP4 has to."""
+def read_tables(file: BinaryIO) -> tuple[str | None, str]:
+    """(Why a file's tables can't be believed, or None: also for what is no MP4 or so broken that no table is found; the
+    four letters of the only kind of frames of its only video track, or none if there is no one such kind or the file
+    does not begin as an MP4 has to).
 
-    problem: str | None
-    codec: str = ""
-
-
-def read_tables(path: str) -> Tables:
-    """A file's tables. Raises OSError if the file can't be read."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        read, first, codecs = 0, b"", []
-        for kind, begin, length in _top_boxes(file, size):
-            first = first or kind
-            if kind not in (b"moov", b"moof"):
-                continue
-            read += length
-            if read > MAX_TABLES:
-                return Tables(f"tables of {read:,} bytes, more than {MAX_TABLES:,}")
-            file.seek(begin)
-            samples, frames, found = _count(memoryview(file.read(length)))
-            codecs += found
-            if samples > size:
-                return Tables(f"declares {samples:,} samples, more than its {size:,} bytes")
-            if frames > MAX_FRAMES:
-                return Tables(f"declares {frames:,} frames, more than {MAX_FRAMES:,}")
-    return Tables(None, codecs[0].decode("latin-1") if first == b"ftyp" and len(codecs) == 1 else "")
+    Raises OSError if the file can't be read.
+    """
+    size = os.fstat(file.fileno()).st_size
+    read, first, codecs = 0, b"", []
+    for kind, begin, length in _top_boxes(file, size):
+        first = first or kind
+        if kind not in (b"moov", b"moof"):
+            continue
+        read += length
+        if read > MAX_TABLES:
+            return f"tables of {read:,} bytes, more than {MAX_TABLES:,}", ""
+        file.seek(begin)
+        samples, frames, found = _count(memoryview(file.read(length)))
+        codecs += found
+        if samples > size:
+            return f"declares {samples:,} samples, more than its {size:,} bytes", ""
+        if frames > MAX_FRAMES:
+            return f"declares {frames:,} frames, more than {MAX_FRAMES:,}", ""
+    return None, codecs[0].decode("latin-1") if first == b"ftyp" and len(codecs) == 1 else ""
 
 
-def _top_boxes(file, size: int) -> Iterator[tuple[bytes, int, int]]:
+def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
     """(kind, where its contents begin, their length) of the boxes of a file; of none if it is no MP4."""
     at = 0
     for _ in range(MAX_BOXES):

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opendit.data.container_header import IN_ORDER
+
 READERS = ("torchcodec", "decord", "pyav")  # as auto prefers them: the fastest first
 CHOICES = ("auto", *READERS)
 # Containers that hold a clip itself. Playlists, descriptions and devices are none: they name other files.
@@ -190,9 +192,9 @@ class PyAVReader:
 class DecordReader:
     """By decord, which fails on frames up to 8, or 12, 16, 24, 32, 48, 96 or 144 pixels wide.
 
-    TRACKS: the codecs of :meth:`finds` as MP4 files name them."""
+    KNOWN: codecs by whose names in a file's header :meth:`finds` is known to be true."""
 
-    TRACKS = ("avc1", "avc3", "vp08", "vp09", "av01")
+    KNOWN = ("avc1", "avc3", "vp08", "vp09", "av01", IN_ORDER)
 
     def __init__(self, name: str, contents: Contents | None = None):  # as the others; it looks for itself
         self._reader = import_decord().VideoReader(name, num_threads=1)

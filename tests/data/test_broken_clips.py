@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from opendit.data import clips
 from opendit.data.base import BadSample
 from opendit.data.clips import clip_window
-from opendit.data.mp4_header import read_tables
+from opendit.data.container_header import read_header
 from opendit.data.video_readers import OPENERS, choose_reader
 from tests.data.test_clips import encode, grey, numbers, read_clip
 
@@ -318,6 +318,6 @@ def test_damaged_tables_are_read_in_bounds(tmp_path_factory, data, edits):
         for at, value in edits if content else ():
             content[at % len(content)] = value
         (folder / "damaged.mp4").write_bytes(content)
-        why = read_tables(str(folder / "damaged.mp4")).problem
+        why = read_header(str(folder / "damaged.mp4")).problem
         assert why is None or len(why) < 200
-    assert read_tables(str(sound)).problem is None
+    assert read_header(str(sound)).problem is None

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.data import clips
-from opendit.data.avi_header import has_no_b_frames
 from opendit.data.clips import read_clip
-from opendit.data.mp4_header import read_tables
+from opendit.data.container_header import IN_ORDER, Header, read_header
 from opendit.data.video_readers import DecordReader, look_up
 
 
@@ -49,12 +48,11 @@ def write(path, codec, length=12, size=(48, 64), sound=False, tracks=1, **option
         ("two.avi", "mpeg4", {"tracks": 2}, False),
         ("h264.avi", "libx264", {}, False),
         ("mjpeg.avi", "mjpeg", {}, False),
-        ("plain.mp4", "mpeg4", {}, False),
     ],
 )
 def test_avi_files(tmp_path, name, codec, options, found):
     path = write(tmp_path / name, codec, **options)
-    assert has_no_b_frames(path) == found
+    assert read_header(path) == Header(None, IN_ORDER if found else "")
     if found:
         assert DecordReader.finds(look_up(path, packets=False))
 
@@ -74,8 +72,8 @@ def test_avi_files(tmp_path, name, codec, options, found):
 )
 def test_mp4_files(tmp_path, name, codec, options, letters):
     path = write(tmp_path / name, codec, **options)
-    assert read_tables(path) == (None, letters)
-    if letters in DecordReader.TRACKS:
+    assert read_header(path) == Header(None, letters)
+    if letters in DecordReader.KNOWN:
         assert DecordReader.finds(look_up(path, packets=False))
     elif letters:
         assert not DecordReader.finds(look_up(path, packets=False)) or codec == "mpeg4"
@@ -113,8 +111,8 @@ def test_damaged_headers_raise_nothing(sound_files, tmp_path_factory, which, len
         content[at % len(content)] = value
     path = tmp_path_factory.getbasetemp() / "damaged"
     path.write_bytes(content)
-    assert has_no_b_frames(str(path)) in (True, False)
-    assert len(read_tables(str(path)).codec) in (0, 4)
+    codec = read_header(str(path)).codec
+    assert codec in ("", IN_ORDER) or len(codec) == 4
 
 
 def test_what_later_headers_say_counts_too(tmp_path):
@@ -127,4 +125,4 @@ def test_what_later_headers_say_counts_too(tmp_path):
     assert bits[at] == "1" and bits[at + 3] == "1"
     changed = int(bits[: at + 3] + "0" + bits[at + 4 :], 2).to_bytes(8, "big")
     (tmp_path / "b.avi").write_bytes(content[: layer + 4] + changed + content[layer + 12 :])
-    assert not has_no_b_frames(str(tmp_path / "b.avi"))
+    assert read_header(path).codec == IN_ORDER and not read_header(str(tmp_path / "b.avi")).codec

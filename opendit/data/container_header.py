@@ -1,0 +1,24 @@
+"""What a clip's file says of itself, read before a decoder is asked: it is quick, and a decoder believes anything."""
+
+from typing import NamedTuple
+
+from opendit.data.avi_header import has_no_b_frames
+from opendit.data.mp4_header import read_tables
+
+IN_ORDER = "MPEG-4 without B frames"
+
+
+class Header(NamedTuple):
+    """problem: why the file can't be believed, or None. codec: of an MP4 the four letters of its only video track,
+    ``IN_ORDER`` for an AVI file that says so; empty where that takes a closer look."""
+
+    problem: str | None
+    codec: str = ""
+
+
+def read_header(path: str) -> Header:
+    """A file's header; of what is neither an AVI nor an MP4 file it is empty. Raises OSError if it can't be read."""
+    with open(path, "rb") as file:
+        if file.read(4) == b"RIFF":
+            return Header(None, IN_ORDER if has_no_b_frames(file) else "")
+        return Header(*read_tables(file))
