@@ -8,7 +8,7 @@ from opendit.data.mp4_header import read_tables
 IN_ORDER = "MPEG-4 without B frames"
 
 
-class Header(NamedTuple):
+class ContainerHeader(NamedTuple):
     """problem: why the file can't be believed, or None. codec: of an MP4 the four letters of its only video track,
     ``IN_ORDER`` for an AVI file that says so; empty where that takes a closer look."""
 
@@ -16,9 +16,9 @@ class Header(NamedTuple):
     codec: str = ""
 
 
-def read_header(path: str) -> Header:
+def read_header(path: str) -> ContainerHeader:
     """A file's header; of what is neither an AVI nor an MP4 file it is empty. Raises OSError if it can't be read."""
     with open(path, "rb") as file:
         if file.read(4) == b"RIFF":
-            return Header(None, IN_ORDER if has_no_b_frames(file) else "")
-        return Header(*read_tables(file))
+            return ContainerHeader(None, IN_ORDER if has_no_b_frames(file) else "")
+        return ContainerHeader(*read_tables(file))

@@ -18,6 +18,7 @@ from opendit.evaluation.digits import AskedDigits, asked_of_captions, asked_of_l
 from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_media, extract_run
 from opendit.evaluation.media import MediaOptions, open_media
 from opendit.evaluation.names import DIGITS
+from opendit.inference.given import drawn_without
 from opendit.inference.job import pixel_shape, settings_of
 from opendit.inference.loading import SOURCE_FPS
 from opendit.inference.prepare import SamplingRun, choose, prepare
@@ -110,6 +111,8 @@ def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> S
 
 def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], None]) -> Samples:
     """The samples of a run, which are drawn for their features alone."""
+    for note in drawn_without(sampling.model.config):
+        say(note)
     count = flags.num_samples or (CLIPS if sampling.model.config.is_video else PICTURES)
     sampling.flags = replace(sampling.flags, num_samples=count)
     classes = sampling.model.config.text is None

@@ -21,6 +21,13 @@ from opendit.models.given_frames import give
 from opendit.models.names import parse_given
 
 
+def drawn_without(config: DiTConfig) -> list[str]:
+    """What should be known where a model that takes given frames is not given any: a line, or none."""
+    if config.given_frames is None:
+        return []
+    return [f"the model was trained with --given_frames {config.given_frames}; here it draws without given frames"]
+
+
 def describe_given(given: Tensor | None, files: Sequence[str]) -> dict[str, str]:
     """The row that says how many frames of mask ++ given (n, 1 + C, T, H, W) are given, and by which files."""
     if given is None:

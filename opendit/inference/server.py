@@ -24,6 +24,7 @@ from opendit.inference.arguments import MOST_STEPS, check_number
 from opendit.inference.batch_loop import BatchLoop
 from opendit.inference.delivery import Delivery, first_line
 from opendit.inference.engine import TABLE_BYTES, why_not_recorded
+from opendit.inference.given import drawn_without
 from opendit.inference.pipeline import Order, Pipeline
 from opendit.inference.request import QueueFullError, SampleRequest, ServerClosedError
 from opendit.inference.sampling_loop import NotRecordedError
@@ -66,7 +67,7 @@ class SamplingServer:
         record: whether steps may be recorded as CUDA graphs.
         table_bytes: of the tables of modulations of one kind.
         recorder: of recordings; made when it is needed if left out.
-        say: is told, once, if a recording fails.
+        say: is told what should be known of the model, and if a recording fails.
 
     Raises ValueError for sizes below 1.
     """
@@ -88,6 +89,10 @@ class SamplingServer:
         self.pipe, self.batch_size, self.max_waiting = pipe, batch_size, max_waiting
         self._sizes, self._memory, self._say, self._recorder = batch_sizes(batch_size), table_bytes, say, recorder
         why = why_not_recorded(pipe.model, record, recorder is not None)
+        without = drawn_without(pipe.config)
+        self.notes = [*pipe.notes, *without]
+        for note in without:
+            say(note)
         self.note = f"kernel by kernel: {why}" if why else "recorded as a CUDA graph"
         # What draws one kind of samples each, the one that was used last at the end.
         self.loops: OrderedDict[SampleKind, SlotLoop | BatchLoop] = OrderedDict()

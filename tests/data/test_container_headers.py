@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from opendit.data import clips
 from opendit.data.clips import read_clip
-from opendit.data.container_header import IN_ORDER, Header, read_header
+from opendit.data.container_header import IN_ORDER, ContainerHeader, read_header
 from opendit.data.video_readers import DecordReader, look_up
 
 
@@ -52,7 +52,7 @@ def write(path, codec, length=12, size=(48, 64), sound=False, tracks=1, **option
 )
 def test_avi_files(tmp_path, name, codec, options, found):
     path = write(tmp_path / name, codec, **options)
-    assert read_header(path) == Header(None, IN_ORDER if found else "")
+    assert read_header(path) == ContainerHeader(None, IN_ORDER if found else "")
     if found:
         assert DecordReader.finds(look_up(path, packets=False))
 
@@ -72,7 +72,7 @@ def test_avi_files(tmp_path, name, codec, options, found):
 )
 def test_mp4_files(tmp_path, name, codec, options, letters):
     path = write(tmp_path / name, codec, **options)
-    assert read_header(path) == Header(None, letters)
+    assert read_header(path) == ContainerHeader(None, letters)
     if letters in DecordReader.KNOWN:
         assert DecordReader.finds(look_up(path, packets=False))
     elif letters:

@@ -286,6 +286,10 @@ def test_clips_of_a_run_and_of_captions(capsys):
     pipe = opendit.load("clips.safetensors", device="cpu")
     drawn = np.stack([c.frames for c in pipe(["a", "b", "a", "b", "a"], steps=2, guidance=1.5, progress=False)])
     assert found.value == pytest.approx(np.abs(np.diff(drawn.astype(float), axis=1)).mean(), rel=1e-3)
+    assert "given frames" not in capsys.readouterr().out
+    write(Path("given.safetensors"), "vDiT-Ti/222", text=BYTES, frames=4, given_frames="first")
+    evaluate(**{**flags, "ckpt": "given.safetensors"}, video_features="i3d.pt", metrics=["motion"])
+    assert "trained with --given_frames first; here it draws without" in capsys.readouterr().out
 
 
 def test_captions(capsys):

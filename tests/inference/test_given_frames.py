@@ -266,7 +266,9 @@ def test_arguments_are_named_as_python_has_them(weights):
 def test_the_server_draws_without_given_frames(weights):
     pipe = opendit.load(weights["random"], device="cpu")
     want = pipe(["a", "b"], steps=3, guidance=2, seed=1, progress=False)
-    with SamplingServer(pipe, batch_size=2) as server:
+    said = []
+    with SamplingServer(pipe, batch_size=2, say=said.append) as server:
+        assert said == server.notes[-1:] and "--given_frames random; here it draws without" in said[0]
         got = server.submit(["a", "b"], steps=3, guidance=2, seed=1).result(timeout=120)
     for one, other in zip(got, want, strict=True):
         assert np.abs(one.frames.astype(int) - other.frames).max() <= 1

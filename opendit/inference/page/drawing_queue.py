@@ -194,7 +194,7 @@ class DrawingQueue:
             self._free()
             self._server = self._start(choice)
             self._choice = choice
-        pending.notes = [note for note in self._server.pipe.notes if not note.startswith(("kernels: ", "attention: "))]
+        pending.notes = [note for note in self._server.notes if not note.startswith(("kernels: ", "attention: "))]
         return self._server
 
     def _asked(self, pending: PendingDrawing) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Server:
         gc.collect()
         assert len(self.alive) == 0, "two models in memory"
         self.alive.add(self)
-        self.choice, self.pipe, self.asked = choice, SimpleNamespace(notes=["a note", "kernels: none"]), []
+        self.choice, self.notes, self.asked = choice, ["a note", "kernels: none"], []
         self.hold = self.closed = False
 
     def submit(self, what, **settings):
