@@ -192,7 +192,7 @@ class _RingBuffer:
     def _next(self, size: int) -> torch.UntypedStorage:
         place, self.made = self.made % (AHEAD + 1), self.made + 1
         if place == len(self.storages) or self.storages[place].nbytes() < size:
-            # Written once as a whole: what small samples leave out would be found missing whenever a batch is copied.
+            # Filled once, for small samples leave gaps: what was never written is slow to read.
             storage = torch.UntypedStorage._new_shared(size, device="cpu")
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
             self.storages[place : place + 1] = [storage]
@@ -213,8 +213,8 @@ class OwnMemory:
         piece = next((piece for piece in free if len(piece) == size), None)
         if piece is None:
             piece = np.empty(size, dtype=np.uint8)
-            kept = [each for each in self._pieces if not any(each is left for left in free)]
-            self._pieces = [*kept, piece]
+            left = set(map(id, free))  # of another size
+            self._pieces = [*(each for each in self._pieces if id(each) not in left), piece]
         return torch.from_numpy(piece).untyped_storage()
 
     def copy(self, x: Tensor) -> Tensor:
@@ -268,12 +268,14 @@ class BatchIterator:
         came = came if isinstance(came, Tensor) else came[0]
         if came.is_shared():
             self._mapped.append(came)
-        x = self._own(batch.x) if isinstance(batch.x, Tensor) else tuple(map(self._own, batch.x))
-        return replace(batch, x=x, shared=None)
+        if isinstance(batch.x, Tensor):
+            return replace(batch, x=self._own(batch.x, self._own_memory.copy), shared=None)
+        # Of a pack no two samples may have one size, nor any of the next: their memory could hardly be used again.
+        return replace(batch, x=tuple(self._own(part, Tensor.clone) for part in batch.x), shared=None)
 
-    def _own(self, x: Tensor) -> Tensor:
+    def _own(self, x: Tensor, copied: Callable[[Tensor], Tensor]) -> Tensor:
         x = x if self._as_bytes else to_pixels(x)
-        return self._own_memory.copy(x) if x.is_shared() else x  # the worker writes there again, see _RingBuffer
+        return copied(x) if x.is_shared() else x  # the worker writes there again, see _RingBuffer
 
     @property
     def read(self) -> int:
@@ -288,6 +290,7 @@ class BatchIterator:
         if self.verification is not None:
             self.verification.close()
         self._batches.close()
+        self._mapped.clear()
 
 
 def build_loader(
