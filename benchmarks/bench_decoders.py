@@ -30,13 +30,13 @@ CODECS = {
 }
 
 
-def write(path: str, width: int, height: int, codec: str) -> None:
+def write(path: str, width: int, height: int, codec: str, length: int = LENGTH, seed: int = SEED) -> None:
     """A picture of blurred noise that drifts, with some grain: about what a camera's clip costs to decode."""
     import av
 
-    random, (encoder, options) = np.random.default_rng(SEED), CODECS[codec]
+    random, (encoder, options) = np.random.default_rng(seed), CODECS[codec]
     coarse = random.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), dtype=np.uint8)
-    large = (width + 2 * LENGTH, height + LENGTH)
+    large = (width + 2 * length, height + length)
     scene = np.asarray(Image.fromarray(coarse).resize(large, Image.Resampling.BICUBIC)).astype(np.int16)
     grain = random.integers(-6, 7, (8, height, width, 1), dtype=np.int16)
     with av.open(path, "w") as file:
@@ -45,7 +45,7 @@ def write(path: str, width: int, height: int, codec: str) -> None:
         if codec != "h264":
             stream.bit_rate = 1_000_000 * width * height // (320 * 240)
         stream.codec_context.gop_size = 12 if codec == "mpeg4" else 48
-        for i in range(LENGTH):
+        for i in range(length):
             view = scene[i : i + height, 2 * i : 2 * i + width] + grain[i % 8]
             file.mux(stream.encode(av.VideoFrame.from_ndarray(view.clip(0, 255).astype(np.uint8), format="rgb24")))
         file.mux(stream.encode())

@@ -19,38 +19,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
 
 import torch
-from safetensors.torch import save_file
 
-from benchmarks.bench_sampling import CHANNELS, CLASSES
-from benchmarks.bench_sampling_files import SD_VAE
+from benchmarks import random_vae
+from benchmarks.bench_sampling import CHANNELS, CLASSES, random_model
 from benchmarks.results import add_flags, record
-from opendit.encoders.autoencoder_kl import AutoencoderKL
-from opendit.models import build_model, model_config
+from opendit.models import model_config
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = "first sample on disk"  # the profile's name for it
 
 
 def write_model(args: argparse.Namespace, path: Path) -> None:
-    """A state dict in fp32 whose zero-initialised parameters have values, too."""
+    """A state dict in fp32."""
     side = args.image_size // 8
     config = model_config(args.model, input_size=(side, side), in_channels=CHANNELS, num_classes=CLASSES)
-    torch.manual_seed(0)
-    model = build_model(config)
-    for parameter in model.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.02)
-    torch.save(model.state_dict(), path)
-
-
-def write_vae(args: argparse.Namespace, folder: Path) -> None:
-    """A folder as diffusers writes it."""
-    torch.manual_seed(0)
-    widths = [max(1, width // args.vae_narrower) for width in SD_VAE["block_out_channels"]]
-    config = {**SD_VAE, "block_out_channels": widths, "norm_num_groups": min(32, widths[0])}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", **config}))
-    save_file(AutoencoderKL(config).state_dict(), folder / "diffusion_pytorch_model.safetensors")
+    torch.save(random_model(config).state_dict(), path)
 
 
 def trial(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
@@ -82,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(args, folder / "model.pt")
-        write_vae(args, folder / "vae")
+        random_vae.write(folder / "vae", args.vae_narrower)
         profiles = [trial(args, folder) for _ in range(args.trials)]
     seconds = [profile["marks"][FIRST] for profile in profiles]
     imports = [profile["stages"]["imports"] for profile in profiles]

@@ -24,17 +24,17 @@ from statistics import median
 import numpy as np
 import psutil
 import torch
-from PIL import Image
 from tqdm import tqdm
 
 from benchmarks import results
+from benchmarks.bench_decoders import CODECS, write
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.data.clips import clip_window, resize_and_crop
 from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.moving_digits import make_demo
 from opendit.diffusion.random import Stream, uniform
 
-SEED = 0
+SEED, CLIP_FRAMES = 0, 120
 BASELINES = {"decord": "bare decord", "resized": "decord resizing", "cropped": "decord + crop and resize"}
 LOADERS = ("uint8", "float32", "worker", "small", "small worker")  # worker: uint8, through a worker process
 SIDES = (*BASELINES, *LOADERS)
@@ -42,51 +42,36 @@ SIDES = (*BASELINES, *LOADERS)
 
 @dataclass(frozen=True)
 class Case:
-    """Clips of one kind, and how a run reads them."""
+    """Clips of one kind, and how a run reads them. codec: of ``bench_decoders.CODECS``."""
 
-    name: str
     width: int
     height: int
     codec: str
-    ending: str
-    length: int
     num_frames: int
     frame_interval: int
     image_size: int
     clips: int = 8
 
+    @property
+    def name(self) -> str:
+        frames = f"{self.num_frames} x {self.frame_interval} frames"
+        return f"{self.width}x{self.height} {self.codec}, {frames} to {self.image_size} px"
+
 
 CASES = (
-    Case("demo: 64x64 H.264, 8 x 6 frames to 16 px", 64, 64, "libx264", "mp4", 48, 8, 6, 16, clips=32),
-    Case("UCF101: 320x240 MPEG-4, 16 x 1 frames to 256 px", 320, 240, "mpeg4", "avi", 120, 16, 1, 256),
-    Case("320x240 H.264, 16 x 3 frames to 256 px", 320, 240, "libx264", "mp4", 120, 16, 3, 256),
-    Case("640x360 H.264, 16 x 3 frames to 256 px", 640, 360, "libx264", "mp4", 120, 16, 3, 256),
-    Case("1280x720 H.264, 16 x 3 frames to 256 px", 1280, 720, "libx264", "mp4", 120, 16, 3, 256, clips=4),
+    *(Case(64, 64, codec, 8, 6, 16, clips=32) for codec in CODECS),
+    Case(320, 240, "mpeg4", 16, 1, 256),  # as UCF101's
+    *(Case(320, 240, codec, 16, 3, 256) for codec in CODECS),
+    *(Case(640, 360, codec, 16, 3, 256) for codec in CODECS),
+    *(Case(1280, 720, codec, 16, 3, 256, clips=4) for codec in CODECS),
 )
 
 
 def write_clips(case: Case, folder: Path) -> Path:
-    """Clips of a picture of blurred noise that drifts, with some grain: about what a camera's clip costs to decode."""
-    import av
-
-    random = np.random.default_rng(SEED)
     rows = []
     for number in range(case.clips):
-        coarse = random.integers(0, 256, (case.height // 16 + 2, case.width // 16 + 2, 3), dtype=np.uint8)
-        large = (case.width + 2 * case.length, case.height + case.length)
-        scene = np.asarray(Image.fromarray(coarse).resize(large, Image.Resampling.BICUBIC)).astype(np.int16)
-        grain = random.integers(-6, 7, (8, case.height, case.width, 1), dtype=np.int16)
-        path = folder / f"{number}.{case.ending}"
-        with av.open(str(path), "w") as file:
-            stream = file.add_stream(case.codec, rate=24)
-            stream.width, stream.height, stream.pix_fmt = case.width, case.height, "yuv420p"
-            if case.codec == "mpeg4":
-                stream.bit_rate = 1_000_000
-            for i in range(case.length):
-                view = scene[i : i + case.height, 2 * i : 2 * i + case.width] + grain[i % 8]
-                frame = av.VideoFrame.from_ndarray(view.clip(0, 255).astype(np.uint8), format="rgb24")
-                file.mux(stream.encode(frame))
-            file.mux(stream.encode())
+        path = folder / f"{number}.{'avi' if case.codec == 'mpeg4' else 'mp4'}"
+        write(str(path), case.width, case.height, case.codec, CLIP_FRAMES, number)
         rows.append(TableRow(path, f"clip {number}"))
     write_csv(folder / "clips.csv", rows)
     return folder / "clips.csv"
@@ -141,7 +126,7 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, float]:
 
     def windows(step: int) -> list[list[int]]:
         starts = uniform(SEED, step, torch.arange(len(data)), Stream.CROP).tolist()
-        return [clip_window(case.length, case.num_frames, case.frame_interval, start) for start in starts]
+        return [clip_window(CLIP_FRAMES, case.num_frames, case.frame_interval, start) for start in starts]
 
     frames, speeds = len(data) * case.num_frames, {name: [] for name in SIDES}
     # The worker reads ahead, and its turn must not be the others': it is asked for several batches in a row, and rests

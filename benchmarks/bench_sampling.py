@@ -31,12 +31,22 @@ from opendit.inference.engine import SamplingEngine
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
-from opendit.models import build_model, model_config
+from opendit.models import DiT, DiTConfig, build_model, model_config
 
 CHANNELS, CLASSES, SEED = 4, 1000, 0
 PLAIN = "plain compiled"
 PRODUCTS = ("nvjet", "gemm", "cutlass", "sdpa", "flash", "attention")  # in names of kernels
 Draw = Callable[[Tensor, Tensor], Tensor]  # y, index (B,) to latents
+
+
+def random_model(config: DiTConfig) -> DiT:
+    """The same values at every call."""
+    torch.manual_seed(0)
+    model = build_model(config)
+    for parameter in model.parameters():
+        if not parameter.any():  # zero-initialised: gates of zero would leave the blocks out of the result
+            torch.nn.init.normal_(parameter, std=0.02)
+    return model
 
 
 class Bench:
@@ -65,12 +75,8 @@ class Bench:
             raise ValueError(why)
         if fp8 and not usable:
             raise ValueError(why)
-        torch.manual_seed(0)
         with self.device:
-            model = build_model(self.config)
-            for parameter in model.parameters():
-                if not parameter.any():  # zero-initialised: gates of zero would leave the blocks out of the result
-                    torch.nn.init.normal_(parameter, std=0.02)
+            model = random_model(self.config)
         config, speed = self.config, SpeedFlags(True, True, True, fp8=fp8)
         kernels = select_kernels(speed, self.device, self.dtype, config.head_dim, config.tokens, inference=True)
         return (

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_sampling import CLASSES, SEED, Bench
+from benchmarks.random_vae import random_vae
 from benchmarks.results import append
-from opendit.encoders.autoencoder_kl import AutoencoderKL
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import VAECodec
 from opendit.inference.engine import SamplingEngine
@@ -32,21 +32,9 @@ from opendit.inference.output_pipeline import OutputPipeline, Writers
 from opendit.inference.run import writer_threads
 from opendit.parallel.mesh import Mesh
 
-SD_VAE = {
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "layers_per_block": 2,
-    "latent_channels": 4,
-    "sample_size": 256,
-}
-
 
 def make_codec(args, device: torch.device, compiled: bool = False) -> VAECodec:
-    torch.manual_seed(0)
-    widths = [max(1, width // args.vae_narrower) for width in SD_VAE["block_out_channels"]]
-    vae = AutoencoderKL({**SD_VAE, "block_out_channels": widths, "norm_num_groups": min(32, widths[0])})
-    return VAECodec(vae, device=device, dtype=torch.float16, compiled=compiled)
+    return VAECodec(random_vae(args.vae_narrower), device=device, dtype=torch.float16, compiled=compiled)
 
 
 class Variants:

@@ -4,26 +4,44 @@ can be reached, and for timing. Its pictures mean nothing.
     python benchmarks/random_vae.py /tmp/vae
 """
 
+import json
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
 
 import torch
-from diffusers import AutoencoderKL
+from safetensors.torch import save_file
+
+from opendit.encoders.autoencoder_kl import AutoencoderKL
+
+SD_VAE = {
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "sample_size": 256,
+    "scaling_factor": 0.18215,
+}
 
 
-def main(folder: str) -> None:
+def random_vae(narrower: int = 1) -> AutoencoderKL:
+    """narrower: what the widths are divided by, for a CPU."""
     torch.manual_seed(0)
-    AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[128, 256, 512, 512],
-        layers_per_block=2,
-        latent_channels=4,
-        sample_size=256,
-        scaling_factor=0.18215,
-    ).save_pretrained(folder)
+    widths = [max(1, width // narrower) for width in SD_VAE["block_out_channels"]]
+    return AutoencoderKL({**SD_VAE, "block_out_channels": widths, "norm_num_groups": min(32, widths[0])})
+
+
+def write(folder: Path, narrower: int = 1) -> None:
+    """A folder as diffusers writes it."""
+    vae = random_vae(narrower)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", **vae.config}, indent=1) + "\n")
+    save_file(vae.state_dict(), folder / "diffusion_pytorch_model.safetensors")
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
-    main(sys.argv[1])
+    write(Path(sys.argv[1]))

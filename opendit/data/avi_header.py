@@ -14,7 +14,8 @@ _PIXEL_SHAPE_FOLLOWS = 15
 
 
 def has_no_b_frames(file: BinaryIO) -> bool:
-    """Whether the file's beginning says so; False also where it says nothing, and for every other kind of file.
+    """Whether the file's beginning says so, up to its first frame; False also where it says nothing or does not reach
+    that far, and for every other kind of file.
 
     Raises OSError if the file can't be read.
     """
@@ -29,7 +30,7 @@ def has_no_b_frames(file: BinaryIO) -> bool:
             tracks += [track for name, parts in _chunks(inside) if name == b"strl" for track in _video_tracks(parts)]
         elif kind == b"movi":
             first = next((bytes(frame) for name, frame in _chunks(inside) if name[2:] in (b"dc", b"db")), b"")
-    if len(tracks) != 1 or tracks[0][0] not in _MPEG4:
+    if len(tracks) != 1 or tracks[0][0] not in _MPEG4 or not first:
         return False
     said = [*_low_delays(tracks[0][1]), *_low_delays(first)]
     return bool(said) and all(said)

@@ -31,7 +31,7 @@ class Small(NamedTuple):
 
 def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_ONCE) -> Tensor:
     """A batch in which every :class:`Small` sample is enlarged to all of its place, on ``x``'s device; nothing waits
-    for it.
+    for it but the first time that two sizes meet.
 
     x: (B, C, [T,] H, W) uint8, in any order of memory. small: B of them, None for a sample that is whole; or None where
     all are. at_once: values of ``x`` that are worked on together, those of one sample at least. The values are those of

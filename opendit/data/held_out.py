@@ -48,11 +48,23 @@ def stream_of(array: np.ndarray, as_hashed: Callable[[np.ndarray], np.ndarray]) 
     return HashedStream(len(array) * as_hashed(array[:1]).nbytes, parts)
 
 
+def _of_whole(name: str) -> Any:
+    """A setting of :class:`SomeRows` that is ``whole``'s."""
+
+    def store(rows: "SomeRows", value: Any) -> None:
+        rows.whole = copy.copy(rows.whole)  # which a copy of these rows shares
+        setattr(rows.whole, name, value)
+
+    return property(lambda rows: getattr(rows.whole, name), store)
+
+
 class SomeRows(MediaDataset):
     """Some rows of another data set, numbered anew; everything else is as it is there.
 
     rows: those of ``whole``, rising. part: says which they are, for people. Raises ValueError without any.
     """
+
+    as_bytes, enlarges = _of_whole("as_bytes"), _of_whole("enlarges")
 
     def __init__(self, whole: MediaDataset, rows: np.ndarray, part: str):
         if len(rows) == 0:
@@ -69,24 +81,6 @@ class SomeRows(MediaDataset):
         return getattr(self.whole, name)
 
     @property
-    def as_bytes(self) -> bool:
-        return self.whole.as_bytes
-
-    @as_bytes.setter
-    def as_bytes(self, value: bool) -> None:
-        self.whole = copy.copy(self.whole)  # which a copy of this data set shares
-        self.whole.as_bytes = value
-
-    @property
-    def enlarges(self) -> bool:
-        return self.whole.enlarges
-
-    @enlarges.setter
-    def enlarges(self, value: bool) -> None:
-        self.whole = copy.copy(self.whole)
-        self.whole.enlarges = value
-
-    @property
     def shortened(self) -> int:
         return self.whole.shortened
 
@@ -101,9 +95,6 @@ class SomeRows(MediaDataset):
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
         return self.whole.load_sized(self._of(row), flip, start, shape)
-
-    def side_lengths(self, row: int) -> tuple[int, ...]:
-        return self.whole.side_lengths(self._of(row))
 
     def media_sizes(self) -> np.ndarray | None:
         sizes = self.whole.media_sizes()

@@ -2,7 +2,7 @@
 batch into parts."""
 
 import math
-import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -204,18 +204,19 @@ class OwnMemory:
     again costs as much as to copy a batch."""
 
     def __init__(self):
-        self._pieces: list[np.ndarray] = []
+        # Each piece, and the view of it that the storage which was made last holds for as long as it is used itself.
+        self._pieces: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def storage(self, size: int) -> torch.UntypedStorage:
         """``size`` bytes, not filled, that no other storage shares."""
-        # A piece is held by the list, the loop and the call, and by every storage that was made of it.
-        free = [piece for piece in self._pieces if sys.getrefcount(piece) == 3]
-        piece = next((piece for piece in free if len(piece) == size), None)
+        pieces = self._pieces
+        piece = next((piece for piece, view in pieces if view() is None and len(piece) == size), None)
         if piece is None:
             piece = np.empty(size, dtype=np.uint8)
-            left = set(map(id, free))  # of another size
-            self._pieces = [*(each for each in self._pieces if id(each) not in left), piece]
-        return torch.from_numpy(piece).untyped_storage()
+            pieces = [each for each in pieces if each[1]() is not None]  # what is free is of another size
+        view = piece[:]
+        self._pieces = [*(each for each in pieces if each[0] is not piece), (piece, weakref.ref(view))]
+        return torch.from_numpy(view).untyped_storage()
 
     def copy(self, x: Tensor) -> Tensor:
         """``x``, which has no gaps, in memory of its own."""

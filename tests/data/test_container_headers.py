@@ -126,3 +126,13 @@ def test_what_later_headers_say_counts_too(tmp_path):
     changed = int(bits[: at + 3] + "0" + bits[at + 4 :], 2).to_bytes(8, "big")
     (tmp_path / "b.avi").write_bytes(content[: layer + 4] + changed + content[layer + 12 :])
     assert read_header(path).codec == IN_ORDER and not read_header(str(tmp_path / "b.avi")).codec
+
+
+def test_a_first_frame_out_of_sight_is_no_answer(tmp_path):
+    """Such as of a file whose frames are grouped in lists: its description alone may be that of another stream."""
+    path = write(tmp_path / "a.avi", "mpeg4")
+    content = Path(path).read_bytes()
+    frames = content.index(b"movi")
+    hidden = content[:frames] + content[frames:].replace(b"00dc", b"00pc")
+    (tmp_path / "b.avi").write_bytes(hidden)
+    assert read_header(path).codec == IN_ORDER and not read_header(str(tmp_path / "b.avi")).codec
