@@ -16,7 +16,9 @@ MAX_TABLES = 2**28  # bytes of all tables of a file; those of 19 hours have a fi
 MAX_BOXES = 100_000  # at the top of a file: a fragmented one has two for every few seconds
 
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
+_TABLES = (b"stts", b"ctts", b"stsz", b"stz2", b"trun")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
+_HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 
 
 def read_tables(file: BinaryIO) -> tuple[str | None, str]:
@@ -36,7 +38,7 @@ def read_tables(file: BinaryIO) -> tuple[str | None, str]:
         if read > MAX_TABLES:
             return f"tables of {read:,} bytes, more than {MAX_TABLES:,}", ""
         file.seek(begin)
-        samples, frames, found = _count(memoryview(file.read(length)))
+        samples, frames, found = _count(file.read(length))
         codecs += found
         if samples > size:
             return f"declares {samples:,} samples, more than its {size:,} bytes", ""
@@ -53,7 +55,7 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
         head = file.read(16)
         if len(head) < 8:
             return
-        length, kind = struct.unpack_from(">I4s", head)
+        length, kind = _HEAD.unpack_from(head)
         if at == 0 and kind not in _FIRST:
             return
         begin = 8
@@ -65,45 +67,51 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
             return
         yield kind, at + begin, min(length, size - at) - begin
         at += length
+        if at >= size:
+            return
 
 
-def _count(data: memoryview) -> tuple[int, int, list[bytes]]:
+def _count(data: bytes) -> tuple[int, int, list[bytes]]:
     """The most samples that a table of any track declares, and of a video track; the kinds of all video frames."""
     most, video, codecs = 0, 0, []
-    todo = [(data, False)]
+    todo = [(0, len(data), False)]
     while todo:
-        data, is_video = todo.pop()
-        boxes = list(_boxes(data))
+        first, last, is_video = todo.pop()
+        boxes = _boxes(data, first, last)
         # A track's handler, which tells its kind, stands before its tables, in the box around them.
-        is_video |= any(kind == b"hdlr" and bytes(inside[8:12]) == b"vide" for kind, inside in boxes)
-        for kind, inside in boxes:
+        for kind, begin, end in boxes:
+            is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
+        for kind, begin, end in boxes:
             if kind in _CONTAINERS:
-                todo.append((inside, is_video))
-                continue
-            if kind == b"stsd" and is_video:  # 4 bytes, how many kinds, and each one's length and letters
-                codecs += [bytes(letters) for letters, _ in _boxes(inside[8:])]
-            count = _declared(kind, inside)
-            most, video = max(most, count), max(video, count if is_video else 0)
+                todo.append((begin, end, is_video))
+            elif kind == b"stsd" and is_video:  # 4 bytes, how many kinds, and each one's length and letters
+                codecs += [letters for letters, _, _ in _boxes(data, begin + 8, end)]
+            elif kind in _TABLES:
+                count = _declared(kind, data, begin, end)
+                most, video = max(most, count), max(video, count if is_video else 0)
     return most, video, codecs
 
 
-def _boxes(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    at = 0
-    while at + 8 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, at)
+def _boxes(data: bytes, at: int, last: int) -> list[tuple[bytes, int, int]]:
+    """(kind, where its contents begin and end) of the boxes in data[at:last]."""
+    found = []
+    while at + 8 <= last:
+        length, kind = _HEAD.unpack_from(data, at)
         if length < 8:
-            return
-        yield kind, data[at + 8 : at + length]
+            break
+        found.append((kind, at + 8, min(at + length, last)))
         at += length
+    return found
 
 
-def _declared(kind: bytes, data: memoryview) -> int:
-    """How many samples one table speaks of."""
-    if kind in (b"stts", b"ctts") and len(data) >= 8:  # runs of (count, value)
-        runs = np.frombuffer(data[8 : 8 + len(data[8:]) // 8 * 8], ">u4").reshape(-1, 2)
-        return int(runs[: struct.unpack_from(">I", data, 4)[0], 0].sum(dtype=np.uint64))
-    if kind in (b"stsz", b"stz2") and len(data) >= 12:
-        return struct.unpack_from(">I", data, 8)[0]
-    if kind == b"trun" and len(data) >= 8:
-        return struct.unpack_from(">I", data, 4)[0]
+def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
+    """How many samples the table in data[begin:end] speaks of."""
+    size = end - begin
+    if kind in (b"stts", b"ctts") and size >= 8:  # runs of (count, value)
+        runs = np.frombuffer(data, ">u4", (size - 8) // 8 * 2, begin + 8)[::2]
+        return int(runs[: _NUMBER.unpack_from(data, begin + 4)[0]].sum(dtype=np.uint64))
+    if kind in (b"stsz", b"stz2") and size >= 12:
+        return _NUMBER.unpack_from(data, begin + 8)[0]
+    if kind == b"trun" and size >= 8:
+        return _NUMBER.unpack_from(data, begin + 4)[0]
     return 0

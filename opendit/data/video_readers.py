@@ -190,7 +190,9 @@ class PyAVReader:
 
 
 class DecordReader:
-    """By decord, which fails on frames up to 8, or 12, 16, 24, 32, 48, 96 or 144 pixels wide.
+    """By decord, which takes frames for wider pixels where the bytes of a row, padded for the processor, are a whole
+    number of frame widths but not three: with rows of 32 pixels those 8, 12, 16, 24, 48 or 72 wide, with rows of 64
+    those 32, 96 or 144 wide as well. It says so, and they are decoded from the start.
 
     KNOWN: codecs by whose names in a file's header :meth:`finds` is known to be true."""
 
@@ -247,7 +249,8 @@ def problem_of(reader: str) -> str:
     """Why a reader can't be used here, in a few words; empty if it gives the frames of a small clip as PyAV does."""
     from opendit.data.video_file import write_mp4
 
-    frames = np.random.default_rng(0).integers(0, 256, (4, 40, 72, 3), dtype=np.uint8)
+    # Of a width that decord reads on any processor, see DecordReader.
+    frames = np.random.default_rng(0).integers(0, 256, (4, 72, 40, 3), dtype=np.uint8)
     try:
         {"torchcodec": import_torchcodec, "decord": import_decord, "pyav": lambda: None}[reader]()
     except ImportError:

@@ -16,8 +16,10 @@ from tests.data.test_clips import encode, rotate
 
 @pytest.fixture(params=READERS)
 def reader(request):
-    if problem := problem_of(request.param):
+    problem = problem_of(request.param)
+    if request.param == "torchcodec" and problem:  # the others are installed with the project
         pytest.skip(f"{request.param}: {problem}")
+    assert not problem
     return request.param
 
 
