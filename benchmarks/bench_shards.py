@@ -11,6 +11,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -29,15 +30,20 @@ from opendit.data.shards.program import make_shards
 SIDE = 256
 
 
-def write_pictures(folder: Path, count: int) -> None:
+def write_pictures(folder: Path, count: int, side: int = SIDE, processes: int = 1) -> None:
+    """JPEGs in folders of ten classes."""
+    with ProcessPoolExecutor(processes) as pool:
+        list(pool.map(write_picture, [folder] * count, range(count), [side] * count, chunksize=16))
+
+
+def write_picture(folder: Path, number: int, side: int) -> None:
     """Smooth colours with some noise: about as many bytes as a photograph of this size."""
-    random = np.random.default_rng(0)
-    for number in range(count):
-        coarse = Image.fromarray(random.integers(0, 256, (12, 12, 3), dtype=np.uint8)).resize((SIDE, SIDE))
-        noise = random.integers(0, 24, (SIDE, SIDE, 3), dtype=np.uint8)
-        path = folder / str(number % 10) / f"{number:06d}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.asarray(coarse) // 2 + noise).save(path, quality=90)
+    random = np.random.default_rng(number)
+    coarse = Image.fromarray(random.integers(0, 256, (12, 12, 3), dtype=np.uint8)).resize((side, side))
+    noise = random.integers(0, 24, (side, side, 3), dtype=np.uint8)
+    path = folder / str(number % 10) / f"{number:06d}.jpg"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(coarse) // 2 + noise).save(path, quality=90)
 
 
 def read_ours(dataset: MediaDataset, seed: int) -> int:
