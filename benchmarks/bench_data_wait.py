@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
             unit = "clips/s" if case.data == "clip_latents" else "img/s"
             model = case.tiny if args.tiny else case.model
             print(f"{case.name:10s} {model:12s} {speed:8.1f} {unit:8s} waits for {wait:.2%} of its time", flush=True)
-            what = f"{case.model} {case.about}, batch {case.batch}, {args.num_workers} workers"
+            what = f"{model} {case.about}, batch {case.batch}, {args.num_workers} workers"
             row = {"bench": "data_wait", "case": what}
             rows.append(row | {"metric": "% of the step", "value": f"{100 * wait:.2f}"})
             rows.append(row | {"metric": unit, "value": f"{speed:.1f}"})
