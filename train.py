@@ -66,12 +66,20 @@ def start(flags: TrainConfig) -> "Path | None":
 
 
 def train(run: "Run") -> None:
-    """To the run's last step, or to the one in which a signal comes."""
+    """To the run's last step, to the one in which a signal comes, or to the last one that there are data for."""
+    from opendit.training.interrupt import NoData
+
+    result = None
     for step in range(run.first_step, run.last_step):
         run.engine.set_lr(lr := run.learning_rate.at(step))
         micro_batches = run.micro_batches.of_next_step()  # the data: latents, times, noise, conditions
-        # prepare -> model -> loss of each (opendit/training/runners/eager.py), and the optimizer's step
-        result = run.runner.train_step(micro_batches, before_update=run.interrupt.ask)
+        try:
+            # prepare -> model -> loss of each (opendit/training/runners/eager.py), and the optimizer's step
+            result = run.runner.train_step(micro_batches, before_update=run.interrupt.ask)
+        except NoData:
+            if result is not None:
+                run.end_without_data(step, result)
+            raise
         run.ema.update(result.finite)
         run.monitor.add(result.loss, result.finite)
         run.profiler.step()
@@ -89,9 +97,7 @@ def train(run: "Run") -> None:
             run.log.write(done, epoch, lr, result, validation)
         with run.monitor.paused(due.save or due.draw):
             if due.save:
-                state = {"step": done, "epoch": epoch, "skipped": run.log.skipped, "fingerprint": run.fingerprint}
-                state["packs"] = run.schedule.state(done)
-                run.checkpoints.save(state | run.log.figures)
+                run.save(done, epoch)
             if due.draw:
                 run.grids.draw(done)
         if stopping:

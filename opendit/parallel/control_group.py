@@ -46,16 +46,16 @@ class ControlGroup:
                 raise found
         return cast(Result, result)
 
-    def start_any(self, flag: bool) -> Callable[[], bool]:
-        """Starts to ask whether ``flag`` is true on any rank; the function returned waits and gives the answer, the
+    def start_largest(self, number: int) -> Callable[[], int]:
+        """Starts to ask for the largest ``number`` of any rank; the function returned waits and gives the answer, the
         same on every rank."""
         if self._group is None:
-            return lambda: flag
-        box = torch.tensor([int(flag)], dtype=torch.int32)
+            return lambda: number
+        box = torch.tensor([number], dtype=torch.int32)
         work: Any = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
-        def answer() -> bool:
+        def answer() -> int:
             work.wait()
-            return bool(box.item())
+            return int(box.item())
 
         return answer

@@ -252,7 +252,11 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step_{step:07d}"
+    return checkpoints / folder_name(step)
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:07d}"
 
 
 def incomplete(final: Path) -> Path:

@@ -66,6 +66,7 @@ class Checkpoints:
         best: BestCheckpoint | None = None,
     ):
         self.folder, self.info, self.keep, self.in_use, self.say = folder, info, keep, in_use, say
+        self.enabled = enabled
         self._best = best
         self._write_failures = write_failures or WriteFailures(say)
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from opendit.common.records import WriteFailures
 from opendit.data import BatchSchedule
 from opendit.data.progress import Progress
-from opendit.parallel.engines import Engine
+from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
+from opendit.state.checkpoint import folder_name
 from opendit.state.ema import EMA
 from opendit.state.loading import load_checkpoint
 from opendit.state.saving import Checkpoints
@@ -81,6 +82,28 @@ class Run:
     evaluation: Evaluation | None
     fingerprint: dict[str, Any]
 
+    def save(self, done: int, epoch: int) -> None:
+        """Begins to save the run's state after ``done`` steps, the last of which was of this epoch."""
+        state = {"step": done, "epoch": epoch, "skipped": self.log.skipped, "fingerprint": self.fingerprint}
+        state["packs"] = self.schedule.state(done)
+        self.checkpoints.save(state | self.log.figures)
+
+    def end_without_data(self, done: int, last: StepResult) -> None:
+        """Logs and saves the state after ``done`` steps, if that is still to do: for the next one data are lacking.
+
+        last: of the last step. Collective.
+        """
+        self.checkpoints.wait()
+        self.skipped.look(done, last)
+        epoch, newest = self.schedule.epoch(done - 1), self.checkpoints.newest
+        if self.log.logged != done:
+            self.log.write(done, epoch, self.learning_rate.at(done - 1), last, {})
+        saved = newest is not None and newest.name == folder_name(done)
+        if self.checkpoints.enabled and not saved and not self.skipped.failing:
+            self.save(done, epoch)
+            self.checkpoints.wait()
+        self.interrupt.leave()
+
     def failed_writes(self) -> int:
         """How many saves and other writes failed, the same on every rank: collective."""
         return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # rank 0's
@@ -93,6 +116,13 @@ def _packing(spec: RunSpecification) -> Packing | None:
     return Packing(
         spec.model_config.patch, flags.batch_size * flags.pack_tokens, mesh.dp_size * flags.grad_accumulation
     )
+
+
+def _alike(spec: RunSpecification) -> bool:
+    """Whether any batch of the run can stand in for another one where ranks compute together: those that share samples,
+    or experts, exchange what has a sample's size."""
+    dims, schedule = spec.mesh.dims, spec.schedule
+    return (spec.mesh.sharing == 1 and dims.ep == 1) or (schedule.micro_batches is None and not schedule.packed)
 
 
 @contextlib.contextmanager
@@ -153,7 +183,15 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
                 ema=ema,
                 runner=runner,
                 micro_batches=MicroBatches(
-                    loader, inputs, flags.grad_accumulation, TrainingFlops(spec.model_config), monitor, pace, diagnosis
+                    loader,
+                    inputs,
+                    flags.grad_accumulation,
+                    TrainingFlops(spec.model_config),
+                    monitor,
+                    pace,
+                    diagnosis,
+                    interrupt,
+                    alike=_alike(spec),
                 ),
                 learning_rate=LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, spec.last_step),
                 interrupt=interrupt,

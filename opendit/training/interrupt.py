@@ -1,4 +1,8 @@
-"""SIGTERM, SIGINT and SIGUSR1 (of schedulers, before a time limit): finish the step, save, leave with exit code 0."""
+"""What ends a run between two steps, on all ranks after the same one.
+
+SIGTERM, SIGINT and SIGUSR1 (of schedulers, before a time limit): finish the step, save, leave with exit code 0.
+Data that can't be read any more: leave out the step that lacks them, save, leave with the error.
+"""
 
 import contextlib
 import os
@@ -7,11 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 
+from opendit.common.errors import DataError
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.mesh import Mesh
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_SECONDS = 1.0
+OTHERS_SECONDS = 0.5  # for which the others wait, so that the rank whose data are lost is named
+_GO_ON, _STOP, _NO_DATA = range(3)
+
+
+class NoData(DataError):
+    """A step is left out on all ranks, because one of them can't read what it needs of it."""
 
 
 class Interrupt:
@@ -19,13 +30,20 @@ class Interrupt:
 
     A context manager; use it in the main thread, on every rank. Ranks get their signals at different moments, so a
     step asks all of them: :meth:`ask` before the optimizer's step, :meth:`answer` after it. The message travels over
-    gloo while the device works; no step waits for it and no GPU is read.
+    gloo while the device works on what is enqueued, and no GPU is read.
+
+    Attributes:
+        alone: whether there are no other ranks.
+        lost: why this rank has no data for the step under way, which it then computes with others in their place; the
+            next :meth:`ask` tells all ranks.
     """
 
     def __init__(self, mesh: Mesh):
         self._mesh, self._channel = mesh, ControlGroup(mesh)
         self._noted_at: float | None = None
-        self._answer: Callable[[], bool] | None = None
+        self.alone = mesh.world_size == 1
+        self.lost: DataError | None = None
+        self._answer: Callable[[], int] | None = None
         # torchrun hands a Ctrl-C that its processes got from the terminal already on to them once more.
         self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
@@ -42,13 +60,22 @@ class Interrupt:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def ask(self) -> None:
-        """Starts to ask whether any rank was told to stop."""
-        self._answer = self._channel.start_any(self._noted_at is not None)
+        """Asks whether any rank was told to stop, or lacks data. Raises NoData on all ranks if one does: its gradients
+        are in everybody's, and so the optimizer's step has to wait for the answer."""
+        word = _NO_DATA if self.lost else _STOP if self._noted_at is not None else _GO_ON
+        self._answer = self._channel.start_largest(word)
+        if self._answer() == _NO_DATA:
+            raise NoData(next(text for text in self._channel.gather(self.lost and str(self.lost)) if text))
 
     def answer(self) -> bool:
-        """The answer to the last :meth:`ask`, the same on all ranks; waits for it."""
+        """Whether any rank was told to stop, by the last :meth:`ask`; the same on all ranks."""
         assert self._answer is not None, "ask first"
-        return self._answer()
+        return self._answer() == _STOP
+
+    def leave(self) -> None:
+        """After NoData, and what is done about it, before it is raised further."""
+        if self.lost is None and not self.alone:
+            time.sleep(OTHERS_SECONDS)
 
     def _note(self, number: int, frame) -> None:
         now = time.monotonic()

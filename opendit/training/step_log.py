@@ -20,6 +20,7 @@ class StepLog:
 
     Attributes:
         skipped: steps of the run that were skipped up to the last line, those before it was resumed included.
+        logged: the step of the last line.
         figures: what the last line says of the held-out loss and of samples, as it is saved; those that are finite.
     """
 
@@ -39,7 +40,7 @@ class StepLog:
         self._monitor, self._pace = monitor, pace
         self._skipped_before = self.skipped = skipped_before
         self.figures: dict[str, Any] = {}
-        self._logged = first_step  # the step of the last line
+        self.logged = first_step
 
     def write(self, done: int, epoch: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
         """A line after ``done`` steps, with what was ``measured`` of held-out samples and drawn ones. The host
@@ -57,6 +58,6 @@ class StepLog:
         counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": int(bad_files)}
         counts |= {"short_clips": int(short_clips), "failed_saves": len(self._checkpoints.failures)}
         counts |= self._schedule.log(done)
-        counts |= self._pace.log(done, done - self._logged)
-        self._logged = done
+        counts |= self._pace.log(done, done - self.logged)
+        self.logged = done
         self._monitor.log(done, epoch, lr, grad_norm, **counts, **measured)

@@ -137,7 +137,8 @@ def test_a_batch_is_read_when_it_is_asked_for_and_seen_by_all_who_must():
     flops = SimpleNamespace(of=lambda micro_batch: 7.0 * len(micro_batch.x0))
     pace = SimpleNamespace(begin=lambda waited: seen.append(("pace", waited)))
     diagnosis = SimpleNamespace(keep=lambda batch: seen.append(("diagnosis", batch.micro)))
-    micro_batches = MicroBatches(loader(), inputs(), 2, flops, monitor, pace, diagnosis)
+    interrupt = SimpleNamespace(lost=None)
+    micro_batches = MicroBatches(loader(), inputs(), 2, flops, monitor, pace, diagnosis, interrupt, alike=True)
     for first in (0, 2):
         read.clear(), seen.clear(), counted.clear()
         step = micro_batches.of_next_step()

@@ -1,0 +1,123 @@
+"""A run whose data can't be read any more ends with its state saved, and goes on as if nothing had happened."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from opendit.data import BatchIterator, DataError
+from tests.data.shards.test_remote import server  # noqa: F401
+from tests.ranks import run_ranks, several_programs
+from tests.state.test_checkpoint import run_to, steps_in
+from tests.state.test_resume import assert_same_bits
+
+SAVE_LAST = "--ckpt_every", "100"
+FOLDER = Path("000-DiT-Ti-2", "checkpoints")
+
+
+def lose(monkeypatch, step: int, micro: int = 0, really: bool = True) -> None:
+    """From a step's micro-batch on there are no data."""
+    read = BatchIterator.__next__
+
+    def next_batch(self):
+        batch = read(self)
+        if really and (batch.step, batch.micro) >= (step, micro):
+            raise DataError("http://store/a.tar can't be read, 5 attempts: gone")
+        return batch
+
+    monkeypatch.setattr(BatchIterator, "__next__", next_batch)
+
+
+def ends(outputs: Path, *more: str) -> str:
+    """What a run says that ends with exit code 1."""
+    with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(io.StringIO()) as err:
+        run_to(outputs, 6, *SAVE_LAST, *more)
+    assert stop.value.code in (1, 3), err.getvalue()
+    return err.getvalue()
+
+
+@pytest.mark.parametrize("accumulation, micro", [(1, 0), (2, 1)])
+def test_the_state_before_the_step_is_saved(tmp_path, no_ranks, accumulation, micro):
+    more = ("--grad_accumulation", str(accumulation), "--log_every", "2")
+    whole = run_to(tmp_path / "whole", 6, *SAVE_LAST, *more)
+    with pytest.MonkeyPatch.context() as patch:
+        lose(patch, 3, micro)
+        assert "error: http://store/a.tar can't be read, 5 attempts: gone" in ends(tmp_path / "lost", *more)
+    lost = tmp_path / "lost" / FOLDER
+    assert steps_in(lost) == [3]
+    assert [json.loads(line)["step"] for line in (lost.parent / "log.jsonl").read_text().splitlines()] == [2, 3]
+    run_to(tmp_path / "lost", 6, *SAVE_LAST, *more, "--load", "latest")
+    assert_same_bits(lost / "step_0000006", whole / "step_0000006")
+
+
+def test_what_is_saved_already_is_not_saved_again(tmp_path, no_ranks, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        lose(patch, 3)
+        ends(tmp_path, "--ckpt_every", "1")
+    assert capsys.readouterr().out.count("step 3: saved") == 1 and steps_in(tmp_path / FOLDER) == [1, 2, 3]
+
+
+def test_without_a_step_there_is_nothing_to_save(tmp_path, no_ranks):
+    with pytest.MonkeyPatch.context() as patch:
+        lose(patch, 0)
+        assert "gone" in ends(tmp_path)
+    assert not list((tmp_path / FOLDER).glob("step_*"))
+
+
+def on_ranks(mesh, outputs: str, *more: str) -> list[str]:
+    """Runs of six steps: one whole, one that rank 1 loses its data of, which then goes on."""
+    several_programs()
+    run_to(Path(outputs, "whole"), 6, *SAVE_LAST, *more)
+    with pytest.MonkeyPatch.context() as patch:
+        lose(patch, 3, 1, really=mesh.rank == 1)
+        said = ends(Path(outputs, "lost"), *more)
+    run_to(Path(outputs, "lost"), 6, *SAVE_LAST, *more, "--load", "latest")
+    return said
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--plugin", "zero2"),
+        ("--plugin", "ddp"),
+        ("--plugin", "fsdp"),
+        ("--plugin", "gemini", "--mixed_precision", "bf16"),
+        ("--tensor_parallel_size", "2"),
+        ("--pipeline_parallel_size", "2"),
+    ],
+    ids=lambda more: "-".join(more).strip("-"),
+)
+def test_one_ranks_data_are_lost(tmp_path, more):
+    said = run_ranks(2, on_ranks, str(tmp_path), *more, "--grad_accumulation", "2")
+    assert "gone" in said[1] and "Traceback" not in "".join(said)
+    assert steps_in(tmp_path / "lost" / FOLDER) == [3, 6]
+    assert_same_bits(tmp_path / "lost" / FOLDER / "step_0000006", tmp_path / "whole" / FOLDER / "step_0000006")
+
+
+def test_a_server_that_goes_down(
+    server,  # noqa: F811
+    tmp_path,
+    no_ranks,
+    monkeypatch,
+):
+    """The real thing: tars behind HTTP, whose server fails from the third step on."""
+    read = BatchIterator.__next__
+
+    def next_batch(self):
+        batch = read(self)
+        if batch.step == 1:
+            server.faults += ["500"] * 1000
+        return batch
+
+    more = ("--data_path", f"{server.address}/t-{{00..01}}.tar", "--text_encoder", "bytes", "--batch_size", "2")
+    monkeypatch.setattr(BatchIterator, "__next__", next_batch)
+    said = ends(tmp_path / "lost", *more)
+    assert "error: http://127.0.0.1" in said and "can't be read, 5 attempts" in said
+    assert steps_in(tmp_path / "lost" / FOLDER) == [2]
+    monkeypatch.setattr(BatchIterator, "__next__", read)
+    server.faults.clear()
+    run_to(tmp_path / "lost", 6, *SAVE_LAST, *more, "--load", "latest")
+    whole = run_to(tmp_path / "whole", 6, *SAVE_LAST, *more)
+    assert_same_bits(tmp_path / "lost" / FOLDER / "step_0000006", whole / "step_0000006")
