@@ -32,6 +32,7 @@ CODECS = {
 
 def write(path: str, width: int, height: int, codec: str, length: int = LENGTH, seed: int = SEED) -> None:
     """A picture of blurred noise that drifts, with some grain: about what a camera's clip costs to decode."""
+    os.environ.setdefault("SVT_LOG", "1")  # the AV1 encoder tells of itself a page a file
     import av
 
     random, (encoder, options) = np.random.default_rng(seed), CODECS[codec]

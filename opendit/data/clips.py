@@ -335,7 +335,8 @@ def _open_with(reader: str, name: str, codec: str) -> tuple[Reader, bool]:
         try:
             file = DecordReader(name)
             # It finds frames by their times: those of a file without (MPEG programme streams) get mixed up.
-            return file, bool((np.diff(file.times()) > 0).all())
+            times = file.times()
+            return file, bool((times[1:] > times[:-1]).all())
         except MemoryError:
             raise
         except Exception:

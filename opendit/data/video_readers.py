@@ -205,7 +205,7 @@ class DecordReader:
         self.declared = height * width
 
     def times(self) -> np.ndarray:
-        return self._reader.get_frame_timestamp(list(range(self.length)))[:, 0]
+        return self._reader.get_frame_timestamp(np.arange(self.length))[:, 0]
 
     def size(self) -> tuple[int, int]:
         height, width = self._reader.get_batch([]).shape[1:3]
