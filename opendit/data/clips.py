@@ -273,15 +273,20 @@ def decode_frames(
                     return file.read(indices).numpy()
                 parts = [indices[first : first + together] for first in range(0, len(indices), together)]
                 return np.concatenate([_shrink(file.read(part), size) for part in parts])
-            except (BadSample, MemoryError):
-                raise
-            except Exception:
-                pass  # decoding from the start finds out what is wrong, if anything is
+            except Exception as error:
+                if _is_final(error):
+                    raise  # else decoding from the start finds out what is wrong, if anything is
     finally:
         # Not left to the traceback of an error, and so to the garbage collector: it would hold its frames while the
         # other decoder works, and a process forked in the meantime that collects it waits for threads it hasn't got.
         del file
     return _decode_in_order(path, indices, stop, size)
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether nothing else is to be tried: the file is bad, or memory has run out. libav's error of that name is none
+    of these: it says that a damaged file asks for an absurd amount."""
+    return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
 def _check_size(path: str, height: int, width: int) -> None:
@@ -316,9 +321,9 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
             file, by_number = _open_with(reader, name, header.codec)
         if not file.length:
             raise ValueError("no frames")
-    except (BadSample, MemoryError):
-        raise
     except Exception as error:  # RuntimeError, AssertionError, libav's and decord's own types
+        if _is_final(error):
+            raise
         if not os.path.exists(path):  # it vanished
             raise BadSample(path, os.strerror(2)) from error
         reason = "holds no video stream" if isinstance(error, NoVideo) else "not a video that can be decoded"
@@ -337,18 +342,16 @@ def _open_with(reader: str, name: str, codec: str) -> tuple[Reader, bool]:
             # It finds frames by their times: those of a file without (MPEG programme streams) get mixed up.
             times = file.times()
             return file, bool((times[1:] > times[:-1]).all())
-        except MemoryError:
-            raise
-        except Exception:
-            pass
+        except Exception as error:
+            if _is_final(error):
+                raise
     contents = look_up(name, packets=True)
     if contents.seekable and reader != "decord":
         try:
             return OPENERS[reader](name, contents), True
-        except MemoryError:
-            raise
-        except Exception:
-            pass
+        except Exception as error:
+            if _is_final(error):
+                raise
     return PyAVReader(name, contents), False
 
 
@@ -386,7 +389,7 @@ def _decode_in_order(
         if len(kept) < len(wanted):
             raise BadSample(path, f"damaged: frame {max(wanted)} is needed, {count} frames can be decoded")
         return np.stack([kept[index] for index in indices])
-    except (BadSample, MemoryError):
-        raise
     except Exception as error:  # libav's errors, and frames that change their size
+        if _is_final(error):
+            raise
         raise BadSample(path, f"damaged: {getattr(error, 'strerror', None) or error}") from error

@@ -28,7 +28,8 @@ from opendit.data.text_cache import EMPTY, embed, pack_captions, pack_embeddings
 from opendit.encoders.text import TextEncoder
 from opendit.encoders.vae import Codec
 
-Part = tuple[Tensor, Tensor, Tensor, list[Any]]  # of a shard: moments (B, F, 2C, ...) fp16, labels, rows, embeddings
+# Of a shard: moments (B, F, 2C, ...) fp16, labels, rows, captions and their embeddings, if there are any.
+Part = tuple[Tensor, Tensor, Tensor, list[str], list[Any]]
 
 
 class _RowReader(Dataset[Any]):
@@ -37,19 +38,27 @@ class _RowReader(Dataset[Any]):
     def __init__(self, dataset: MediaDataset):
         self.dataset = copy(dataset)
 
-    def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], Tensor | None, list[str]]:
-        """Readable rows, their labels, their pictures (B, C, H, W), clips (B, C, T, H, W) or None, skipped files."""
-        good, pictures, skipped = [], [], []
+    def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], list[str], Tensor | None, list[str]]:
+        """Readable rows, their labels, their captions if there are any, their pictures (B, C, H, W), clips (B, C, T, H,
+        W) or None, skipped files."""
+        good, labels, captions, pictures, skipped = [], [], [], [], []
         for row in rows:
             if self.dataset.on_read is not None:
                 self.dataset.on_read(row)
             try:
-                pictures.append(self.dataset.load(row, flip=False))
-                good.append(row)
+                # Whatever of it can't be read: a sample is used as a whole or not at all.
+                picture, label, caption = self.dataset.load(row, False), self.dataset.label(row), self._caption(row)
             except BadSample as bad:
                 skipped.append(str(bad))
-        labels = [self.dataset.label(row) for row in good]
-        return good, labels, torch.stack(pictures) if pictures else None, skipped
+                continue
+            pictures.append(picture)
+            good.append(row)
+            labels.append(label)
+            captions += caption
+        return good, labels, captions, torch.stack(pictures) if pictures else None, skipped
+
+    def _caption(self, row: int) -> list[str]:
+        return [cast(str, self.dataset.caption(row))] if self.dataset.conditioning == "text" else []
 
 
 def make_latents(
@@ -291,7 +300,7 @@ def _encode_shard(
 ) -> tuple[list[Part], list[str]]:
     """A shard's batches, and the files skipped in it."""
     parts, all_skipped = [], []
-    for rows, labels, pictures, skipped in batches:
+    for rows, labels, captions, pictures, skipped in batches:
         counter.add(len(rows), skipped)
         all_skipped += skipped
         if rows:
@@ -303,8 +312,8 @@ def _encode_shard(
                     f"the latents of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision "
                     "bf16 or fp32, and check the VAE's weights if that doesn't help"
                 )
-            embedded = embed(encoder, [cast(str, dataset.caption(row)) for row in rows]) if encoder else []
-            parts.append((moments.cpu(), torch.tensor(labels), torch.tensor(rows), embedded))
+            embedded = embed(encoder, captions) if encoder else []
+            parts.append((moments.cpu(), torch.tensor(labels), torch.tensor(rows), captions, embedded))
         bar.update(len(rows) + len(skipped))
     return parts, all_skipped
 
@@ -312,13 +321,13 @@ def _encode_shard(
 def _join(parts: list[Part], dataset: MediaDataset, shape: tuple[int, ...], encoder) -> dict[str, Tensor]:
     """One shard's tensors; ``shape``: of one picture's moments, for a shard without a single readable picture."""
     if not parts:
-        parts = [(torch.empty(0, *shape, dtype=torch.half), torch.empty(0).long(), torch.empty(0).long(), [])]
+        parts = [(torch.empty(0, *shape, dtype=torch.half), torch.empty(0).long(), torch.empty(0).long(), [], [])]
     moments, labels, rows = (torch.cat(tensors) for tensors in list(zip(*parts, strict=True))[:3])
     tensors = {"moments": moments, "labels": labels.long(), "rows": rows.long()}
     if dataset.conditioning == "text":
-        tensors |= pack_captions([cast(str, dataset.caption(row)) for row in rows.tolist()])
+        tensors |= pack_captions([caption for part in parts for caption in part[3]])
     if encoder:
-        embedded = [caption for part in parts for caption in part[3]]
+        embedded = [caption for part in parts for caption in part[4]]
         tensors |= pack_embeddings(embedded, encoder.width)
     return tensors
 

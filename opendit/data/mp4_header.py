@@ -13,10 +13,12 @@ import numpy as np
 
 MAX_FRAMES = 2**22  # of a clip: 19 hours at 60 frames a second
 MAX_TABLES = 2**28  # bytes of all tables of a file; those of 19 hours have a fifth of that
-MAX_BOXES = 100_000  # at the top of a file: a fragmented one has two for every few seconds
+MAX_BOXES = 100_000  # at the top of a file, of which a fragmented one has two for every few seconds; and in one of them
 
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
-_TABLES = (b"stts", b"ctts", b"stsz", b"stz2", b"trun")
+# Bytes of an entry of the tables that begin with a version, flags and the number of their entries.
+_ENTRY = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4}
+_TABLES = (*_ENTRY, b"stsz", b"stz2", b"trun")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 
@@ -38,7 +40,10 @@ def read_tables(file: BinaryIO) -> tuple[str | None, str]:
         if read > MAX_TABLES:
             return f"tables of {read:,} bytes, more than {MAX_TABLES:,}", ""
         file.seek(begin)
-        samples, frames, found = _count(file.read(length))
+        try:
+            samples, frames, found = _count(file.read(length))
+        except ValueError as error:
+            return str(error), ""
         codecs += found
         if samples > size:
             return f"declares {samples:,} samples, more than its {size:,} bytes", ""
@@ -72,12 +77,15 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _count(data: bytes) -> tuple[int, int, list[bytes]]:
-    """The most samples that a table of any track declares, and of a video track; the kinds of all video frames."""
-    most, video, codecs = 0, 0, []
+    """The most samples that a table of any track declares, and of a video track; the kinds of all video frames.
+
+    Raises ValueError for a table with more entries than it has room for: FFmpeg takes what follows it for entries."""
+    most, video, codecs, left = 0, 0, [], MAX_BOXES
     todo = [(0, len(data), False)]
     while todo:
         first, last, is_video = todo.pop()
-        boxes = _boxes(data, first, last)
+        boxes = _boxes(data, first, last, left)
+        left -= len(boxes)
         # A track's handler, which tells its kind, stands before its tables, in the box around them.
         for kind, begin, end in boxes:
             is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
@@ -85,15 +93,15 @@ def _count(data: bytes) -> tuple[int, int, list[bytes]]:
             if kind in _CONTAINERS:
                 todo.append((begin, end, is_video))
             elif kind == b"stsd" and is_video:  # 4 bytes, how many kinds, and each one's length and letters
-                codecs += [letters for letters, _, _ in _boxes(data, begin + 8, end)]
+                codecs += [letters for letters, _, _ in _boxes(data, begin + 8, end, left)]
             elif kind in _TABLES:
                 count = _declared(kind, data, begin, end)
                 most, video = max(most, count), max(video, count if is_video else 0)
     return most, video, codecs
 
 
-def _boxes(data: bytes, at: int, last: int) -> list[tuple[bytes, int, int]]:
-    """(kind, where its contents begin and end) of the boxes in data[at:last]."""
+def _boxes(data: bytes, at: int, last: int, most: int) -> list[tuple[bytes, int, int]]:
+    """(kind, where its contents begin and end) of the boxes in data[at:last]. Raises ValueError for too many."""
     found = []
     while at + 8 <= last:
         length, kind = _HEAD.unpack_from(data, at)
@@ -101,17 +109,38 @@ def _boxes(data: bytes, at: int, last: int) -> list[tuple[bytes, int, int]]:
             break
         found.append((kind, at + 8, min(at + length, last)))
         at += length
+        if len(found) > most:
+            raise ValueError(f"more than {MAX_BOXES:,} boxes")
     return found
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """How many samples the table in data[begin:end] speaks of."""
+    """How many samples the table in data[begin:end] speaks of. Raises ValueError, as :func:`_count` says."""
     size = end - begin
-    if kind in (b"stts", b"ctts") and size >= 8:  # runs of (count, value)
-        runs = np.frombuffer(data, ">u4", (size - 8) // 8 * 2, begin + 8)[::2]
-        return int(runs[: _NUMBER.unpack_from(data, begin + 4)[0]].sum(dtype=np.uint64))
-    if kind in (b"stsz", b"stz2") and size >= 12:
-        return _NUMBER.unpack_from(data, begin + 8)[0]
-    if kind == b"trun" and size >= 8:
-        return _NUMBER.unpack_from(data, begin + 4)[0]
-    return 0
+    if size < 8:
+        return 0
+    number = _NUMBER.unpack_from(data, begin + 4)[0]  # of entries, or for stsz the size of all samples, if that is one
+    if kind in _ENTRY:
+        _check(kind, number * _ENTRY[kind], size - 8)
+        if kind not in (b"stts", b"ctts"):
+            return 0
+        runs = np.frombuffer(data, ">u4", number * 2, begin + 8)[::2]  # of (count, value)
+        return int(runs.sum(dtype=np.uint64))
+    if kind == b"trun":
+        flags = _NUMBER.unpack_from(data, begin)[0]
+        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # duration, size, flags and offset of each sample
+        _check(kind, number * fields * 4, size - 8 - 4 * ((flags & 1) + (flags >> 2 & 1)))
+        return number
+    if size < 12:
+        return 0
+    samples = _NUMBER.unpack_from(data, begin + 8)[0]
+    if kind == b"stz2":
+        _check(kind, samples * (number & 0xFF) // 8, size - 12)
+    elif number == 0:
+        _check(kind, samples * 4, size - 12)
+    return samples
+
+
+def _check(kind: bytes, needed: int, room: int) -> None:
+    if needed > room:
+        raise ValueError(f"its table {kind.decode()} declares more entries than it holds")

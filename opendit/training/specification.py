@@ -1,6 +1,6 @@
 """What a training run is, before anything large is built."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -8,6 +8,7 @@ from typing import Any, cast
 from opendit.cli.command_line import to_dict
 from opendit.cli.train_flags import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset
+from opendit.data.base import BadSample
 from opendit.diffusion import Objective
 from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.folder import KNOWN
@@ -94,11 +95,15 @@ class RunSpecification:
 
 
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
-    """Captions to draw when nobody names one: distinct ones, spread evenly over the data set."""
+    """Captions to draw when nobody names one: distinct ones, spread evenly over the data set. Rows that can't be read
+    have none: the loader replaces and counts them."""
     if dataset.conditioning != "text":
         return []
-    rows = range(0, len(dataset), max(1, len(dataset) // (4 * count)))
-    return list(dict.fromkeys(cast(str, dataset.caption(row)) for row in rows))[:count]
+    found: dict[str, None] = {}
+    for row in range(0, len(dataset), max(1, len(dataset) // (4 * count))):
+        with suppress(BadSample):
+            found[cast(str, dataset.caption(row))] = None
+    return list(found)[:count]
 
 
 def _path_or_name(value: str | None) -> str | None:

@@ -1,5 +1,6 @@
 """Clips that are short, broken, slow, or made by strangers."""
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -213,6 +214,21 @@ def test_running_out_of_memory_is_no_bad_file(tmp_path, monkeypatch):
         read_clip("any.mp4", 2, 1, 16, start=None)
 
 
+@pytest.mark.parametrize("step", ["look_up", "open_container"])
+def test_a_file_that_asks_libav_for_too_much_is_a_bad_file(tmp_path, monkeypatch, step):
+    """Its error of an absurd size in a header is a MemoryError, too."""
+    path = encode(tmp_path / "clip.avi", grey(8))
+
+    def absurd(*_, **__):
+        raise av.error.MemoryError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(clips, step, absurd)
+    monkeypatch.setattr(OPENERS["pyav"], "read", absurd)
+    says = "not a video that can be decoded" if step == "look_up" else "damaged: Cannot allocate memory"
+    with pytest.raises(BadSample, match=says):
+        read_clip(str(path), 2, 1, 16, start=None, reader="pyav")
+
+
 # ---------------------------------------------------------------- files of strangers
 
 
@@ -228,6 +244,9 @@ def table(path, target, box, at, value, kind=">I"):
 @pytest.mark.parametrize(
     ("box", "at", "value", "says"),
     [
+        (b"stts", 4, 233, "its table stts declares more entries than it holds"),  # used to end the process
+        (b"stsz", 8, 31, "its table stsz declares more entries than it holds"),
+        (b"stco", 4, 2**30, "its table stco declares more entries than it holds"),
         (b"stts", 8, 2**32 - 1, "declares 4,294,967,295 samples, more than its "),  # used to end the process
         (b"stsz", 8, 50_000_000, "declares 50,000,000 samples, more than its "),  # used to take 3.5 GB
         (b"stts", 12, 2**31 - 1, "damaged: "),
@@ -235,7 +254,7 @@ def table(path, target, box, at, value, kind=">I"):
 )
 def test_tables_of_more_frames_than_bytes(tmp_path, box, at, value, says):
     path = encode(tmp_path / "clip.mp4", grey(30))
-    path = table(path, tmp_path / "table.mp4", b"stsz", 4, 1) if box == b"stsz" else path
+    path = table(path, tmp_path / "table.mp4", b"stsz", 4, 1) if value == 50_000_000 else path
     begin = time.monotonic()
     assert reason(table(path, tmp_path / "bomb.mp4", box, at, value), 4).startswith(says)
     assert time.monotonic() - begin < 10
@@ -245,7 +264,17 @@ def test_fragments_of_more_frames_than_bytes(tmp_path):
     path = encode(tmp_path / "clip.mp4", grey(30), movflags="frag_keyframe+empty_moov")
     assert numbers(read_clip(str(path), 4, 1, 16, start=0.0)) == [0, 1, 2, 3]
     bomb = table(path, tmp_path / "bomb.mp4", b"trun", 4, 2**31)
+    assert reason(bomb) == "its table trun declares more entries than it holds"
+    table(bomb, bomb, b"trun", 0, 0)  # without fields of their own they take no room
     assert reason(bomb).startswith("declares 2,147,483,648 samples, more than its ")
+
+
+def test_a_header_of_very_many_boxes(tmp_path):
+    path, box = tmp_path / "boxes.mp4", struct.pack(">I4s", 8, b"free")
+    path.write_bytes(
+        struct.pack(">I4s", 16, b"ftyp") + b"isom" * 2 + struct.pack(">I4s", 8 + 8 * 10**6, b"moov") + box * 10**6
+    )
+    assert reason(path) == "more than 100,000 boxes"
 
 
 def test_a_clip_of_very_many_frames(tmp_path, monkeypatch):
