@@ -1,6 +1,7 @@
 """Several data sets as one, in the proportions of their weights."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -25,10 +26,11 @@ WHAT_TO_DO = {
 class BlendedDataset(MediaDataset):
     """The rows of several data sets, one set after the other.
 
-    names, parts: of the sources. stages: see ``SourceRows``. epoch: samples of a pass over the data; None: as many as
-    there are rows. classes: of every source, its classes' names -> theirs in the blend, for those called otherwise.
-    union: the blend's classes are all that any source has; otherwise the sources' must be the same. Samples are
-    mirrored, and clips' windows drawn, as each source has it.
+    names, parts: of the sources. stages, epochs: see ``SourceRows``; with epochs the first stage's weights are made of
+    them, and without, a pass over the data has as many samples as there are rows. classes: of every source, its
+    classes' names -> theirs in the blend, for those called otherwise. union: the blend's classes are all that any
+    source has; otherwise the sources' must be the same. Samples are mirrored, and clips' windows drawn, as each source
+    has it.
 
     Raises ValueError, saying what to do, for sources that can't be trained on together.
     """
@@ -40,7 +42,7 @@ class BlendedDataset(MediaDataset):
         stages: Sequence[tuple[int, Sequence[Fraction]]],
         *,
         shown: str,
-        epoch: int | None = None,
+        epochs: Sequence[Fraction] | None = None,
         classes: Sequence[dict[str, str]] | None = None,
         union: bool = False,
     ):
@@ -65,7 +67,9 @@ class BlendedDataset(MediaDataset):
         self.random_window = any(part.random_window for part in parts)
         self.ends = np.cumsum([len(part) for part in parts])
         exact = tuple((step, tuple(weights)) for step, weights in stages)
-        self._rows = SourceRows(tuple(names), tuple(self.ends.tolist()), exact, epoch or len(self))
+        self._rows = SourceRows(tuple(names), tuple(self.ends.tolist()), exact, len(self))
+        if epochs is not None:
+            self._rows = replace(self._rows, epochs=tuple(epochs)).of_rows(np.arange(len(self)))
         self._alike = len({type(part) for part in parts}) == 1
 
     def __len__(self) -> int:

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,10 +116,7 @@ class SomeRows(MediaDataset):
 
     def source_rows(self) -> SourceRows | None:
         found = self.whole.source_rows()
-        if found is None:
-            return None
-        epoch = round(found.epoch * len(self) / len(self.whole))
-        return replace(found, ends=tuple(np.searchsorted(self.rows, found.ends).tolist()), epoch=epoch)
+        return None if found is None else found.of_rows(self.rows)
 
     def shape_keys(self) -> np.ndarray | None:
         keys = self.whole.shape_keys()

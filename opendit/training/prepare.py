@@ -99,8 +99,11 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     # Checkpoints from before there was another order do not name theirs.
     order = stored.get("order", SORTED) if resume else KEYED
     schedule = make_schedule(asked, dataset, global_batch, config, order)
-    if resume and (packs := resume.state.get("packs")) is not None and isinstance(schedule, PackSchedule):
-        schedule.restore(packs, resume.state["step"])
+    if resume and isinstance(schedule, PackSchedule):
+        if (packs := resume.state.get("packs")) is not None:
+            schedule.restore(packs, resume.state["step"])
+        else:
+            schedule.begin_at(resume.state["step"])
     if resume:
         resumed = read_config(resume.model)
         config = config if resumed is None else of_revision(config, asked.model.model, resumed.revision)

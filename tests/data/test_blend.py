@@ -6,6 +6,9 @@ import torch
 from PIL import Image
 
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data.held_out import hold_out
+from opendit.data.order.buckets import TokenSize, shape_table
+from opendit.data.shaped import shape_media
 from opendit.data.shards.program import make_indexes
 from tests.data.shards.tars import captioned, picture, write_tar
 
@@ -46,6 +49,28 @@ def test_rows_are_those_of_the_sources(folder):
     union = blend(folder, "{classes: union, sources: [{path: a, epochs: 3}, {path: c, epochs: 1}]}")
     assert union.class_names == ["cat", "dog", "hound"] and union.label(19) == 2
     assert union.source_rows().epoch == 3 * 14 + 6
+
+
+@pytest.mark.parametrize("how", [{"bucket_tokens": 64}, {"pack_tokens": 64}, {}])
+def test_epochs_of_a_source_are_of_the_rows_that_are_left(tmp_path, how):
+    """Of those too small for buckets and packs, and of those held out, there are none in a pass."""
+    for name, small in (("a", 6), ("b", 0)):
+        for i in range(12):
+            side = 2 if i < small else 32
+            (tmp_path / name / "one").mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((side, side, 3), i, np.uint8)).save(tmp_path / name / "one" / f"{i:02d}.png")
+    data = blend(tmp_path, "sources: [{path: a, epochs: 1}, {path: b, epochs: 2}]")
+    if how:
+        left = shape_media(data, shape_table(32, 1, TokenSize(1, 1, (4, 4)), 64), 1, 1.25, "--bucket_tokens")
+    else:
+        left, _ = hold_out(data, 0.25)
+    sizes = left.source_rows().sizes
+    assert left.source_rows().epoch == sizes[0] + 2 * sizes[1] and min(sizes) > 0
+    schedule = build_schedule(left, 1, 1, 3, **how)
+    steps = 32 * left.source_rows().epoch  # of one sample each; packs come in windows of 192, which 32 x 30 make
+    rows = [row for step in range(steps) for row in schedule.rows(step)]
+    counts = np.bincount(rows, minlength=len(left))
+    assert (set(counts[: sizes[0]]), set(counts[sizes[0] :])) == ({32}, {64})
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])

@@ -146,6 +146,7 @@ def test_the_shift_follows_a_samples_tokens():
     for unknown in (lambda: objective.times(1, 2, index), lambda: objective.trajectory(5)):
         with pytest.raises(ValueError, match="--flow_shift_tokens"):
             unknown()
+    assert objective.samplers == alone.samplers and objective.choose("heun") == "heun"
     assert objective_from_dict(objective.to_dict()) == objective and "shift_tokens" not in alone.to_dict()
     assert FlowObjective().for_tokens(7) == FlowObjective()
 

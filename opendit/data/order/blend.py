@@ -1,7 +1,7 @@
 """The schedule of a data set of several sources."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, cast
@@ -22,17 +22,33 @@ class SourceRows:
 
     names: of the sources. ends: (sources,) where each source's rows end; they begin where the one before ends.
     stages: (first step, the weight of every source) in order of step, the first at 0; weights may have any sum, and 0
-    is a source that is not drawn in this stage. epoch: samples of a pass over the data.
+    is a source that is not drawn in this stage. epoch: samples of a pass over the data. epochs: how often a pass draws
+    each source, where that, and not weights, was asked for: the first stage's weights are those times the sizes.
     """
 
     names: tuple[str, ...]
     ends: tuple[int, ...]
     stages: tuple[tuple[int, tuple[Fraction, ...]], ...]
     epoch: int
+    epochs: tuple[Fraction, ...] | None = None
+
+    def of_rows(self, rows: np.ndarray) -> "SourceRows":
+        """The same of a part of the rows, rising, which are numbered anew."""
+        left = replace(self, ends=tuple(np.searchsorted(rows, self.ends).tolist()))
+        if self.epochs is None:
+            return replace(left, epoch=round(self.epoch * len(rows) / self.ends[-1]))
+        weights = tuple(epochs * size for epochs, size in zip(self.epochs, left.sizes, strict=True))
+        return replace(left, stages=((0, weights), *self.stages[1:]), epoch=max(1, int(sum(weights))))
 
     @property
     def sizes(self) -> list[int]:
         return np.diff([0, *self.ends]).tolist()
+
+    def check(self) -> None:
+        """Raises ValueError for a source without samples."""
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if size == 0:
+                raise ValueError(f"the source {name} has no samples")
 
     def log(self, counts: np.ndarray) -> dict[str, Any]:
         """Of so many samples drawn of each, {"sources": {name: {"share": of all so far, "epoch": passes over it}}}."""
@@ -60,9 +76,7 @@ class BlendSchedule(BatchSchedule):
     ):
         super().__init__(sources.ends[-1], global_batch, seed)
         self.sources, starts = sources, [0, *sources.ends[:-1]]
-        for name, size in zip(sources.names, sources.sizes, strict=True):
-            if size == 0:
-                raise ValueError(f"the source {name} has no samples")
+        sources.check()
         of_source = [None if keys is None else RowsByKey(keys[a:b]) for a, b in zip(starts, sources.ends, strict=True)]
         values = (
             [0]

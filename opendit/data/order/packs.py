@@ -78,8 +78,11 @@ class PackSchedule(BatchSchedule):
             raise ValueError("every sample needs a token at least")
         if whole.most > capacity:
             raise ValueError(f"--pack_tokens {capacity}: a sample has {whole.most:,} tokens; raise it to that at least")
+        if sources is not None:
+            sources.check()
         self.dataset_size, self.global_batch, self.seed, self.sources = len(self.tokens), global_batch, seed, sources
         self.steps_per_window = -(-WINDOW // global_batch)
+        self._origin = 0  # the step that the first window begins with
         self._beginnings = {0: Beginning(0, 0, ())}
         self._windows: OrderedDict[int, _Window] = OrderedDict()
         self._base: tuple[tuple[int, ...], BatchSchedule] | None = None
@@ -105,23 +108,30 @@ class PackSchedule(BatchSchedule):
         return sorted(keys, key=lambda key: -self.tokens[key[0]])
 
     def epoch(self, step: int) -> int:
-        """The pass over the data in which the window of a step begins."""
-        return self._beginning(step // self.steps_per_window).position // self.samples_of_a_pass
+        """How many passes over the data have as many samples as the steps before ``step`` have taken."""
+        order, waiting = self._after(step)
+        return (order.position - len(waiting)) // self.samples_of_a_pass
 
     def steps(self, epochs: int) -> int:
-        """The steps of so many passes, at the fill of the first windows."""
-        return int(epochs * self._tokens_of_a_pass() / (self.global_batch * self.capacity * self.fill))
+        """The steps of so many passes, at the fill of the first windows and the mean lengths of the blend's stages."""
+        samples, tokens = epochs * self.samples_of_a_pass, self.global_batch * self.capacity * self.fill
+        stages = self._mean_lengths()
+        for (start, mean), (end, _) in zip(stages, [*stages[1:], (float("inf"), 0.0)], strict=True):
+            if start + samples * mean / tokens <= end:
+                return int(start + samples * mean / tokens)
+            samples -= (end - start) * tokens / mean
+        raise AssertionError("the last stage has no end")
 
     def log(self, step: int) -> dict[str, Any]:
         """{"fill": share of the last step's packs that is no padding}, and of several sources "sources" as of
-        ``BlendSchedule``, at the beginning of the window of ``step``."""
-        tokens = int(self.tokens[self.rows(max(0, step - 1))].sum(dtype=np.int64))
+        ``BlendSchedule``."""
+        tokens = int(self.tokens[self.rows(max(self._origin, step - 1))].sum(dtype=np.int64))
         found = {"fill": tokens / (self.global_batch * self.capacity)}
         if self.sources is not None:
-            begin = self._beginning(step // self.steps_per_window)
-            waiting = self._rows_at(np.array(begin.carry, dtype=np.int64), begin.stages)
-            counts = cast(BlendSchedule, self._order(begin.stages)).consumed(begin.position)
-            counts -= np.bincount(np.searchsorted(self.sources.ends, waiting, side="right"), minlength=len(counts))
+            order, waiting = self._after(step)
+            rows = self._rows_at(waiting, order.stages)
+            counts = cast(BlendSchedule, self._order(order.stages)).consumed(order.position)
+            counts -= np.bincount(np.searchsorted(self.sources.ends, rows, side="right"), minlength=len(counts))
             found |= self.sources.log(counts)
         return found
 
@@ -133,12 +143,7 @@ class PackSchedule(BatchSchedule):
         """
         if self.sources is not None:
             return None
-        number, place = divmod(step, self.steps_per_window)
-        begin, coming = self._beginning(number), []
-        if place:
-            window = self._window(number)
-            begin, coming = window.after, window.places[place:]
-        waiting = np.sort(np.concatenate([np.array(begin.carry, dtype=np.int64), *coming]))
+        begin, waiting = self._after(step)
         passes, rest = divmod(begin.position, self.dataset_size)
         counts = Counter({passes: self.dataset_size - rest, passes + 1: rest})
         rows, missed = np.unique(self._rows_at(waiting, begin.stages), return_counts=True)
@@ -163,20 +168,24 @@ class PackSchedule(BatchSchedule):
             self._fill = filled / (SAMPLED * self.steps_per_window * self.global_batch * self.capacity)
         return self._fill
 
-    def _tokens_of_a_pass(self) -> float:
+    def _mean_lengths(self) -> list[tuple[float, float]]:
+        """(first step, mean tokens of a sample) of every stage of the blend."""
         if self.sources is None:
-            return float(self._whole.total)
-        weights, starts = self.sources.stages[0][1], [0, *self.sources.ends[:-1]]
-        means = [summary_of(self.tokens, a, b).mean for a, b in zip(starts, self.sources.ends, strict=True)]
-        shares = [float(weight / sum(weights)) for weight in weights]
-        return self.sources.epoch * sum(share * mean for share, mean in zip(shares, means, strict=True))
+            return [(0.0, self._whole.mean)]
+        starts, ends = [0, *self.sources.ends[:-1]], self.sources.ends
+        means = [summary_of(self.tokens, a, b).mean for a, b in zip(starts, ends, strict=True)]
+        return [
+            (float(step), sum(float(w / sum(weights)) * mean for w, mean in zip(weights, means, strict=True)))
+            for step, weights in self.sources.stages
+        ]
 
     # ------------------------------------------------------------------------------------------- of a checkpoint
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint after ``step`` steps keeps, as JSON: where the window of the next one begins."""
-        begin = self._beginning(step // self.steps_per_window)
+        begin = self._beginning((step - self._origin) // self.steps_per_window)
         return {
+            "origin": self._origin,
             "window": begin.window,
             "position": begin.position,
             "carry": list(begin.carry),
@@ -186,24 +195,51 @@ class PackSchedule(BatchSchedule):
         }
 
     def restore(self, state: dict[str, Any], step: int) -> bool:
-        """Goes on from what :meth:`state` gave after ``step`` steps; False, and nothing is done, if that was with packs
-        of another size or another number of them a step. Raises ValueError for what can't have been given."""
-        if (state["global_batch"], state["capacity"]) != (self.global_batch, self.capacity):
+        """Goes on from what :meth:`state` gave after ``step`` steps. False: that was with packs of another size, or
+        another number of them a step, so that the samples which were not taken yet come in another order. Raises
+        ValueError for what can't have been given."""
+        packs, capacity = state["global_batch"], state["capacity"]
+        if (packs, capacity) != (self.global_batch, self.capacity):
+            how: dict[str, Any] = {"sources": self.sources, "attention": self.attention}
+            before = PackSchedule(self.tokens, max(capacity, self._whole.most), packs, self.seed, **how)
+            before.restore({**state, "capacity": before.capacity}, step)
+            order, waiting = before._after(step)
+            self.begin_at(step, replace(order, carry=tuple(waiting.tolist())))
             return False
-        carry, stages = tuple(state["carry"]), tuple(state["stages"])
+        carry, stages, origin = tuple(state["carry"]), tuple(state["stages"]), state.get("origin", 0)
+        changes = 1 if self.sources is None else len(self.sources.stages)
+        if self.sources is not None and len(stages) > changes:
+            raise ValueError(
+                f"--data_path: the blend's weights had changed {len(stages) - 1} times before the checkpoint, and it "
+                f"lists {changes - 1} changes now; give it those that have been"
+            )
         begin = Beginning(state["window"], state["position"], carry, stages)
         risen = all(a < b for a, b in zip((-1, *carry), (*carry, begin.position), strict=True))
-        changes = 1 if self.sources is None else len(self.sources.stages)
-        if begin.window != step // self.steps_per_window or not risen or not 0 < len(stages) <= changes:
+        here = 0 <= origin <= step and begin.window == (step - origin) // self.steps_per_window
+        if not (here and risen and 0 < len(stages) <= changes):
             raise ValueError("the checkpoint's packs are damaged: take an earlier checkpoint")
-        self._beginnings[begin.window] = begin
+        self._origin, self._beginnings = origin, {begin.window: begin}
         return True
+
+    def begin_at(self, step: int, order: Beginning = Beginning(0, 0, ())) -> None:
+        """Takes ``step`` for the first one, from a place of the order on: of a run that had no such packs before."""
+        self._origin, self._beginnings = step, {0: replace(order, window=0)}
+        self._windows.clear()
 
     # ------------------------------------------------------------------------------------------------- the fold
 
     def _of_step(self, step: int) -> tuple[_Window, int]:
-        number, place = divmod(step, self.steps_per_window)
+        number, place = divmod(step - self._origin, self.steps_per_window)
         return self._window(number), place
+
+    def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
+        """Where the steps before ``step`` end in the order, and the places before it that none of them has taken."""
+        number, place = divmod(step - self._origin, self.steps_per_window)
+        order, coming = self._beginning(number), []
+        if place:
+            window = self._window(number)
+            order, coming = window.after, window.places[place:]
+        return order, np.sort(np.concatenate([np.array(order.carry, dtype=np.int64), *coming]))
 
     def _beginning(self, number: int) -> Beginning:
         if number in self._beginnings:
@@ -268,7 +304,8 @@ class PackSchedule(BatchSchedule):
         their step or after it."""
         if self.sources is None:
             return begin.stages
-        due = sum(step <= begin.window * self.steps_per_window for step, _ in self.sources.stages)
+        first = self._origin + begin.window * self.steps_per_window
+        due = sum(step <= first for step, _ in self.sources.stages)
         # Two changes in one window: the later one counts, and the one before it is of no sample.
         return begin.stages + (begin.position,) * (due - len(begin.stages))
 

@@ -54,11 +54,9 @@ def open_source(asked: Request) -> MediaDataset | None:
         raise _no_split(asked, error) from error
     if len(parts) == 1:
         return parts[0]
-    weights = [leaf.share for leaf in leaves]
-    if kind == REPETITIONS:
-        weights = [share * len(part) for share, part in zip(weights, parts, strict=True)]
-    epoch = max(1, int(sum(weights))) if kind == REPETITIONS else None
-    return BlendedDataset(_names(leaves, asked.located), parts, [(0, weights)], shown=asked.shown, epoch=epoch)
+    shares, names = [leaf.share for leaf in leaves], _names(leaves, asked.located)
+    epochs = shares if kind == REPETITIONS else None
+    return BlendedDataset(names, parts, [(0, shares)], shown=asked.shown, epochs=epochs)
 
 
 def _no_split(asked: Request, error: ValueError) -> ValueError:

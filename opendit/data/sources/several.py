@@ -69,10 +69,6 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
         cooker = asked.energon_cooker if is_prepared(Path(path)) else None
         parts.append(build_dataset(**_options(replace(asked, data_path=path, energon_cooker=cooker))))
         _check(not isinstance(parts[-1], MockDataset), shown, "can't hold mock, whose latents are random")
-    weights, epoch = amounts, None
-    if given == ["epochs"]:
-        weights = [epochs * len(part) for epochs, part in zip(amounts, parts, strict=True)]
-        epoch = int(sum(weights))
     if asked.energon_cooker and not any(is_prepared(Path(path)) for path in paths):
         raise ValueError(
             f"--energon_cooker {asked.energon_cooker}: no source of {shown} was prepared by Energon; leave it out"
@@ -80,9 +76,9 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
     return BlendedDataset(
         names,
         parts,
-        [(0, weights), *_changes(changes, names, shown)],
+        [(0, amounts), *_changes(changes, names, shown)],
         shown=shown,
-        epoch=epoch,
+        epochs=amounts if given == ["epochs"] else None,
         classes=[source.get("classes", {}) for source in sources],
         union=union == "union",
     )

@@ -84,7 +84,7 @@ class Objective(ABC):
     @property
     def samplers(self) -> tuple[str, ...]:
         """Those that can go along its trajectory, the default one first."""
-        default, trajectory = DESCRIPTIONS[self.name].sampler, type(self.trajectory(2))
+        default, trajectory = DESCRIPTIONS[self.name].sampler, type(self.for_tokens(1).trajectory(2))
         fitting = [name for name, sampler in SAMPLERS.items() if sampler.fits(trajectory)]
         return tuple(sorted(fitting, key=lambda name: name != default))
 

@@ -176,20 +176,69 @@ def test_weights_of_sources_hold_and_change_with_a_window():
     after = np.searchsorted(ends, flat(schedule, range(change + 16, change + 200)), side="right")
     assert np.allclose(np.bincount(before, minlength=3) / len(before), (0.75, 0.25, 0), atol=0.01)
     assert np.allclose(np.bincount(after, minlength=3) / len(after), (0, 0.5, 0.5), atol=0.02)
-    at = change + 4 * schedule.steps_per_window
-    drawn = np.bincount(np.searchsorted(ends, flat(schedule, range(at)), side="right"), minlength=3)
-    log = schedule.log(at)["sources"]
-    assert [log[name]["epoch"] for name in "abc"] == (drawn / (300, 200, 100)).tolist()
-    assert [log[name]["share"] for name in "abc"] == (drawn / drawn.sum()).tolist()
+    resumed = PackSchedule(lengths, 64, 24, 7, sources=sources, attention=20.0)
+    resumed.restore(schedule.state(change + 3), change + 3)
+    for at in (1, 5, change, change + 3, change + 4 * schedule.steps_per_window):  # also within a window
+        drawn = np.bincount(np.searchsorted(ends, flat(schedule, range(at)), side="right"), minlength=3)
+        for each in (schedule, resumed) if at > change else (schedule,):
+            log = each.log(at)["sources"]
+            assert [log[name]["epoch"] for name in "abc"] == (drawn / (300, 200, 100)).tolist()
+            assert [log[name]["share"] for name in "abc"] == (drawn / drawn.sum()).tolist()
+            assert each.epoch(at) == drawn.sum() // 600
     assert schedule.state(change + 16)["stages"][1] == schedule.state(change)["position"]
 
 
-def test_a_checkpoint_of_other_packs_or_a_damaged_one():
+def test_steps_of_a_pass_count_the_changes_of_a_blend():
+    lengths, sources = np.repeat([30, 1], [50, 50]), lambda *stages: SourceRows(("a", "b"), (50, 100), stages, 20_000)
+    long, short = (Fraction(1), Fraction(0)), (Fraction(0), Fraction(1))
+    for stages in (((0, long), (100, short)), ((0, short), (10, long))):
+        schedule = PackSchedule(lengths, 64, 8, 7, sources=sources(*stages))
+        steps = schedule.steps(1)
+        drawn = sum(len(schedule.rows(step)) for step in range(steps))
+        # The weights change with a window, up to 24 steps after the step that they name.
+        assert abs(drawn - 20_000) <= 24 * max(len(schedule.rows(step)) for step in (0, steps))
+
+
+@settings(deadline=None, max_examples=8)
+@given(LENGTHS, st.integers(1, 300), st.integers(1, 99), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40))
+def test_other_packs_go_on_with_what_was_not_taken(lengths, stop, more, packs, others, seed):
+    """A resume with other packs loses and repeats no sample, and does not begin anew."""
+    lengths = np.array(lengths)
+    before, after = PackSchedule(lengths, 64, packs, seed), PackSchedule(lengths, 100, others, seed)
+    assert not after.restore(json.loads(json.dumps(before.state(stop))), stop)
+    drawn = np.bincount(flat(before, range(stop)), minlength=len(lengths))
+    for end in (stop, stop + more):
+        all_drawn = drawn + np.bincount(flat(after, range(stop, end)), minlength=len(lengths))
+        assert after.seen(end) == dict(sorted(Counter(all_drawn.tolist()).items()))
+        assert after.epoch(end) == all_drawn.sum() // len(lengths)
+    again = PackSchedule(lengths, 100, others, seed)
+    assert again.restore(json.loads(json.dumps(after.state(stop + more))), stop + more)
+    assert flat(again, range(stop + more, stop + more + 9)) == flat(after, range(stop + more, stop + more + 9))
+
+
+def test_a_run_that_had_no_packs_begins_where_it_is():
+    fresh, late = PackSchedule([5, 3, 8], 16, 24, 42), PackSchedule([5, 3, 8], 16, 24, 42)
+    late.begin_at(10**9)
+    assert [late.rows(10**9 + step) for step in range(20)] == [fresh.rows(step) for step in range(20)]
+    assert late.epoch(10**9) == 0 and late.seen(10**9 + 5) == fresh.seen(5)
+
+
+def test_a_blend_that_lost_its_changes_or_a_source():
+    stages = ((0, (Fraction(1), Fraction(1))), (3, (Fraction(1), Fraction(3))))
+    make = lambda stages, ends=(5, 9): PackSchedule(  # noqa: E731
+        np.arange(1, ends[-1] + 1), 16, 96, 1, sources=SourceRows(("a", "b"), ends, stages, 9)
+    )
+    state = make(stages).state(9)
+    with pytest.raises(ValueError, match="changed 1 times before the checkpoint, and it lists 0 changes now"):
+        make(stages[:1]).restore(state, 9)
+    with pytest.raises(ValueError, match="the source b has no samples"):
+        make(stages, (5, 5))
+
+
+def test_a_damaged_checkpoint():
     lengths = np.arange(1, 60)
     schedule = PackSchedule(lengths, 100, 8, 1)
     state = schedule.state(200)
-    assert not PackSchedule(lengths, 128, 8, 1).restore(state, 200)
-    assert not PackSchedule(lengths, 100, 64, 1).restore(state, 200)
     for change in (
         {"window": 3},
         {"carry": [5, 5]},
@@ -197,6 +246,8 @@ def test_a_checkpoint_of_other_packs_or_a_damaged_one():
         {"carry": [state["position"]]},
         {"stages": []},
         {"stages": [0, 9]},
+        {"origin": 30},
+        {"origin": 500},
     ):
         with pytest.raises(ValueError, match="packs are damaged"):
             PackSchedule(lengths, 100, 8, 1).restore(state | change, 200)
