@@ -328,8 +328,11 @@ def build_loader(
             f"{dp_size} ranks x batch size {batch_size} x {micro_batches} micro-batches isn't the schedule's global "
             f"batch of {schedule.global_batch}"
         )
-    if schedule.micro_batches not in (None, micro_batches):
-        raise ValueError(f"{micro_batches} micro-batches, but the schedule is for {schedule.micro_batches}")
+    if schedule.micro_batches is not None and schedule.global_batch // schedule.micro_batches % batch_size:
+        raise ValueError(
+            f"micro-batches of {batch_size} a rank don't lie within the {schedule.micro_batches} parts of one shape "
+            f"that the schedule cuts {schedule.global_batch} into"
+        )
     if not (enlarge or as_bytes):
         raise ValueError("clips can be left to be enlarged as bytes only")
     if schedule.dataset_size != len(dataset):

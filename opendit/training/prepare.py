@@ -55,7 +55,7 @@ from opendit.training.from_flags import (
 from opendit.training.host_memory import check_host, check_offload
 from opendit.training.memory import Setup, card_memory
 from opendit.training.resume import check_resume
-from opendit.training.shapes import make_schedule, samples_at_once, shape_samples
+from opendit.training.shapes import make_schedule, parts_of_run, samples_at_once, shape_samples
 from opendit.training.sharding import choose_sharding
 from opendit.training.specification import RunSpecification
 
@@ -98,7 +98,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     stored = stored_fingerprint(resume.state) if resume else {}
     # Checkpoints from before there was another order do not name theirs.
     order = stored.get("order", SORTED) if resume else KEYED
-    schedule = make_schedule(asked, dataset, global_batch, config, order)
+    parts = parts_of_run(stored, asked, global_batch, mesh.dims.ep) if resume else None
+    schedule = make_schedule(asked, dataset, global_batch, config, order, parts)
     if resume and isinstance(schedule, PackSchedule):
         if (packs := resume.state.get("packs")) is not None:
             schedule.restore(packs, resume.state["step"])

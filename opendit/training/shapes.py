@@ -1,6 +1,7 @@
 """The samples of a run at shapes near their own: --bucket_tokens and --pack_tokens."""
 
 import math
+from typing import Any
 
 from opendit.cli.components import Components
 from opendit.data import BatchSchedule, MediaDataset, build_schedule
@@ -51,21 +52,41 @@ def shape_samples(asked: Components, dataset: MediaDataset, config: DiTConfig) -
 
 
 def make_schedule(
-    asked: Components, dataset: MediaDataset, global_batch: int, config: DiTConfig, order: str = KEYED
+    asked: Components,
+    dataset: MediaDataset,
+    global_batch: int,
+    config: DiTConfig,
+    order: str = KEYED,
+    parts: int | None = None,
 ) -> BatchSchedule:
     """The order in which the samples of :func:`shape_samples` are trained on. order: see ``build_schedule``, which
-    raises as this does."""
+    raises as this does. parts: of one shape, in a step; None: as many as micro-batches."""
     batch = asked.batch
     return build_schedule(
         dataset,
         global_batch,
-        batch.grad_accumulation,
+        parts or batch.grad_accumulation,
         asked.run.global_seed,
         order,
         bucket_tokens=batch.bucket_tokens,
         pack_tokens=batch.pack_tokens,
         attention=attention_length(config),
     )
+
+
+def parts_of_run(stored: dict[str, Any], asked: Components, global_batch: int, experts: int) -> int | None:
+    """How many parts of one shape the steps of a resumed run have: as many as it began with, where a rank's
+    micro-batches lie within them; None where they don't, or that is not known.
+
+    stored: the checkpoint's fingerprint. experts: ranks that divide them, whose micro-batches must be of one shape.
+    """
+    batch, split = asked.batch, str(stored.get("split", "")).split(" x ")
+    # Checkpoints from before there were parts have as many as micro-batches.
+    parts = stored.get("parts", int(split[2]) if len(split) == 3 else None)
+    if parts is None or stored.get("global_batch") != global_batch or global_batch % parts:
+        return None
+    within = (global_batch // parts) % batch.batch_size == 0
+    return parts if within and (experts == 1 or batch.grad_accumulation % parts == 0) else None
 
 
 def attention_length(config: DiTConfig) -> float:

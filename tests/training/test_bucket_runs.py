@@ -51,6 +51,32 @@ def test_a_resume_goes_on_with_the_same_samples(pictures, tmp_path, no_ranks, mo
     assert "note: resume: --bucket_tokens" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("first, then", [("4 1", "2 2"), ("4 1", "1 4"), ("1 4", "4 1"), ("2 2", "1 4")])
+def test_other_micro_batches_go_on_with_the_same_samples(
+    pictures, tmp_path, no_ranks, monkeypatch, capsys, first, then
+):
+    """The parts of one shape are those that the run began with, where micro-batches lie within them."""
+    monkeypatch.setenv(FOLDER, str(tmp_path / "sizes"))
+    monkeypatch.chdir(tmp_path)
+
+    def flags(split):
+        batch, micro_batches = split.split()
+        return "--bucket_tokens", "32", "--batch_size", batch, "--grad_accumulation", micro_batches
+
+    whole = run(pictures, tmp_path / "whole", 6, *flags(first))
+    run(pictures, tmp_path / "parts", 3, *flags(first))
+    capsys.readouterr()
+    resumed = run(pictures, tmp_path / "parts", 6, "--load", "latest", *flags(then))
+    out, losses = capsys.readouterr().out, [[line["loss"] for line in lines(each)][-3:] for each in (whole, resumed)]
+    if (first, then) == ("1 4", "4 1"):  # a micro-batch of four lots has no place in parts of one
+        assert "the parts of one shape in a step 4 -> 1: the curve is another from here on" in out
+        assert not np.allclose(*losses, rtol=1e-4)
+    else:
+        assert "the curve is another" not in out and np.allclose(*losses, rtol=1e-5)
+        again = run(pictures, tmp_path / "parts", 7, "--load", "latest", *flags(first))  # and back
+        assert "the curve is another" not in capsys.readouterr().out and len(lines(again)) == 7
+
+
 def test_another_budget_is_another_curve(pictures, tmp_path, no_ranks, monkeypatch, capsys):
     monkeypatch.setenv(FOLDER, str(tmp_path / "sizes"))
     run(pictures, tmp_path, 2)

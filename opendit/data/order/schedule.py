@@ -58,7 +58,8 @@ class BatchSchedule:
 
     @property
     def micro_batches(self) -> int | None:
-        """How many parts a global batch must be cut into; None: any number."""
+        """How many parts of one shape each a global batch has, within which the ranks' micro-batches lie; None: all
+        samples are of one shape, or may be of any."""
         return None
 
     @property
@@ -144,8 +145,8 @@ class BucketSchedule(BatchSchedule):
     times but for what is left over at the very end, less than a part of each shape and a step's parts. Raises
     ValueError if there are too few rows for a step an epoch.
 
-    So a step's samples depend on (seed, global batch, micro_batches) alone: any number of ranks that keeps these two
-    sees the same ones, while another --grad_accumulation of the same global batch makes other parts, and another run.
+    So a step's samples depend on (seed, global batch, micro_batches) alone: any number of ranks and of accumulated
+    micro-batches that cuts the parts into equal pieces sees the same ones.
     """
 
     def __init__(
