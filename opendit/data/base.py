@@ -79,6 +79,7 @@ class MediaDataset(Dataset[Any]):
     enlarges: False gives clips that are smaller than asked for as small as they are, for the device to enlarge
     (``opendit.data.enlarging``); it goes with ``as_bytes``. Only a data set of files of clips heeds it.
     shortened: reads so far that took a clip's frames closer together than asked for, because it is too short.
+    bytes_read: of files and tars, by reads so far; 0 where samples are made or lie in memory.
     on_read: called with a row right before it is read.
     note: what else the log's line says. seed: the run's seed. max_bad: largest share of unreadable files that is
     skipped rather than an error.
@@ -93,6 +94,7 @@ class MediaDataset(Dataset[Any]):
     as_bytes: bool = False
     enlarges: bool = True
     shortened: int = 0
+    bytes_read: int = 0
     on_read: Callable[[int], None] | None = None
     vae: str
     scaling_factor: float | Sequence[float]

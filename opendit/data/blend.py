@@ -92,6 +92,10 @@ class BlendedDataset(MediaDataset):
     def shortened(self) -> int:
         return sum(part.shortened for part in self.parts)
 
+    @property
+    def bytes_read(self) -> int:
+        return sum(part.bytes_read for part in self.parts)
+
     def source(self, row: int) -> str:
         source, row = self._find(row)
         return self.parts[source].source(row)

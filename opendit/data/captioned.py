@@ -13,7 +13,7 @@ from opendit.common.hashing import hash_parts
 from opendit.data.base import flip_note, name_few
 from opendit.data.contents import hash_files
 from opendit.data.csv_table import read_csv
-from opendit.data.files import printable, problem
+from opendit.data.files import bytes_of, printable, problem
 from opendit.data.images import PathTable
 from opendit.data.media_size import Size, column_size, file_size
 from opendit.data.medium import Medium
@@ -55,9 +55,11 @@ class CaptionedDataset(PicturesAndClips):
         return self.paths[row]
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
+        path = self.paths[row]
+        self.bytes_read += bytes_of(path)
         if self.shape_key(row) == PICTURE:
-            return self.picture_sample(read_picture(self.paths[row]), flip, shape)
-        return self.clip_sample(self.paths[row], flip, start, shape)
+            return self.picture_sample(read_picture(path), flip, shape)
+        return self.clip_sample(path, flip, start, shape)
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return open_picture(self.paths[row]) if self.shape_key(row) == PICTURE else open_clip(self.paths[row])

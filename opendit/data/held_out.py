@@ -84,6 +84,10 @@ class SomeRows(MediaDataset):
     def shortened(self) -> int:
         return self.whole.shortened
 
+    @property
+    def bytes_read(self) -> int:
+        return self.whole.bytes_read
+
     def __len__(self) -> int:
         return len(self.rows)
 

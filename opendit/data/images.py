@@ -14,7 +14,7 @@ from torch import Tensor
 from opendit.common.hashing import hash_parts
 from opendit.data.base import MediaDataset, flip_note, name_few, to_pixels
 from opendit.data.contents import hash_files
-from opendit.data.files import printable
+from opendit.data.files import bytes_of, printable
 from opendit.data.folders import Ignored, files_below, folders_above, identity_of, list_folder
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import check_header, fill_crop, picture_size, picture_suffixes, read_picture
@@ -191,7 +191,9 @@ class FolderDataset(MediaDataset):
         return self.load_sized(row, flip, None, (1, height, width))
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
-        return to_tensor(fill_crop(read_picture(self.paths[row]), *shape[1:]), flip, self.as_bytes)
+        path = self.paths[row]
+        self.bytes_read += bytes_of(path)
+        return to_tensor(fill_crop(read_picture(path), *shape[1:]), flip, self.as_bytes)
 
     def media_size(self, row: int) -> tuple[int, int, int]:
         return 1, *picture_size(self.paths[row])

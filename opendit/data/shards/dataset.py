@@ -198,9 +198,11 @@ class ShardDataset(PicturesAndClips):
 
     def _read(self, row: int, number: int, at: int, size: int) -> bytes:
         try:
-            return self.store.read(number, at, size)
+            content = self.store.read(number, at, size)
         except OSError as error:
             raise BadSample(self.source(row), error.strerror or error) from error
+        self.bytes_read += size
+        return content
 
     def _is_picture(self, number: int, record: Record) -> bool:
         return self.shards[number].index.header.suffixes[record.suffix] not in CLIPS
