@@ -123,6 +123,10 @@ class MediaDataset(Dataset[Any]):
         whose media have sizes of their own overrides it."""
         return self.load_at(row, flip, start)
 
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Told of the rows that are read next, in this order. A data set whose storage answers late begins to fetch
+        them."""
+
     def side_lengths(self, row: int) -> tuple[int, ...]:
         """(height, width) of the row's sample."""
         return self.sample_shape[-2:]
@@ -230,6 +234,7 @@ class MediaDataset(Dataset[Any]):
             flips = integers(*key, Stream.FLIP, 2).bool().tolist()
         if self.random_window:
             windows = uniform(*key, Stream.CROP).tolist()
+        self.prefetch([sample_key.sample for sample_key in sample_keys])
         for sample_key, flip, start in zip(sample_keys, flips, windows, strict=True):
             yield self._item(sample_key.sample, flip, start)
 

@@ -1,7 +1,7 @@
 """A share of a data set that is held out of training, and the rest: together all rows, none in both."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +99,9 @@ class SomeRows(MediaDataset):
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
         return self.whole.load_sized(self._of(row), flip, start, shape)
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        self.whole.prefetch([self._of(row) for row in rows])
 
     def media_sizes(self) -> np.ndarray | None:
         sizes = self.whole.media_sizes()

@@ -40,6 +40,7 @@ class _RowReader(Dataset[Any]):
     def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], Tensor | None, list[str]]:
         """Readable rows, their labels, their pictures (B, C, H, W), clips (B, C, T, H, W) or None, skipped files."""
         good, pictures, skipped = [], [], []
+        self.dataset.prefetch(rows)
         for row in rows:
             if self.dataset.on_read is not None:
                 self.dataset.on_read(row)
