@@ -144,7 +144,7 @@ class ShardDataset(PicturesAndClips):
         return self._clip(row, self._content(row), flip, start, shape)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        if isinstance(self.store, RemoteTars):  # of a disk, the system reads ahead
+        if isinstance(self.store, RemoteTars):  # a disk answers at once
             self.store.prefetch(group for row in rows for group in grouped(self._ranges(row)))
 
     def _ranges(self, row: int) -> Iterator[ByteRange]:

@@ -2,25 +2,21 @@
 
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from opendit.common.errors import DataError
 from opendit.data.files import printable
+from opendit.data.retry import retried
 from opendit.data.shards.ahead import ByteRange, FetchAhead, Ranges
 from opendit.data.shards.cache import FileCache
 from opendit.data.shards.index import SUFFIX
 
-ATTEMPTS = 5
-FIRST_PAUSE = 0.5  # seconds before the second attempt, twice as many before every later one
 TIME_LIMIT = 30.0  # seconds of one attempt
 AT_ONCE = 16  # indexes that are fetched
 MOST_TARS = 1_000_000
-
-Result = TypeVar("Result")
 
 
 def expand(address: str) -> list[str]:
@@ -106,26 +102,6 @@ class Remote:
 
             return sync(system.loop, getattr(system, f"_{name}"), *args, timeout=TIME_LIMIT, **options)
         return getattr(system, name)(*args, **options)
-
-
-def retried(address: str, work: Callable[[], Result]) -> Result:
-    """``work()``, up to ``ATTEMPTS`` times with growing pauses. Raises DataError that names the address; what is not
-    there, or not allowed, is not tried again."""
-    attempt = 1
-    while True:
-        try:
-            return work()
-        except (FileNotFoundError, PermissionError) as error:
-            why = "doesn't exist" if isinstance(error, FileNotFoundError) else "may not be read"
-            raise DataError(f"{printable(address)} {why}") from error
-        except (ValueError, DataError):
-            raise
-        except Exception as error:  # every store has its own
-            if attempt >= ATTEMPTS:
-                text = printable(" ".join(str(error).split())[:200] or type(error).__name__)
-                raise DataError(f"{printable(address)} can't be read, {ATTEMPTS} attempts: {text}") from error
-        time.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
-        attempt += 1
 
 
 class RemoteTars:

@@ -14,7 +14,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, retry
 from opendit.data.base import to_pixels
 from opendit.data.held_out import hold_out
 from opendit.data.loader import read_batches
@@ -74,7 +74,7 @@ def server(tmp_path, monkeypatch):
     found.faults, found.ranges = [], 0
     threading.Thread(target=found.serve_forever, daemon=True).start()
     monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "PAUSES", (0.01,) * 4)
     found.address = f"http://127.0.0.1:{found.server_port}"
     yield found
     found.shutdown()
@@ -107,7 +107,7 @@ def test_faults_that_pass_are_waited_for_and_others_named(server, monkeypatch, f
     server.faults = [fault] * 2
     assert data[SampleKey(0, 0, 0)].text == "a 0" and not server.faults
     server.faults = [fault] * 50
-    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    monkeypatch.setattr(retry, "PAUSES", (0.01,))
     with pytest.raises(DataError, match=rf"^{server.address}/t-00.tar can't be read, 2 attempts: "):
         data[SampleKey(1, 0, 0)]
 
@@ -129,7 +129,7 @@ def test_a_batch_is_fetched_at_once_and_is_the_same(server, tmp_path, workers):
 
 def test_what_is_fetched_ahead_fails_as_what_is_not(server, tmp_path, monkeypatch):
     data = opened(server)
-    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    monkeypatch.setattr(retry, "PAUSES", (0.01,))
     keys = [SampleKey(row, 0, row) for row in (0, 7, 8)]
     (tmp_path / "tars" / "t-01.tar").rename(tmp_path / "gone")
     samples = data.items(keys)

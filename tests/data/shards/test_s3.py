@@ -10,7 +10,7 @@ import torch
 from moto.server import create_backend_app
 from werkzeug.serving import make_server
 
-from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, retry
 from opendit.data.shards import cache, remote
 from opendit.data.shards.program import make_indexes
 from tests.data.shards.tars import captioned, write_tar
@@ -70,7 +70,7 @@ def store(program, tmp_path, monkeypatch):
     for path in (tmp_path / "tars").iterdir():
         boto3.client("s3").put_object(Bucket=BUCKET, Key=f"set/{path.name}", Body=path.read_bytes())
     monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "PAUSES", (0.01,) * 4)
     program.faults, program.ranges = [], 0
     return program
 
@@ -102,7 +102,7 @@ def test_faults_that_pass_are_waited_for_and_others_named(store, monkeypatch, fa
     store.faults = [fault] * 2
     assert data[SampleKey(0, 0, 0)].text == "a 0" and not store.faults
     store.faults = [fault] * 500
-    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    monkeypatch.setattr(retry, "PAUSES", (0.01,))
     with pytest.raises(DataError, match=rf"^s3://{BUCKET}/set/t-00.tar can't be read, 2 attempts: "):
         data[SampleKey(1, 0, 0)]
     store.faults = []
