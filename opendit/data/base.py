@@ -79,6 +79,7 @@ class MediaDataset(Dataset[Any]):
     enlarges: False gives clips that are smaller than asked for as small as they are, for the device to enlarge
     (``opendit.data.enlarging``); it goes with ``as_bytes``. Only a data set of files of clips heeds it.
     shortened: reads so far that took a clip's frames closer together than asked for, because it is too short.
+    bytes_read: of files and tars, by reads so far; 0 where samples are made or lie in memory.
     on_read: called with a row right before it is read.
     note: what else the log's line says. seed: the run's seed. max_bad: largest share of unreadable files that is
     skipped rather than an error.
@@ -93,6 +94,7 @@ class MediaDataset(Dataset[Any]):
     as_bytes: bool = False
     enlarges: bool = True
     shortened: int = 0
+    bytes_read: int = 0
     on_read: Callable[[int], None] | None = None
     vae: str
     scaling_factor: float | Sequence[float]
@@ -120,6 +122,10 @@ class MediaDataset(Dataset[Any]):
         """``load_at`` with so many frames of (frames, height, width) pixels rather than ``sample_shape``'s. A data set
         whose media have sizes of their own overrides it."""
         return self.load_at(row, flip, start)
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Told of the rows that are read next, in this order. A data set whose storage answers late begins to fetch
+        them."""
 
     def side_lengths(self, row: int) -> tuple[int, ...]:
         """(height, width) of the row's sample."""
@@ -228,6 +234,7 @@ class MediaDataset(Dataset[Any]):
             flips = integers(*key, Stream.FLIP, 2).bool().tolist()
         if self.random_window:
             windows = uniform(*key, Stream.CROP).tolist()
+        self.prefetch([sample_key.sample for sample_key in sample_keys])
         for sample_key, flip, start in zip(sample_keys, flips, windows, strict=True):
             yield self._item(sample_key.sample, flip, start)
 

@@ -96,6 +96,10 @@ class BlendedDataset(MediaDataset):
     def shortened(self) -> int:
         return sum(part.shortened for part in self.parts)
 
+    @property
+    def bytes_read(self) -> int:
+        return sum(part.bytes_read for part in self.parts)
+
     def source(self, row: int) -> str:
         source, row = self._find(row)
         return self.parts[source].source(row)
@@ -114,6 +118,12 @@ class BlendedDataset(MediaDataset):
         how = row, flip and part.random_flip, start if part.random_window else None
         x = part.load_at(*how) if shape is None else part.load_sized(*how, shape)
         return x if self._alike else to_pixels(x) if x.dtype == torch.uint8 else x
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        found = [self._find(row) for row in rows]
+        for number, part in enumerate(self.parts):
+            if mine := [row for source, row in found if source == number]:
+                part.prefetch(mine)
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         source, row = self._find(row)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from opendit.common.hashing import hash_parts
 from opendit.data.base import flip_note, name_few
 from opendit.data.contents import hash_files
 from opendit.data.csv_table import read_csv
-from opendit.data.files import printable, problem
+from opendit.data.files import bytes_of, printable, problem
 from opendit.data.images import PathTable
 from opendit.data.media_size import Size, column_size, file_size
 from opendit.data.medium import Medium
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
+from opendit.data.retry import retried_disk
 
 CHECKED_FILES = 2000
 
@@ -55,9 +57,11 @@ class CaptionedDataset(PicturesAndClips):
         return self.paths[row]
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
+        path = self.paths[row]
+        self.bytes_read += bytes_of(path)
         if self.shape_key(row) == PICTURE:
-            return self.picture_sample(read_picture(self.paths[row]), flip, shape)
-        return self.clip_sample(self.paths[row], flip, start, shape)
+            return self.picture_sample(retried_disk(path, partial(read_picture, path)), flip, shape)
+        return retried_disk(path, partial(self.clip_sample, path, flip, start, shape))
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return open_picture(self.paths[row]) if self.shape_key(row) == PICTURE else open_clip(self.paths[row])

@@ -162,7 +162,9 @@ def read_clip(
         _hung.add(name, time_limit)
         raise BadSample(name, _too_long(time_limit)) from None
     except BadSample as bad:
-        raise bad if name == path else BadSample(name, str(bad).removeprefix(f"{printable(path)}: ")) from None
+        if name == path:
+            raise
+        raise BadSample(name, str(bad).removeprefix(f"{printable(path)}: ")) from None
     return Clip(resize_and_crop(torch.from_numpy(frames), size, as_bytes, enlarge), interval)
 
 

@@ -36,6 +36,14 @@ def problem(path: str | Path) -> str | None:
     return kind and f"{kind}, not a file"
 
 
+def bytes_of(path: str | Path) -> int:
+    """A file's size; 0 of what can't be looked at."""
+    try:
+        return os.stat(path).st_size
+    except (OSError, ValueError):
+        return 0
+
+
 def first_bytes(path: str | Path, count: int) -> bytes:
     """The start of a file; nothing of what can't be read or is no ordinary file."""
     try:

@@ -1,7 +1,7 @@
 """A share of a data set that is held out of training, and the rest: together all rows, none in both."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,10 @@ class SomeRows(MediaDataset):
     def shortened(self) -> int:
         return self.whole.shortened
 
+    @property
+    def bytes_read(self) -> int:
+        return self.whole.bytes_read
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -94,6 +98,9 @@ class SomeRows(MediaDataset):
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
         return self.whole.load_sized(self._of(row), flip, start, shape)
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        self.whole.prefetch([self._of(row) for row in rows])
 
     def media_sizes(self) -> np.ndarray | None:
         sizes = self.whole.media_sizes()

@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +15,11 @@ from torch import Tensor
 from opendit.common.hashing import hash_parts
 from opendit.data.base import MediaDataset, flip_note, name_few, to_pixels
 from opendit.data.contents import hash_files
-from opendit.data.files import printable
+from opendit.data.files import bytes_of, printable
 from opendit.data.folders import Ignored, files_below, folders_above, identity_of, list_folder
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import check_header, fill_crop, picture_size, picture_suffixes, read_picture
+from opendit.data.retry import retried_disk
 
 CHECKED_HEADERS = 2000
 
@@ -191,7 +193,10 @@ class FolderDataset(MediaDataset):
         return self.load_sized(row, flip, None, (1, height, width))
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
-        return to_tensor(fill_crop(read_picture(self.paths[row]), *shape[1:]), flip, self.as_bytes)
+        path = self.paths[row]
+        self.bytes_read += bytes_of(path)
+        picture = retried_disk(path, partial(read_picture, path))
+        return to_tensor(fill_crop(picture, *shape[1:]), flip, self.as_bytes)
 
     def media_size(self, row: int) -> tuple[int, int, int]:
         return 1, *picture_size(self.paths[row])

@@ -126,7 +126,9 @@ class LatentDataset(CachedLatents, MediaDataset):
 
     def load(self, row: int, flip: bool) -> Tensor:
         _, place, tensors = self._find(row)
-        return tensors["moments"][place, int(flip)].float()
+        moments = tensors["moments"][place, int(flip)]
+        self.bytes_read += moments.nbytes
+        return moments.float()
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return self._looked(self.load(row, False))
@@ -149,7 +151,9 @@ class LatentDataset(CachedLatents, MediaDataset):
         shard, place, tensors = self._find(row)
         ends = self.token_ends[shard]
         tokens = tensors["tokens"][int(ends[place - 1]) if place else 0 : int(ends[place])]
-        return padded(tokens, tensors["pooled"][place], self.max_tokens)
+        pooled = tensors["pooled"][place]
+        self.bytes_read += tokens.nbytes + pooled.nbytes
+        return padded(tokens, pooled, self.max_tokens)
 
     def shape_keys(self) -> np.ndarray:
         return self.keys

@@ -30,8 +30,9 @@ class Batch:
     all ranks and micro-batches. weights: (B,) float32 of the samples' losses, None for 1. y: (B,) int64 classes. text:
     B captions, or None where the data set's conditioning is by label. index: (B,) int64 positions in the global batch,
     the key of all the samples' randomness. micro: which of the step's gradient-accumulation parts this is. skipped:
-    "path: reason" of the unreadable files met. shortened: clips read at a smaller interval than asked for. small: what
-    ``enlarge`` still has to do with ``x`` where the loader leaves it to the device; None where nothing is left.
+    "path: reason" of the unreadable files met. shortened: clips read at a smaller interval than asked for. bytes_read:
+    what the samples take of files and tars. small: what ``enlarge`` still has to do with ``x`` where the loader leaves
+    it to the device; None where nothing is left.
     """
 
     x: Tensor | tuple[Tensor, ...]
@@ -44,6 +45,7 @@ class Batch:
     weights: Tensor | None = None
     skipped: tuple[str, ...] = ()
     shortened: int = 0
+    bytes_read: int = 0
     text: tuple[str, ...] | None = None
     embedding: Embedding | None = None  # of the captions, where it is cached
     small: tuple[Small | None, ...] | None = None
@@ -115,18 +117,18 @@ class _BatchReader(Dataset[Any]):
     def __getitem__(self, request: _Request) -> Batch:
         if request.packed:
             return self._packed(request)
-        shortened, x, items = self.dataset.shortened, None, []
+        before, x, items = self._counts(), None, []
         # Each sample moves to the batch before the next is read: memory of one clip is used over and over, that of all
         # of them would go back to the kernel and be asked for again, 1 ms a clip.
         for i, item in enumerate(self.dataset.items(request.sample_keys)):
             x = self.buffer.batch(len(request.sample_keys), _whole_shape(item), item.x) if x is None else x
             _place(item, x[i])
             items.append(item._replace(x=None))
-        return self._batch(request, cast(Tensor, x), items, self.dataset.shortened - shortened)
+        return self._batch(request, cast(Tensor, x), items, before)
 
     def _packed(self, request: _Request) -> Batch:
         """Samples of any sizes: one after the other in one piece of memory, of which the batch has views."""
-        shortened, items = self.dataset.shortened, list(self.dataset.items(request.sample_keys))
+        before, items = self._counts(), list(self.dataset.items(request.sample_keys))
         shapes = [_whole_shape(item) for item in items]
         ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
         flat = self.buffer.batch(ends[-1], (), items[0].x.new_empty(()))
@@ -135,9 +137,15 @@ class _BatchReader(Dataset[Any]):
             parts.append(flat[start:end].view(shape))
             _place(item, parts[-1])
         items = [item._replace(x=None) for item in items]
-        return self._batch(request, tuple(parts), items, self.dataset.shortened - shortened)
+        return self._batch(request, tuple(parts), items, before)
 
-    def _batch(self, request: _Request, x: Tensor | tuple[Tensor, ...], items: list[Item], shortened: int) -> Batch:
+    def _counts(self) -> tuple[int, int]:
+        return self.dataset.shortened, self.dataset.bytes_read
+
+    def _batch(
+        self, request: _Request, x: Tensor | tuple[Tensor, ...], items: list[Item], before: tuple[int, int]
+    ) -> Batch:
+        shortened, bytes_read = (now - then for now, then in zip(self._counts(), before, strict=True))
         return Batch(
             x=x,
             y=torch.tensor([item.y for item in items], dtype=torch.int64),
@@ -148,6 +156,7 @@ class _BatchReader(Dataset[Any]):
             segments_in_step=request.samples,
             skipped=tuple(file for item in items for file in item.skipped),
             shortened=shortened,
+            bytes_read=bytes_read,
             text=tuple(item.text or "" for item in items) if self.dataset.conditioning == "text" else None,
             embedding=_stack_embeddings([item.embedding for item in items]),
             small=tuple(item.small for item in items) if any(item.small for item in items) else None,
@@ -232,7 +241,7 @@ class BatchIterator:
     """Yields ``Batch`` after ``Batch``; a context manager, which ends its worker processes.
 
     read: files tried so far. skipped: how many were unreadable. shortened: how many clips were read at a smaller
-    interval than asked for."""
+    interval than asked for. bytes_read: what the samples took of files and tars."""
 
     def __init__(
         self,
@@ -246,7 +255,7 @@ class BatchIterator:
         # The last batches as the workers share them: to map their memory anew for every batch costs as much as to copy.
         self._mapped: deque[Tensor] = deque(maxlen=(AHEAD + 1) * max(1, batches.num_workers))
         self.verification = verification
-        self.shortened = 0
+        self.shortened = self.bytes_read = 0
 
     def __enter__(self) -> "BatchIterator":
         return self
@@ -265,6 +274,7 @@ class BatchIterator:
             self.verification.check()  # only now: its thread starts after the worker processes
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
+        self.bytes_read += batch.bytes_read
         came = batch.x if batch.shared is None else batch.shared
         came = came if isinstance(came, Tensor) else came[0]
         if came.is_shared():

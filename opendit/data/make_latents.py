@@ -42,6 +42,7 @@ class _RowReader(Dataset[Any]):
         """Readable rows, their labels, their captions if there are any, their pictures (B, C, H, W), clips (B, C, T, H,
         W) or None, skipped files."""
         good, labels, captions, pictures, skipped = [], [], [], [], []
+        self.dataset.prefetch(rows)
         for row in rows:
             if self.dataset.on_read is not None:
                 self.dataset.on_read(row)

@@ -5,11 +5,15 @@ import hashlib
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from opendit.common.errors import DataError
+from opendit.data.retry import retried_disk
 
 READ_AT_ONCE = 8 << 20
+
+_REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
 class Verification:
@@ -36,7 +40,7 @@ class Verification:
             self._thread.start()
             return
         if self.damage is not None:
-            raise DataError(f"{self.flag}: {self.damage}; copy it again or run the preprocess.py command that made it")
+            raise DataError(f"{self.flag}: {self.damage}")
 
     def wait(self) -> None:
         """Until the thread has read all files, or found one that is damaged."""
@@ -52,15 +56,19 @@ class Verification:
         with contextlib.suppress(OSError, AttributeError):  # where a thread has a priority of its own (Linux)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for name, expected in self.files.items():
+            path = self.folder / name
             try:
-                found = self._sha256(self.folder / name)
+                found = retried_disk(path, partial(self._sha256, path), self._stop.wait)
             except OSError as error:
-                self.damage = f"{self.folder / name} can't be read ({error.strerror})"
+                self.damage = f"{path} can't be read ({error.strerror}); {_REPAIR}"
+                return
+            except DataError as error:
+                self.damage = str(error)
                 return
             if found is None:
                 return  # told to stop
             if found != expected:
-                self.damage = f"{self.folder / name} is damaged: its checksum is not the index's"
+                self.damage = f"{path} is damaged: its checksum is not the index's; {_REPAIR}"
                 return
             self.verified += 1
 

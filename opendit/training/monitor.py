@@ -65,7 +65,7 @@ class Monitor:
         self.data_wait = 0.0
         self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # of losses, and how many
         self._steps, self._since = 0, time.perf_counter()
-        self._samples, self._flops = 0, 0.0
+        self._samples, self._bytes, self._flops = 0, 0, 0.0
         self._peak_gib = 0.0  # of memory, before the last drawing
         self._pressure = MemoryPressure()
         self.last: dict[str, Any] = {}
@@ -95,6 +95,10 @@ class Monitor:
         """Adds samples of all ranks, and what this rank and those that share its samples compute for its own."""
         self._samples += samples
         self._flops += flops
+
+    def count_bytes(self, count: int) -> None:
+        """Adds what the samples of all ranks took of files and tars."""
+        self._bytes += count
 
     def add(self, loss: torch.Tensor, finite: torch.Tensor) -> None:
         """Adds one step's mean loss on this rank, if the step was taken. Both are 0-dim on the device, and nothing
@@ -142,6 +146,7 @@ class Monitor:
             "lr": lr,
             "grad_norm": grad_norm,
             "samples_per_s": rate,
+            "read_mb_per_s": self._bytes / 1e6 / (now - self._since),
             "tflops": flops / 1e12,
             "mfu": flops / self.peak if self.peak else None,
             "memory_gib": max(self._peak_gib, allocated_gib()) if cuda else resident_gib(),
@@ -166,7 +171,7 @@ class Monitor:
                 self.say(note)
         self._sums.zero_()
         self._steps, self._since, self.data_wait = 0, now, 0.0
-        self._samples, self._flops = 0, 0.0
+        self._samples, self._bytes, self._flops = 0, 0, 0.0
         return self.last
 
     def say(self, text: str) -> None:

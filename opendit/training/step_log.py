@@ -41,6 +41,7 @@ class StepLog:
         self._skipped_before = self.skipped = skipped_before
         self.figures: dict[str, Any] = {}
         self.logged = first_step
+        self._bytes_read = 0  # up to it, by all ranks
 
     def write(self, done: int, epoch: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
         """A line after ``done`` steps, with what was ``measured`` of held-out samples and drawn ones. The host
@@ -53,11 +54,13 @@ class StepLog:
             self.figures["evaluation"] = {"of": of, "figures": figures}
         grad_norm = float(result.grad_norm) if result.finite else None
         self.skipped = self._skipped_before + int(self._engine.skipped)
-        seen = torch.tensor([self._loader.skipped, self._loader.shortened], device=mesh.device)
-        bad_files, short_clips = mesh.sum(seen) // mesh.sharing  # so many ranks read the same
-        counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": int(bad_files)}
-        counts |= {"short_clips": int(short_clips), "failed_saves": len(self._checkpoints.failures)}
+        loader = self._loader
+        seen = torch.tensor([loader.skipped, loader.shortened, loader.bytes_read], device=mesh.device)
+        bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()  # so many ranks read the same
+        counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": bad_files}
+        counts |= {"short_clips": short_clips, "failed_saves": len(self._checkpoints.failures)}
         counts |= self._schedule.log(done)
         counts |= self._pace.log(done, done - self.logged)
-        self.logged = done
+        self._monitor.count_bytes(bytes_read - self._bytes_read)
+        self.logged, self._bytes_read = done, bytes_read
         self._monitor.log(done, epoch, lr, grad_norm, **counts, **measured)

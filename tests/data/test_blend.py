@@ -126,3 +126,11 @@ def test_captions_come_from_a_table_and_from_tars(tmp_path):
         part, place = (parts[0], row) if row < 5 else (parts[1], row - 5)
         item, same = data[SampleKey(row, 2, 1)], part[SampleKey(place, 2, 1)]
         assert torch.equal(item.x, same.x) and item.text == same.text == (f"the {row}" if row < 5 else f"a {row - 5}")
+
+
+def test_sources_are_told_which_of_their_rows_come_next(folder):
+    data, told = blend(folder, "sources: [{path: a, weight: 3}, {path: b, weight: 1}]"), []
+    for name, part in zip("ab", data.parts, strict=True):
+        part.prefetch = lambda rows, name=name: told.append((name, rows))
+    data.__getitems__([SampleKey(row, 2, row) for row in (3, 15, 1)])
+    assert told == [("a", [3, 1]), ("b", [1])]

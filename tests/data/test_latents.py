@@ -117,6 +117,12 @@ def test_worker_processes_read_the_same(made):
         assert torch.equal(a.x, b.x) and torch.equal(a.y, b.y)
 
 
+def test_what_a_sample_takes_of_its_shard_is_counted(made):
+    data = LatentDataset(made, 16)
+    data.load(3, False)
+    assert data.bytes_read == 2 * 2 * 4 * 8 * 8  # float16, means and deviations of 4 channels
+
+
 def test_a_deleted_or_damaged_shard_is_made_again_and_the_others_kept(pictures, codec, made, tmp_path, monkeypatch):
     for name, data in contents(made).items():
         (tmp_path / name).write_bytes(data)

@@ -8,12 +8,28 @@ import threading
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data import BadSample, BatchSchedule, DataError, MediaDataset, build_dataset, build_loader, read_ahead
+from opendit.data import (
+    BadSample,
+    BatchSchedule,
+    DataError,
+    MediaDataset,
+    SampleKey,
+    build_dataset,
+    build_loader,
+    read_ahead,
+)
+from opendit.data.blend import BlendedDataset
+from opendit.data.csv_table import TableRow, write_csv
+from opendit.data.held_out import SomeRows
+from opendit.data.loader import read_batches
+from opendit.data.shards.program import make_indexes
+from tests.data.shards.tars import captioned, picture, write_tar
 
 
 class Numbers(MediaDataset):
@@ -318,3 +334,22 @@ def test_too_many_bad_files_stop_the_run_after_a_hundred():
         data, BatchSchedule(1000, 10, 0), dp_rank=0, dp_size=1, batch_size=10, num_workers=0, max_bad=0.2, end_step=100
     )
     assert len(list(patient)) == 100
+
+
+def test_batches_tell_how_many_bytes_were_read(tmp_path):
+    write_tar(tmp_path / "t.tar", members := captioned(6))
+    make_indexes(str(tmp_path / "t.tar"))
+    rows = []
+    for i in range(6):
+        (tmp_path / f"{i}.png").write_bytes(picture(i, size=(20 + i, 21)))
+        rows.append(TableRow(tmp_path / f"{i}.png", "a"))
+    write_csv(tmp_path / "pictures.csv", rows)
+    tar, table = (build_dataset(str(tmp_path / name), 8, seed=0) for name in ("t.tar", "pictures.csv"))
+    blend = BlendedDataset(["tar", "table"], [tar, table], [(0, (1, 1))], shown="--data_path blend")
+    table_bytes = sum((tmp_path / f"{i}.png").stat().st_size for i in range(6))
+    tar_bytes = sum(len(content) for _, content in members)
+    for data, expected in ((table, table_bytes), (blend, tar_bytes + table_bytes)):
+        some = SomeRows(data, np.arange(len(data)), "all")
+        keys = [[SampleKey(row, 0, row)] for row in range(len(data))]
+        with read_batches(some, keys, num_workers=1) as batches:
+            assert sum(batch.bytes_read for batch in batches) == batches.bytes_read == expected

@@ -36,6 +36,9 @@ class FileCache:
         digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
         return self.folder / digest[:2] / digest[2:40]
 
+    def has(self, name: str) -> bool:
+        return self.path(name).exists()
+
     def get(self, name: str) -> bytes | None:
         path = self.path(name)
         try:

@@ -26,6 +26,7 @@ from opendit.data.medium import Medium
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
+from opendit.data.shards.ahead import ByteRange, grouped
 from opendit.data.shards.fields import read_caption
 from opendit.data.shards.index import Record, TarIndex
 from opendit.data.shards.kept import KeptRows
@@ -142,10 +143,25 @@ class ShardDataset(PicturesAndClips):
             return self._picture(row, self._content(row), flip, shape)
         return self._clip(row, self._content(row), flip, start, shape)
 
+    def prefetch(self, rows: Sequence[int]) -> None:
+        if isinstance(self.store, RemoteTars):  # a disk answers at once
+            self.store.prefetch(group for row in rows for group in grouped(self._ranges(row)))
+
+    def _ranges(self, row: int) -> Iterator[ByteRange]:
+        """Of a sample's medium and caption."""
+        number, _, record = self._find(row)
+        if not self._is_too_large(number, record):
+            yield ByteRange(number, record.medium_at, record.medium_bytes)
+        if self.conditioning == "text":
+            yield ByteRange(number, record.text_at, record.text_bytes)
+
+    def _is_too_large(self, number: int, record: Record) -> bool:
+        return record.medium_bytes > MAX_WHOLE_FILE and self._is_picture(number, record)
+
     def _content(self, row: int) -> bytes:
         """The bytes of a sample's medium, compared with their checksum. Raises BadSample."""
         number, _, record = self._find(row)
-        if self._is_picture(number, record) and record.medium_bytes > MAX_WHOLE_FILE:
+        if self._is_too_large(number, record):
             raise BadSample(self.source(row), f"a picture of {record.medium_bytes:,} bytes")
         place = number, record.medium_at, record.medium_bytes
         content = self._read(row, *place)
@@ -198,9 +214,11 @@ class ShardDataset(PicturesAndClips):
 
     def _read(self, row: int, number: int, at: int, size: int) -> bytes:
         try:
-            return self.store.read(number, at, size)
+            content = self.store.read(number, at, size)
         except OSError as error:
             raise BadSample(self.source(row), error.strerror or error) from error
+        self.bytes_read += size
+        return content
 
     def _is_picture(self, number: int, record: Record) -> bool:
         return self.shards[number].index.header.suffixes[record.suffix] not in CLIPS

@@ -9,7 +9,9 @@ process reads the one that it needs.
 import json
 import os
 import struct
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from opendit.common.errors import DataError
 from opendit.common.rules import MIB, listed, one_of, record, string, truth, whole
 from opendit.common.strict_files import COUNT, FileKind, parse_text
 from opendit.common.tensor_files import write_file
+from opendit.data.retry import retried_disk
 
 SUFFIX = ".index"  # behind the tar's whole name
 MAGIC = b"ODSHARD1"
@@ -172,12 +175,20 @@ class TarIndex:
         return os.fsdecode(self._read(keys + first, self.record(row).key_end - first))
 
     def _read(self, at: int, size: int) -> bytes:
-        if self._file is None:
-            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        content = os.pread(self._file, size, at)
+        content = retried_disk(self.path, partial(self._read_once, at, size))
         if len(content) < size:
             raise DataError(f"{self.path} is damaged: it ends before byte {at + size:,}; {_AGAIN}")
         return content
+
+    def _read_once(self, at: int, size: int) -> bytes:
+        if self._file is None:
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.pread(self._file, size, at)
+        except OSError:
+            with suppress(OSError):
+                self.close()  # of a disk that was down it stays stale
+            raise
 
     def close(self) -> None:
         """Closes the file; the next record opens it again."""

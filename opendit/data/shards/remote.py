@@ -2,24 +2,21 @@
 
 import os
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from opendit.common.errors import DataError
 from opendit.data.files import printable
+from opendit.data.retry import retried
+from opendit.data.shards.ahead import ByteRange, FetchAhead, Ranges
 from opendit.data.shards.cache import FileCache
 from opendit.data.shards.index import SUFFIX
 
-ATTEMPTS = 5
-FIRST_PAUSE = 0.5  # seconds before the second attempt, twice as many before every later one
 TIME_LIMIT = 30.0  # seconds of one attempt
 AT_ONCE = 16  # indexes that are fetched
 MOST_TARS = 1_000_000
-
-Result = TypeVar("Result")
 
 
 def expand(address: str) -> list[str]:
@@ -107,41 +104,34 @@ class Remote:
         return getattr(system, name)(*args, **options)
 
 
-def retried(address: str, work: Callable[[], Result]) -> Result:
-    """``work()``, up to ``ATTEMPTS`` times with growing pauses. Raises DataError that names the address; what is not
-    there, or not allowed, is not tried again."""
-    attempt = 1
-    while True:
-        try:
-            return work()
-        except (FileNotFoundError, PermissionError) as error:
-            why = "doesn't exist" if isinstance(error, FileNotFoundError) else "may not be read"
-            raise DataError(f"{printable(address)} {why}") from error
-        except (ValueError, DataError):
-            raise
-        except Exception as error:  # every store has its own
-            if attempt >= ATTEMPTS:
-                text = printable(" ".join(str(error).split())[:200] or type(error).__name__)
-                raise DataError(f"{printable(address)} can't be read, {ATTEMPTS} attempts: {text}") from error
-        time.sleep(FIRST_PAUSE * 2 ** (attempt - 1))
-        attempt += 1
-
-
 class RemoteTars:
     """Tars behind addresses; what is read of them is kept in a cache. As ``LocalTars``."""
 
     def __init__(self, addresses: Sequence[str], contents: Sequence[str], remote: Remote, cache: FileCache):
         self.addresses, self.contents, self.remote, self.cache = list(addresses), list(contents), remote, cache
+        self._ahead = FetchAhead(self._fetch)
+
+    def prefetch(self, groups: Iterable[Ranges]) -> None:
+        """Begins to fetch what ``read`` will be asked for, in this order; a group lies side by side in its tar."""
+        _ = self.remote.system  # made once, by this thread: those that fetch share it
+        self._ahead.begin(group for group in groups if not all(self.cache.has(self._name(*part)) for part in group))
+
+    def _fetch(self, group: Ranges) -> dict[ByteRange, bytes]:
+        first, end = min(part.at for part in group), max(part.at + part.size for part in group)
+        content = self.remote.read(self.addresses[group[0].tar], first, end - first)
+        return {part: content[part.at - first : part.at - first + part.size] for part in group}
 
     def _name(self, tar: int, at: int, size: int) -> str:
         return f"{self.addresses[tar]} {self.contents[tar]} {at} {size}"
 
     def read(self, tar: int, at: int, size: int) -> bytes:
         """``size`` bytes from ``at``. Raises DataError, which names the address."""
-        content = self.cache.get(self._name(tar, at, size))
+        name = self._name(tar, at, size)
+        fetched = self._ahead.take(ByteRange(tar, at, size))
+        content = self.cache.get(name) if fetched is None else None
         if content is None or len(content) != size:
-            content = self.remote.read(self.addresses[tar], at, size)
-            self.cache.put(self._name(tar, at, size), content)
+            content = self.remote.read(self.addresses[tar], at, size) if fetched is None else fetched
+            self.cache.put(name, content)
         return content
 
     def forget(self, tar: int, at: int, size: int) -> bool:

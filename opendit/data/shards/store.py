@@ -4,10 +4,12 @@ import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from opendit.common.errors import DataError
 from opendit.data.files import printable
+from opendit.data.retry import DOWN, retried_disk
 
 MOST_OPEN = 256  # tars at once, and indexes: a process may have 1,024 files on most systems
 
@@ -23,13 +25,22 @@ class LocalTars:
         self._files: OrderedDict[int, int] = OrderedDict()  # tar -> file descriptor, the least recently used first
 
     def read(self, tar: int, at: int, size: int) -> bytes:
-        """``size`` bytes from ``at``. Raises DataError, which names the tar, if it is gone, truncated or another one;
-        OSError of the disk."""
+        """``size`` bytes from ``at``. Raises DataError, which names the tar, if it is gone, truncated or another one,
+        or if its disk stays down; OSError of the disk else."""
+        return retried_disk(self.paths[tar], partial(self._read, tar, at, size))
+
+    def _read(self, tar: int, at: int, size: int) -> bytes:
         file = self._open(tar)
         parts, left = [], size
-        while left and (part := os.pread(file, left, at + size - left)):  # one call gives 2 GiB at most
-            parts.append(part)
-            left -= len(part)
+        try:
+            while left and (part := os.pread(file, left, at + size - left)):  # one call gives 2 GiB at most
+                parts.append(part)
+                left -= len(part)
+        except OSError:
+            del self._files[tar]  # of a disk that was down it stays stale
+            with suppress(OSError):
+                os.close(file)
+            raise
         if left:
             raise DataError(f"{printable(self.paths[tar])} is truncated: it ends before byte {at + size:,}")
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -45,6 +56,8 @@ class LocalTars:
         try:
             file = os.open(self.paths[tar], os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno in DOWN:
+                raise
             raise DataError(f"{printable(self.paths[tar])} can't be opened: {error.strerror}") from error
         if (found := os.fstat(file).st_size) != self.sizes[tar]:
             os.close(file)

@@ -2,17 +2,22 @@
 
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 
-from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, retry
+from opendit.data.base import to_pixels
+from opendit.data.held_out import hold_out
+from opendit.data.loader import read_batches
 from opendit.data.shards import cache, remote
 from opendit.data.shards.program import make_indexes
 from tests.data.shards.tars import captioned, picture, write_tar
@@ -49,6 +54,16 @@ class Handler(SimpleHTTPRequestHandler):
         pass
 
 
+class Meeting(Handler):
+    """Requests of ranges that meet at the server's ``barrier``."""
+
+    def do_GET(self):
+        if "Range" in self.headers:
+            with suppress(threading.BrokenBarrierError):
+                self.server.barrier.wait()
+        super().do_GET()
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     (tmp_path / "tars").mkdir()
@@ -59,7 +74,7 @@ def server(tmp_path, monkeypatch):
     found.faults, found.ranges = [], 0
     threading.Thread(target=found.serve_forever, daemon=True).start()
     monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "PAUSES", (0.01,) * 4)
     found.address = f"http://127.0.0.1:{found.server_port}"
     yield found
     found.shutdown()
@@ -78,7 +93,7 @@ def test_samples_are_the_local_ones_and_come_once(server, tmp_path):
         for row in range(12):
             one, other = data[SampleKey(row, 0, row)], local[SampleKey(row, 0, row)]
             assert torch.equal(one.x, other.x) and one.text == other.text
-        assert server.ranges == 24  # a picture and a caption each, the second time from the cache
+        assert server.ranges == 12  # a picture and its caption at once, the second time from the cache
     with build_loader(
         data, build_schedule(data, 4, 1, 0), dp_rank=0, dp_size=1, batch_size=4, end_step=2, num_workers=2
     ) as batches:
@@ -92,9 +107,45 @@ def test_faults_that_pass_are_waited_for_and_others_named(server, monkeypatch, f
     server.faults = [fault] * 2
     assert data[SampleKey(0, 0, 0)].text == "a 0" and not server.faults
     server.faults = [fault] * 50
-    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    monkeypatch.setattr(retry, "PAUSES", (0.01,))
     with pytest.raises(DataError, match=rf"^{server.address}/t-00.tar can't be read, 2 attempts: "):
         data[SampleKey(1, 0, 0)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_is_fetched_at_once_and_is_the_same(server, tmp_path, workers):
+    local = build_dataset(str(tmp_path / "tars"), 8, seed=1)
+    held, _ = hold_out(opened(server), 0.1)  # which wraps it
+    rows = held.rows.tolist()[:8]
+    server.barrier = threading.Barrier(4, timeout=5)
+    server.RequestHandlerClass = partial(Meeting, directory=str(tmp_path / "tars"))
+    with read_batches(held, [[SampleKey(row, 0, row) for row in range(8)]], num_workers=workers) as batches:
+        batch = next(batches)
+    assert not server.barrier.broken and server.ranges == 8  # four were on their way at once, twice
+    for place, row in enumerate(rows):
+        one = local[SampleKey(row, 0, place)]
+        assert batch.text[place] == one.text and torch.equal(to_pixels(batch.x[place]), one.x)
+
+
+def test_what_is_fetched_ahead_fails_as_what_is_not(server, tmp_path, monkeypatch):
+    data = opened(server)
+    monkeypatch.setattr(retry, "PAUSES", (0.01,))
+    keys = [SampleKey(row, 0, row) for row in (0, 7, 8)]
+    (tmp_path / "tars" / "t-01.tar").rename(tmp_path / "gone")
+    samples = data.items(keys)
+    assert next(samples).text == "a 0"
+    with pytest.raises(DataError, match="t-01.tar doesn't exist"):
+        next(samples)
+    (tmp_path / "gone").rename(tmp_path / "tars" / "t-01.tar")
+    assert [item.text for item in data.items(keys)] == ["a 0", "a 7", "a 8"]  # nothing is left of the error
+
+
+def test_a_forked_process_fetches_for_itself(server):
+    data = opened(server)
+    next(data.items([SampleKey(row, 0, row) for row in range(6)]))  # five are on their way in this one
+    with read_batches(data, [[SampleKey(row, 0, row) for row in range(6)]], num_workers=1, patience=20) as batches:
+        assert next(batches).text == tuple(f"a {row}" for row in range(6))
+    assert pickle.loads(pickle.dumps(data)).caption(3) == "a 3"
 
 
 def test_what_is_not_there_is_told_at_the_start(server, tmp_path):
@@ -132,7 +183,7 @@ def test_a_damaged_copy_is_fetched_again(server, tmp_path):
             content = path.read_bytes()
             path.write_bytes(content[:-1] + b"?" if len(content) > 9 else content)
     item = data[SampleKey(3, 0, 0)]
-    assert torch.equal(item.x, expected) and not item.skipped and server.ranges == 3
+    assert torch.equal(item.x, expected) and not item.skipped and server.ranges == 2
 
 
 def test_the_cache_keeps_to_its_size_and_what_was_used_last(tmp_path):
