@@ -14,13 +14,14 @@ from opendit.cli.checks import (
 from opendit.cli.command_line import refuse_idle
 from opendit.cli.console import name_of
 from opendit.cli.parser import CommandLine
-from opendit.cli.values import BATCH, FRAMES, SIDE, WORKERS, Value, one_of, whole
+from opendit.cli.values import BATCH, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, whole
 from opendit.common.sizes import read_size
 from opendit.data.names import check_inline, named_sources
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP = Value(unit="name"), Value(int, **FRAMES)
 CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips", "video_reader")
+COOKER = "MODULE:FUNCTION of yours that reads the samples of an Energon folder"
 IN_AND_OUT = "Files: what is read and written"
 
 
@@ -56,6 +57,8 @@ def build_parser(doc: str) -> CommandLine:
     index.heading(IN_AND_OUT)
     index.option("root", TEXT, "the folder, of tars as WebDataset has them", metavar="DIR")
     index.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes, of which each reads a tar", 4)
+    index.option("--energon_cooker", TEXT, COOKER)
+    index.switch("--force", "make those anew that are there, too", False)
     return parser
 
 
@@ -81,6 +84,7 @@ def _add_look(look: CommandLine) -> None:
     look.option("data_path", TEXT, "whatever --data_path of train.py takes", metavar="DATA")
     look.option("--output", FOLDER, "folder for two PNGs and an HTML page that holds both", "look")
     look.option("--split", one_of(("train", "test")), "of a data set that has both", "train")
+    look.option("--energon_cooker", TEXT, COOKER)
     look.option("--samples", whole(0, 1_000_000_000, "rows"), "to look into, spread evenly; 0: all", 1000)
     look.option("--pictures", whole(1, 10_000, "pictures"), "of these, on the contact sheet", 48)
     look.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes that decode", 2)
@@ -112,6 +116,7 @@ def _add_latents(latents: CommandLine) -> None:
     latents.option("--batch_size", Value(int, **BATCH), "pictures at once", 64)
     latents.heading("Loader: how files are read")
     latents.option("--num_workers", Value(int, **WORKERS), "processes that read", 4)
+    latents.option("--max_bad", Value(float, **SHARE), "share of unreadable files at which it stops", 0.05)
     latents.option(
         "--data_timeout",
         Value(float, at_least=0, at_most=10_000_000, unit="seconds"),
@@ -134,7 +139,7 @@ def _add_latents(latents: CommandLine) -> None:
         "what decodes clips: the fastest that works here, or this one",
         "auto",
     )
-    latents.option("--energon_cooker", TEXT, "MODULE:FUNCTION of yours that reads the samples of an Energon folder")
+    latents.option("--energon_cooker", TEXT, COOKER)
     latents.option("--text_encoder", NAME, "also encode the captions: clip, t5 or a folder (default: keep words)")
     latents.option("--max_text_tokens", whole(1, 16_384, "tokens"), "captions are cut to this (default: the encoder's)")
 

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 TIME_LIMIT = 30.0  # seconds that one file may take
@@ -42,6 +43,20 @@ def bytes_of(path: str | Path) -> int:
         return os.stat(path).st_size
     except (OSError, ValueError):
         return 0
+
+
+def allow_open_files(most: int = 2**14) -> None:
+    """Lets this process, and those that it starts, have ``most`` files open, as far as the system allows it: the usual
+    limit is 1,024, and a blend of many tars has hundreds of each source."""
+    try:
+        import resource
+    except ImportError:  # no such limit, or none that can be asked for
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def first_bytes(path: str | Path, count: int) -> bytes:

@@ -39,6 +39,7 @@ def run(
     energon_cooker: str | None = None,
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
+    max_bad: float = 0.05,
     data_timeout: float = 300.0,
 ) -> dict[str, Any] | None:
     """``preprocess.py latents`` with its flags' values; one process a GPU if torchrun started several.
@@ -69,6 +70,7 @@ def run(
             short_clips=short_clips,
             video_reader=video_reader,
             energon_cooker=energon_cooker,
+            max_bad=max_bad,
         )
         if dataset.kind != "pixels":
             raise ValueError(f"--data_path {data_path}: holds latents already; give pictures or clips")

@@ -32,12 +32,13 @@ def run(
     num_frames: int | None = None,
     frame_interval: int | None = None,
     split: str = "train",
+    energon_cooker: str | None = None,
     token_pixels: int = 16,
     token_frames: int = 1,
     num_workers: int = 2,
 ) -> None:
     """``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be read."""
-    dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split)
+    dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker)
     found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames))
     if not found.looks:
         raise DataError(f"no row of {data_path} can be read: {name_few(found.bad)}")
@@ -58,7 +59,12 @@ def run(
 
 
 def open_any(
-    data_path: str, image_size: int | None, num_frames: int | None, frame_interval: int | None, split: str
+    data_path: str,
+    image_size: int | None,
+    num_frames: int | None,
+    frame_interval: int | None,
+    split: str,
+    energon_cooker: str | None = None,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
     """The data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames, frame_interval): what
     was given, else what cached latents were made at, else 256, 16, 1.
@@ -74,6 +80,7 @@ def open_any(
     # A bad file is to be found, not to end the search. One that has clips is asked for as such; one that has none says
     # so, and what it says then of pictures is what is wrong.
     options = dict(seed=0, split=split, max_bad=1.0, num_frames=frames, frame_interval=interval, short_clips="interval")
+    options["energon_cooker"] = energon_cooker
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
     except ValueError:

@@ -86,9 +86,9 @@ def read_prepared(
     return PreparedSet(folder, tuple((tar, counts[tar]) for tar in tars), without, fields, subflavors)
 
 
-def all_tars(folder: Path) -> PreparedSet:
+def all_tars(folder: Path, cooked: bool = False) -> PreparedSet:
     """The tars of all splits. Raises as :func:`read_prepared`."""
-    return read_prepared(folder, f"DIR {printable(folder)}", splits=None)
+    return read_prepared(folder, f"DIR {printable(folder)}", splits=None, cooked=cooked)
 
 
 def _counts(meta: Path, shown: str) -> dict[str, int]:

@@ -77,6 +77,8 @@ class FileCache:
         for folder in self.folder.glob("[0-9a-f][0-9a-f]"):
             with suppress(OSError), os.scandir(folder) as files:
                 for file in files:
+                    if file.name.endswith(".partial"):  # which another process writes; of a killed one few are left
+                        continue
                     with suppress(OSError):  # another process deletes, too
                         state = file.stat()
                         found.append((state.st_mtime_ns, state.st_size, file.path))

@@ -19,7 +19,7 @@ from opendit.common.errors import DataError
 from opendit.common.hashing import hash_parts
 from opendit.data.base import BadSample, flip_note
 from opendit.data.clips import clip_size
-from opendit.data.files import printable
+from opendit.data.files import allow_open_files, printable
 from opendit.data.folders import CLIPS
 from opendit.data.media_size import Size, known_sizes, stored_picture_size
 from opendit.data.medium import Medium
@@ -28,7 +28,7 @@ from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.shards.ahead import ByteRange, grouped
 from opendit.data.shards.fields import read_caption
-from opendit.data.shards.index import Record, TarIndex
+from opendit.data.shards.index import MOST_CLASSES, Record, TarIndex
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
@@ -83,10 +83,12 @@ class ShardDataset(PicturesAndClips):
         **options: Any,
     ):
         super().__init__(image_size, **options)
+        if len(shards) > 1:
+            allow_open_files()
         self.shown, self.shards = shown, list(shards)
         headers = [shard.index.header for shard in self.shards]
         self.conditioning = _conditioning(shown, self.shards)
-        self.class_names = _class_names(shown, headers, class_names) if self.conditioning == "label" else []
+        self.class_names = _class_names(shown, self.shards, class_names) if self.conditioning == "label" else []
         self.store = store or LocalTars([shard.path for shard in shards], [header.tar_bytes for header in headers])
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
@@ -328,10 +330,17 @@ def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:
     return "text" if "text" in kinds else "label"
 
 
-def _class_names(shown: str, headers, names: Sequence[str]) -> list[str]:
+def _class_names(shown: str, shards: Sequence[IndexedTar], names: Sequence[str]) -> list[str]:
+    headers = [shard.index.header for shard in shards]
     count = max(1, *(header.num_classes for header in headers)) if headers else 1
     if names and len(names) < count:
         raise ValueError(
             f"{shown}: class_names.json names {len(names):,} classes, the labels go to {count - 1:,}; name all"
+        )
+    if not names and count > MOST_CLASSES:
+        tar = max(shards, key=lambda shard: shard.index.header.num_classes).name
+        raise ValueError(
+            f"{shown}: a sample of {printable(tar)} has the class {count - 1:,}; at most {MOST_CLASSES:,} classes, "
+            "numbered from 0, are trained on"
         )
     return list(names) or [str(label) for label in range(count)]

@@ -6,6 +6,7 @@ All numbers are little-endian. Records and keys stay in the file, and so in the 
 process reads the one that it needs.
 """
 
+import io
 import json
 import os
 import struct
@@ -13,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -69,7 +70,8 @@ HEADER = FileKind(
     16 * MIB,
 )
 CLASS_NAMES = "class_names.json"  # beside the tars: the classes' names in the order of their labels
-NAMES_OF_CLASSES = FileKind(listed(string(1 << 16), least=1, most=1_000_000), 64 * MIB)
+MOST_CLASSES = 1_000_000
+NAMES_OF_CLASSES = FileKind(listed(string(1 << 16), least=1, most=MOST_CLASSES), 64 * MIB)
 
 
 class Record(NamedTuple):
@@ -141,22 +143,7 @@ class TarIndex:
     def __init__(self, path: Path):
         self.path = path
         with open(path, "rb") as file:
-            start = file.read(len(MAGIC) + 4)
-            if start[: len(MAGIC)] != MAGIC or len(start) < len(MAGIC) + 4:
-                raise ValueError(f"{path} is no index of a tar; {_AGAIN}")
-            length = struct.unpack("<I", start[len(MAGIC) :])[0]
-            if length > HEADER.most_bytes:
-                raise ValueError(f"{path} is damaged (a header of {length:,} bytes); {_AGAIN}")
-            text, size = file.read(length), os.fstat(file.fileno()).st_size
-        fields = parse_text(text.decode("utf-8", "replace"), HEADER, path)
-        if fields["version"] != VERSION:
-            raise ValueError(f"{path} has format version {fields['version']}, this program reads {VERSION}; {_AGAIN}")
-        self.header = Header(**fields)
-        self._start = -(-(len(start) + length) // ALIGNMENT) * ALIGNMENT
-        expected = self._start + self.header.rows * ROW.itemsize + self.header.key_bytes
-        if size != expected:
-            raise ValueError(f"{path} is damaged: {size:,} bytes where its header asks for {expected:,}; {_AGAIN}")
-
+            self.header, self._start = _read_start(path, file, os.fstat(file.fileno()).st_size)
         self._file: int | None = None  # opened when a record is first read
 
     @property
@@ -202,6 +189,43 @@ class TarIndex:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_file": None}  # descriptors don't travel to a process that isn't forked
+
+
+def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, int]:
+    """(header, where the records begin) of an index of ``size`` bytes. Raises ValueError, as :class:`TarIndex` says."""
+    start = file.read(len(MAGIC) + 4)
+    if start[: len(MAGIC)] != MAGIC or len(start) < len(MAGIC) + 4:
+        raise ValueError(f"{path} is no index of a tar; {_AGAIN}")
+    length = struct.unpack("<I", start[len(MAGIC) :])[0]
+    if length > HEADER.most_bytes:
+        raise ValueError(f"{path} is damaged (a header of {length:,} bytes); {_AGAIN}")
+    fields = parse_text(file.read(length).decode("utf-8", "replace"), HEADER, path)
+    if fields["version"] != VERSION:
+        raise ValueError(f"{path} has format version {fields['version']}, this program reads {VERSION}; {_AGAIN}")
+    header, begin = Header(**fields), -(-(len(start) + length) // ALIGNMENT) * ALIGNMENT
+    expected = begin + header.rows * ROW.itemsize + header.key_bytes
+    if size != expected:
+        raise ValueError(f"{path} is damaged: {size:,} bytes where its header asks for {expected:,}; {_AGAIN}")
+    return header, begin
+
+
+def check_whole(content: bytes) -> None:
+    """Raises OSError of the bytes of an index that are not all of it; ValueError of what is none."""
+    try:
+        _read_start("what came", io.BytesIO(content), len(content))
+    except ValueError as error:
+        if content.startswith(MAGIC):
+            raise OSError(f"{len(content):,} bytes came, which are not a whole index") from error
+        raise
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is there and a whole index."""
+    try:
+        TarIndex(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 _AGAIN = "make it again: python preprocess.py index FOLDER"

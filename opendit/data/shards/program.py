@@ -10,6 +10,7 @@ from pathlib import Path
 from opendit.common.errors import DataError
 from opendit.common.tensor_files import write_file
 from opendit.data.base import name_few
+from opendit.data.energon.cooked import load_cooker
 from opendit.data.energon.indexes import check_count
 from opendit.data.energon.prepared import all_tars, is_prepared
 from opendit.data.files import printable
@@ -51,22 +52,28 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
     print(f"{len(entries):,} samples in {_tars(len(jobs))}: train with --data_path {printable(output)}")
 
 
-def make_indexes(root: str, *, num_workers: int = 4) -> None:
-    """Makes the index of every tar of a folder, or of one tar, that has none or a stale one. Of a folder that Energon
-    prepared the tars of all splits, as its field map has them.
+def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None = None, force: bool = False) -> None:
+    """Makes the index of every tar of a folder, or of one tar, that has none or a stale one; ``force``: of all. Of a
+    folder that Energon prepared the tars of all splits, as its field map or a cooker (``module:function``) has them.
 
     Raises ValueError, OSError or DataError; indexes of the tars before a bad one stay."""
     path, fields, plan, counts = Path(root), None, "", []
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     if is_prepared(path):
-        prepared = all_tars(path)
+        if energon_cooker:
+            load_cooker(energon_cooker)  # says what is wrong with it
+        prepared = all_tars(path, cooked=energon_cooker is not None)
         fields, plan, counts = prepared.fields, prepared.plan, [count for _, count in prepared.tars]
         tars = [path / name for name, _ in prepared.tars]
+    elif energon_cooker:
+        raise ValueError(
+            f"--energon_cooker {energon_cooker}: DIR {printable(root)} was not prepared by Energon; leave it out"
+        )
     if not tars:
         raise ValueError(f"DIR {printable(root)} holds no .tar files")
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
-    todo = [tar for tar in tars if not _is_current(tar, plan)]
+    todo = [tar for tar in tars if force or not _is_current(tar, plan)]
     with Progress(len(tars), "tars", initial=len(tars) - len(todo), title="indexing") as bar:
         for _ in in_processes(partial(_index, fields=fields, plan=plan), todo, num_workers):
             bar.update()

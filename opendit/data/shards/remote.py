@@ -1,18 +1,24 @@
 """Tars elsewhere: whatever fsspec opens (http, https, s3, gs, ...), read by ranges of bytes."""
 
+import atexit
 import os
 import re
-from collections.abc import Iterable, Sequence
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from opendit.common.errors import DataError
+from opendit.common.replace import replacing
 from opendit.data.files import printable
 from opendit.data.retry import retried
 from opendit.data.shards.ahead import ByteRange, FetchAhead, Ranges
-from opendit.data.shards.cache import FileCache
-from opendit.data.shards.index import SUFFIX
+from opendit.data.shards.cache import FOLDER, FileCache
+from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
 TIME_LIMIT = 30.0  # seconds of one attempt
 AT_ONCE = 16  # indexes that are fetched
@@ -73,8 +79,15 @@ class Remote:
 
         return retried(address, once)
 
-    def read_all(self, address: str) -> bytes:
-        return retried(address, lambda: self._call("cat_file", address))
+    def read_all(self, address: str, check: Callable[[bytes], None] = lambda content: None) -> bytes:
+        """The whole file; tried again where it fails, or ``check`` raises an error of what came."""
+
+        def once() -> bytes:
+            content = self._call("cat_file", address)
+            check(content)
+            return content
+
+        return retried(address, once)
 
     def read_if_there(self, address: str) -> bytes | None:
         try:
@@ -87,7 +100,10 @@ class Remote:
     def version(self, address: str) -> str:
         """Changes with the file, as far as its server tells."""
         found = retried(address, lambda: self._call("info", address))
-        return " ".join(f"{name}={found.get(name)}" for name in ("size", "ETag", "etag", "LastModified", "mtime"))
+        told = {name: found.get(name) for name in ("size", "ETag", "etag", "LastModified", "mtime")}
+        # Of web servers, some of which give no ETag.
+        told |= {name: found[name] for name in ("Last-Modified", "Content-MD5", "Digest") if name in found}
+        return " ".join(f"{name}={value}" for name, value in told.items())
 
     def list_tars(self, address: str) -> list[str]:
         """The addresses of a folder's tars, sorted."""
@@ -141,23 +157,42 @@ class RemoteTars:
 
 
 def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
-    """The index of every tar in a file of the cache's folder, fetched unless this version of it is there.
+    """The index of every tar in a file of the cache's folder, fetched unless this version of it is there; in a folder
+    of this process's where that takes no more.
 
-    Raises DataError, which names the tar."""
+    Raises DataError, which names the tar; ValueError if there is no place for the indexes."""
+    kept = cache.folder / "indexes"
 
-    def fetch(address: str) -> Path:
+    def fetch(address: str, folder: Path) -> Path:
         name = f"{address}{SUFFIX}"
         try:
-            path = cache.folder / "indexes" / cache.path(f"{name} {remote.version(name)}").name
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-                partial.write_bytes(remote.read_all(name))
-                os.replace(partial, path)
+            file = cache.path(f"{name} {remote.version(name)}").name
+            if is_index(path := kept / file) or is_index(path := folder / file):
+                return path
+            content = remote.read_all(name, check_whole)
         except DataError as error:
             fix = "python preprocess.py index FOLDER makes it, where the tars are"
             raise DataError(f"{error}; every tar needs its index beside it: {fix}") from error
+        with replacing(path) as partial:
+            partial.write_bytes(content)
         return path
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(fetch, addresses))
+    def fetch_all(folder: Path) -> list[Path]:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(partial(fetch, folder=folder), addresses))
+
+    try:
+        return fetch_all(kept)
+    except OSError as full:
+        place = f"{kept} ({FOLDER}): {full.strerror}"
+    try:
+        own = Path(tempfile.mkdtemp(prefix="opendit-indexes-"))
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        print(f"note: {place}; the tars' indexes are in {own} meanwhile", file=sys.stderr, flush=True)
+        return fetch_all(own)
+    except OSError as error:
+        raise ValueError(
+            f"--data_path: no room for the tars' indexes in {place}, nor in {tempfile.gettempdir()}: {error.strerror}; "
+            f"set {FOLDER} to a folder on another disk"
+        ) from error

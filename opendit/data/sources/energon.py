@@ -144,4 +144,5 @@ def _kept(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | 
         start, end = np.searchsorted(index.rows["number"], [start, end]).tolist()
     start = min(start, end)
     found = [row for row in range(rows) if index.key(row) in keys] if keys else []
+    index.close()  # of thousands of tars, which a process may not all have open
     return KeptRows(start, end, np.array([row for row in found if start <= row < end], np.int64))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -183,6 +184,22 @@ def test_what_a_cooker_can_t_read_is_counted_and_named(folder, cookers):
 def test_mistakes_with_cookers(folder, cookers, cooker, says):
     with pytest.raises(ValueError, match=f"--energon_cooker .*{says}"):
         opened(folder / "crude", energon_cooker=cooker.format(cookers))
+
+
+def test_index_and_look_take_a_cooker(folder, cookers, capsys):
+    """The indexes are those that training with it reads, and not those of the field map."""
+    how = ["--energon_cooker", f"{cookers}:upper"]
+    assert preprocess.main(["index", str(folder / "crude"), "--num_workers", "1", *how]) == 0
+    made = {path: path.stat().st_mtime_ns for path in (folder / "crude").glob("*.index")}
+    assert made and len(opened(folder / "crude", energon_cooker=f"{cookers}:upper")) > 0
+    assert not list(Path(os.environ[cache.FOLDER]).rglob("*.index"))
+    assert preprocess.main(["look", str(folder / "crude"), "--output", str(folder / "look"), *how]) == 0
+    assert "read by" in capsys.readouterr().out and (folder / "look" / "contact_sheet.png").stat().st_size > 0
+    assert preprocess.main(["index", str(folder / "crude"), "--num_workers", "1", "--force", *how]) == 0
+    assert all(path.stat().st_mtime_ns > before for path, before in made.items())
+    capsys.readouterr()
+    assert preprocess.main(["index", str(folder), *how]) == 2
+    assert "--energon_cooker" in capsys.readouterr().err
 
 
 def test_a_cooker_of_something_else_is_refused(folder, tmp_path):

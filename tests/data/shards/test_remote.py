@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import signal
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -158,6 +159,54 @@ def test_what_is_not_there_is_told_at_the_start(server, tmp_path):
         opened(server, "/t-{05..01}.tar")
     with pytest.raises(ValueError, match="addresses of nowhere:// need fsspec"):
         build_dataset("nowhere://a/b.tar", 8, seed=0)
+
+
+def test_an_index_that_was_made_anew_is_fetched_anew(server, tmp_path):
+    """Also from a server that tells no more of a file than when it was changed."""
+    assert opened(server).caption(0) == "a 0"
+    tar = write_tar(tmp_path / "tars" / "t-00.tar", captioned(6, 3))
+    make_indexes(str(tar), force=True)
+    os.utime(f"{tar}.index", (2**31, 2**31))
+    assert opened(server).caption(0) == "a 3"
+
+
+def test_an_index_that_came_in_part_is_not_kept(server, tmp_path, monkeypatch):
+    read = remote.Remote._call
+    left = [3]
+
+    def cut(self, name, *args, **options):
+        content = read(self, name, *args, **options)
+        if name == "cat_file" and args[0].endswith(".index") and left[0]:
+            left[0] -= 1
+            return content[:-5]
+        return content
+
+    monkeypatch.setattr(remote.Remote, "_call", cut)
+    assert opened(server, "/t-00.tar").caption(5) == "a 5" and left == [0]  # at the fourth attempt
+    left[0] = 99
+    with pytest.raises(ValueError, match=r"t-01.tar.index can't be read, 5 attempts: .* not a whole index"):
+        opened(server, "/t-01.tar")
+    left[0] = 0
+    assert opened(server, "/t-01.tar").caption(0) == "a 6"
+    for path in (tmp_path / "cache" / "indexes").iterdir():  # of an earlier version, or a damaged disk
+        path.write_bytes(path.read_bytes()[:-1])
+    assert opened(server).caption(11) == "a 11"
+
+
+def test_a_cache_that_takes_no_indexes(server, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    data = opened(server)
+    assert data[SampleKey(3, 0, 0)].text == "a 3"
+    assert (
+        f"{tmp_path}/file/indexes (OPENDIT_SHARD_CACHE): Not a directory; the tars' indexes" in capsys.readouterr().err
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(
+        ValueError, match="no room for the tars' indexes in .*set OPENDIT_SHARD_CACHE to a folder on another"
+    ):
+        opened(server)
 
 
 def test_a_server_without_ranges_is_told_of(server):

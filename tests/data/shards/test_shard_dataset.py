@@ -108,6 +108,11 @@ def test_mistakes_are_told_before_training(tmp_path):
         build_dataset(str(tmp_path), 8, seed=0)
     (tmp_path / "x.tar").unlink()
     (tmp_path / "class_names.json").write_text('["cat"]')
+    (tmp_path / "far").mkdir()
+    write_tar(tmp_path / "far" / "z.tar", [("a.png", picture(0)), ("a.cls", b"2000000000")])
+    make_indexes(str(tmp_path / "far"))
+    with pytest.raises(ValueError, match="a sample of .*z.tar has the class 2,000,000,000; at most 1,000,000 classes"):
+        build_dataset(str(tmp_path / "far"), 8, seed=0)
     with pytest.raises(ValueError, match="class_names.json names 1 classes, the labels go to 1"):
         build_dataset(str(tmp_path), 8, seed=0)
     (tmp_path / "class_names.json").write_text('["cat", "dog"]')
