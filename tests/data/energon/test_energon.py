@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import preprocess
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
@@ -21,7 +22,9 @@ from opendit.data.shards import cache
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.program import make_indexes
 from opendit.data.sources.base import NoSplit
+from opendit.training.specification import example_captions
 from tests.data.shards.tars import captioned, write_tar
+from tests.encoders.test_vae import small_vae
 
 PREPARED = Path(__file__).parent / "prepared"
 EXPECTED = json.loads((PREPARED / "expected.json").read_text())
@@ -184,6 +187,22 @@ def test_what_a_cooker_can_t_read_is_counted_and_named(folder, cookers):
 def test_mistakes_with_cookers(folder, cookers, cooker, says):
     with pytest.raises(ValueError, match=f"--energon_cooker .*{says}"):
         opened(folder / "crude", energon_cooker=cooker.format(cookers))
+
+
+def test_captions_that_can_t_be_read_end_neither_a_start_nor_a_cache(folder, cookers, tmp_path, capsys):
+    data = opened(folder / "crude", energon_cooker=f"{cookers}:some")
+    assert example_captions(data) == [f"number {key}" for key in (0, 1, 2, 5, 6, 7, 8, 9)]
+    vae = small_vae()
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL", **vae.config}))
+    save_file(vae.state_dict(), tmp_path / "vae" / "diffusion_pytorch_model.safetensors")
+    flags = f"--data_path {folder}/crude --energon_cooker {cookers}:some --vae {tmp_path}/vae --image_size 8"
+    argv = ["latents", *flags.split(), "--num_workers", "0", "--output", str(tmp_path / "latents")]
+    assert preprocess.main([*argv, "--max_bad", "0.1"]) == 2
+    assert "more than 10%" in capsys.readouterr().err
+    assert preprocess.main([*argv, "--max_bad", "0.3"]) == 0
+    latents = build_dataset(str(tmp_path / "latents"), 8, seed=0)
+    assert [latents.caption(row) for row in range(len(latents))] == example_captions(data)
 
 
 def test_index_and_look_take_a_cooker(folder, cookers, capsys):
