@@ -4,7 +4,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opendit.common.background import Background
 
@@ -88,5 +88,5 @@ class FetchAhead:
             work = Background(partial(self._fetch, group), "fetch ahead")
             self._begun.append(_Begun(set(group), sum(part.size for part in group), work))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return FetchAhead, (self._fetch,)  # what has begun stays in its process
