@@ -14,6 +14,7 @@ from opendit.data.energon.cooked import load_cooker
 from opendit.data.energon.indexes import check_count
 from opendit.data.energon.prepared import all_tars, is_prepared
 from opendit.data.files import printable
+from opendit.data.latents_index import read_indexes
 from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
 from opendit.data.shards.fields import Fields
@@ -23,9 +24,15 @@ from opendit.data.shards.writer import find_entries, is_done, plan_jobs, write_j
 
 
 def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_workers: int = 4) -> None:
-    """Packs a folder of pictures or a CSV into tars of at most ``shard_size`` bytes. What is there is kept.
+    """Packs a folder of pictures, a CSV, or cached latents in safetensors files into tars of at most ``shard_size``
+    bytes. What is there is kept.
 
     Raises ValueError, OSError or DataError."""
+    path = Path(data_path)
+    if path.is_dir() and (indexes := read_indexes(path)) is not None:
+        from opendit.data.shards.repack import repack_latents  # torch, which packing files does without
+
+        return repack_latents(path, indexes[0], Path(output), shard_size=shard_size, num_workers=num_workers)
     entries, class_names, left_out = find_entries(data_path)
     if left_out:
         print(f"left out {len(left_out):,} files: {name_few(left_out)}")

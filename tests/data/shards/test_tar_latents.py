@@ -19,6 +19,7 @@ from opendit.data.make_latents import make_latents
 from opendit.data.shards import cache
 from opendit.data.shards.index import index_of
 from opendit.data.shards.latents import ABOUT
+from opendit.data.shards.program import make_shards
 from opendit.data.video_file import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec
@@ -110,6 +111,30 @@ def test_clips_captions_and_embeddings_are_those_of_safetensors_files(media, cod
     assert all(tars.shape_key(tars.next_row(row)) == tars.shape_key(row) for row in range(7))
     assert [shard["count"] for shard in index["shards"]] == [2, 2, 2, 1]  # not one each, nor all in one
     assert tars.look_at(0)[0] == files.look_at(0)[0]
+
+
+def test_files_are_packed_without_encoding(pictures, media, codec, tmp_path, monkeypatch):
+    """Also after a stop in the middle, and by one process or two; captions with embeddings, clips among pictures."""
+    clips = build_dataset(str(media / "media.csv"), 16, seed=0, **VIDEO)
+    make(clips, FrameCodec(codec), tmp_path / "clips", shard_size=2, flips=False, encoder=Letters())
+    for source, size, options in ((pictures / "files", 9000, {}), (tmp_path / "clips", 12_000, VIDEO)):
+        packed = tmp_path / f"{source.name}_tars"
+        make_shards(str(source), str(packed), shard_size=size, num_workers=2)
+        same(build_dataset(str(packed), 16, seed=0, **options), build_dataset(str(source), 16, seed=0, **options))
+        tars = {path.name: path.read_bytes() for path in packed.iterdir()}
+        assert len([name for name in tars if name.endswith(".tar")]) > 1
+        for name in sorted(tars)[1:]:
+            (packed / name).unlink()  # as a kill after the first one leaves it
+        make_shards(str(source), str(packed), shard_size=size, num_workers=1)
+        assert {path.name: path.read_bytes() for path in packed.iterdir()} == tars
+        with pytest.raises(ValueError, match="these latents lie in tars already"):
+            make_shards(str(packed), str(tmp_path / "again"), shard_size=size)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(pictures / "files", damaged)
+    file = sorted(damaged.glob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(DataError, match="is damaged: its checksum is not the index's"):
+        make_shards(str(damaged), str(tmp_path / "no"), num_workers=1)
 
 
 def test_webdataset_reads_them(pictures):
