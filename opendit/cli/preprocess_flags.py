@@ -47,9 +47,7 @@ def build_parser(doc: str) -> CommandLine:
     _add_latents(parser.command("latents", "encode every picture once with a VAE"))
     shards = parser.command("shards", "pack pictures and clips into tars with an index")
     shards.heading(IN_AND_OUT)
-    shards.option(
-        "--data_path", PATH, "a folder of pictures, a CSV of captioned media, or cached latents", required=True
-    )
+    shards.option("--data_path", PATH, "a folder of pictures, a CSV of media, or cached latents", required=True)
     shards.option("--output", FOLDER, "folder for the tars", required=True)
     shards.option("--shard_size", Value(unit="size"), "largest size of a tar: 200MB, 1GB, ...", "1GB")
     shards.option(

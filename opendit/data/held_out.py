@@ -11,6 +11,7 @@ from opendit.common.hashing import HashedStream, hash_parts
 from opendit.data.base import Embedding, MediaDataset
 from opendit.data.order.blend import SourceRows
 from opendit.data.order.permutation import permuted
+from opendit.data.size_cache import KeptArrays, kept_if_large
 from opendit.data.verification import Verification
 
 _ROWS = 2**20  # hashed at once
@@ -26,6 +27,15 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
 
     Raises ValueError if nothing is left to train on.
     """
+    found = kept_if_large(
+        len(dataset), lambda: ("held out", dataset.identity(), repr(share)), lambda: _choose(dataset, share)
+    ).arrays
+    part = f"{len(found['rest']):,} of them, {len(found['held']):,} held out"
+    return SomeRows(dataset, found["rest"], part), SomeRows(dataset, found["held"], "held out")
+
+
+def _choose(dataset: MediaDataset, share: float) -> KeptArrays:
+    """The rows that are held out, and the rest, rising. Raises as :func:`hold_out`."""
     file_of = dataset.file_numbers()
     files = len(dataset) if file_of is None else int(file_of.max()) + 1
     count = max(1, round(share * files))
@@ -37,8 +47,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
     chosen = np.zeros(files, dtype=bool)
     chosen[permuted(np.arange(count), files, SEED, 0, 0)] = True
     held = chosen if file_of is None else chosen[file_of]
-    part = f"{(~held).sum():,} of them, {held.sum():,} held out"
-    return SomeRows(dataset, np.flatnonzero(~held), part), SomeRows(dataset, np.flatnonzero(held), "held out")
+    return KeptArrays({"rest": np.flatnonzero(~held), "held": np.flatnonzero(held)}, {})
 
 
 def stream_of(array: np.ndarray, as_hashed: Callable[[np.ndarray], np.ndarray]) -> HashedStream:

@@ -12,7 +12,7 @@ from opendit.data.base import MediaDataset, name_few
 from opendit.data.held_out import SomeRows, stream_of
 from opendit.data.order.buckets import ShapeTable, TokenSize, assign, kept_shares
 from opendit.data.order.lengths import Lengths
-from opendit.data.size_cache import KeptArrays, kept
+from opendit.data.size_cache import KeptArrays, kept, kept_if_large
 
 _LOOKED_AT = 10_000  # media whose crop is told of
 _LARGE = 2**20  # rows from which on their shapes are kept in a file
@@ -145,7 +145,13 @@ def _shapes_of_media(
 def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str) -> ShapedDataset:
     """Cached latents, whose shapes are what they are. Raises ValueError, naming ``flag``, for one of more than ``most``
     tokens or one that the model's patch does not divide. token: with sides in latents."""
-    shapes, chosen = np.unique(dataset.latent_sizes(), axis=0, return_inverse=True)
+
+    def find() -> KeptArrays:
+        shapes, chosen = np.unique(dataset.latent_sizes(), axis=0, return_inverse=True)
+        return KeptArrays({"shapes": shapes.astype(np.int32), "chosen": chosen.reshape(-1).astype(np.int16)}, {})
+
+    found = kept_if_large(len(dataset), lambda: ("latents' shapes", dataset.identity()), find).arrays
+    shapes = np.array(found["shapes"])
     frames, height, width = shapes.T
     along, (high, wide) = np.where(frames == 1, token.frames, frames), token.side
     bad = (along % token.frames != 0) | (height % high != 0) | (width % wide != 0)
@@ -157,7 +163,12 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str)
     if (largest := int(tokens.max())) > most:
         raise ValueError(f"{flag} {most}: a sample has {largest:,} tokens; raise it to that at least")
     note = f"{len(shapes)} shape{'s' * (len(shapes) > 1)} of {tokens.min():,} to {tokens.max():,} tokens"
-    return ShapedDataset(dataset, _rows_and_keys(chosen.reshape(-1), note), shapes.astype(np.int32), tokens)
+    rows = kept_if_large(
+        len(dataset),
+        lambda: ("latents' rows", str(len(dataset))),
+        lambda: KeptArrays({"rows": np.arange(len(dataset))}, {}),
+    ).arrays["rows"]
+    return ShapedDataset(dataset, KeptArrays({"rows": rows, "keys": found["chosen"]}, {"note": note}), shapes, tokens)
 
 
 def _shown(shape: np.ndarray) -> str:

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from opendit.common.hashing import hash_parts
+
 FOLDER = "OPENDIT_SIZE_CACHE"  # of the environment
 DEFAULT_FOLDER = "~/.cache/opendit/sizes"
+LARGE = 10**6
 _ABOUT = "about.json"
 
 
@@ -60,6 +63,12 @@ def kept(name: str, make: Callable[[], KeptArrays]) -> KeptArrays:
             return made
         again = _read(folder)
         return made if again is None else again
+
+
+def kept_if_large(rows: int, names: Callable[[], tuple[str, ...]], make: Callable[[], KeptArrays]) -> KeptArrays:
+    """As :func:`kept` for data sets of ``LARGE`` rows and more, of which a list takes memory and time that the ranks of
+    a machine can share; made anew for smaller ones. names: of what decides it."""
+    return make() if rows < LARGE else kept(hash_parts(*names()), make)
 
 
 def _write(folder: Path, made: KeptArrays) -> None:

@@ -32,6 +32,7 @@ from opendit.data.shards.index import MOST_CLASSES, Record, TarIndex
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
+from opendit.data.size_cache import KeptArrays, kept_if_large
 from opendit.data.verification import Verification
 
 
@@ -103,11 +104,19 @@ class ShardDataset(PicturesAndClips):
     def _find_pictures(self) -> np.ndarray:
         if not self.pictures:
             raise ValueError(f"{self.shown}: holds clips only; add --use_video")
-        return np.flatnonzero(self._shapes() == PICTURE)
+
+        def find() -> KeptArrays:
+            return KeptArrays({"rows": np.flatnonzero(self._shapes() == PICTURE)}, {})
+
+        return kept_if_large(int(self.starts[-1]), lambda: ("pictures", *self._parts()), find).arrays["rows"]
 
     def _shapes(self) -> np.ndarray:
         """Which of all samples are pictures and which clips, a byte each."""
-        return np.concatenate([shard.shapes() for shard in self.shards])
+
+        def find() -> KeptArrays:
+            return KeptArrays({"shapes": np.concatenate([shard.shapes() for shard in self.shards])}, {})
+
+        return kept_if_large(int(self.starts[-1]), lambda: ("shapes", *self._parts()), find).arrays["shapes"]
 
     def __len__(self) -> int:
         return int(self.starts[-1]) if self.used is None else len(self.used)
@@ -258,6 +267,10 @@ class ShardDataset(PicturesAndClips):
         return after
 
     def identity(self) -> str:
+        return hash_parts("shards", *self._parts(), "\0".join(self.class_names), str(self.used is not None))
+
+    def _parts(self) -> list[str]:
+        """What the samples are."""
         headers = [shard.index.header for shard in self.shards]
         contents = [
             header.sha256 or f"{shard.name} {header.tar_bytes}"
@@ -267,7 +280,7 @@ class ShardDataset(PicturesAndClips):
             str(len(shard)) if shard.kept is None else f"{len(shard)} ({shard.kept.identity()})"
             for shard in self.shards
         )
-        return hash_parts("shards", *contents, rows, "\0".join(self.class_names), str(self.used is not None))
+        return [*contents, rows]
 
     def verification(self, share: int, shares: int) -> Verification | None:
         known = {shard.path: shard.index.header.sha256 for shard in self.shards if shard.index.header.sha256}

@@ -1,4 +1,4 @@
-"""Cached latents in safetensors files, packed into tars as ``preprocess.py latents`` writes them, nothing encoded anew."""
+"""Packs cached latents in safetensors files into tars as ``preprocess.py latents`` writes them; encodes nothing."""
 
 import shutil
 from collections.abc import Iterator
@@ -51,15 +51,13 @@ class TarPlan:
 
 
 def repack_latents(folder: Path, index: dict[str, Any], output: Path, *, shard_size: int, num_workers: int) -> None:
-    """Packs the latents of a folder into tars of about ``shard_size`` bytes in ``output``. Tars that are there are kept,
-    so that the same command goes on where it was stopped; their bytes do not depend on that.
+    """Packs the latents of a folder into tars of about ``shard_size`` bytes in ``output``. Tars that are there are
+    kept, so that the same command goes on where it was stopped; their bytes do not depend on that.
 
     Raises ValueError for latents that lie in tars already, and for an ``output`` with other tars; DataError for files
     that are not what the index says."""
     if index["version"] == TARS_VERSION:
-        raise ValueError(
-            f"--data_path {printable(folder)}: these latents lie in tars already; train with them as they are"
-        )
+        raise ValueError(f"--data_path {printable(folder)}: these latents lie in tars already; train with them")
     form = tars_of(index["image_size"])
     plans = list(_plan(folder, index, output, shard_size, form))
     output.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,69 @@
+"""What is found once a machine of large data sets: the same as of small ones, and mapped from files by later starts."""
+
+import numpy as np
+import pytest
+
+from opendit.data import build_dataset, size_cache
+from opendit.data.held_out import hold_out
+from opendit.data.order.buckets import TokenSize
+from opendit.data.shaped import shape_latents
+from opendit.data.shards import dataset as shards
+from opendit.data.shards.program import make_indexes
+from opendit.data.video_file import write_mp4
+from tests.data.shards.tars import picture, write_tar
+
+
+@pytest.fixture
+def mixed(tmp_path, monkeypatch):
+    """Two tars of pictures with clips among them."""
+    monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / "sizes"))
+    write_mp4(tmp_path / "c.mp4", np.zeros((4, 16, 16, 3), np.uint8), 24)
+    (tmp_path / "tars").mkdir()
+    for tar in range(2):
+        members = []
+        for i in range(5):
+            clip = i % 2 == tar
+            content = (tmp_path / "c.mp4").read_bytes() if clip else picture(i)
+            members += [(f"{tar}{i}.{'mp4' if clip else 'png'}", content), (f"{tar}{i}.txt", b"words")]
+        write_tar(tmp_path / "tars" / f"{tar}.tar", members)
+    make_indexes(str(tmp_path / "tars"))
+    return tmp_path / "tars"
+
+
+def facts(folder):
+    """All that the lists of rows decide."""
+    pictures = build_dataset(str(folder), 8, seed=0)
+    both = build_dataset(str(folder), 8, seed=0, use_video=True, num_frames=2)
+    rest, held = hold_out(both, 0.3)
+    found = [[data.source(row) for row in range(len(data))] for data in (pictures, both, rest, held)]
+    identities = [data.identity() for data in (pictures, both, rest, held)]
+    return found, identities, both.shape_keys().tolist(), [pictures.used, both.shape_keys(), rest.rows, held.rows]
+
+
+def test_large_data_sets_are_what_small_ones_are(mixed, tmp_path, monkeypatch):
+    *small, arrays = facts(mixed)
+    assert not any(isinstance(array, np.memmap) for array in arrays) and not list((tmp_path / "sizes").glob("*"))
+    monkeypatch.setattr(size_cache, "LARGE", 1)
+    for _ in ("made", "mapped"):
+        *large, arrays = facts(mixed)
+        assert large == small and all(isinstance(array, np.memmap) for array in arrays)
+        # The second time nobody looks at the rows again.
+        monkeypatch.setattr(shards.IndexedTar, "shapes", None)
+    with pytest.raises(ValueError, match="--validate_share 0.99: of 10 samples 10 are held out"):
+        hold_out(build_dataset(str(mixed), 8, seed=0, use_video=True, num_frames=2), 0.99)
+
+
+def test_shapes_of_latents(mixed, monkeypatch):
+    data = build_dataset(str(mixed), 8, seed=0)
+    sizes = np.array([(1, 4, 4), (2, 4, 8), (1, 4, 4), (2, 2, 2)] * 2, dtype=np.int32)[: len(data)]
+    monkeypatch.setattr(type(data), "latent_sizes", lambda self: sizes)
+    small = shape_latents(data, TokenSize(1, 1, (2, 2)), 64, "--pack_tokens")
+    monkeypatch.setattr(size_cache, "LARGE", 1)
+    for _ in ("made", "mapped"):
+        large = shape_latents(data, TokenSize(1, 1, (2, 2)), 64, "--pack_tokens")
+        assert isinstance(large.keys, np.memmap) and large.identity() == small.identity()
+        assert [large.side_lengths(row) for row in range(len(data))] == [tuple(size[1:]) for size in sizes.tolist()]
+        assert large.token_counts()[np.arange(len(data))].tolist() == [
+            small.token_counts()[np.array([row])].item() for row in range(len(data))
+        ]
+        monkeypatch.setattr(type(data), "latent_sizes", None)
