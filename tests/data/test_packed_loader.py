@@ -18,7 +18,8 @@ from opendit.data.order.build import build_schedule
 from opendit.data.shaped import shape_media
 from opendit.data.size_cache import FOLDER
 
-TOKENS, PACKS, STEPS = 200, 24, 20
+TOKENS, PACKS, STEPS = 200, 24, 170  # more than 10,000 samples
+FEW = 20  # steps of tests that start many processes
 
 
 @pytest.fixture(scope="module")
@@ -81,26 +82,33 @@ def read(data, schedule, world, start, stop, units=1, workers=0):
 def whole(folder):
     data = opened(folder)
     found = read(data, scheduled(data), 1, 0, STEPS)
-    assert len(found) > 1000 and len({entry[1] for entry in found.values()}) > 30
+    assert len(found) > 10_000 and len({entry[1] for entry in found.values()}) > 30
     tokens = sum(shape[1] * shape[2] // 4 for _, shape, *_ in found.values())
     assert tokens / (STEPS * PACKS * 2 * TOKENS) > 0.9
     return found
 
 
+def up_to(whole, steps):
+    return {key: entry for key, entry in whole.items() if key[0] < steps}
+
+
 @pytest.mark.parametrize("workers", [1, 4])
 def test_worker_processes_read_the_same(folder, whole, workers):
     data = opened(folder)
-    assert read(data, scheduled(data), 1, 0, STEPS, units=2, workers=workers) == whole
+    assert read(data, scheduled(data), 1, 0, FEW, units=2, workers=workers) == up_to(whole, FEW)
 
 
-def test_ranks_that_change_read_the_same_and_go_on_from_the_checkpoints_carry(folder, whole):
-    found, state, stops = {}, None, (0, 5, 9, 14, STEPS)
-    for world, units, start, stop in zip((8, 6, 3, 1), (1, 2, 4, 1), stops, stops[1:], strict=False):
+def test_ranks_and_workers_that_change_read_the_same_and_go_on_from_the_checkpoints_carry(folder, whole):
+    found, state, start = {}, None, 0
+    for world, units, workers, stop in (
+        (8, 1, 0, 5), (6, 2, 1, 9), (3, 4, 0, 40), (1, 1, 4, 61), (6, 1, 0, 77), (3, 2, 4, 101), (8, 3, 1, 120),
+        (1, 8, 1, STEPS),
+    ):  # fmt: skip
         data = opened(folder)
         schedule = scheduled(data)
         assert state is None or schedule.restore(json.loads(state), start)
-        found |= read(data, schedule, world, start, stop, units)
-        state = json.dumps(schedule.state(stop))
+        found |= read(data, schedule, world, start, stop, units, workers)
+        start, state = stop, json.dumps(schedule.state(stop))
     assert found == whole
 
 
@@ -113,8 +121,8 @@ def train(folder, log):
     if lines:
         assert schedule.restore(json.loads(lines[-1])["packs"], start)
     with log.open("a") as file:
-        for step in range(start, STEPS):
-            found = read(data, schedule, 3, step, step + 1)
+        for step in range(start, FEW):
+            found = read(data, schedule, 3, step, step + 1, workers=step % 2)
             entries = [[*key, *map(list, [entry])] for key, entry in found.items()]
             file.write(json.dumps({"entries": entries, "packs": schedule.state(step + 1)}) + "\n")
             file.flush()
@@ -132,7 +140,7 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(folder, whole, tmp_path):
                 os._exit(0)
             finally:
                 os._exit(1)
-        lines = log.read_text().count("\n") + moments.randint(1, 3) + STEPS * (kills >= 4)
+        lines = log.read_text().count("\n") + moments.randint(1, 3) + FEW * (kills >= 4)
         while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and log.read_text().count("\n") < lines:
             time.sleep(0.001)
         time.sleep(moments.uniform(0, 0.02))  # somewhere in the next step
@@ -147,4 +155,4 @@ def test_kills_at_any_moment_lose_and_repeat_nothing(folder, whole, tmp_path):
         for step, index, (row, shape, crop, pack, place) in json.loads(line)["entries"]:
             assert (step, index) not in found
             found[step, index] = row, tuple(shape), crop, pack, place
-    assert kills >= 2 and found == whole
+    assert kills >= 2 and found == up_to(whole, FEW)

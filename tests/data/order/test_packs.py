@@ -1,6 +1,7 @@
 """Packs: full, alike in cost, nothing lost or repeated, the same ones on any ranks and after any restart."""
 
 import json
+import random
 from collections import Counter
 from fractions import Fraction
 
@@ -164,6 +165,37 @@ def test_a_million_samples_on_paper():
     remainder = 10 * len(lengths) - counts.sum()
     assert counts.max() <= 11 and counts.min() >= 9 and abs(remainder) < 10_000
     assert schedule.epoch(steps) in (9, 10)
+
+
+def test_a_million_samples_of_a_blend_on_paper():
+    """Worlds that change and restart at random read what one process reads that never stops."""
+    rng, moments = np.random.default_rng(0), random.Random(1)
+    short, even = np.full(60_000, 256), 16 * rng.integers(128, 2049, 6000)
+    lognormal = np.clip(16 * np.round(rng.lognormal(np.log(128), 1, 30_000)).astype(int), 64, 32_768)
+    weights = tuple(map(Fraction, (8, 1, 1))), tuple(map(Fraction, (6, 1, 3)))
+    sources = SourceRows(("a", "b", "c"), (60_000, 66_000, 96_000), ((0, weights[0]), (40, weights[1])), 96_000)
+
+    def make():
+        lengths = np.concatenate([short, even, lognormal])
+        return PackSchedule(lengths, 65_536, 24, 7, sources=sources, attention=6912)
+
+    schedule, whole, drawn = make(), [], 0
+    while drawn < 10**6:
+        whole.append((schedule.rows(len(whole)), schedule.ends(len(whole))))
+        drawn += len(whole[-1][0])
+    step, state = 0, None
+    while step < len(whole):
+        world, schedule = moments.choice([8, 6, 3, 1]), make()
+        units = moments.choice([units for units in (1, 2, 3, 4) if 24 // world % units == 0])
+        assert state is None or schedule.restore(json.loads(state), step)
+        stop = min(len(whole), step + moments.randint(1, 80))
+        while step < stop:
+            rows, ends = schedule.rows(step), schedule.ends(step)
+            micro, ranks = range(24 // world // units), range(world)
+            places = [p for m in micro for rank in ranks for p in schedule.share(step, m, rank, world, units)]
+            assert places == list(range(len(rows))) and (rows, list(ends)) == (whole[step][0], list(whole[step][1]))
+            step += 1
+        state = json.dumps(schedule.state(step))
 
 
 def test_weights_of_sources_hold_and_change_with_a_window():
