@@ -1,22 +1,29 @@
 """What ``preprocess.py look`` does: opens a share of a data set's rows, and shows what is in them."""
 
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from opendit.common.errors import DataError
 from opendit.common.replace import replacing
 from opendit.data.apart import run_apart
-from opendit.data.base import DataError, MediaDataset, name_few
+from opendit.data.base import MediaDataset, name_few
+from opendit.data.blend import BlendedDataset
 from opendit.data.files import printable
 from opendit.data.fill import MediumTokens
 from opendit.data.latents_index import read_indexes
 from opendit.data.look_page import THUMBNAIL, Findings, Look, draw_histograms, draw_sheet, make_page
+from opendit.data.names import inline_sources, is_address
+from opendit.data.pictures_and_clips import PICTURE, PicturesAndClips
 from opendit.data.progress import Progress
 from opendit.data.resolve import build_dataset
+from opendit.data.shards.latents import fetch_latents_indexes
+from opendit.data.shards.remote import Remote
 
 TIME_LIMIT = 60.0  # seconds for one row
 SHEET, HISTOGRAMS, PAGE = "contact_sheet.png", "histograms.png", "look.html"
@@ -50,7 +57,7 @@ def run(
         with replacing(folder / name) as new:
             new.write_bytes(written)
     print(dataset.describe())
-    print(f"looked into {len(found.looks) + len(found.bad):,} of {len(dataset):,} rows, bad: {len(found.bad):,}")
+    print(f"looked into {found.looked}")
     for bad in found.bad[:10]:
         print(f"  {bad}")
     if len(found.bad) > 10:
@@ -71,29 +78,77 @@ def open_any(
 
     Raises ValueError or FileNotFoundError, which name the flag."""
     made: dict[str, Any] = {}
-    path = Path(data_path)
-    if path.is_dir() and (indexes := read_indexes(path)) is not None:
+    if (indexes := _indexes(data_path)) is not None:
         index = next((each for each in indexes if each["image_size"] == image_size), indexes[-1])
         made = {"image_size": index["image_size"], **(index.get("video") or {})}
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
     # A bad file is to be found, not to end the search. One that has clips is asked for as such; one that has none says
-    # so, and what it says then of pictures is what is wrong.
+    # so, or opens all the same, and what it says then of pictures is what is wrong, or what it is.
     options = dict(seed=0, split=split, max_bad=1.0, num_frames=frames, frame_interval=interval, short_clips="interval")
     options["energon_cooker"] = energon_cooker
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
     except ValueError:
         dataset = build_dataset(data_path, size, use_video=False, **options)
+    if not _has_clips(dataset):
+        with suppress(ValueError):  # of a cooker, whose clips no index tells
+            dataset = build_dataset(data_path, size, use_video=False, **options)
     return dataset, (size, frames, interval)
 
 
+def _indexes(data_path: str) -> list[dict[str, Any]] | None:
+    """What cached latents say of themselves, in a folder or behind an address, or those that are the first source of a
+    blend; None of anything else."""
+    if inline := inline_sources(data_path):
+        return _indexes(inline[0][0])
+    if not is_address(data_path):
+        return read_indexes(Path(data_path)) if Path(data_path).is_dir() else None
+    try:
+        return fetch_latents_indexes(data_path, Remote(data_path))
+    except (DataError, ValueError, OSError) as error:
+        shown = f"--data_path {printable(data_path)}"
+        raise ValueError(f"{shown}: {str(error).removeprefix(f'{shown}: ')}") from error
+
+
+def _has_clips(dataset: MediaDataset) -> bool:
+    """Whether a data set that was opened with its clips has any, as far as it knows; of one that opens with clips only
+    if it has some, or was opened as pictures, nothing is to be found out."""
+    if isinstance(dataset, BlendedDataset):
+        return any(map(_has_clips, dataset.parts))
+    if not isinstance(dataset, PicturesAndClips) or dataset.kind == "latents" or not dataset.use_video:
+        return True
+    keys = dataset.shape_keys()
+    return dataset.shape_key(0) != PICTURE if keys is None else bool((keys != PICTURE).any())
+
+
+def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
+    """So many rows, or as many as there are, rising. They are spread evenly; of several sources each has as many as its
+    weight at the beginning makes it, one at least, and a small source's are repeated."""
+    sources = dataset.source_rows()
+    if sources is None:
+        return _spread(len(dataset), min(samples, len(dataset)))
+    weights = sources.stages[0][1]
+    due = [weight * samples / Fraction(sum(weights)) for weight in weights]
+    counts = [max(1, round(each)) for each in due]
+    starts = [0, *sources.ends[:-1]]
+    of_each = zip(starts, sources.sizes, counts, strict=True)
+    return np.concatenate([start + _spread(size, count) for start, size, count in of_each])
+
+
+def _spread(size: int, count: int) -> np.ndarray:
+    """``count`` of the rows 0 to ``size`` - 1, rising; more than there are: each as often, or once more than others."""
+    some = np.linspace(0, size - 1, count % size).round().astype(np.int64)
+    return np.sort(np.concatenate([np.tile(np.arange(size), count // size), some]))
+
+
 def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, tokens: MediumTokens) -> Findings:
-    """Opens ``samples`` rows (0: all), spread evenly, and keeps thumbnails of ``pictures`` of them."""
-    count = min(samples or len(dataset), len(dataset))
-    rows = np.unique(np.linspace(0, len(dataset) - 1, count).round().astype(np.int64)).tolist()
-    shown = set(np.linspace(0, len(rows) - 1, min(pictures, len(rows))).round().astype(int).tolist())
-    work = [(row, place in shown) for place, row in enumerate(rows)]
+    """Opens ``samples`` rows (0: all), see :func:`draw_rows`, and keeps thumbnails of up to ``pictures`` of them."""
+    samples = min(samples or len(dataset), len(dataset))
+    drawn = draw_rows(dataset, samples)
+    rows = (np.unique(drawn) if samples < len(dataset) else np.arange(len(dataset))).tolist()
+    shown = set(drawn[_spread(len(drawn), min(pictures, len(drawn)))].tolist())
+    work = [(row, row in shown) for row in rows]
 
     found: dict[int, Look | str] = {}
     with closing(run_apart(_Opener(dataset), work, num_workers, TIME_LIMIT)) as results:
@@ -101,14 +156,15 @@ def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, t
             for place, result in results:
                 found[place] = result
                 bar.update()
-    looks, bad = [], []
+    looks, bad = {}, []
     for place, row in enumerate(rows):
         if isinstance(result := found[place], str):
             name = printable(dataset.source(row))
             bad.append(f"{name}: {printable(result).removeprefix(f'{name}: ').removeprefix(': ')}")
         else:
-            looks.append(result)
-    return Findings(dataset, looks, bad, tokens)
+            looks[row] = result
+    samples_seen = [looks[row] for row in drawn.tolist() if row in looks]
+    return Findings(dataset, list(looks.values()), bad, tokens, samples_seen or list(looks.values()))
 
 
 @dataclass(frozen=True)

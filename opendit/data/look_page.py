@@ -3,22 +3,22 @@
 import base64
 import html
 import io
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from opendit.data.base import MediaDataset
 from opendit.data.files import printable
 from opendit.data.fill import BUDGETS, MediumTokens, fill_of
+from opendit.data.look_fonts import MISSING, families, font_of
 from opendit.data.medium import Medium
 
 THUMBNAIL = 160  # pixels of a thumbnail's longer side
-COLUMNS = 8  # thumbnails in a row of the sheet
+COLUMNS, OF_CLIP = 8, 3  # thumbnails in a line of the sheet, and of a clip
 GAP, LINE, MOST_CLASSES = 8, 15, 20
 INK, FAINT, BACKGROUND = (20, 20, 20), (110, 110, 110), (255, 255, 255)
 
@@ -37,43 +37,71 @@ class Look:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in ``dataset``: looks at rows in their order, and "file: reason" of every bad one."""
+    """What was found in ``dataset``: looks at rows in their order, and "file: reason" of every bad one.
+
+    drawn: what figures are made of: the looks, and of several sources as many of each as its weight makes it, so that
+    some may be there twice and others not."""
 
     dataset: MediaDataset
     looks: list[Look]
     bad: list[str]
     tokens: MediumTokens
+    drawn: list[Look]
 
     @property
     def clips(self) -> list[Look]:
-        return [each for each in self.looks if each.medium.frames > 1]
+        return [each for each in self.drawn if each.medium.frames > 1]
+
+    @property
+    def shown(self) -> list[Look]:
+        return [each for each in self.looks if each.frames]
+
+    @property
+    def counted(self) -> str:
+        """What figures count."""
+        return "rows looked into" if self.dataset.source_rows() is None else "samples by weight"
+
+    @property
+    def looked(self) -> str:
+        """How many rows were opened, and of several sources how many samples they stand for."""
+        rows = f"{len(self.looks) + len(self.bad):,} of {len(self.dataset):,} rows, bad: {len(self.bad):,}"
+        if (sources := self.dataset.source_rows()) is None:
+            return rows
+        of_each = sources.count(np.array([each.row for each in self.drawn])).tolist()
+        named = ", ".join(f"{printable(name)} {count:,}" for name, count in zip(sources.names, of_each, strict=True))
+        return f"{rows}; figures are of {len(self.drawn):,} samples by weight: {named}"
 
 
 def draw_sheet(found: Findings) -> bytes:
-    """A PNG of thumbnails in the data set's order, each over its size and its words; a clip takes three places."""
-    cells = [each for each in found.looks if each.frames]
-    across = 3 if any(len(each.frames) > 1 for each in cells) else 1
-    columns = max(1, min(COLUMNS // across, len(cells)))
-    tallest = max((frame.shape[0] for each in cells for frame in each.frames), default=0)
-    width, height = across * THUMBNAIL + GAP, tallest + 2 * LINE + 2 * GAP
-    size = columns * width + GAP, -(-len(cells) // columns) * height + GAP
-    sheet = Image.new("RGB", size, BACKGROUND)
-    pen, font = ImageDraw.Draw(sheet), _font()
-    for place, each in enumerate(cells):
-        left, top = GAP + place % columns * width, GAP + place // columns * height
-        for i, frame in enumerate(each.frames):
-            sheet.paste(Image.fromarray(frame), (left + i * THUMBNAIL, top))
-        for line, (text, ink) in enumerate(((each.words, INK), (_size(each.medium), FAINT))):
-            text = _cut(printable(text), lambda text: font.getlength(text), width - 2 * GAP)
-            pen.text((left, top + tallest + line * LINE), text, fill=ink, font=font)
+    """A PNG of thumbnails in the data set's order, each over its size and its words."""
+    clips = any(len(each.frames) > 1 for each in found.shown)
+    columns = COLUMNS // OF_CLIP * OF_CLIP if clips else min(COLUMNS, len(found.shown))
+    lines: list[list[tuple[int, Look]]] = []  # of each the place in its line
+    end = columns
+    for each in found.shown:
+        places = OF_CLIP if len(each.frames) > 1 else 1
+        if end + places > columns:
+            lines.append([])
+            end = 0
+        lines[-1].append((end, each))
+        end += places
+    heights = [max(frame.shape[0] for _, each in line for frame in each.frames) for line in lines]
+    width = THUMBNAIL + GAP
+    sheet = Image.new(
+        "RGB", (columns * width + GAP, sum(heights) + len(lines) * (2 * LINE + 2 * GAP) + GAP), BACKGROUND
+    )
+    pen, top = ImageDraw.Draw(sheet), GAP
+    for line, height in zip(lines, heights, strict=True):
+        for place, each in line:
+            left, room = GAP + place * width, (OF_CLIP if len(each.frames) > 1 else 1) * width - 2 * GAP
+            for i, frame in enumerate(each.frames):
+                sheet.paste(Image.fromarray(frame), (left + i * THUMBNAIL, top))
+            for below, (text, ink) in enumerate(((each.words, INK), (_size(each.medium), FAINT))):
+                font = font_of(printable(text))
+                text = _cut(printable(text), font.getlength, room)
+                pen.text((left, top + height + (below + 1) * LINE - 3), text, fill=ink, font=font, anchor="ls")
+        top += height + 2 * LINE + 2 * GAP
     return _png(sheet)
-
-
-@cache
-def _font() -> ImageFont.FreeTypeFont:
-    import matplotlib  # whose font has more of the world's letters than Pillow's
-
-    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), 11)
 
 
 def _cut(text: str, length: Callable[[str], float], most: float) -> str:
@@ -101,9 +129,17 @@ def _png(image: Image.Image) -> bytes:
 
 def draw_histograms(found: Findings) -> bytes:
     """A PNG of six parts: sizes, aspect ratios, durations, captions or classes, tokens, and fill by budget."""
+    import matplotlib
+
+    with matplotlib.rc_context({"font.family": families()}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", MISSING, UserWarning)  # the page has the words as text
+        return _draw_histograms(found)
+
+
+def _draw_histograms(found: Findings) -> bytes:
     from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a screen
 
-    media = [each.medium for each in found.looks]
+    media = [each.medium for each in found.drawn]
     figure = Figure(figsize=(15, 8.5), layout="constrained")
     (sizes, aspects, durations), (words, tokens, fill) = figure.subplots(2, 3)
 
@@ -113,26 +149,26 @@ def draw_histograms(found: Findings) -> bytes:
     sizes.set(title="sizes", xlabel="width, pixels", ylabel="height, pixels", xlim=(0, None), ylim=(0, None))
 
     ratios = np.log2([medium.width / medium.height for medium in media])
-    _histogram(aspects, ratios, "aspect ratio", "width / height")
+    _histogram(aspects, ratios, "aspect ratio", "width / height", found.counted)
     aspects.xaxis.set_major_formatter(lambda value, _: f"{2.0**value:.2f}")
 
     timed = [each.medium.seconds for each in found.clips if each.medium.fps]
     if timed:
-        _histogram(durations, timed, "durations of clips", "seconds")
+        _histogram(durations, timed, "durations of clips", "seconds", found.counted)
     else:
-        _histogram(durations, [each.medium.frames for each in found.clips], "frames of clips", "frames")
+        _histogram(durations, [each.medium.frames for each in found.clips], "frames of clips", "frames", found.counted)
 
     if found.dataset.conditioning == "text":
-        _histogram(words, [len(each.words.split()) for each in found.looks], "caption lengths", "words")
+        _histogram(words, [len(each.words.split()) for each in found.drawn], "caption lengths", "words", found.counted)
     else:
-        common = Counter(each.words for each in found.looks).most_common(MOST_CLASSES)[::-1]
+        common = Counter(each.words for each in found.drawn).most_common(MOST_CLASSES)[::-1]
         names = [_cut(printable(name), len, 24) for name, _ in common]
         words.barh(range(len(common)), [count for _, count in common])
         words.set_yticks(range(len(common)), names, fontsize=8, parse_math=False)
-        words.set(title=f"classes ({found.dataset.num_classes:,} in all)", xlabel="rows looked into")
+        words.set(title=f"classes ({found.dataset.num_classes:,} in all)", xlabel=found.counted)
 
     lengths = [found.tokens(medium) for medium in media]
-    _histogram(tokens, lengths, "tokens of a sample, at its own aspect ratio and length", "tokens")
+    _histogram(tokens, lengths, "tokens of a sample", "tokens", found.counted)
 
     fills = [fill_of(lengths, budget) for budget in BUDGETS]
     names = [f"{each.budget // 1024}k" for each in fills]
@@ -143,14 +179,14 @@ def draw_histograms(found: Findings) -> bytes:
     fill.bar(names, used, label="tokens used")
     fill.plot(names, [100 * each.too_long for each in fills], "o-", color="tab:red", label="media too long")
     fill.set(title="fill by budget of tokens", xlabel="tokens of a sequence", ylabel="%", ylim=(0, 105))
-    fill.legend(fontsize=8, loc="center right")
+    fill.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)  # below the axes
     memory = io.BytesIO()
     figure.savefig(memory, format="png", dpi=90)
     return memory.getvalue()
 
 
-def _histogram(axes, values, title: str, label: str) -> None:
-    axes.set(title=title, xlabel=label, ylabel="rows looked into")
+def _histogram(axes, values, title: str, label: str, counted: str) -> None:
+    axes.set(title=title, xlabel=label, ylabel=counted)
     if not len(values):
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
         return
@@ -164,7 +200,7 @@ def _histogram(axes, values, title: str, label: str) -> None:
 
 def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
     """One HTML page that needs no other file: what the data set is, the bad rows, both pictures, and a table."""
-    media, looked = [each.medium for each in found.looks], len(found.looks) + len(found.bad)
+    media = [each.medium for each in found.drawn]
     of_clips = [each.medium for each in found.clips]
     columns = {
         "width": [medium.width for medium in media],
@@ -175,8 +211,8 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
         "tokens": [found.tokens(medium) for medium in media],
     }
     if found.dataset.conditioning == "text":
-        columns["words of captions"] = [len(each.words.split()) for each in found.looks]
-        columns["characters of captions"] = [len(each.words) for each in found.looks]
+        columns["words of captions"] = [len(each.words.split()) for each in found.drawn]
+        columns["characters of captions"] = [len(each.words) for each in found.drawn]
     rows = "".join(
         f"<tr><th>{name}</th>"
         + "".join(f"<td>{figure:.4g}</td>" for figure in (min(v), np.median(v), max(v)))
@@ -195,6 +231,7 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
         f"{t.token_pixels} of frames and pixels."
     )
     bad = "".join(f"<li>{_escaped(line)}</li>" for line in found.bad)
+    words = "".join(f"<li>{_escaped(each.words)} ({_size(each.medium)})</li>" for each in found.shown)
     pictures = (
         f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
         for name, content in (("histograms", histograms), ("contact sheet", sheet))
@@ -204,10 +241,10 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
         "margin:2em;max-width:1400px}img{max-width:100%;display:block;margin:1em 0}td,th{padding:2px 12px;"
         "text-align:right}th{text-align:left}</style></head><body>"
         f"<p>{_escaped(found.dataset.describe())}</p>"
-        f"<p>Looked into {looked:,} of {len(found.dataset):,} rows, spread evenly; bad: {len(found.bad):,}.</p>"
+        f"<p>Looked into {_escaped(found.looked)}.</p>"
         f"<ul>{bad}</ul><table><tr><th></th><th>least</th><th>median</th><th>most</th></tr>{rows}</table>"
         f"<p>{how}</p><table><tr><th>tokens of a sequence</th><th>used</th><th>media too long</th></tr>{fills}</table>"
-        f"{''.join(pictures)}</body></html>\n"
+        f"{''.join(pictures)}<p>On the contact sheet, line by line:</p><ol>{words}</ol></body></html>\n"
     )
 
 

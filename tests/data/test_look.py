@@ -3,24 +3,38 @@
 import base64
 import io
 import re
+import shutil
+import threading
+import warnings
+from fractions import Fraction
+from functools import partial
+from http.server import ThreadingHTTPServer
+from types import SimpleNamespace
 
+import matplotlib.font_manager
 import numpy as np
 import pytest
 from diffusers import AutoencoderKL
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from PIL import Image
 
 import preprocess
-from opendit.data import look
+from opendit.data import look, look_fonts
 from opendit.data.base import DataError
 from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.fill import MediumTokens, fill_of
-from opendit.data.look_page import THUMBNAIL
+from opendit.data.look_page import GAP, LINE, THUMBNAIL, Findings, Look, draw_histograms, draw_sheet
 from opendit.data.medium import Medium
 from opendit.data.moving_digits import make_demo
+from opendit.data.order.blend import SourceRows
+from opendit.data.shards import cache
 from opendit.data.video_file import write_mp4
 from tests.data.shards.tars import captioned, write_tar
+from tests.data.shards.test_remote import Handler
 
 SEEN = {"digits": Medium(1, 8, 8), "demo": Medium(48, 16, 16, 24.0)}
 
@@ -96,12 +110,14 @@ def test_what_is_built_in(data, name, count, medium):
 def test_tars_and_blends(data, tmp_path):
     tars = found_in(data / "tars")
     assert {each.medium for each in tars.looks} == {Medium(1, 17, 20)} and tars.looks[3].words == "a 3"
+    assert "5 pictures with captions, 3x256x256" in tars.dataset.describe()
     blend = found_in(f"{data / 'tars'}:0.5,{data / 'demo' / 'demo.csv'}:0.5")
+    assert "3x16x256x256" in blend.dataset.describe()
     assert [each.medium for each in blend.looks] == [Medium(1, 17, 20)] * 5 + [SEEN["demo"]] * 4
     run(f"{data / 'tars'}:0.5,{data / 'demo' / 'demo.csv'}:0.5", tmp_path)
 
 
-def test_latents_are_shown_in_false_colours(data, tmp_path):
+def test_latents_are_shown_in_false_colours(data, tmp_path, monkeypatch):
     for i in range(3):
         pixels = np.random.default_rng(i).integers(0, 255, (20, 16, 3), dtype=np.uint8)
         (data / "few").mkdir(exist_ok=True)
@@ -117,6 +133,20 @@ def test_latents_are_shown_in_false_colours(data, tmp_path):
     assert {each.medium for each in found.looks} == {Medium(1, 16, 16)}
     assert found.looks[0].frames[0].std() > 10
     run(data / "latents", tmp_path)
+    shutil.copytree(data / "latents", tmp_path / "copy")
+    blend = found_in(f"{data / 'latents'}:0.5,{tmp_path / 'copy'}:0.5")  # nobody says at which size, here and below
+    assert [each.medium for each in blend.looks] == [Medium(1, 16, 16)] * 6
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(data)))
+    server.faults, server.ranges = [], 0
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    try:
+        behind = found_in(f"http://127.0.0.1:{server.server_port}/latents")
+        assert [each.medium for each in behind.looks] == [each.medium for each in found.looks]
+        assert behind.tokens == found.tokens and behind.tokens.image_size == 16
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_nothing_is_written_if_nothing_can_be_read(tmp_path):
@@ -134,6 +164,118 @@ def test_rows_are_spread_evenly_and_shown_where_asked(data):
     assert len(dataset) == 359 and len(rows) == 10 and rows[0] == 0 and rows[-1] == 358
     assert max(np.diff(rows)) - min(np.diff(rows)) <= 1
     assert sum(bool(each.frames) for each in found.looks) == 4
+
+
+def test_sources_are_looked_into_by_their_weights(data, tmp_path):
+    files = sorted((data / "pictures").glob("*/[0-9].png"))
+    write_csv(tmp_path / "large.csv", [TableRow(files[i % 6], f"large {i}") for i in range(60)])
+    write_csv(tmp_path / "small.csv", [TableRow(files[i], f"small {i}") for i in range(3)])
+    by_weight = f"{tmp_path / 'large.csv'}:0.6,{tmp_path / 'small.csv'}:0.4"
+    dataset, sizes = look.open_any(by_weight, None, None, None, "train")
+    found = look.look(dataset, 20, 10, 1, MediumTokens(*sizes, 16, 1))
+    words = [each.words for each in found.drawn]
+    assert [sum(name in each for each in words) for name in ("large", "small")] == [12, 8]
+    assert sorted(words.count(f"small {i}") for i in range(3)) == [2, 3, 3]
+    assert len(found.looks) == 15 and len(found.shown) == len({each.row for each in found.shown}) > 6
+    assert sum("small" in each.words for each in found.shown) == 3
+    assert "looked into 15 of 63 rows, bad: 0; figures are of 20 samples by weight: " in f"looked into {found.looked}"
+    found = look.look(dataset, 0, 10, 1, MediumTokens(*sizes, 16, 1))
+    assert len(found.looks) == 63 and sum("small" in each.words for each in found.drawn) == 25
+    (tmp_path / "blend.yaml").write_text("sources: [{path: large.csv, epochs: 1}, {path: small.csv, epochs: 5}]")
+    dataset, sizes = look.open_any(str(tmp_path / "blend.yaml"), None, None, None, "train")
+    rows = look.draw_rows(dataset, 50)
+    assert (rows < 60).sum() == 40 and np.unique(rows[rows >= 60], return_counts=True)[1].tolist() == [4, 3, 3]
+
+
+def test_every_source_is_looked_into():
+    rows = SourceRows(("a", "b", "c"), (1000, 1010, 1020), ((0, (Fraction(1), Fraction(1, 9999), Fraction(0))),), 1020)
+    found = look.draw_rows(SimpleNamespace(source_rows=lambda: rows), 20)
+    assert rows.count(found).tolist() == [20, 1, 1]
+
+
+def findings(*looks):
+    dataset = SimpleNamespace(conditioning="label", num_classes=3, source_rows=lambda: None)
+    return Findings(dataset, list(looks), [], MediumTokens(16, 1, 1, 16, 1), list(looks))
+
+
+def test_a_picture_takes_one_place_and_a_clip_three():
+    red, blue = (np.tile(np.array(colour, np.uint8), (40, THUMBNAIL, 1)) for colour in ((255, 0, 0), (0, 0, 255)))
+    clip = Look(0, "", Medium(9, 40, 160), "a", (blue,) * 3)
+    of = [Look(row, "", Medium(1, 40, 160), "a", (red,)) for row in range(1, 5)]
+    sheet = np.asarray(Image.open(io.BytesIO(draw_sheet(findings(of[0], clip, *of[1:])))))
+    assert sheet.shape == (2 * (40 + 2 * LINE + 2 * GAP) + GAP, 6 * (THUMBNAIL + GAP) + GAP, 3)
+    below = GAP + 40 + 2 * LINE + 2 * GAP
+    for place, line, colour in ((0, 0, red), (1, 0, blue), (2, 0, blue), (4, 0, red), (5, 0, red), (0, 1, red)):
+        assert (sheet[GAP + line * (below - GAP) + 20, GAP + place * (THUMBNAIL + GAP) + 50] == colour[0, 0]).all()
+    assert (sheet[below + 20, THUMBNAIL + 2 * GAP + 50 :] == 255).all()
+
+
+def square_font(path):
+    """A font of which the character 文 is a black square."""
+    pen = TTGlyphPen(None)
+    for i, point in enumerate(((0, 0), (0, 1000), (1000, 1000), (1000, 0))):
+        (pen.moveTo if i == 0 else pen.lineTo)(point)
+    pen.closePath()
+    font = FontBuilder(1000)
+    font.setupGlyphOrder([".notdef", "square"])
+    font.setupCharacterMap({ord("文"): "square"})
+    font.setupGlyf({".notdef": TTGlyphPen(None).glyph(), "square": pen.glyph()})
+    font.setupHorizontalMetrics({".notdef": (500, 0), "square": (1000, 0)})
+    font.setupHorizontalHeader(ascent=1000, descent=0)
+    font.setupNameTable({"familyName": "Square", "styleName": "Regular"})
+    font.setupOS2()
+    font.setupPost()
+    font.save(path)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_words_of_other_scripts(installed, data, tmp_path, monkeypatch):
+    """Drawn with a font that has them, if there is one; never a warning; and as text on the page."""
+    square_font(tmp_path / "wqy-microhei.ttf")
+    fonts = [str(tmp_path / "wqy-microhei.ttf")] if installed else []
+    monkeypatch.setattr(matplotlib.font_manager, "findSystemFonts", lambda: fonts)
+    caches = look_fonts._files, look_fonts._fonts, look_fonts.families
+    for each in caches:
+        each.cache_clear()
+    white = np.full((4, 4, 3), 255, np.uint8)
+    found = findings(Look(0, "", Medium(1, 4, 4), "文文文", (white,)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        histograms = np.asarray(Image.open(io.BytesIO(draw_histograms(found))).convert("L"))
+    words = np.asarray(Image.open(io.BytesIO(draw_sheet(found))).convert("L"))[GAP + 4 : GAP + 4 + LINE]
+    names = histograms[len(histograms) // 2 :, : histograms.shape[1] // 3]
+    # Three squares without a gap, and none of it in boxes.
+    assert (max(run_of_dark(line) for line in words) >= 3 * 11) == installed
+    assert any(run_of_dark(line[:120]) >= 3 * 8 and run_of_dark(line) < 100 for line in names) == installed
+    for each in caches:
+        each.cache_clear()
+    assert page_words(run(data / "mixed" / "mixed.csv", tmp_path / "out")) == [
+        "&lt;b&gt;$x^2$ &amp; 文 (40 x 24, 5 frames, 0.5 s)",
+        "&lt;b&gt;$x^2$ &amp; 文 (33 x 22)",
+    ]
+
+
+def run_of_dark(line):
+    return max(map(len, "".join("x" if value < 80 else " " for value in line).split()), default=0)
+
+
+def page_words(page):
+    [words] = re.findall("<ol>(.*)</ol>", page)
+    return re.findall("<li>(.*?)</li>", words)
+
+
+def test_no_legend_and_no_title_lies_over_others(monkeypatch):
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **options: (save(self, *args, **options), drawn.append(self))
+    )
+    draw_histograms(findings(*(Look(row, "", Medium(1, 256, 256), "a class of many letters") for row in range(5000))))
+    [figure] = drawn
+    for axes in figure.axes:
+        around = axes.get_window_extent()
+        assert axes.title.get_window_extent().width <= around.width
+        if (legend := axes.get_legend()) is not None:
+            assert not legend.get_window_extent().overlaps(around)
 
 
 def test_thumbnails():

@@ -28,17 +28,18 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
+from opendit.common.rules import parse_json
 from opendit.common.strict_files import parse_text
 from opendit.common.tensor_files import write_file
 from opendit.data.base import BadSample, Embedding
 from opendit.data.latents_check import REPAIR
-from opendit.data.latents_index import TARS_VERSION, CachedLatents, ShardForm
+from opendit.data.latents_index import INDEX, TARS_VERSION, CachedLatents, ShardForm, check_indexes
 from opendit.data.latents_schema import SHARD
 from opendit.data.medium import Medium
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
-from opendit.data.shards.remote import RemoteTars
+from opendit.data.shards.remote import Remote, RemoteTars
 from opendit.data.shards.scan import BLOCK, scan
 from opendit.data.shards.store import LocalTars
 from opendit.data.shards.writer import member_header
@@ -146,6 +147,13 @@ def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
             raise ValueError(f"{path} has {size:,} bytes instead of {shard['bytes']:,}; {REPAIR}")
         tars.append(IndexedTar(str(path), str(path), check_tar(TarIndex(index_of(path)), shard, str(path))))
     return tars
+
+
+def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] | None:
+    """As ``read_indexes``, of a folder behind an address. Raises ValueError, DataError or OSError."""
+    name = f"{address.rstrip('/')}/{INDEX}"
+    content = None if address.lower().endswith(".tar") else remote.read_if_there(name)
+    return None if content is None else check_indexes(parse_json(content, name), name)
 
 
 def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:

@@ -8,12 +8,12 @@ from opendit.common.strict_files import checked
 from opendit.data.base import name_few
 from opendit.data.files import printable
 from opendit.data.folders import Ignored, list_folder
-from opendit.data.latents_index import INDEX, TARS_VERSION, check_indexes, choose_index
+from opendit.data.latents_index import TARS_VERSION, choose_index
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.cache import FileCache
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, index_of
-from opendit.data.shards.latents import TarLatents, check_tar
+from opendit.data.shards.latents import TarLatents, check_tar, fetch_latents_indexes
 from opendit.data.shards.remote import Remote, RemoteTars, expand, fetch_indexes
 from opendit.data.shards.store import size_problem
 from opendit.data.sources.base import Request
@@ -79,10 +79,7 @@ def _open_remote(asked: Request) -> ShardDataset:
 
 def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatents | None:
     """Cached latents in tars, of a folder that has their index.json. Raises ValueError, DataError or OSError."""
-    folder = asked.data_path.rstrip("/")
-    name = f"{folder}/{INDEX}"
-    content = None if folder.lower().endswith(".tar") else remote.read_if_there(name)
-    indexes = None if content is None else check_indexes(parse_json(content, name), name)
+    folder, indexes = asked.data_path.rstrip("/"), fetch_latents_indexes(asked.data_path, remote)
     if indexes is None:
         return None
     if indexes[0]["version"] != TARS_VERSION:
