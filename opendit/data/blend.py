@@ -155,10 +155,13 @@ class BlendedDataset(MediaDataset):
 
     def shape_keys(self) -> np.ndarray | None:
         keys = [part.shape_keys() for part in self.parts]
-        if all(each is None for each in keys):
+        alike = {part.shape_key(0) for part, each in zip(self.parts, keys, strict=True) if each is None}
+        if len(alike) == 1 and all(each is None for each in keys):
             return None
         of = zip(keys, self.parts, strict=True)
-        return np.concatenate([np.zeros(len(part), np.uint8) if each is None else each for each, part in of])
+        return np.concatenate(
+            [np.full(len(part), part.shape_key(0), np.uint8) if each is None else each for each, part in of]
+        )
 
     def shape_key(self, row: int) -> int:
         source, row = self._find(row)

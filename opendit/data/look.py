@@ -85,8 +85,8 @@ def open_any(
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
     # A bad file is to be found, not to end the search. One that has clips is asked for as such; one that has none says
     # so, or opens all the same, and what it says then of pictures is what is wrong, or what it is.
-    options = dict(seed=0, split=split, max_bad=1.0, num_frames=frames, frame_interval=interval, short_clips="interval")
-    options["energon_cooker"] = energon_cooker
+    options: dict[str, Any] = dict(seed=0, split=split, max_bad=1.0, num_frames=frames, frame_interval=interval)
+    options |= dict(short_clips="interval", energon_cooker=energon_cooker)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
     except ValueError:

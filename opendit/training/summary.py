@@ -99,6 +99,9 @@ def summarise(spec: RunSpecification, monitor: Monitor, checkpoints: Checkpoints
         rows["samples"] = ", ".join(
             f"{count:,} seen {times:,} x" for times, count in sorted(seen.items(), reverse=True)
         )
+    elif spec.flags.max_steps is None and step == spec.last_step and spec.schedule.micro_batches is not None:
+        drawn, total = spec.schedule.drawn(step), spec.flags.epochs * spec.schedule.samples_of_a_pass
+        rows["samples"] = f"{drawn:,} of the {total:,} of {spec.flags.epochs:,} passes; the rest fill no step"
     if any((folder / "samples").glob("*.png")):
         rows["pictures"] = str(folder / "samples")
     if monitor.board.complete:

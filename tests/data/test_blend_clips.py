@@ -7,9 +7,11 @@ from PIL import Image
 
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.make_latents import make_latents
+from opendit.data.shards.program import make_indexes
 from opendit.data.video_file import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec
+from tests.data.shards.tars import write_tar
 from tests.data.test_video_latents import Letters
 
 FRAMES = 4
@@ -87,3 +89,21 @@ def test_latents_of_other_sizes_or_encoders_are_refused(sources, codec, tmp_path
             other = tmp_path / name
         with pytest.raises(ValueError, match=message):
             build_dataset(f"{sources / 'latents_a'}:1,{other}:1", 16, seed=0, **VIDEO)
+
+
+def test_tars_of_clips_alone_and_of_pictures_alone(sources, tmp_path):
+    """No set of them has two shapes; together they have."""
+    for name, files in (("clips", sorted(sources.glob("b*.mp4"))), ("pictures", sorted(sources.glob("a*.png")))):
+        (tmp_path / name).mkdir()
+        members = [(f"{i}{file.suffix}", file.read_bytes()) for i, file in enumerate(files)]
+        members = [each for i, each in enumerate(members) for each in (each, (f"{i}.txt", b"words"))]
+        write_tar(tmp_path / name / "x.tar", members)
+        make_indexes(str(tmp_path / name))
+    both = f"{tmp_path}/clips:0.5,{tmp_path}/pictures:0.5"
+    data = build_dataset(both, 16, seed=0, **VIDEO)
+    assert data.shape_keys().tolist() == [1] * 4 + [0] * 3
+    with build_loader(
+        data, build_schedule(data, 2, 1, 0), dp_rank=0, dp_size=1, batch_size=2, end_step=6, num_workers=0
+    ) as batches:
+        assert {tuple(batch.x.shape[1:]) for batch in batches} == {(3, FRAMES, 16, 16), (3, 1, 16, 16)}
+    assert build_dataset(f"{tmp_path}/clips:1,{sources}/b.csv:1", 16, seed=0, **VIDEO).shape_keys().tolist() == [1] * 8

@@ -7,12 +7,12 @@ import pytest
 from opendit.common import records
 from opendit.data.mock import MockDataset
 from opendit.data.order.packs import PackSchedule
-from opendit.data.order.schedule import BatchSchedule
+from opendit.data.order.schedule import BatchSchedule, BucketSchedule
 from opendit.training import summary
 
 
 def spec(folder, **more):
-    flags = SimpleNamespace(save=True, outputs=str(folder.parent), model="DiT-Ti/2")
+    flags = SimpleNamespace(save=True, outputs=str(folder.parent), model="DiT-Ti/2", max_steps=5, epochs=1400)
     info = {"vae": "ema", "text_encoder": None, **more.pop("info", {})}
     rest = dict(dataset=None, codec=object(), last_step=5, first_step=0, model_config=SimpleNamespace(text=None))
     rest["schedule"] = BatchSchedule(8, 2, 0)
@@ -88,3 +88,14 @@ def test_of_packs_how_often_samples_were_seen(tmp_path, capsys):
     said = say(spec(folder, schedule=schedule), capsys)
     parts = [f"{times.count(n)} seen {n} x" for n in sorted(set(times), reverse=True)]
     assert len(parts) > 1 and f"  samples     {', '.join(parts)}\n" in said
+
+
+def test_of_buckets_what_fills_no_step(tmp_path, capsys):
+    folder = tmp_path / "000-DiT-Ti-2"
+    folder.mkdir()
+    schedule = BucketSchedule([0] * 7 + [1] * 6, 2, 1, 0)
+    given = spec(folder, schedule=schedule)
+    assert "samples " not in say(given, capsys)
+    given.flags.max_steps, given.flags.epochs = None, 3
+    drawn = sum(len(schedule.rows(step)) for step in range(5))
+    assert f"  samples     {drawn} of the 39 of 3 passes; the rest fill no step\n" in say(given, capsys)

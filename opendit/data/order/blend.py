@@ -50,10 +50,17 @@ class SourceRows:
             if size == 0:
                 raise ValueError(f"the source {name} has no samples")
 
+    def count(self, rows: np.ndarray) -> np.ndarray:
+        """(sources,) int64: how many of some rows are each source's."""
+        return np.bincount(np.searchsorted(self.ends, rows, side="right"), minlength=len(self.ends))
+
     def log(self, counts: np.ndarray) -> dict[str, Any]:
-        """Of so many samples drawn of each, {"sources": {name: {"share": of all so far, "epoch": passes over it}}}."""
-        of_each, seen = zip(self.names, counts.tolist(), self.sizes, strict=True), max(1, int(counts.sum()))
-        return {"sources": {name: {"share": count / seen, "epoch": count / size} for name, count, size in of_each}}
+        """Of so many samples drawn of each, {"sources": {name: {"share": of all so far, "epoch": passes over it}}}; a
+        share is None if none was drawn."""
+        seen, found = int(counts.sum()), {}
+        for name, count, size in zip(self.names, counts.tolist(), self.sizes, strict=True):
+            found[name] = {"share": count / seen if seen else None, "epoch": count / size}
+        return {"sources": found}
 
 
 class BlendSchedule(BatchSchedule):
@@ -136,14 +143,17 @@ class BlendSchedule(BatchSchedule):
         samples, low, high = epochs * self.sources.epoch, 0, epochs * self.sources.epoch // min(self._part) + 1
         while low < high:  # the last step up to which no more are drawn
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._seen(middle) <= samples else (low, middle - 1)
+            low, high = (middle, high) if self.drawn(middle) <= samples else (low, middle - 1)
         return low
 
-    def epoch(self, step: int) -> int:
-        return self._seen(step) // self.sources.epoch
+    @property
+    def samples_of_a_pass(self) -> int:
+        return self.sources.epoch
 
-    def _seen(self, step: int) -> int:
-        """Samples of the steps before ``step``."""
+    def epoch(self, step: int) -> int:
+        return self.drawn(step) // self.sources.epoch
+
+    def drawn(self, step: int) -> int:
         return int((self._parts.counts(step * self._cut) * self._part).sum())
 
     def log(self, step: int) -> dict[str, Any]:

@@ -109,8 +109,11 @@ class PackSchedule(BatchSchedule):
 
     def epoch(self, step: int) -> int:
         """How many passes over the data have as many samples as the steps before ``step`` have taken."""
+        return self.drawn(step) // self.samples_of_a_pass
+
+    def drawn(self, step: int) -> int:
         order, waiting = self._after(step)
-        return (order.position - len(waiting)) // self.samples_of_a_pass
+        return order.position - len(waiting)
 
     def steps(self, epochs: int) -> int:
         """The steps of so many passes, at the fill of the first windows and the mean lengths of the blend's stages."""
@@ -129,9 +132,8 @@ class PackSchedule(BatchSchedule):
         found = {"fill": tokens / (self.global_batch * self.capacity)}
         if self.sources is not None:
             order, waiting = self._after(step)
-            rows = self._rows_at(waiting, order.stages)
             counts = cast(BlendSchedule, self._order(order.stages)).consumed(order.position)
-            counts -= np.bincount(np.searchsorted(self.sources.ends, rows, side="right"), minlength=len(counts))
+            counts -= self.sources.count(self._rows_at(waiting, order.stages))
             found |= self.sources.log(counts)
         return found
 

@@ -81,6 +81,14 @@ class BatchSchedule:
         """Whole steps in so many passes over the data."""
         return epochs * self.dataset_size // self.global_batch
 
+    @property
+    def samples_of_a_pass(self) -> int:
+        return self.dataset_size
+
+    def drawn(self, step: int) -> int:
+        """Samples of the steps before ``step``."""
+        return step * self.global_batch
+
     def epoch(self, step: int) -> int:
         """The epoch in which a step begins."""
         return step * self.global_batch // self.dataset_size
@@ -177,6 +185,9 @@ class BucketSchedule(BatchSchedule):
 
     def steps(self, epochs: int) -> int:
         return self._parts.length(epochs) // self._micro_batches
+
+    def drawn(self, step: int) -> int:
+        return int((self._parts.counts(step * self._micro_batches) * self._part).sum())
 
     def epoch(self, step: int) -> int:
         return self._parts.block(step * self._micro_batches)

@@ -72,6 +72,7 @@ def test_shapes_over_epochs_lose_and_repeat_nothing(keys, part, micro, seed, epo
         counts = [seen[row] for row in range(len(keys)) if keys[row] == key]
         assert max(counts) <= epochs and (steps == 0 or parts_seen[key] % part == 0)
         assert sum(epochs - count for count in counts) < part * (1 + micro)
+    assert schedule.drawn(steps) == sum(seen.values()) and schedule.samples_of_a_pass == len(keys)
     lost = epochs * len(keys) - steps * part * micro
     assert lost < len(set(keys)) * part + micro * part
     for step in range(steps):
