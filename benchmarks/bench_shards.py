@@ -17,7 +17,6 @@ from statistics import median
 
 import numpy as np
 import torch
-import webdataset
 from PIL import Image
 from tqdm import tqdm
 
@@ -53,6 +52,8 @@ def read_ours(dataset: MediaDataset, seed: int) -> int:
 
 
 def read_webdataset(folder: Path, image_size: int) -> int:
+    import webdataset  # other benchmarks take the pictures alone
+
     tars = sorted(map(str, folder.glob("*.tar")))
     pipeline = (
         webdataset.WebDataset(tars, shardshuffle=False, empty_check=False).decode("pilrgb").to_tuple("jpg", "cls")

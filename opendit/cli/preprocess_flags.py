@@ -1,5 +1,6 @@
 """Every flag of preprocess.py's commands, and what is checked before anything is loaded."""
 
+from pathlib import Path
 from typing import Any
 
 from opendit.cli.checks import (
@@ -21,6 +22,7 @@ from opendit.data.names import check_inline, named_sources
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP = Value(unit="name"), Value(int, **FRAMES)
 CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips", "video_reader")
+ENERGON = ".nv-meta"  # in what Energon has prepared
 COOKER = "MODULE:FUNCTION of yours that reads the samples of an Energon folder"
 IN_AND_OUT = "Files: what is read and written"
 
@@ -162,9 +164,13 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
     elif command == "look":
         check_inline(options["data_path"], "DATA")
         check_data(options["data_path"], "DATA")
+        if options["data_path"] in named_sources():
+            refuse_idle(given, {"energon_cooker": f"does nothing with DATA {options['data_path']}"})
         check_writable(options["output"], "--output")
     elif command == "index":
         check_exists(options["root"], "DIR", "a folder of tars")
+        if not Path(options["root"], ENERGON).is_dir():
+            refuse_idle(given, {"energon_cooker": f"does nothing with DIR {options['root']}, which has no {ENERGON}"})
     else:
         _check_latents(options, given)
     if command in ("ucf101", "folder", "check"):

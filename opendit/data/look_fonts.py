@@ -13,7 +13,7 @@ CJK = ("notosanscjk", "sourcehansans", "wqy-microhei", "wqy-zenhei", "droidsansf
 
 
 @cache
-def _files() -> list[str]:
+def font_files() -> list[str]:
     """DejaVu Sans, which matplotlib brings and which has more of the world's letters than Pillow's font, and one for
     Chinese, Japanese and Korean if there is any."""
     import matplotlib
@@ -34,19 +34,19 @@ def families() -> list[str]:
     from matplotlib.font_manager import fontManager
     from matplotlib.ft2font import FT2Font
 
-    for path in _files()[1:]:
+    for path in font_files()[1:]:
         fontManager.addfont(path)
-    return [FT2Font(path).family_name for path in _files()]
+    return [FT2Font(path).family_name for path in font_files()]
 
 
 @cache
-def _fonts() -> list[tuple[ImageFont.FreeTypeFont, Mapping[int, object]]]:
+def loaded_fonts() -> list[tuple[ImageFont.FreeTypeFont, Mapping[int, object]]]:
     """Pillow's fonts, each with the characters that it has."""
     from matplotlib.ft2font import FT2Font
 
-    return [(ImageFont.truetype(path, SIZE), FT2Font(path).get_charmap()) for path in _files()]
+    return [(ImageFont.truetype(path, SIZE), FT2Font(path).get_charmap()) for path in font_files()]
 
 
 def font_of(text: str) -> ImageFont.FreeTypeFont:
     """The font that lacks the fewest characters of a text, which Pillow draws in one font."""
-    return min(_fonts(), key=lambda font: sum(ord(letter) not in font[1] for letter in text))[0]
+    return min(loaded_fonts(), key=lambda font: sum(ord(letter) not in font[1] for letter in text))[0]

@@ -167,7 +167,8 @@ _PACKS = record(
         "stages": listed(COUNT, least=1),
         "global_batch": whole(1),
         "capacity": whole(1),
-    }
+    },
+    {"origin": COUNT},
 )
 ANY_STATE = FileKind(record({"version": COUNT}, others=plain(8)), 4 * MIB)  # of any version
 STATE_FILE = FileKind(

@@ -92,6 +92,7 @@ PREPROCESS = {
     "latents --vae": {("a folder",): "what is in it is looked at later"},
     "latents --output": {NAMES: "a folder of that name"},
     "latents --data_timeout": {ZEROS: "any time"},
+    "latents --max_bad": {ZEROS: "no file may be unreadable"},
     "latents --num_workers": {ZEROS: "this process reads"},
     "latents --text_encoder": {NAMES: "may be a repository of the hub; it is looked for before anything is encoded"},
 }
@@ -129,7 +130,7 @@ BESIDE_OF_PREPROCESS = {
     "shards": "--data_path pictures --output shards", "index": "folder", "look": "digits",
     "latents --num_frames": "--use_video", "latents --frame_interval": "--use_video",
     "latents --short_clips": "--use_video", "latents --video_reader": "--use_video",
-    "latents --max_text_tokens": "--text_encoder t5",
+    "latents --max_text_tokens": "--text_encoder t5", "latents --max_bad": "--data_path pictures",
 }  # fmt: skip
 VALUED = {cls: [item.name for item in flags_of(cls) if value_of(item)] for cls in (TrainConfig, SampleConfig)}
 # But for those that sample.py has, which are the same.
@@ -223,6 +224,7 @@ def test_of_evaluate(name, place):
 def commands() -> list[tuple[str, str]]:
     parser = preprocess_flags.build_parser("")
     flags = [(command, f"--{name}") for command, sub in parser.commands.items() for name in sub.defaults]
+    flags.remove(("index", "--force"))  # a switch
     return [*flags, ("ucf101", "ROOT"), ("folder", "ROOT"), ("check", "CSV"), ("look", "DATA")]
 
 

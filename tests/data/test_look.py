@@ -234,7 +234,7 @@ def test_words_of_other_scripts(installed, data, tmp_path, monkeypatch):
     square_font(tmp_path / "wqy-microhei.ttf")
     fonts = [str(tmp_path / "wqy-microhei.ttf")] if installed else []
     monkeypatch.setattr(matplotlib.font_manager, "findSystemFonts", lambda: fonts)
-    caches = look_fonts._files, look_fonts._fonts, look_fonts.families
+    caches = look_fonts.font_files, look_fonts.loaded_fonts, look_fonts.families
     for each in caches:
         each.cache_clear()
     white = np.full((4, 4, 3), 255, np.uint8)

@@ -56,37 +56,37 @@ class FetchAhead:
     def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
         self._fetch, self._process = fetch, 0
         self._waiting: deque[Ranges] = deque()
-        self._begun: deque[_Begun] = deque()
+        self.begun: deque[_Begun] = deque()
 
     def begin(self, groups: Iterable[Ranges]) -> None:
         """What will be taken next, in this order. What was not taken of the last ones is forgotten."""
         self._process = os.getpid()  # threads stay behind where a process is forked
-        self._waiting, self._begun = deque(groups), deque()
+        self._waiting, self.begun = deque(groups), deque()
         self._begin_more()
 
     def take(self, part: ByteRange) -> bytes | None:
         """A content, once; waits for it. None of what isn't fetched ahead: the caller fetches that itself."""
-        if self._process != os.getpid() or not any(part in begun.ranges for begun in self._begun):
+        if self._process != os.getpid() or not any(part in begun.ranges for begun in self.begun):
             return None
-        while part not in self._begun[0].ranges:  # passed over: of samples that are done with
-            self._begun.popleft()
-        found = self._begun[0]
+        while part not in self.begun[0].ranges:  # passed over: of samples that are done with
+            self.begun.popleft()
+        found = self.begun[0]
         found.ranges.discard(part)
         if not found.ranges:
-            self._begun.popleft()
+            self.begun.popleft()
         self._begin_more()
         return found.work.result().pop(part)
 
     def _begin_more(self) -> None:
-        size = sum(begun.size for begun in self._begun)
-        while self._waiting and len(self._begun) < GROUPS:
+        size = sum(begun.size for begun in self.begun)
+        while self._waiting and len(self.begun) < GROUPS:
             group = self._waiting[0]
             size += sum(part.size for part in group)
-            if self._begun and size > BYTES:
+            if self.begun and size > BYTES:
                 return
             self._waiting.popleft()
             work = Background(partial(self._fetch, group), "fetch ahead")
-            self._begun.append(_Begun(set(group), sum(part.size for part in group), work))
+            self.begun.append(_Begun(set(group), sum(part.size for part in group), work))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FetchAhead, (self._fetch,)  # what has begun stays in its process

@@ -68,7 +68,7 @@ class Remote:
         """``size`` bytes from ``start``; tried again when it fails. Raises DataError, which names the address."""
 
         def once() -> bytes:
-            content = self._call("cat_file", address, start=start, end=start + size)
+            content = self.call("cat_file", address, start=start, end=start + size)
             if len(content) > size:
                 raise DataError(
                     f"{printable(address)}: its server does not answer requests of ranges; take another one"
@@ -83,7 +83,7 @@ class Remote:
         """The whole file; tried again where it fails, or ``check`` raises an error of what came."""
 
         def once() -> bytes:
-            content = self._call("cat_file", address)
+            content = self.call("cat_file", address)
             check(content)
             return content
 
@@ -99,7 +99,7 @@ class Remote:
 
     def version(self, address: str) -> str:
         """Changes with the file, as far as its server tells."""
-        found = retried(address, lambda: self._call("info", address))
+        found = retried(address, lambda: self.call("info", address))
         told = {name: found.get(name) for name in ("size", "ETag", "etag", "LastModified", "mtime")}
         # Of web servers, some of which give no ETag.
         told |= {name: found[name] for name in ("Last-Modified", "Content-MD5", "Digest") if name in found}
@@ -107,11 +107,11 @@ class Remote:
 
     def list_tars(self, address: str) -> list[str]:
         """The addresses of a folder's tars, sorted."""
-        names = retried(address, lambda: self._call("ls", address, detail=False))
+        names = retried(address, lambda: self.call("ls", address, detail=False))
         full = [name if "://" in name else f"{self.kind}://{name}" for name in names]
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
-    def _call(self, name: str, *args, **options) -> Any:
+    def call(self, name: str, *args, **options) -> Any:
         system = self.system
         if system.async_impl:
             from fsspec.asyn import sync

@@ -36,7 +36,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class TarPlan:
+class PackedTar:
     """A tar that is to be written: its samples, all of one shape, and what is told of it in its first member."""
 
     path: Path
@@ -62,7 +62,7 @@ def repack_latents(folder: Path, index: dict[str, Any], output: Path, *, shard_s
     plans = list(_plan(folder, index, output, shard_size, form))
     output.mkdir(parents=True, exist_ok=True)
     if others := sorted({tar.name for tar in output.glob("*.tar")} - {plan.path.name for plan in plans}):
-        raise ValueError(f"--output {printable(output)} holds other tars, such as {others[0]}; name another folder")
+        raise ValueError(f"--output {printable(output)}: holds other tars, such as {others[0]}; name another folder")
     done = [plan for plan in plans if (found := form.header(plan.path)) is not None and found[1] == plan.settings]
     todo = [plan for plan in plans if plan not in done]
     with Progress(index["count"], "samples", initial=sum(plan.count for plan in done), title="packing") as bar:
@@ -81,7 +81,7 @@ def repack_latents(folder: Path, index: dict[str, Any], output: Path, *, shard_s
     print(f"{index['count']:,} latents in {len(plans):,} tars: train with --data_path {printable(output)}")
 
 
-def _plan(folder: Path, index: dict[str, Any], output: Path, shard_size: int, form: ShardForm) -> Iterator[TarPlan]:
+def _plan(folder: Path, index: dict[str, Any], output: Path, shard_size: int, form: ShardForm) -> Iterator[PackedTar]:
     headers = [read_shard_header(folder / shard["file"]) for shard in index["shards"]]
     if None in headers:
         name = index["shards"][headers.index(None)]["file"]
@@ -102,7 +102,7 @@ def _plan(folder: Path, index: dict[str, Any], output: Path, shard_size: int, fo
                 left, at = left - (end - at), end
     for number, (key, pieces) in enumerate(groups):
         path = output / form.name(number, len(groups))
-        yield TarPlan(path, tuple(pieces), key, settings, () if number else tuple(skipped))
+        yield PackedTar(path, tuple(pieces), key, settings, () if number else tuple(skipped))
 
 
 def _bytes_of_a_sample(file: Path, index: dict[str, Any]) -> int:
@@ -114,7 +114,7 @@ def _bytes_of_a_sample(file: Path, index: dict[str, Any]) -> int:
     return 2 * numbers + HEADERS
 
 
-def _write(plan: TarPlan, form: ShardForm) -> int:
+def _write(plan: PackedTar, form: ShardForm) -> int:
     """Returns how many samples it has written."""
     for piece in plan.pieces:
         if piece.sha256 and sha256_of(piece.file) != piece.sha256:
@@ -142,7 +142,7 @@ def _tensors(pieces: tuple[Piece, ...]) -> dict[str, Tensor]:
     return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
-def _entry(plan: TarPlan, of_clips: bool) -> dict[str, Any]:
+def _entry(plan: PackedTar, of_clips: bool) -> dict[str, Any]:
     entry = {"file": plan.path.name, "count": plan.count, "bytes": plan.path.stat().st_size}
     entry["sha256"] = sha256_of(plan.path)
     return entry | ({"shape_key": plan.shape_key} if of_clips else {})

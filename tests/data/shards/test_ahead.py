@@ -27,7 +27,7 @@ def test_only_so_much_is_fetched_before_it_is_taken(monkeypatch):
     fetched = FetchAhead(fetch)
     ranges = [ByteRange(0, at, 40) for at in range(6)]
     fetched.begin([[part] for part in ranges])
-    assert len(fetched._begun) == 2
+    assert len(fetched.begun) == 2
     go.set()
     assert fetched.take(ranges[0]) == bytes(40) and fetched.take(ranges[0]) is None  # once
     assert fetched.take(ranges[2]) == bytes(40)  # 1 was passed over: its sample could not be read

@@ -171,7 +171,7 @@ def test_an_index_that_was_made_anew_is_fetched_anew(server, tmp_path):
 
 
 def test_an_index_that_came_in_part_is_not_kept(server, tmp_path, monkeypatch):
-    read = remote.Remote._call
+    read = remote.Remote.call
     left = [3]
 
     def cut(self, name, *args, **options):
@@ -181,7 +181,7 @@ def test_an_index_that_came_in_part_is_not_kept(server, tmp_path, monkeypatch):
             return content[:-5]
         return content
 
-    monkeypatch.setattr(remote.Remote, "_call", cut)
+    monkeypatch.setattr(remote.Remote, "call", cut)
     assert opened(server, "/t-00.tar").caption(5) == "a 5" and left == [0]  # at the fourth attempt
     left[0] = 99
     with pytest.raises(ValueError, match=r"t-01.tar.index can't be read, 5 attempts: .* not a whole index"):
