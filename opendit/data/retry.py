@@ -32,6 +32,8 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
         except (ValueError, DataError):
             raise
         except Exception as error:  # every store has its own
+            if getattr(error, "status", None) in (401, 403):  # of HTTP
+                raise DataError(f"{printable(address)} may not be read") from error
             if last:
                 text = printable(" ".join(str(error).split())[:200] or type(error).__name__)
                 raise DataError(f"{_failed(address)}: {text}") from error

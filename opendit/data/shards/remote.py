@@ -98,8 +98,16 @@ class Remote:
             raise
 
     def version(self, address: str) -> str:
-        """Changes with the file, as far as its server tells."""
-        found = retried(address, lambda: self.call("info", address))
+        """Changes with the file, as far as its server tells; empty if that can't be asked for."""
+
+        def once() -> dict[str, Any]:
+            try:
+                return self.call("info", address)
+            except FileNotFoundError:  # fsspec takes any failure of HTTP for this; who reads the file hears the truth
+                return {}
+
+        if not (found := retried(address, once)):
+            return ""
         told = {name: found.get(name) for name in ("size", "ETag", "etag", "LastModified", "mtime")}
         # Of web servers, some of which give no ETag.
         told |= {name: found[name] for name in ("Last-Modified", "Content-MD5", "Digest") if name in found}
@@ -166,16 +174,17 @@ def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) ->
     def fetch(address: str, folder: Path) -> Path:
         name = f"{address}{SUFFIX}"
         try:
-            file = cache.path(f"{name} {remote.version(name)}").name
-            if is_index(path := kept / file) or is_index(path := folder / file):
+            version = remote.version(name)
+            file = cache.path(f"{name} {version}").name
+            if version and (is_index(path := kept / file) or is_index(path := folder / file)):
                 return path
             content = remote.read_all(name, check_whole)
         except DataError as error:
             fix = "python preprocess.py index FOLDER makes it, where the tars are"
             raise DataError(f"{error}; every tar needs its index beside it: {fix}") from error
-        with replacing(path) as partial:
-            partial.write_bytes(content)
-        return path
+        with replacing(folder / file) as new:
+            new.write_bytes(content)
+        return folder / file
 
     def fetch_all(folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)

@@ -193,6 +193,30 @@ def test_an_index_that_came_in_part_is_not_kept(server, tmp_path, monkeypatch):
     assert opened(server).caption(11) == "a 11"
 
 
+def test_a_server_that_fails_when_asked_about_an_index(server, monkeypatch):
+    """fsspec says that there is no such file, whatever went wrong; and one that may not be read is not tried again."""
+    read, asked = remote.Remote.call, []
+
+    def fail(self, name, *args, **options):
+        asked.append(name)
+        if name == "info":
+            raise FileNotFoundError(args[0])
+        if args[0].endswith("t-01.tar.index"):
+            error = OSError("403, message='Forbidden'")
+            error.status = 403
+            raise error
+        return read(self, name, *args, **options)
+
+    monkeypatch.setattr(remote.Remote, "call", fail)
+    for _ in range(2):  # what can't be told from another version is fetched anew
+        assert opened(server, "/t-00.tar").caption(2) == "a 2"
+    assert asked.count("cat_file") >= 2
+    asked.clear()
+    with pytest.raises(ValueError, match="t-01.tar.index may not be read"):
+        opened(server, "/t-01.tar")
+    assert asked.count("cat_file") == 1
+
+
 def test_a_cache_that_takes_no_indexes(server, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv(cache.FOLDER, str(tmp_path / "file"))
