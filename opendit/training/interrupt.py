@@ -65,7 +65,7 @@ class Interrupt:
         word = _NO_DATA if self.lost else _STOP if self._noted_at is not None else _GO_ON
         self._answer = self._channel.start_largest(word)
         if self._answer() == _NO_DATA:
-            raise NoData(next(text for text in self._channel.gather(self.lost and str(self.lost)) if text))
+            raise NoData(str(self.lost or "another rank can't read its data"))
 
     def answer(self) -> bool:
         """Whether any rank was told to stop, by the last :meth:`ask`; the same on all ranks."""
