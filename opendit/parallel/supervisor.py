@@ -129,7 +129,8 @@ class Supervisor:
             text = self._text(error)
             self._ending = self._me(text)
             if self._watch is not None:
-                suspect = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in SUSPECTS)
+                communication = isinstance(error, RuntimeError) and not isinstance(error, self.user_errors)
+                suspect = communication and any(word in str(error).lower() for word in SUSPECTS)
                 suspect |= isinstance(error, dist.DistError)
                 self._ending = self._watch.report(text, suspect)
                 if not self._one_leaves.acquire(blocking=False):

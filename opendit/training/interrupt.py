@@ -73,7 +73,8 @@ class Interrupt:
         return self._answer() == _STOP
 
     def leave(self) -> None:
-        """After NoData, and what is done about it, before it is raised further."""
+        """After NoData, and what is done about it, before it is raised further. Collective."""
+        self._channel.gather(None)  # all have saved
         if self.lost is None and not self.alone:
             time.sleep(OTHERS_SECONDS)
 
