@@ -44,7 +44,7 @@ RECORDED = {
     "large shapes": "72272e942d7c1262",
     "large shapes of a blend": "f41faeedaac1904f",
     "packs": "e675596d2b3009da",
-    "packs of a blend": "fc8dd86171a75470",
+    "packs of a blend": "a93ea842cd68eb1a",
 }
 
 
