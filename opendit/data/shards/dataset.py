@@ -1,14 +1,12 @@
 """The data set of a list of indexed tars."""
 
-import os
-import tempfile
+import copy
+import threading
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,9 @@ from opendit.data.base import BadSample, flip_note
 from opendit.data.clips import clip_size
 from opendit.data.files import printable
 from opendit.data.folders import CLIPS
-from opendit.data.media_size import Size, known_sizes, stored_picture_size
+from opendit.data.media_size import Size, known_sizes, stored_clip_size, stored_picture_size
 from opendit.data.medium import Medium
+from opendit.data.memory_file import as_file
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
@@ -32,6 +31,8 @@ from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
 from opendit.data.verification import Verification
+
+_OPEN_A_THREAD = 16  # indexes, and as many tars, of each thread that looks for sizes
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class ShardDataset(PicturesAndClips):
 
     Raises ValueError, which names the flag and what to do.
     """
+
+    size_threads = 8  # that look for the sizes of media
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class ShardDataset(PicturesAndClips):
         if number in self._recent:
             self._recent.move_to_end(number)
             return self._recent[number]
-        index = self.shards[number].index
+        index = copy.copy(self.shards[number].index)  # whose file no other copy of the data set closes
         self._recent[number] = index
         while len(self._recent) > MOST_OPEN:
             self._recent.popitem(last=False)[1].close()
@@ -162,25 +165,36 @@ class ShardDataset(PicturesAndClips):
     def _look(self, picture: bool, content: bytes) -> tuple[Medium, np.ndarray]:
         if picture:
             return open_picture("", content)
-        with _as_file(content) as path:
+        with as_file([(0, content)], len(content)) as path:
             return open_clip(path)
 
     def media_size(self, row: int) -> Size:
         number, _, record = self._find(row)
-        if self._is_picture(number, record):
-            read = partial(self._read, row, number, record.medium_at)
-            return stored_picture_size(self.source(row), record.medium_bytes, read)
-        return self._size(False, self._read(row, number, record.medium_at, record.medium_bytes))
+        stored_size = stored_picture_size if self._is_picture(number, record) else stored_clip_size
+        return stored_size(
+            self.source(row),
+            record.medium_bytes,
+            lambda at, size: self._read(row, number, record.medium_at + at, size),
+        )
 
     def _size(self, picture: bool, content: bytes) -> Size:
         if picture:
             return 1, *picture_size("", content=content)
-        with _as_file(content) as path:
+        with as_file([(0, content)], len(content)) as path:
             return clip_size(path)
 
     def media_sizes(self) -> np.ndarray:
-        identity = hash_parts("sizes", self.identity())
-        return known_sizes(identity, len(self), self.media_size, threads=1)  # what is looked up is remembered, once
+        local = threading.local()
+
+        def look(row: int) -> Size:
+            mine: ShardDataset | None = getattr(local, "dataset", None)
+            # Every thread remembers what it has looked up, and opens a few files of its own.
+            if mine is None or len(mine._recent) > _OPEN_A_THREAD:
+                mine = local.dataset = copy.copy(self)
+                mine.store = copy.copy(self.store)
+            return mine.media_size(row)
+
+        return known_sizes(hash_parts("sizes", self.identity()), len(self), look, threads=self.size_threads)
 
     def _picture(self, row: int, content: bytes, flip: bool, shape: Size) -> Tensor:
         try:  # the sample's name is looked up only if a message needs it
@@ -190,7 +204,7 @@ class ShardDataset(PicturesAndClips):
         return self.picture_sample(image, flip, shape)
 
     def _clip(self, row: int, content: bytes, flip: bool, start: float | None, shape: Size) -> Tensor:
-        with _as_file(content) as path:
+        with as_file([(0, content)], len(content)) as path:
             return self.clip_sample(path, flip, start, shape, self.source(row))
 
     def _is_damaged(self, number: int, record: Record, content: bytes) -> bool:
@@ -272,26 +286,6 @@ class ShardDataset(PicturesAndClips):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recent": OrderedDict()}
-
-
-@contextmanager
-def _as_file(content: bytes) -> Iterator[str]:
-    """A path under which decoders read these bytes; in memory where the system has files there."""
-    if hasattr(os, "memfd_create"):
-        with open(os.memfd_create("clip"), "wb", buffering=0) as file:
-            _write_all(file, content)
-            yield f"/proc/self/fd/{file.fileno()}"
-        return
-    with tempfile.NamedTemporaryFile() as file:
-        _write_all(file, content)
-        file.flush()
-        yield file.name
-
-
-def _write_all(file, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:

@@ -1,14 +1,16 @@
 """Training samples from tars against the same files read one by one."""
 
+import gc
 import os
 import pickle
 import resource
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, size_cache
 from opendit.data.shards import dataset, store
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
 from opendit.data.shards.program import make_indexes
@@ -138,3 +140,26 @@ def test_ten_million_samples_cost_what_is_read_of_them(tmp_path):
     data = build_dataset(str(tmp_path), 8, seed=0)
     assert len(data) == rows and data.label(rows - 1) == 0 and data.shape_key(12345) == 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
+
+
+def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "_OPEN_A_THREAD", 0)  # each sample is read by another copy of the data set
+    sizes, threads = [], set()
+    for count in (8, 1):
+        monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / str(count)))
+        monkeypatch.setattr(dataset.ShardDataset, "size_threads", count)
+        data = build_dataset(str(mixed / "tars"), 16, seed=0, use_video=True)
+        meet, read = threading.Barrier(min(count, len(data))), store.LocalTars.read
+
+        def together(tars, *place, meet=meet, read=read):
+            meet.wait(10)  # what one thread remembers of its sample the others have not
+            threads.add(threading.get_ident())
+            return read(tars, *place)
+
+        gc.collect()  # what tests before left open
+        before = len(os.listdir("/proc/self/fd"))
+        with monkeypatch.context() as patched:
+            patched.setattr(store.LocalTars, "read", together)
+            sizes.append(data.media_sizes().tolist())
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert sizes[0] == sizes[1] == [[1, 17, 20], [9, 32, 40], [1, 17, 20]] * 2 and len(threads) == 7
