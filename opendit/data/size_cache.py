@@ -14,6 +14,7 @@ import numpy as np
 
 FOLDER = "OPENDIT_SIZE_CACHE"  # of the environment
 DEFAULT_FOLDER = "~/.cache/opendit/sizes"
+LARGE = 2**20  # rows from which on what is known of each is kept in a file
 _ABOUT = "about.json"
 
 
@@ -60,6 +61,13 @@ def kept(name: str, make: Callable[[], KeptArrays]) -> KeptArrays:
             return made
         again = _read(folder)
         return made if again is None else again
+
+
+def kept_array(rows: int, name: Callable[[], str], make: Callable[[], np.ndarray]) -> np.ndarray:
+    """What ``make`` returns, (rows,): of ``LARGE`` rows and more :func:`kept` under ``name()``."""
+    if rows < LARGE:
+        return make()
+    return kept(name(), lambda: KeptArrays({"array": make()}, {})).arrays["array"]
 
 
 def _write(folder: Path, made: KeptArrays) -> None:

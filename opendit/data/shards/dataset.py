@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from opendit.data.base import BadSample, flip_note
 from opendit.data.clips import clip_size
 from opendit.data.files import printable
 from opendit.data.folders import CLIPS
+from opendit.data.held_out import next_of_key
 from opendit.data.media_size import Size, known_sizes, stored_clip_size, stored_picture_size
 from opendit.data.medium import Medium
 from opendit.data.memory_file import as_file
 from opendit.data.open_medium import open_clip, open_picture
+from opendit.data.order.pool import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.shards.fields import read_caption
@@ -30,6 +33,7 @@ from opendit.data.shards.index import Record, TarIndex
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
+from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
 
 _OPEN_A_THREAD = 16  # indexes, and as many tars, of each thread that looks for sizes
@@ -55,8 +59,11 @@ class IndexedTar:
         return int((self.shapes() == PICTURE).sum())
 
     def shapes(self) -> np.ndarray:
-        """Which of the samples are pictures and which clips, a byte each."""
-        of_suffix = np.array([CLIP if suffix in CLIPS else PICTURE for suffix in self.index.header.suffixes], np.uint8)
+        """Which of the samples are pictures and which clips, a byte each; looked up only where there are both."""
+        header = self.index.header
+        if header.pictures in (0, header.rows):
+            return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
+        of_suffix = np.array([CLIP if suffix in CLIPS else PICTURE for suffix in header.suffixes], np.uint8)
         shapes = of_suffix[self.index.rows["suffix"]]
         return shapes if self.kept is None else shapes[self.kept.rows()]
 
@@ -96,21 +103,32 @@ class ShardDataset(PicturesAndClips):
         self.pictures = sum(shard.count_pictures() for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
-        # Which of all samples are used; None: every one, so that nothing need be remembered.
+        self._kinds: np.ndarray | None = None
+        # Finds the samples that are used among all; None: every one is.
         self.used = self._find_pictures() if self.clips and not self.use_video else None
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
-    def _find_pictures(self) -> np.ndarray:
+    def _find_pictures(self) -> RowsByKey:
         if not self.pictures:
             raise ValueError(f"{self.shown}: holds clips only; add --use_video")
-        return np.flatnonzero(self._shapes() == PICTURE)
+        return RowsByKey(self._shapes())
 
     def _shapes(self) -> np.ndarray:
-        """Which of all samples are pictures and which clips, a byte each."""
-        return np.concatenate([shard.shapes() for shard in self.shards])
+        """Which of all samples are pictures and which clips, a byte each; of many, mapped from a file."""
+        if self._kinds is None:
+            written = (str(shard.index.written) for shard in self.shards)  # an index may be made anew, of other samples
+            name = partial(hash_parts, "pictures and clips", *self._contents(), *written)
+            self._kinds = kept_array(int(self.starts[-1]), name, self._find_shapes)
+        return self._kinds
+
+    def _find_shapes(self) -> np.ndarray:
+        found = np.empty(int(self.starts[-1]), np.uint8)
+        for start, shard in zip(self._starts, self.shards, strict=False):
+            found[start : start + len(shard)] = shard.shapes()
+        return found
 
     def __len__(self) -> int:
-        return int(self.starts[-1]) if self.used is None else len(self.used)
+        return int(self.starts[-1]) if self.used is None else self.used.totals[PICTURE]
 
     def _index(self, number: int) -> TarIndex:
         """A tar's index; of many, the files of those used last are open."""
@@ -126,7 +144,7 @@ class ShardDataset(PicturesAndClips):
     def _find(self, row: int) -> tuple[int, int, Record]:
         """(number of the tar, sample in it, its record)."""
         if self._found[0] != row:  # a picture and its caption ask for the same one
-            place = int(row if self.used is None else self.used[row])
+            place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
             number = bisect_right(self._starts, place) - 1
             place -= self._starts[number]
             if (kept := self.shards[number].kept) is not None:
@@ -246,12 +264,11 @@ class ShardDataset(PicturesAndClips):
         return PICTURE if self._is_picture(number, record) else CLIP
 
     def next_row(self, row: int) -> int:
-        key, after = self.shape_key(row), (row + 1) % len(self)
-        while self.shape_key(after) != key:
-            after = (after + 1) % len(self)
-        return after
+        keys = self.shape_keys()
+        return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
-    def identity(self) -> str:
+    def _contents(self) -> list[str]:
+        """What tells the tars, and the samples of them, apart from others."""
         headers = [shard.index.header for shard in self.shards]
         contents = [
             header.sha256 or f"{shard.name} {header.tar_bytes}"
@@ -261,7 +278,10 @@ class ShardDataset(PicturesAndClips):
             str(len(shard)) if shard.kept is None else f"{len(shard)} ({shard.kept.identity()})"
             for shard in self.shards
         )
-        return hash_parts("shards", *contents, rows, "\0".join(self.class_names), str(self.used is not None))
+        return [*contents, rows]
+
+    def identity(self) -> str:
+        return hash_parts("shards", *self._contents(), "\0".join(self.class_names), str(self.used is not None))
 
     def verification(self, share: int, shares: int) -> Verification | None:
         known = {shard.path: shard.index.header.sha256 for shard in self.shards if shard.index.header.sha256}

@@ -144,7 +144,8 @@ class TarIndex:
             length = struct.unpack("<I", start[len(MAGIC) :])[0]
             if length > HEADER.most_bytes:
                 raise ValueError(f"{path} is damaged (a header of {length:,} bytes); {_AGAIN}")
-            text, size = file.read(length), os.fstat(file.fileno()).st_size
+            state = os.fstat(file.fileno())
+            text, size, self.written = file.read(length), state.st_size, state.st_mtime_ns
         fields = parse_text(text.decode("utf-8", "replace"), HEADER, path)
         if fields["version"] != VERSION:
             raise ValueError(f"{path} has format version {fields['version']}, this program reads {VERSION}; {_AGAIN}")

@@ -35,6 +35,7 @@ from opendit.data.latents_check import REPAIR
 from opendit.data.latents_index import TARS_VERSION, CachedLatents, ShardForm
 from opendit.data.latents_schema import SHARD
 from opendit.data.medium import Medium
+from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
@@ -42,6 +43,7 @@ from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.scan import BLOCK, scan
 from opendit.data.shards.store import LocalTars
 from opendit.data.shards.writer import member_header
+from opendit.data.size_cache import kept_array
 from opendit.data.text_cache import padded
 from opendit.data.verification import Verification
 
@@ -217,6 +219,9 @@ class TarLatents(CachedLatents, ShardDataset):
     def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
         return self._tensors(row)["moments"][int(flip)].float()
 
+    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
+        return self.load_at(row, flip, start)  # of the one shape that it has
+
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return self._looked(self.load(row, False))
 
@@ -227,9 +232,17 @@ class TarLatents(CachedLatents, ShardDataset):
         return padded(tensors["tokens"], tensors["pooled"], self.max_tokens)
 
     def shape_keys(self) -> np.ndarray | None:
-        if len(set(self._keys)) < 2:
-            return None
-        return np.repeat(np.array(self._keys, np.uint8), [len(shard) for shard in self.shards])
+        if self._kinds is None and len(set(self._keys)) > 1:
+            make = partial(np.repeat, np.array(self._keys, np.uint8), [len(shard) for shard in self.shards])
+            self._kinds = kept_array(len(self), lambda: hash_parts("keys of latents", self.identity()), make)
+        return self._kinds
+
+    def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
+        """(Where the rows of a tar end, the frames, height and width of their latents)."""
+        frames, height, width = (1, *self.sample_shape[1:])[-3:]
+        mixed = len(set(self._keys)) > 1  # pictures among clips have one frame
+        of = zip(self.starts[1:].tolist(), self._keys, strict=True)
+        return [(end, (1 if mixed and key == PICTURE else frames, height, width)) for end, key in of]
 
     def shape_key(self, row: int) -> int:
         return self._keys[self._find(row)[0]]

@@ -16,6 +16,8 @@ from safetensors.torch import load
 
 from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.make_latents import make_latents
+from opendit.data.order.buckets import TokenSize
+from opendit.data.shaped import shape_latents
 from opendit.data.shards import cache
 from opendit.data.shards.index import index_of
 from opendit.data.shards.latents import ABOUT
@@ -104,6 +106,11 @@ def test_clips_captions_and_embeddings_are_those_of_safetensors_files(media, cod
     tars, files = (build_dataset(str(tmp_path / name), 16, seed=0, **VIDEO) for name in ("tars", "files"))
     same(tars, files)
     assert sorted(tars.shape_keys()) == sorted(files.shape_keys()) and tars.max_tokens == 12
+    sizes = [sorted(size for _, size in data.latent_sizes()) for data in (tars, files)]
+    assert set(sizes[0]) == set(sizes[1]) and sizes[0][0][0] == 1 < sizes[0][-1][0]  # pictures among clips: one frame
+    for shaped in (shape_latents(data, TokenSize(1, 1, (1, 1)), 2**20, "--pack_tokens") for data in (tars, files)):
+        shapes = [tuple(shaped[SampleKey(row, 0, row)].x.shape[1:]) for row in range(7)]
+        assert shapes == [tuple(shaped.shapes[shaped.shape_key(row)].tolist()) for row in range(7)]
     assert (
         all(map(torch.equal, tars.empty_caption, files.empty_caption)) and "3 clips and 4 pictures" in tars.describe()
     )
