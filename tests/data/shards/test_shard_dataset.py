@@ -1,6 +1,7 @@
 """Training samples from tars against the same files read one by one."""
 
 import gc
+import glob
 import os
 import pickle
 import resource
@@ -208,22 +209,23 @@ def test_tars_of_one_kind_are_known_by_their_headers(tmp_path, monkeypatch):
 
 def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_path, monkeypatch):
     monkeypatch.setattr(dataset, "_OPEN_A_THREAD", 0)  # each sample is read by another copy of the data set
-    sizes, threads = [], set()
+    sizes, threads = [], {8: set(), 1: set()}
     for count in (8, 1):
         monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / str(count)))
         monkeypatch.setattr(dataset.ShardDataset, "size_threads", count)
         data = build_dataset(str(mixed / "tars"), 16, seed=0, use_video=True)
         meet, read = threading.Barrier(min(count, len(data))), store.LocalTars.read
 
-        def together(tars, *place, meet=meet, read=read):
+        def together(tars, *place, meet=meet, read=read, threads=threads[count]):
             meet.wait(10)  # what one thread remembers of its sample the others have not
             threads.add(threading.get_ident())
             return read(tars, *place)
 
-        gc.collect()  # what tests before left open
-        before = len(os.listdir("/proc/self/fd"))
         with monkeypatch.context() as patched:
             patched.setattr(store.LocalTars, "read", together)
             sizes.append(data.media_sizes().tolist())
-        assert len(os.listdir("/proc/self/fd")) == before
-    assert sizes[0] == sizes[1] == [[1, 17, 20], [9, 32, 40], [1, 17, 20]] * 2 and len(threads) == 7
+        gc.collect()
+        assert not [path for path in map(os.path.realpath, glob.glob("/proc/self/fd/*")) if str(mixed) in path]
+    assert sizes[0] == sizes[1] == [[1, 17, 20], [9, 32, 40], [1, 17, 20]] * 2 and [
+        len(each) for each in threads.values()
+    ] == [6, 1]
