@@ -45,10 +45,14 @@ def run(command: str, options: dict) -> None:
         from opendit.data import look
 
         look.run(**options)
-    elif command in ("shards", "index"):
+    elif command == "shards":
         from opendit.data.shards import program
 
-        (program.make_shards if command == "shards" else program.make_indexes)(**options)
+        program.make_shards(**options)
+    elif command == "index":
+        from opendit.data.shards import program
+
+        program.index_folder(**options)
     else:
         from opendit.data import latents_program
 

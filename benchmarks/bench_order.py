@@ -5,10 +5,12 @@
 Schedules alone, of an index of as many rows as asked for: no sample is read. The key of each row's shape is mapped from
 a file, as ranks of a node share it; this process has read all of it, as another rank would have. Cases "data set" begin
 before that: shapes are found for rows whose sizes are mapped from a file (``shape_media``), which a first start keeps
-on the machine; that start and later ones are measured. Every case begins in a process of its own. start: until the rows
-of the first step and the steps of an epoch are known. private: what smaps calls Private_Clean and Private_Dirty, beyond
-what imports take. new epoch: the rows of the step in which the second epoch begins; the slowest of three epochs. Packs
-are planned window after window, as a run goes: theirs is the slowest of 16 windows.
+on the machine; that start and later ones are measured. Cases "tars" open a data set of indexed tars, of 10,000 samples
+each, and end with its identity, which a run's checkpoints know it by: every tenth sample of "mixed" tars is a clip, and
+"held out" is what --validate_share 0.01 leaves and takes. Every case begins in a process of its own. start: until the
+rows of the first step and the steps of an epoch are known. private: what smaps calls Private_Clean and Private_Dirty,
+beyond what imports take. new epoch: the rows of the step in which the second epoch begins; the slowest of three epochs.
+Packs are planned window after window, as a run goes: theirs is the slowest of 16 windows.
 """
 
 import argparse
@@ -27,7 +29,9 @@ from typing import cast
 import numpy as np
 
 from benchmarks import results
+from opendit.data import build_dataset
 from opendit.data.base import MediaDataset
+from opendit.data.held_out import hold_out
 from opendit.data.order.blend import BlendSchedule, SourceRows
 from opendit.data.order.buckets import TokenSize, shape_table
 from opendit.data.order.build import build_schedule
@@ -36,13 +40,17 @@ from opendit.data.order.packs import SAMPLED, PackSchedule
 from opendit.data.order.pool import RowsByKey
 from opendit.data.order.schedule import WINDOW, BatchSchedule, BucketSchedule
 from opendit.data.shaped import ShapedDataset, shape_media
+from opendit.data.shards.index import ROW, Header, index_of, write_index
 from opendit.data.size_cache import FOLDER
+from opendit.data.video_readers import choose_reader
 
 SHAPES = 12
 TOKENS = 256 * np.arange(1, SHAPES + 1, dtype=np.int32)  # of a sample of each shape
 PACK_TOKENS, PACKS = 65536, 8  # of a pack; packs of a step
 PARTS = 8  # micro-batches of a step, each of one shape
 SIZES = "sizes.npy"
+PLAIN, MIXED = "plain", "mixed"  # folders of tars
+TAR_ROWS = 10_000
 _CHUNK = 2**22
 
 
@@ -80,6 +88,17 @@ def _shaped(keys: np.ndarray) -> ShapedDataset:
     return shape_media(_Sized(sizes), table, 1, 1.25, "--bucket_tokens")
 
 
+def _tars(keys: np.ndarray, name: str, use_video: bool = False, share: float | None = None) -> MediaDataset:
+    """With their identities found. share: of what is held out."""
+    folder = Path(str(cast(np.memmap, keys).filename)).with_name(name)
+    dataset = build_dataset(str(folder), 256, seed=0, use_video=use_video)
+    if share is not None:
+        dataset, held = hold_out(dataset, share)
+        held.identity()
+    dataset.identity()
+    return dataset
+
+
 CASES: dict[str, Callable[[np.ndarray, int], BatchSchedule]] = {
     "plain": lambda keys, batch: BatchSchedule(len(keys), batch, 0),
     "blend": lambda keys, batch: BlendSchedule(_blend(len(keys)), batch, 1, 0),
@@ -90,7 +109,16 @@ CASES: dict[str, Callable[[np.ndarray, int], BatchSchedule]] = {
     "data set in packs": lambda keys, batch: build_schedule(
         _shaped(keys), PACKS, PARTS, 0, pack_tokens=PACK_TOKENS // 8, attention=6912.0
     ),
+    "tars": lambda keys, batch: build_schedule(_tars(keys, PLAIN), batch, PARTS, 0),
+    "tars, held out": lambda keys, batch: build_schedule(_tars(keys, PLAIN, share=0.01), batch, PARTS, 0),
+    "mixed tars": lambda keys, batch: build_schedule(_tars(keys, MIXED, True), batch, PARTS, 0),
+    "mixed tars, held out": lambda keys, batch: build_schedule(_tars(keys, MIXED, True, 0.01), batch, PARTS, 0),
+    "pictures of mixed tars": lambda keys, batch: build_schedule(_tars(keys, MIXED), batch, PARTS, 0),
+    "pictures of mixed tars, held out": lambda keys, batch: build_schedule(
+        _tars(keys, MIXED, share=0.01), batch, PARTS, 0
+    ),
 }
+FIRST = ("data set in buckets", "mixed tars", "mixed tars, held out")  # cases whose first start keeps what it finds
 
 
 def private_mb() -> float:
@@ -100,6 +128,7 @@ def private_mb() -> float:
 
 def measure(case: str, path: str, batch: int) -> tuple[float, float, float]:
     """(seconds of a start, private MB, milliseconds of a new epoch's first batch)."""
+    choose_reader("auto")  # it imports decoders
     before, began = private_mb(), time.perf_counter()
     schedule = CASES[case](np.load(path, mmap_mode="r"), batch)
     schedule.rows(0)
@@ -132,6 +161,25 @@ def write_keys(path: Path, rows: int) -> None:
     keys.flush(), sizes.flush()
 
 
+def write_tars(folder: Path, rows: int, mixed: bool) -> None:
+    """Tars and their indexes: of the tars, and of records without clips, files of their size alone."""
+    folder.mkdir()
+    records = np.zeros(TAR_ROWS, ROW)
+    records["medium_at"], records["medium_bytes"] = 512 + 1536 * np.arange(TAR_ROWS), 400
+    records["label"], records["number"] = np.arange(TAR_ROWS) % 1000, np.arange(TAR_ROWS)
+    records["suffix"] = np.arange(TAR_ROWS) % 10 == 9
+    for number, first in enumerate(range(0, rows, TAR_ROWS)):
+        count, tar = min(TAR_ROWS, rows - first), folder / f"{number:05d}.tar"
+        pictures = count - int(records["suffix"][:count].sum()) if mixed else count
+        size = 1536 * count + 1024
+        header = Header(count, 0, size, f"{number:064x}", True, pictures, "label", 1000, [".jpg", ".mp4"], [])
+        write_index(index_of(tar), header, records[:count] if mixed else records[:0], b"")
+        if not mixed:
+            os.truncate(index_of(tar), index_of(tar).stat().st_size + count * ROW.itemsize)
+        with open(tar, "wb") as file:
+            file.truncate(size)
+
+
 def share(path: Path, held: ExitStack) -> None:
     """Reads all of a file and keeps it mapped, as another rank of the machine would."""
     file = held.enter_context(open(path, "rb"))
@@ -144,34 +192,41 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000_000)
     parser.add_argument("--global_batch", type=int, default=256)
     parser.add_argument("--save", action="store_true", help="add the figures to benchmarks/results.csv")
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="these cases alone")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--keys", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.case:
         print(*measure(asked.case, asked.keys, asked.global_batch))
         return
+    cases = [case for case in CASES if case in (asked.only or CASES)]
     found = []
     with tempfile.TemporaryDirectory() as folder:
         path, environment = Path(folder, "keys.npy"), {**os.environ, FOLDER: folder}
         write_keys(path, asked.rows)
+        for name in (PLAIN, MIXED):
+            if any("tars" in case for case in cases):
+                write_tars(Path(folder, name), asked.rows, name == MIXED)
+        mapped: set[Path] = set()
         with ExitStack() as shared:
             share(path, shared)
-            first = next(case for case in CASES if case.startswith("data set"))  # they share what is found
-            for case, title in ((first, f"{first}, first start"), *((case, case) for case in CASES)):
+            starts = [(case, f"{case}, first start") for case in FIRST if case in cases]
+            for case, title in (*starts, *((case, case) for case in cases)):
                 command = [sys.executable, __file__, "--case", case, "--keys", str(path)]
                 command += ["--global_batch", str(asked.global_batch)]
                 printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
                 start, private, batch = map(float, printed.split())
                 print(f"{title}: start {start:.2f} s, private {private:.0f} MB, new epoch {batch:.1f} ms", flush=True)
                 step = f"{PACKS} packs a step" if "packs" in case else f"global batch {asked.global_batch}"
-                step = f"global batch {PACKS} of 4,096 tokens" if case == first else step
+                step = f"global batch {PACKS} of 4,096 tokens" if case == FIRST[0] else step
                 row = {"bench": "order", "case": f"{title}, {asked.rows:,} rows, {step}"}
                 found += [row | {"metric": "start s", "value": f"{start:.2f}"}]
                 found += [row | {"metric": "private MB a rank", "value": f"{private:.0f}"}]
                 found += [row | {"metric": "new epoch's first batch ms", "value": f"{batch:.1f}"}]
                 if title != case:
-                    for kept in Path(folder).glob("*.arrays/*.npy"):
+                    for kept in sorted(set(Path(folder).glob("*.arrays/*.npy")) - mapped):
                         share(kept, shared)
+                        mapped.add(kept)
     if asked.save:
         results.append(found)
 

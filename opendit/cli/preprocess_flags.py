@@ -61,6 +61,17 @@ def build_parser(doc: str) -> CommandLine:
     index.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes, of which each reads a tar", 4)
     index.option("--energon_cooker", TEXT, COOKER)
     index.switch("--force", "make those anew that are there, too", False)
+    index.heading("Latents: of tars that hold some of another program's")
+    index.option(
+        "--latents",
+        one_of(("mean_std", "mean_logvar", "sample")),
+        "what .npz, .npy or .safetensors files hold: mean and deviation, mean and log variance, or a latent alone",
+    )
+    index.option("--vae", NAME, "ema, mse or a folder with a VAE: whose they are", "ema")
+    index.option("--image_size", Value(int, **SIDE), "side of the pictures that they were made of", 256)
+    index.switch("--use_video", "they are of clips")
+    index.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a clip", 16)
+    index.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame", 1)
     return parser
 
 
@@ -171,6 +182,17 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
         check_exists(options["root"], "DIR", "a folder of tars")
         if not Path(options["root"], ENERGON).is_dir():
             refuse_idle(given, {"energon_cooker": f"does nothing with DIR {options['root']}, which has no {ENERGON}"})
+        if options["latents"] is None:
+            of_latents = ("vae", "image_size", "use_video", "num_frames", "frame_interval")
+            refuse_idle(given, dict.fromkeys(of_latents, "does nothing without --latents"))
+        else:
+            refuse_idle(given, {"energon_cooker": "does not go with --latents"})
+            if not options["use_video"]:
+                clips = ("num_frames", "frame_interval")
+                refuse_idle(given, dict.fromkeys(clips, "does nothing without --use_video"))
+            if options["vae"] == "none":
+                raise ValueError("--vae none: has no latents; give the VAE that they are of")
+            check_vae(options["vae"])
     else:
         _check_latents(options, given)
     if command in ("ucf101", "folder", "check"):

@@ -145,9 +145,10 @@ class MediaDataset(Dataset[Any]):
         identity = hash_parts("sizes", self.identity(), self.contents() or "")
         return known_sizes(identity, len(self), self.media_size)
 
-    def latent_sizes(self) -> np.ndarray:
-        """(rows, 3) int32, of cached latents: frames, height and width of every row's."""
-        return np.tile(np.array((1, *self.sample_shape[1:])[-3:], dtype=np.int32), (len(self), 1))
+    def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
+        """Of cached latents: (where rows of one size end, their frames, height and width), from the first row on."""
+        frames, height, width = (1, *self.sample_shape[1:])[-3:]
+        return [(len(self), (frames, height, width))]
 
     def source(self, row: int) -> str:
         """Where a row comes from, for people: its file."""
@@ -188,8 +189,13 @@ class MediaDataset(Dataset[Any]):
 
     def file_numbers(self) -> np.ndarray | None:
         """(rows,) the number of the file that each row shows, from 0 on, where several rows may show the same one (a
-        picture with several captions); None: each row shows its own."""
+        picture with several captions); None: each row shows its own. Of a data set of one source; of another see
+        :meth:`files_of_sources`."""
         return None
+
+    def files_of_sources(self) -> list[tuple[int, np.ndarray | None]]:
+        """(rows, their :meth:`file_numbers`) of each source of the data set."""
+        return [(len(self), self.file_numbers())]
 
     def next_row(self, row: int) -> int:
         """The row that replaces ``row`` if that is unreadable: of the same shape, and over all calls in a circle."""

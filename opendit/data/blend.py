@@ -11,8 +11,10 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import Embedding, MediaDataset, to_pixels
+from opendit.data.held_out import stream_of
 from opendit.data.medium import Medium
 from opendit.data.order.blend import SourceRows
+from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
 
 SAME = "kind conditioning sample_shape vae scaling_factor shift_factor text_encoder max_tokens".split()
@@ -69,7 +71,7 @@ class BlendedDataset(MediaDataset):
         exact = tuple((step, tuple(weights)) for step, weights in stages)
         self._rows = SourceRows(tuple(names), tuple(self.ends.tolist()), exact, len(self))
         if epochs is not None:
-            self._rows = replace(self._rows, epochs=tuple(epochs)).of_rows(np.arange(len(self)))
+            self._rows = replace(self._rows, epochs=tuple(epochs)).of_rows(self._rows.ends)
         self._alike = len({type(part) for part in parts}) == 1
 
     def __len__(self) -> int:
@@ -137,8 +139,10 @@ class BlendedDataset(MediaDataset):
         of = zip(sizes, self.parts, strict=True)
         return np.concatenate([np.tile(own, (len(part), 1)) if each is None else each for each, part in of])
 
-    def latent_sizes(self) -> np.ndarray:
-        return np.concatenate([part.latent_sizes() for part in self.parts])
+    def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
+        starts = (self.ends - [len(part) for part in self.parts]).tolist()
+        of = zip(starts, self.parts, strict=True)
+        return [(start + end, size) for start, part in of for end, size in part.latent_sizes()]
 
     def label(self, row: int) -> int:
         source, row = self._find(row)
@@ -158,22 +162,29 @@ class BlendedDataset(MediaDataset):
         alike = {part.shape_key(0) for part, each in zip(self.parts, keys, strict=True) if each is None}
         if len(alike) == 1 and all(each is None for each in keys):
             return None
-        of = zip(keys, self.parts, strict=True)
-        return np.concatenate(
-            [np.full(len(part), part.shape_key(0), np.uint8) if each is None else each for each, part in of]
-        )
+
+        def name() -> str:
+            of = zip(keys, self.parts, strict=True)
+            known = (
+                (f"{len(part)} {part.shape_key(0)}",) if each is None else (str(each.dtype), stream_of(each))
+                for each, part in of
+            )
+            return hash_parts("keys of sources", *(value for each in known for value in each))
+
+        def make() -> np.ndarray:
+            of = zip(keys, self.parts, strict=True)
+            return np.concatenate(
+                [np.full(len(part), part.shape_key(0), np.uint8) if each is None else each for each, part in of]
+            )
+
+        return kept_array(len(self), name, make)
 
     def shape_key(self, row: int) -> int:
         source, row = self._find(row)
         return self.parts[source].shape_key(row)
 
-    def file_numbers(self) -> np.ndarray | None:
-        found, files = [], 0
-        for part in self.parts:
-            numbers = part.file_numbers()
-            found.append(files + (np.arange(len(part)) if numbers is None else numbers))
-            files = int(found[-1].max()) + 1
-        return np.concatenate(found)
+    def files_of_sources(self) -> list[tuple[int, np.ndarray | None]]:
+        return [each for part in self.parts for each in part.files_of_sources()]
 
     def next_row(self, row: int) -> int:
         """Of the same source."""

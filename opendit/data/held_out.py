@@ -8,13 +8,16 @@ import numpy as np
 from torch import Tensor
 
 from opendit.common.hashing import HashedStream, hash_parts
+from opendit.data.all_but import AllBut
 from opendit.data.base import Embedding, MediaDataset
 from opendit.data.order.blend import SourceRows
 from opendit.data.order.permutation import permuted
-from opendit.data.size_cache import KeptArrays, kept_if_large
+from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
 
-_ROWS = 2**20  # hashed at once
+_ROWS = 2**20  # hashed, or chosen, at once
+_DRAWN = 2**17  # places of a permutation that are computed at once
+_LOOKED_AT = 2**16  # rows in which the next one of a shape is looked for
 SEED = 0x76616C  # of everything random about held-out samples: runs of any --global_seed have the same ones
 
 
@@ -27,33 +30,72 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
 
     Raises ValueError if nothing is left to train on.
     """
-    found = kept_if_large(
-        len(dataset), lambda: ("held out", dataset.identity(), repr(share)), lambda: _choose(dataset, share)
-    ).arrays
-    part = f"{len(found['rest']):,} of them, {len(found['held']):,} held out"
-    return SomeRows(dataset, found["rest"], part), SomeRows(dataset, found["held"], "held out")
-
-
-def _choose(dataset: MediaDataset, share: float) -> KeptArrays:
-    """The rows that are held out, and the rest, rising. Raises as :func:`hold_out`."""
-    file_of = dataset.file_numbers()
-    files = len(dataset) if file_of is None else int(file_of.max()) + 1
+    sources = dataset.files_of_sources()
+    counts = [rows if file_of is None else int(file_of.max()) + 1 for rows, file_of in sources]
+    files = sum(counts)
     count = max(1, round(share * files))
     if count >= files:
         raise ValueError(
             f"--validate_share {share:g}: of {files:,} samples {count:,} are held out, and none is left to train on; "
             "lower it"
         )
-    chosen = np.zeros(files, dtype=bool)
-    chosen[permuted(np.arange(count), files, SEED, 0, 0)] = True
-    held = chosen if file_of is None else chosen[file_of]
-    return KeptArrays({"rest": np.flatnonzero(~held), "held": np.flatnonzero(held)}, {})
+    # The smaller side is drawn and listed; the other one is all but that.
+    fewer_held = 2 * count <= files
+    drawn = _drawn(*((0, count) if fewer_held else (count, files)), files)
+    few = _rows_of(drawn, sources, counts).astype(np.int32 if len(dataset) < 2**31 else np.int64, copy=False)
+    others = AllBut(len(dataset), few)
+    training, held = (others, few) if fewer_held else (few, others)
+    part = f"{len(training):,} of them, {len(held):,} held out"
+    return SomeRows(dataset, training, part), SomeRows(dataset, held, "held out")
 
 
-def stream_of(array: np.ndarray, as_hashed: Callable[[np.ndarray], np.ndarray]) -> HashedStream:
-    """The bytes of ``as_hashed(array)``, which works on parts of it as well; the array may be mapped from a file."""
+def _drawn(start: int, stop: int, files: int) -> np.ndarray:
+    """The files at these places of the permutation that says which are held out, rising."""
+    found = np.empty(stop - start, dtype=np.int32 if files < 2**31 else np.int64)
+    for first in range(start, stop, _DRAWN):
+        places = np.arange(first, min(stop, first + _DRAWN))
+        found[first - start : first - start + len(places)] = permuted(places, files, SEED, 0, 0)
+    found.sort()
+    return found
+
+
+def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], counts: list[int]) -> np.ndarray:
+    """The rows that show these files, both rising. sources: see ``files_of_sources``; counts: the files of each."""
+    ends = np.cumsum(counts)
+    rows, parts = 0, []
+    for (size, file_of), count, end in zip(sources, counts, ends.tolist(), strict=True):
+        low, high = np.searchsorted(files, [end - count, end])
+        mine = files[low:high] - (end - count)
+        if file_of is not None:
+            chosen = np.zeros(count, dtype=bool)
+            chosen[mine] = True
+            mine = np.flatnonzero(chosen[file_of])
+        parts.append(mine if len(sources) == 1 else mine.astype(np.int64) + rows)
+        rows += size
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asarray) -> HashedStream:
+    """The bytes of ``as_hashed(array)``, which works on parts of it as well; the array may be mapped from a file, or
+    computed part by part."""
     parts = (as_hashed(array[first : first + _ROWS]).tobytes() for first in range(0, len(array), _ROWS))
     return HashedStream(len(array) * as_hashed(array[:1]).nbytes, parts)
+
+
+def next_of_key(keys: np.ndarray, row: int) -> int:
+    """The next row whose key is that of ``row``, in a circle; keys may be mapped from a file."""
+    for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):
+        later = np.flatnonzero(keys[start : start + _LOOKED_AT] == keys[row])
+        if len(later):
+            return start + int(later[0])
+    raise AssertionError("unreachable: this row has this key")
+
+
+def _chosen(values: np.ndarray, rows: np.ndarray | AllBut) -> np.ndarray:
+    found = np.empty((len(rows), *values.shape[1:]), dtype=values.dtype)
+    for first in range(0, len(rows), _ROWS):
+        found[first : first + _ROWS] = values[rows[first : first + _ROWS]]
+    return found
 
 
 def _of_whole(name: str) -> Any:
@@ -69,18 +111,21 @@ def _of_whole(name: str) -> Any:
 class SomeRows(MediaDataset):
     """Some rows of another data set, numbered anew; everything else is as it is there.
 
-    rows: those of ``whole``, rising. part: says which they are, for people. Raises ValueError without any.
+    rows: those of ``whole``, rising, listed or all but a few. part: says which they are, for people. Raises ValueError
+    without any.
     """
 
     as_bytes, enlarges = _of_whole("as_bytes"), _of_whole("enlarges")
 
-    def __init__(self, whole: MediaDataset, rows: np.ndarray, part: str):
+    def __init__(self, whole: MediaDataset, rows: np.ndarray | AllBut, part: str):
         if len(rows) == 0:
             raise ValueError("no rows of the data set are chosen")
         self.whole, self.rows, self.part = copy.copy(whole), rows, part
         for name in ("kind", "conditioning", "class_names", "sample_shape", "random_flip", "random_window", "note"):
             setattr(self, name, getattr(whole, name))
         self.seed, self.max_bad = whole.seed, whole.max_bad
+        self._shape_keys: np.ndarray | None = None
+        self._rows_identity: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         """What only some kinds of data sets have, as cached latents their scaling factor."""
@@ -113,10 +158,11 @@ class SomeRows(MediaDataset):
 
     def media_sizes(self) -> np.ndarray | None:
         sizes = self.whole.media_sizes()
-        return None if sizes is None else sizes[self.rows]
+        return None if sizes is None else _chosen(sizes, self.rows)
 
-    def latent_sizes(self) -> np.ndarray:
-        return self.whole.latent_sizes()[self.rows]
+    def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
+        ends, sizes = zip(*self.whole.latent_sizes(), strict=True)
+        return list(zip(self._below(ends), sizes, strict=True))
 
     def source(self, row: int) -> str:
         return self.whole.source(self._of(row))
@@ -132,23 +178,31 @@ class SomeRows(MediaDataset):
 
     def source_rows(self) -> SourceRows | None:
         found = self.whole.source_rows()
-        return None if found is None else found.of_rows(self.rows)
+        return None if found is None else found.of_rows(self._below(found.ends))
 
     def shape_keys(self) -> np.ndarray | None:
-        keys = self.whole.shape_keys()
-        return None if keys is None else keys[self.rows]
+        keys = self.whole.shape_keys() if self._shape_keys is None else None
+        if keys is not None:
+            self._shape_keys = kept_array(
+                len(self),
+                lambda: hash_parts("keys of rows", self.identity(), str(keys.dtype), stream_of(keys)),
+                lambda: _chosen(keys, self.rows),
+            )
+        return self._shape_keys
 
     def shape_key(self, row: int) -> int:
         return self.whole.shape_key(self._of(row))
 
     def next_row(self, row: int) -> int:
         """The next of these rows that has the same shape: an unreadable sample is replaced by none of the others."""
-        key = self.shape_key(row)
-        later = ((row + step) % len(self) for step in range(1, len(self)))
-        return next((other for other in later if self.shape_key(other) == key), row)
+        keys = self.shape_keys()
+        return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
     def identity(self) -> str:
-        return hash_parts("rows", self.whole.identity(), stream_of(self.rows, lambda rows: rows.astype(np.int64)))
+        if self._rows_identity is None:  # a run asks for it several times, and many rows take a second
+            rows = stream_of(self.rows, lambda rows: rows.astype(np.int64))
+            self._rows_identity = hash_parts("rows", self.whole.identity(), rows)
+        return self._rows_identity
 
     def contents(self) -> str | None:
         return self.whole.contents()
@@ -161,3 +215,7 @@ class SomeRows(MediaDataset):
 
     def _of(self, row: int) -> int:
         return int(self.rows[row])
+
+    def _below(self, ends: Sequence[int]) -> list[int]:
+        """How many of the rows lie before each of these of ``whole``."""
+        return self.rows.searchsorted(ends).tolist()

@@ -133,13 +133,13 @@ class LatentDataset(CachedLatents, MediaDataset):
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return self._looked(self.load(row, False))
 
-    def latent_sizes(self) -> np.ndarray:
-        """(rows, 3) int32, frames, height and width of every row's latents."""
-        sizes = np.empty((len(self), 3), dtype=np.int32)
+    def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
+        """(Where the rows of a shard end, the frames, height and width of their latents)."""
+        sizes = []
         for first, end in zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
             if first < end:
-                moments = self._find(first)[2]["moments"].get_shape()
-                sizes[first:end] = (1, *moments[3:])[-3:]
+                frames, height, width = (1, *self._find(first)[2]["moments"].get_shape()[3:])[-3:]
+                sizes.append((end, (frames, height, width)))
         return sizes
 
     def caption(self, row: int) -> str | None:

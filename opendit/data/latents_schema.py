@@ -42,6 +42,8 @@ _MORE = {
     "conditioning": one_of("label", "text"),
     "text": record({"encoder": NAME, "max_tokens": whole(1, 1 << 16)}),
     "checksums": mapping(FILE, SHA256, 1000),  # of the files beside the shards
+    # Of tars that another program made (``shards.foreign_latents``): what their arrays hold, and which they are.
+    "foreign": record({"form": one_of("mean_std", "mean_logvar", "sample"), "array": NAME}, {"mirrored": NAME}),
 }
 _KIND = {"format": string(64), "version": COUNT}
 LATENTS_INDEX = FileKind(record(_KIND | _OF_ONE_SIZE, _MORE), 32 * MIB)

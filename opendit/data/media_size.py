@@ -10,11 +10,14 @@ import numpy as np
 
 from opendit.data.base import BadSample
 from opendit.data.clips import clip_size
+from opendit.data.memory_file import as_file
+from opendit.data.mp4_header import table_parts
 from opendit.data.picture_file import picture_size, picture_suffixes
 from opendit.data.progress import Progress
 from opendit.data.size_cache import locked
 
 HEAD = 1 << 16  # bytes of a picture within which its header nearly always ends
+_WHOLE = 4 * HEAD  # bytes up to which a clip is read at once
 _ROWS = 4096  # looked at between two steps of the progress bar
 
 Size = tuple[int, int, int]  # frames, height and width, upright; all 0 of a medium that can't be read
@@ -76,14 +79,26 @@ def file_size(path: str, is_picture: bool) -> Size:
     return (1, *picture_size(path)) if is_picture else clip_size(path)
 
 
-def stored_picture_size(name: str, size: int, read: Callable[[int], bytes]) -> Size:
-    """Of a picture of ``size`` bytes inside of another file, of which ``read(n)`` gives the first n."""
+def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
+    """Of a picture of ``size`` bytes inside of another file; ``read(at, count)`` gives some of its bytes."""
     if size > HEAD:
         try:
-            return (1, *picture_size(name, content=read(HEAD)))
+            return (1, *picture_size(name, content=read(0, HEAD)))
         except BadSample:
             pass  # a header that is longer, or a format that is read as a whole
-    return (1, *picture_size(name, content=read(size)))
+    return (1, *picture_size(name, content=read(0, size)))
+
+
+def stored_clip_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
+    """Of a clip, as of a picture: of an MP4 its tables suffice, and the beginning of its first frame."""
+    if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
+        try:
+            with as_file(parts, size) as path:
+                return clip_size(path)
+        except BadSample:
+            pass  # a decoder that wants all of the first frame
+    with as_file([(0, read(0, size))], size) as path:
+        return clip_size(path)
 
 
 def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:

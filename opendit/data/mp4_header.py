@@ -6,14 +6,15 @@ file of 2 KB can ask for gigabytes, and the error ends the process. Boxes are na
 
 import os
 import struct
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, cast
 
 import numpy as np
 
 MAX_FRAMES = 2**22  # of a clip: 19 hours at 60 frames a second
 MAX_TABLES = 2**28  # bytes of all tables of a file; those of 19 hours have a fifth of that
 MAX_BOXES = 100_000  # at the top of a file, of which a fragmented one has two for every few seconds; and in one of them
+_MOST_PARTS = 8  # read of a file inside of another one, before all of it is read
 
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
 # Bytes of an entry of the tables that begin with a version, flags and the number of their entries.
@@ -50,6 +51,48 @@ def read_tables(file: BinaryIO) -> tuple[str | None, str]:
         if frames > MAX_FRAMES:
             return f"declares {frames:,} frames, more than {MAX_FRAMES:,}", ""
     return None, codecs[0].decode("latin-1") if first == b"ftyp" and len(codecs) == 1 else ""
+
+
+class _Parts:
+    """Something that is read part by part, as a file: what was read stays in ``parts``, (where it begins, bytes)."""
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
+        self.parts: list[tuple[int, bytes]] = []
+        self._read, self._size, self._least, self._at = read, size, least, 0
+
+    def seek(self, at: int) -> None:
+        self._at = at
+
+    def read(self, count: int) -> bytes:
+        at, end = self._at, min(self._at + count, self._size)
+        for begin, part in self.parts:
+            if begin <= at and end <= begin + len(part):
+                return part[at - begin : end - begin]
+        if end <= at or len(self.parts) == _MOST_PARTS:
+            return b""
+        self.parts.append((at, self._read(at, min(max(count, self._least), self._size - at))))
+        return self.parts[-1][1][:count]
+
+
+def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
+    """(Where it begins, bytes) of the parts of a file of ``size`` bytes that tell of all its frames, and of at least
+    the first ``least`` bytes; None for what is no MP4, or keeps tables with its frames, so that all of it is needed.
+
+    read: (at, count) -> so many bytes of the file from there."""
+    file = _Parts(read, size, least)
+    for kind, begin, length in _top_boxes(cast(BinaryIO, file), size):
+        if kind == b"moof" or kind == b"moov" and length > size // 2:
+            return None
+        if kind == b"moov":
+            file.seek(begin)
+            tables = file.read(length)
+            try:
+                inner = _boxes(tables, 0, len(tables), MAX_BOXES)
+            except ValueError:
+                return None
+            fragmented = any(kind == b"mvex" for kind, _, _ in inner)
+            return None if fragmented or len(tables) < length else file.parts
+    return None
 
 
 def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:

@@ -8,29 +8,29 @@ import numpy as np
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
+from opendit.data.all_but import AllBut
 from opendit.data.base import MediaDataset, name_few
-from opendit.data.held_out import SomeRows, stream_of
+from opendit.data.held_out import SomeRows, next_of_key, stream_of
 from opendit.data.order.buckets import ShapeTable, TokenSize, assign, kept_shares
 from opendit.data.order.lengths import Lengths
-from opendit.data.size_cache import KeptArrays, kept, kept_if_large
+from opendit.data.size_cache import LARGE, KeptArrays, kept
 
 _LOOKED_AT = 10_000  # media whose crop is told of
-_LARGE = 2**20  # rows from which on their shapes are kept in a file
-_CHUNK = 2**16  # rows in which the next one of a shape is looked for
 
 
 class ShapedDataset(SomeRows):
     """The rows of ``whole`` that a shape was found for, each read at its own.
 
-    found: arrays ``rows`` (n,) int64, rising, of ``whole``, and ``keys`` (n,) int16, the number of each one's shape;
-    ``about["note"]``, what else is said of it. shapes: (m, 3) int32, frames, height and width of each; tokens: (m,) of
-    each.
+    found: arrays ``rows`` (n,) int64, rising, of ``whole``, left out for all, and ``keys`` (n,) int16, the number of
+    each one's shape; ``about["note"]``, what else is said of it. shapes: (m, 3) int32, frames, height and width of
+    each; tokens: (m,) of each.
 
     Raises ValueError if no row has a shape.
     """
 
     def __init__(self, whole: MediaDataset, found: KeptArrays, shapes: np.ndarray, tokens: np.ndarray):
-        super().__init__(whole, found.arrays["rows"], found.about["note"])
+        rows = found.arrays["rows"] if "rows" in found.arrays else AllBut(len(whole), np.zeros(0, np.int64))
+        super().__init__(whole, rows, found.about["note"])
         self.keys, self.shapes, self.tokens = found.arrays["keys"], shapes, tokens
         self._identity: str | None = found.about.get("identity")
 
@@ -52,11 +52,7 @@ class ShapedDataset(SomeRows):
 
     def next_row(self, row: int) -> int:
         """The next one of this shape."""
-        for start in (*range(row + 1, len(self), _CHUNK), *range(0, row + 1, _CHUNK)):
-            later = np.flatnonzero(self.keys[start : start + _CHUNK] == self.keys[row])
-            if len(later):
-                return start + int(later[0])
-        raise AssertionError("unreachable: this row has this shape")
+        return next_of_key(self.keys, row)
 
     def token_counts(self) -> Lengths:
         """The tokens of every row's sample, int32."""
@@ -70,7 +66,7 @@ class ShapedDataset(SomeRows):
 
 
 def shape_media(
-    dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str, *, large: int = _LARGE
+    dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str, *, large: int = LARGE
 ) -> ShapedDataset:
     """The pixels of a data set at the shapes of ``table``. interval: of a clip's frames. large: rows from which on what
     is found is kept in a file.
@@ -142,16 +138,15 @@ def _shapes_of_media(
     return chosen, "; ".join(notes)
 
 
-def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str) -> ShapedDataset:
+def shape_latents(
+    dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, large: int = LARGE
+) -> ShapedDataset:
     """Cached latents, whose shapes are what they are. Raises ValueError, naming ``flag``, for one of more than ``most``
-    tokens or one that the model's patch does not divide. token: with sides in latents."""
-
-    def find() -> KeptArrays:
-        shapes, chosen = np.unique(dataset.latent_sizes(), axis=0, return_inverse=True)
-        return KeptArrays({"shapes": shapes.astype(np.int32), "chosen": chosen.reshape(-1).astype(np.int16)}, {})
-
-    found = kept_if_large(len(dataset), lambda: ("latents' shapes", dataset.identity()), find).arrays
-    shapes = np.array(found["shapes"])
+    tokens or one that the model's patch does not divide. token: with sides in latents. large: as of ``shape_media``."""
+    ends, sizes = zip(*dataset.latent_sizes(), strict=True)
+    counts = np.diff(ends, prepend=0)
+    shapes, chosen = np.unique(np.array(sizes, np.int32)[counts > 0], axis=0, return_inverse=True)
+    keys, counts = chosen.reshape(-1).astype(np.int16), counts[counts > 0]
     frames, height, width = shapes.T
     along, (high, wide) = np.where(frames == 1, token.frames, frames), token.side
     bad = (along % token.frames != 0) | (height % high != 0) | (width % wide != 0)
@@ -163,12 +158,19 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str)
     if (largest := int(tokens.max())) > most:
         raise ValueError(f"{flag} {most}: a sample has {largest:,} tokens; raise it to that at least")
     note = f"{len(shapes)} shape{'s' * (len(shapes) > 1)} of {tokens.min():,} to {tokens.max():,} tokens"
-    rows = kept_if_large(
-        len(dataset),
-        lambda: ("latents' rows", str(len(dataset))),
-        lambda: KeptArrays({"rows": np.arange(len(dataset))}, {}),
-    ).arrays["rows"]
-    return ShapedDataset(dataset, KeptArrays({"rows": rows, "keys": found["chosen"]}, {"note": note}), shapes, tokens)
+
+    def find() -> KeptArrays:
+        return KeptArrays({"keys": np.repeat(keys, counts)}, {"note": note})
+
+    def find_with_identity() -> KeptArrays:
+        found = find()
+        return found._replace(about={"identity": ShapedDataset(dataset, found, shapes, tokens).identity()})
+
+    if len(dataset) < large:
+        return ShapedDataset(dataset, find(), shapes, tokens)
+    known = (dataset.contents() or "", shapes.tobytes(), keys.tobytes(), counts.astype(np.int64).tobytes())
+    found = kept(hash_parts("shapes of latents", dataset.identity(), *known), find_with_identity)
+    return ShapedDataset(dataset, found._replace(about={**found.about, "note": note}), shapes, tokens)
 
 
 def _shown(shape: np.ndarray) -> str:

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from opendit.common.hashing import hash_parts
-
 FOLDER = "OPENDIT_SIZE_CACHE"  # of the environment
 DEFAULT_FOLDER = "~/.cache/opendit/sizes"
-LARGE = 10**6
+LARGE = 2**20  # rows from which on what is known of each is kept in a file
 _ABOUT = "about.json"
 
 
@@ -65,10 +63,11 @@ def kept(name: str, make: Callable[[], KeptArrays]) -> KeptArrays:
         return made if again is None else again
 
 
-def kept_if_large(rows: int, names: Callable[[], tuple[str, ...]], make: Callable[[], KeptArrays]) -> KeptArrays:
-    """As :func:`kept` for data sets of ``LARGE`` rows and more, of which a list takes memory and time that the ranks of
-    a machine can share; made anew for smaller ones. names: of what decides it."""
-    return make() if rows < LARGE else kept(hash_parts(*names()), make)
+def kept_array(rows: int, name: Callable[[], str], make: Callable[[], np.ndarray]) -> np.ndarray:
+    """What ``make`` returns, (rows,): of ``LARGE`` rows and more :func:`kept` under ``name()``."""
+    if rows < LARGE:
+        return make()
+    return kept(name(), lambda: KeptArrays({"array": make()}, {})).arrays["array"]
 
 
 def _write(folder: Path, made: KeptArrays) -> None:

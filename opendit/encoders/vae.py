@@ -141,7 +141,7 @@ class FrozenVAE(Codec):
         self.name, self.chunk, self.tiling, self.tile = name, chunk, tiling, TILE
         self.device = torch.device(device)
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
-        self.scaling_factor, self.shift_factor = _scale_and_shift(config)
+        self.scaling_factor, self.shift_factor = scale_and_shift(config)
         # Memory stays contiguous: channels_last encoded 555 instead of 728 pictures of 256x256 a second and decoded 284
         # instead of 315 (SD's VAE in fp16 on an H200). Module.to itself, because diffusers' own warns that a cast may
         # harm layers kept in fp32, of which this VAE has none.
@@ -243,7 +243,7 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
     return pixels
 
 
-def _scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
+def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
     """(scaling, shift) of ``sample_moments`` from a VAE's configuration, in either of diffusers' two forms: numbers
     scaling_factor and shift_factor, or lists latents_mean and latents_std with one number for each channel."""
     scaling = config.get("scaling_factor")

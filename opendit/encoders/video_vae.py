@@ -12,8 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opendit.encoders.autoencoder_kl import DEFAULTS
 from opendit.encoders.tiles import Tiles
-from opendit.encoders.vae import Codec, FrozenVAE, ImageCodec, codec_geometry, load_codec, square_tiles
+from opendit.encoders.vae import (
+    Codec,
+    FrozenVAE,
+    ImageCodec,
+    PerChannel,
+    codec_geometry,
+    load_codec,
+    scale_and_shift,
+    square_tiles,
+)
 from opendit.encoders.vae_folder import HUB, IMAGE_CLASSES, Geometry, load_vae, read_vae_config
 
 # Frames of more pixels go through a video autoencoder in overlapping tiles, whose seams are blended: the result is
@@ -170,6 +180,16 @@ def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
     found, config = video
     latent_channels, downscale, temporal_downscale = VIDEO_CLASSES[found](config)
     return latent_channels, downscale, temporal_downscale
+
+
+def codec_scale(name: str) -> tuple[PerChannel, PerChannel]:
+    """(scaling factor, shift factor) of ``--vae name``, of pictures or clips, without its weights.
+
+    Raises FileNotFoundError or ValueError as ``load_video_codec`` does."""
+    if name in HUB:
+        return scale_and_shift(DEFAULTS)
+    found, config = read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)
+    return scale_and_shift(DEFAULTS | config if found in IMAGE_CLASSES else config)
 
 
 def load_video_codec(

@@ -43,7 +43,7 @@ def test_rows_are_those_of_the_sources(folder):
         part, place = (parts[0], row) if row < 14 else (parts[1], row - 14)
         item, same = data[SampleKey(row, 2, 1)], part[SampleKey(place, 2, 1)]
         assert torch.equal(item.x, same.x) and item.y == same.y and data.source(row) == part.source(place)
-    assert data.file_numbers().tolist() == list(range(20))
+    assert data.files_of_sources() == [(14, None), (6, None)]
     inline = build_dataset(f"{folder}/a:0.7,{folder}/b:0.3", 8, seed=3)
     assert len(inline) == 24 and inline.blend.count("0.7") == 1
     union = blend(folder, "{classes: union, sources: [{path: a, epochs: 3}, {path: c, epochs: 1}]}")

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import tracemalloc
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from opendit.common.hashing import hash_parts
 from opendit.data import build_dataset, build_loader, build_schedule
 from opendit.data.base import BadSample, MediaDataset, SampleKey
-from opendit.data.held_out import hold_out
+from opendit.data.blend import BlendedDataset
+from opendit.data.held_out import SEED, hold_out
+from opendit.data.order.permutation import permuted
 
 
 class Numbers(MediaDataset):
@@ -111,3 +116,59 @@ def test_a_picture_s_captions_are_on_one_side(tmp_path):
     training, held = hold_out(dataset, 0.25)
     sides = [{part.source(row) for row in range(len(part))} for part in (training, held)]
     assert len(held) == 6 and len(sides[1]) == 2 and not sides[0] & sides[1]
+
+
+def listed_sides(dataset, share):
+    """(rows that are left, rows that are held out), of a list of all rows: what runs of before had."""
+    numbers, files = [], 0
+    for rows, file_of in dataset.files_of_sources():
+        numbers.append(files + (np.arange(rows) if file_of is None else file_of))
+        files = int(numbers[-1].max()) + 1
+    chosen = np.zeros(files, dtype=bool)
+    chosen[permuted(np.arange(max(1, round(share * files))), files, SEED, 0, 0)] = True
+    held = chosen[np.concatenate(numbers)]
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+sources = st.tuples(st.integers(1, 40), st.integers(1, 3), st.integers(1, 3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(sources, min_size=1, max_size=4), st.floats(0.01, 0.99))
+def test_both_sides_are_those_of_lists_of_all_rows(of, share):
+    parts = [Numbers(*each) for each in of]
+    weights = [(0, [Fraction(1)] * len(parts))]
+    dataset = BlendedDataset([str(i) for i in range(len(parts))], parts, weights, shown="x") if of[1:] else parts[0]
+    files = sum(-(-count // rows) for count, rows, _ in of)
+    if max(1, round(share * files)) >= files:
+        return
+    keys = dataset.shape_keys()
+    sides = listed_sides(dataset, share)
+    for side, rows in zip(hold_out(dataset, share), sides, strict=True):
+        assert [side._of(row) for row in range(len(side))] == rows.tolist()
+        assert side.identity() == hash_parts("rows", dataset.identity(), rows.astype(np.int64).tobytes())
+        assert (side.shape_keys() is None) == (keys is None)
+        assert keys is None or side.shape_keys().tolist() == keys[rows].tolist()
+        if of[1:]:
+            assert side.source_rows().ends == tuple(np.searchsorted(rows, dataset.ends).tolist())
+        for row in range(len(side)):
+            later = [(row + step) % len(side) for step in range(1, len(side) + 1)]
+            assert side.next_row(row) == next(n for n in later if side.shape_key(n) == side.shape_key(row))
+    assert f"{len(sides[0]):,} of them, {len(sides[1]):,} held out" in hold_out(dataset, share)[0].describe()
+
+
+@pytest.mark.parametrize("share", [0.001, 0.999])
+def test_what_is_in_memory_are_the_fewer_rows(share):
+    """Of 2 M rows, where 8 bytes a row would be 16 MB."""
+    parts = [Numbers(1_000_000), Numbers(1_000_000)]
+    dataset = BlendedDataset(["a", "b"], parts, [(0, [Fraction(1), Fraction(1)])], shown="x")
+    tracemalloc.start()
+    try:
+        sides = hold_out(dataset, share)
+        for side in sides:
+            side.identity()
+            assert len({side._of(row) for row in range(0, len(side), 997)}) == -(-len(side) // 997)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000 and sum(map(len, sides)) == 2_000_000

@@ -1,12 +1,18 @@
 """Samples at shapes near their own: what is read, from where sizes are known, what is left out."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from opendit.common.hashing import hash_parts
 from opendit.data import build_dataset, build_loader
+from opendit.data.base import MediaDataset
+from opendit.data.held_out import hold_out
 from opendit.data.media_size import known_sizes
 from opendit.data.order.buckets import TokenSize, shape_table
 from opendit.data.order.build import build_schedule
@@ -181,6 +187,62 @@ def test_cached_latents_keep_their_shapes():
         shape_latents(data, TokenSize(2, 1, (2, 2)), 31, "--bucket_tokens")
     with pytest.raises(ValueError, match="do not divide by the model's patch"):
         shape_latents(data, TokenSize(3, 1, (2, 2)), 64, "--bucket_tokens")
+
+
+class Latents(MediaDataset):
+    """On paper: so many rows in turn of latents of each size."""
+
+    kind, sample_shape, class_names = "latents", (8, 4, 4, 4), ["one"]
+
+    def __init__(self, runs):
+        self.counts, self.sizes = zip(*runs, strict=True)
+
+    def __len__(self):
+        return sum(self.counts)
+
+    def latent_sizes(self):
+        return list(zip(np.cumsum(self.counts).tolist(), self.sizes, strict=True))
+
+    def identity(self):
+        return str((self.counts, self.sizes))
+
+    def describe(self):
+        return "latents"
+
+
+SIDES = st.tuples(st.integers(0, 9), st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(SIDES, min_size=1, max_size=5), st.integers(0, 8), st.booleans())
+def test_shapes_of_latents_are_those_of_a_list_of_all_rows(cache, runs, held, kept):
+    data = Latents([*runs, (3, runs[0][1])])
+    sizes = np.repeat(np.array(data.sizes, np.int32), data.counts, axis=0)
+    if held:  # of some of the rows
+        data = hold_out(data, held / 10)[0]
+        sizes = sizes[data.rows[:]]
+    shapes, keys = np.unique(sizes, axis=0, return_inverse=True)
+    found = shape_latents(data, TokenSize(1, 1, (1, 1)), 64, "--bucket_tokens", large=1 if kept else 2**20)
+    assert found.shapes.tolist() == shapes.tolist() and found.keys.tolist() == keys.reshape(-1).tolist()
+    assert found.shapes.dtype == np.int32 and found.keys.dtype == np.int16 and isinstance(found.keys, np.memmap) == kept
+    assert found.token_counts()[:].tolist() == sizes.prod(axis=1).tolist()
+    rows = hash_parts("rows", data.identity(), np.arange(len(data)).tobytes())
+    assert found.identity() == hash_parts("shaped", rows, sizes.tobytes())
+    assert (
+        f"{len(shapes)} shape" in found.describe() and [found._of(row) for row in range(len(data))][-1] == len(data) - 1
+    )
+
+
+def test_shapes_of_latents_take_no_memory_for_each_row(cache):
+    """Of 4 M rows, where their sizes would be 48 MB; of the first start, 2 bytes a row and what is hashed at once."""
+    data = Latents([(2_000_000, (1, 2, 2)), (2_000_000, (1, 2, 3))])
+    for most in (64_000_000, 1_000_000):
+        tracemalloc.start()
+        try:
+            found = shape_latents(data, TokenSize(1, 1, (1, 1)), 64, "--bucket_tokens")
+            assert tracemalloc.get_traced_memory()[1] < most and found.next_row(1_999_999) == 0
+        finally:
+            tracemalloc.stop()
 
 
 def same(one, other):

@@ -76,6 +76,8 @@ class CookedDataset(ShardDataset):
     counts as unreadable. name: of the function, which stands in messages and in the identity.
     """
 
+    size_threads = 1  # a user's function may not be ready for more
+
     def __init__(
         self,
         shown: str,

@@ -32,11 +32,11 @@ class SourceRows:
     epoch: int
     epochs: tuple[Fraction, ...] | None = None
 
-    def of_rows(self, rows: np.ndarray) -> "SourceRows":
-        """The same of a part of the rows, rising, which are numbered anew."""
-        left = replace(self, ends=tuple(np.searchsorted(rows, self.ends).tolist()))
+    def of_rows(self, ends: Sequence[int]) -> "SourceRows":
+        """The same of a part of the rows, which are numbered anew. ends: where those of each source end."""
+        left = replace(self, ends=tuple(ends))
         if self.epochs is None:
-            return replace(left, epoch=round(self.epoch * len(rows) / self.ends[-1]))
+            return replace(left, epoch=round(self.epoch * ends[-1] / self.ends[-1]))
         weights = tuple(epochs * size for epochs, size in zip(self.epochs, left.sizes, strict=True))
         return replace(left, stages=((0, weights), *self.stages[1:]), epoch=max(1, int(sum(weights))))
 

@@ -1,12 +1,11 @@
 """The data set of a list of indexed tars."""
 
-import os
-import tempfile
+import copy
+import threading
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,12 @@ from opendit.data.base import BadSample, flip_note
 from opendit.data.clips import clip_size
 from opendit.data.files import allow_open_files, printable
 from opendit.data.folders import CLIPS
-from opendit.data.media_size import Size, known_sizes, stored_picture_size
+from opendit.data.held_out import next_of_key
+from opendit.data.media_size import Size, known_sizes, stored_clip_size, stored_picture_size
 from opendit.data.medium import Medium
+from opendit.data.memory_file import as_file
 from opendit.data.open_medium import open_clip, open_picture
+from opendit.data.order.pool import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.shards.ahead import ByteRange, grouped
@@ -32,8 +34,10 @@ from opendit.data.shards.index import MOST_CLASSES, Record, TarIndex
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
-from opendit.data.size_cache import KeptArrays, kept_if_large
+from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
+
+_OPEN_A_THREAD = 16  # indexes, and as many tars, of each thread that looks for sizes
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,11 @@ class IndexedTar:
         return int((self.shapes() == PICTURE).sum())
 
     def shapes(self) -> np.ndarray:
-        """Which of the samples are pictures and which clips, a byte each."""
-        of_suffix = np.array([CLIP if suffix in CLIPS else PICTURE for suffix in self.index.header.suffixes], np.uint8)
+        """Which of the samples are pictures and which clips, a byte each; looked up only where there are both."""
+        header = self.index.header
+        if header.pictures in (0, header.rows):
+            return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
+        of_suffix = np.array([CLIP if suffix in CLIPS else PICTURE for suffix in header.suffixes], np.uint8)
         shapes = of_suffix[self.index.rows["suffix"]]
         return shapes if self.kept is None else shapes[self.kept.rows()]
 
@@ -71,6 +78,8 @@ class ShardDataset(PicturesAndClips):
 
     Raises ValueError, which names the flag and what to do.
     """
+
+    size_threads = 8  # that look for the sizes of media
 
     def __init__(
         self,
@@ -97,36 +106,39 @@ class ShardDataset(PicturesAndClips):
         self.pictures = sum(shard.count_pictures() for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
-        # Which of all samples are used; None: every one, so that nothing need be remembered.
+        self._kinds: np.ndarray | None = None
+        # Finds the samples that are used among all; None: every one is.
         self.used = self._find_pictures() if self.clips and not self.use_video else None
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
-    def _find_pictures(self) -> np.ndarray:
+    def _find_pictures(self) -> RowsByKey:
         if not self.pictures:
             raise ValueError(f"{self.shown}: holds clips only; add --use_video")
-
-        def find() -> KeptArrays:
-            return KeptArrays({"rows": np.flatnonzero(self._shapes() == PICTURE)}, {})
-
-        return kept_if_large(int(self.starts[-1]), lambda: ("pictures", *self._parts()), find).arrays["rows"]
+        return RowsByKey(self._shapes())
 
     def _shapes(self) -> np.ndarray:
-        """Which of all samples are pictures and which clips, a byte each."""
+        """Which of all samples are pictures and which clips, a byte each; of many, mapped from a file."""
+        if self._kinds is None:
+            written = (str(shard.index.written) for shard in self.shards)  # an index may be made anew, of other samples
+            name = partial(hash_parts, "pictures and clips", *self._contents(), *written)
+            self._kinds = kept_array(int(self.starts[-1]), name, self._find_shapes)
+        return self._kinds
 
-        def find() -> KeptArrays:
-            return KeptArrays({"shapes": np.concatenate([shard.shapes() for shard in self.shards])}, {})
-
-        return kept_if_large(int(self.starts[-1]), lambda: ("shapes", *self._parts()), find).arrays["shapes"]
+    def _find_shapes(self) -> np.ndarray:
+        found = np.empty(int(self.starts[-1]), np.uint8)
+        for start, shard in zip(self._starts, self.shards, strict=False):
+            found[start : start + len(shard)] = shard.shapes()
+        return found
 
     def __len__(self) -> int:
-        return int(self.starts[-1]) if self.used is None else len(self.used)
+        return int(self.starts[-1]) if self.used is None else self.used.totals[PICTURE]
 
     def _index(self, number: int) -> TarIndex:
         """A tar's index; of many, the files of those used last are open."""
         if number in self._recent:
             self._recent.move_to_end(number)
             return self._recent[number]
-        index = self.shards[number].index
+        index = copy.copy(self.shards[number].index)  # whose file no other copy of the data set closes
         self._recent[number] = index
         while len(self._recent) > MOST_OPEN:
             self._recent.popitem(last=False)[1].close()
@@ -135,7 +147,7 @@ class ShardDataset(PicturesAndClips):
     def _find(self, row: int) -> tuple[int, int, Record]:
         """(number of the tar, sample in it, its record)."""
         if self._found[0] != row:  # a picture and its caption ask for the same one
-            place = int(row if self.used is None else self.used[row])
+            place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
             number = bisect_right(self._starts, place) - 1
             place -= self._starts[number]
             if (kept := self.shards[number].kept) is not None:
@@ -189,25 +201,36 @@ class ShardDataset(PicturesAndClips):
     def _look(self, picture: bool, content: bytes) -> tuple[Medium, np.ndarray]:
         if picture:
             return open_picture("", content)
-        with _as_file(content) as path:
+        with as_file([(0, content)], len(content)) as path:
             return open_clip(path)
 
     def media_size(self, row: int) -> Size:
         number, _, record = self._find(row)
-        if self._is_picture(number, record):
-            read = partial(self._read, row, number, record.medium_at)
-            return stored_picture_size(self.source(row), record.medium_bytes, read)
-        return self._size(False, self._read(row, number, record.medium_at, record.medium_bytes))
+        stored_size = stored_picture_size if self._is_picture(number, record) else stored_clip_size
+        return stored_size(
+            self.source(row),
+            record.medium_bytes,
+            lambda at, size: self._read(row, number, record.medium_at + at, size),
+        )
 
     def _size(self, picture: bool, content: bytes) -> Size:
         if picture:
             return 1, *picture_size("", content=content)
-        with _as_file(content) as path:
+        with as_file([(0, content)], len(content)) as path:
             return clip_size(path)
 
     def media_sizes(self) -> np.ndarray:
-        identity = hash_parts("sizes", self.identity())
-        return known_sizes(identity, len(self), self.media_size, threads=1)  # what is looked up is remembered, once
+        local = threading.local()
+
+        def look(row: int) -> Size:
+            mine: ShardDataset | None = getattr(local, "dataset", None)
+            # Every thread remembers what it has looked up, and opens a few files of its own.
+            if mine is None or len(mine._recent) > _OPEN_A_THREAD:
+                mine = local.dataset = copy.copy(self)
+                mine.store = copy.copy(self.store)
+            return mine.media_size(row)
+
+        return known_sizes(hash_parts("sizes", self.identity()), len(self), look, threads=self.size_threads)
 
     def _picture(self, row: int, content: bytes, flip: bool, shape: Size) -> Tensor:
         try:  # the sample's name is looked up only if a message needs it
@@ -217,7 +240,7 @@ class ShardDataset(PicturesAndClips):
         return self.picture_sample(image, flip, shape)
 
     def _clip(self, row: int, content: bytes, flip: bool, start: float | None, shape: Size) -> Tensor:
-        with _as_file(content) as path:
+        with as_file([(0, content)], len(content)) as path:
             return self.clip_sample(path, flip, start, shape, self.source(row))
 
     def _is_damaged(self, number: int, record: Record, content: bytes) -> bool:
@@ -261,16 +284,11 @@ class ShardDataset(PicturesAndClips):
         return PICTURE if self._is_picture(number, record) else CLIP
 
     def next_row(self, row: int) -> int:
-        key, after = self.shape_key(row), (row + 1) % len(self)
-        while self.shape_key(after) != key:
-            after = (after + 1) % len(self)
-        return after
+        keys = self.shape_keys()
+        return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
-    def identity(self) -> str:
-        return hash_parts("shards", *self._parts(), "\0".join(self.class_names), str(self.used is not None))
-
-    def _parts(self) -> list[str]:
-        """What the samples are."""
+    def _contents(self) -> list[str]:
+        """What tells the tars, and the samples of them, apart from others."""
         headers = [shard.index.header for shard in self.shards]
         contents = [
             header.sha256 or f"{shard.name} {header.tar_bytes}"
@@ -281,6 +299,9 @@ class ShardDataset(PicturesAndClips):
             for shard in self.shards
         )
         return [*contents, rows]
+
+    def identity(self) -> str:
+        return hash_parts("shards", *self._contents(), "\0".join(self.class_names), str(self.used is not None))
 
     def verification(self, share: int, shares: int) -> Verification | None:
         known = {shard.path: shard.index.header.sha256 for shard in self.shards if shard.index.header.sha256}
@@ -305,26 +326,6 @@ class ShardDataset(PicturesAndClips):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recent": OrderedDict()}
-
-
-@contextmanager
-def _as_file(content: bytes) -> Iterator[str]:
-    """A path under which decoders read these bytes; in memory where the system has files there."""
-    if hasattr(os, "memfd_create"):
-        with open(os.memfd_create("clip"), "wb", buffering=0) as file:
-            _write_all(file, content)
-            yield f"/proc/self/fd/{file.fileno()}"
-        return
-    with tempfile.NamedTemporaryFile() as file:
-        _write_all(file, content)
-        file.flush()
-        yield file.name
-
-
-def _write_all(file, content: bytes) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[file.write(left) :]
 
 
 def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:

@@ -143,7 +143,9 @@ class TarIndex:
     def __init__(self, path: Path):
         self.path = path
         with open(path, "rb") as file:
-            self.header, self._start = _read_start(path, file, os.fstat(file.fileno()).st_size)
+            state = os.fstat(file.fileno())
+            self.header, self._start = _read_start(path, file, state.st_size)
+        self.written = state.st_mtime_ns
         self._file: int | None = None  # opened when a record is first read
 
     @property

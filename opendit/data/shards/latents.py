@@ -19,6 +19,7 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -38,11 +39,13 @@ from opendit.data.latents_schema import SHARD
 from opendit.data.medium import Medium
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields
+from opendit.data.shards.foreign_latents import read_moments
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
 from opendit.data.shards.remote import Remote, RemoteTars
 from opendit.data.shards.scan import BLOCK, scan
 from opendit.data.shards.store import LocalTars
 from opendit.data.shards.writer import member_header
+from opendit.data.size_cache import kept_array
 from opendit.data.text_cache import padded
 from opendit.data.verification import Verification
 
@@ -206,7 +209,7 @@ class TarLatents(CachedLatents, ShardDataset):
         if self._loaded[0] == row:  # latents and the caption's embedding ask for the same ones
             return self._loaded[1]
         try:
-            tensors = load(self._content(row))
+            tensors = self._read_tensors(row)
             shape = list(tensors["moments"].shape)
             wanted = [2 if self.index["flips"] else 1, *self.sample_shape]
             if len(wanted) == len(shape) == 5 and shape[2] == 1:
@@ -222,8 +225,19 @@ class TarLatents(CachedLatents, ShardDataset):
         self._loaded = row, tensors
         return tensors
 
+    def _read_tensors(self, row: int) -> dict[str, Tensor]:
+        content, foreign = self._content(row), self.index.get("foreign")
+        if foreign is None:
+            return load(content)
+        number, _, record = self._find(row)
+        suffix = self._index(number).header.suffixes[record.suffix]
+        return {"moments": read_moments(content, suffix, foreign, self.sample_shape)}
+
     def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
         return self._tensors(row)["moments"][int(flip)].float()
+
+    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
+        return self.load_at(row, flip, start)  # of the one shape that it has
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return self._looked(self.load(row, False))
@@ -235,9 +249,26 @@ class TarLatents(CachedLatents, ShardDataset):
         return padded(tensors["tokens"], tensors["pooled"], self.max_tokens)
 
     def shape_keys(self) -> np.ndarray | None:
-        if len(set(self._keys)) < 2:
-            return None
-        return np.repeat(np.array(self._keys, np.uint8), [len(shard) for shard in self.shards])
+        if self._kinds is None and len(set(self._keys)) > 1:
+            make = partial(np.repeat, np.array(self._keys, np.uint8), [len(shard) for shard in self.shards])
+            self._kinds = kept_array(len(self), lambda: hash_parts("keys of latents", self.identity()), make)
+        return self._kinds
+
+    def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
+        """(Where the rows of a tar end, the frames, height and width of their latents)."""
+        lengths = {key: self._frames(key) for key in set(self._keys)}
+        height, width = self.sample_shape[-2:]
+        of = zip(self.starts[1:].tolist(), self._keys, strict=True)
+        return [(end, (lengths[key], height, width)) for end, key in of]
+
+    def _frames(self, key: int) -> int:
+        """Of the latents in the tars of a key: pictures among clips have one, which the index does not say."""
+        frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
+        first = self._keys.index(key)
+        for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():
+            with suppress(BadSample):
+                return self._tensors(row)["moments"].shape[2]
+        return frames
 
     def shape_key(self, row: int) -> int:
         return self._keys[self._find(row)[0]]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from opendit.common.errors import DataError
 from opendit.common.tensor_files import write_file
@@ -56,7 +57,18 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
     with Progress(len(entries), "samples", initial=done, title="packing") as bar:
         for count in in_processes(write_job, todo, num_workers):
             bar.update(count)
-    print(f"{len(entries):,} samples in {_tars(len(jobs))}: train with --data_path {printable(output)}")
+    print(f"{len(entries):,} samples in {count_tars(len(jobs))}: train with --data_path {printable(output)}")
+
+
+def index_folder(
+    root: str, *, latents: str | None, energon_cooker: str | None, num_workers: int, force: bool, **of_latents: Any
+) -> None:
+    """``preprocess.py index`` with its flags' values. of_latents: as of ``index_latents``."""
+    if latents is None:
+        return make_indexes(root, num_workers=num_workers, energon_cooker=energon_cooker, force=force)
+    from opendit.data.shards.index_latents import index_latents  # torch, which indexing media does without
+
+    return index_latents(root, latents, num_workers=num_workers, force=force, **of_latents)
 
 
 def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None = None, force: bool = False) -> None:
@@ -76,8 +88,26 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
         raise ValueError(
             f"--energon_cooker {energon_cooker}: DIR {printable(root)} was not prepared by Energon; leave it out"
         )
+    elif path.is_dir() and read_indexes(path) is not None:
+        raise ValueError(f"DIR {printable(root)}: its tars hold latents; add --latents, or train with them as they are")
     if not tars:
         raise ValueError(f"DIR {printable(root)} holds no .tar files")
+    indexes = index_tars(tars, fields, plan, num_workers=num_workers, force=force)
+    for tar, index, count in zip(tars, indexes, counts, strict=False):
+        check_count(tar, index, count, f"DIR {printable(root)}")
+    headers = [index.header for index in indexes]
+    print(
+        f"{sum(header.rows for header in headers):,} samples ({_kinds(headers)}) in {count_tars(len(tars))}: train "
+        f"with --data_path {printable(root)}"
+    )
+
+
+def index_tars(
+    tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool
+) -> list[TarIndex]:
+    """Makes the index of every tar that has none or a stale one, or one of another plan; says what is left out.
+
+    Raises as :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]
@@ -85,16 +115,11 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
         for _ in in_processes(partial(_index, fields=fields, plan=plan), todo, num_workers):
             bar.update()
     indexes = [TarIndex(index_of(tar)) for tar in tars]
-    for tar, index, count in zip(tars, indexes, counts, strict=False):
-        check_count(tar, index, count, f"DIR {printable(root)}")
     headers = [index.header for index in indexes]
     if left_out := sum(header.left_out for header in headers):
         examples = [example for header in headers for example in header.examples]
         print(f"left out {left_out:,} samples: {name_few(examples)}")
-    print(
-        f"{sum(header.rows for header in headers):,} samples ({_kinds(headers)}) in {_tars(len(tars))}: train with "
-        f"--data_path {printable(root)}"
-    )
+    return indexes
 
 
 def _index(tar: Path, fields: Fields | None, plan: str) -> None:
@@ -112,7 +137,7 @@ def _is_current(tar: Path, plan: str) -> bool:
         return False
 
 
-def _tars(number: int) -> str:
+def count_tars(number: int) -> str:
     return f"{number:,} tar{'s'[: number != 1]}"
 
 

@@ -18,6 +18,7 @@ from opendit.data.shards.index import NO_LABEL, ROW, Header
 BLOCK = tarfile.BLOCKSIZE
 EXAMPLES = 5
 MAX_TEXT = 2**20  # bytes of a caption's or label's member
+_ARRAYS = (".npz", ".npy", ".safetensors")
 
 
 @dataclass
@@ -91,6 +92,7 @@ class _Rows:
     left_out: list[str] = field(default_factory=list)
     why_not: list[str] = field(default_factory=list)  # of every row: why it has no caption or label
     seen: int = 0
+    latents: bool = False  # a sample without a medium has a file that may hold latents
 
     def add(self, sample: Sample, file, checked: bool) -> None:
         number, self.seen = self.seen, self.seen + 1
@@ -99,6 +101,7 @@ class _Rows:
             return
         ending = self.fields.find_medium(sample.parts)
         if ending is None:
+            self.latents |= self.fields.medium is None and any(suffix_of(part) in _ARRAYS for part in sample.parts)
             self.left_out.append(f"{printable(sample.key)}: no picture or clip beside .{', .'.join(sample.parts)}")
             return
         at, size = sample.parts[ending]
@@ -176,7 +179,8 @@ def scan(
         found.left_out.append(f"{printable(found.keys[row].decode('utf-8', 'replace'))}: {why}")
     if not kept.any():
         why = f" ({'; '.join(found.left_out[:EXAMPLES])})" if found.left_out else ""
-        raise ValueError(f"{printable(path)} holds no samples{why}")
+        fix = "; if these are latents, say what they hold: --latents" if found.latents else ""
+        raise ValueError(f"{printable(path)} holds no samples{why}{fix}")
     keys = [found.keys[row] for row in np.flatnonzero(kept)]
     rows = rows[kept]
     rows["key_end"] = np.cumsum([len(key) for key in keys])

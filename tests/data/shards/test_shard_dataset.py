@@ -1,14 +1,18 @@
 """Training samples from tars against the same files read one by one."""
 
+import gc
+import glob
 import os
 import pickle
 import resource
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, size_cache
+from opendit.data.held_out import hold_out
 from opendit.data.shards import dataset, store
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
 from opendit.data.shards.program import make_indexes
@@ -143,3 +147,90 @@ def test_ten_million_samples_cost_what_is_read_of_them(tmp_path):
     data = build_dataset(str(tmp_path), 8, seed=0)
     assert len(data) == rows and data.label(rows - 1) == 0 and data.shape_key(12345) == 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
+
+
+def index_alone(folder, name, kinds):
+    """A tar, empty on paper, whose index has a clip where ``kinds`` has True."""
+    rows = np.zeros(len(kinds), ROW)
+    rows["suffix"], rows["number"] = kinds, np.arange(len(kinds))
+    pictures = len(kinds) - int(sum(kinds))
+    (folder / f"{name}.tar").write_bytes(bytes(1024))
+    header = Header(len(kinds), 0, 1024, name * 64, False, pictures, "label", 1, [".png", ".mp4"], [])
+    write_index(index_of(folder / f"{name}.tar"), header, rows, b"")
+
+
+@pytest.fixture
+def kinds(tmp_path, monkeypatch):
+    """Which samples of the tars in ``tmp_path`` are clips; some tars hold one kind."""
+    monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / "sizes"))
+    random = np.random.default_rng(0)
+    of = [*(random.random(1500) < 0.3 for _ in range(2)), [True] * 1100, [False] * 1030, random.random(7) < 0.5]
+    (tmp_path / "tars").mkdir()
+    for name, each in zip("abcde", of, strict=True):
+        index_alone(tmp_path / "tars", name, each)
+    return np.concatenate(of)
+
+
+@pytest.mark.parametrize("large", [1, 2**20])  # kept in a file and mapped, or in memory
+def test_the_pictures_of_mixed_tars_are_found_without_a_list_of_them(tmp_path, kinds, large, monkeypatch):
+    monkeypatch.setattr(size_cache, "LARGE", large)
+    for _ in range(2):
+        data = build_dataset(str(tmp_path / "tars"), 8, seed=0)
+        pictures = np.flatnonzero(~kinds)
+        assert len(data) == len(pictures)
+        for row in (0, 1, 999, *range(1000, len(data), 97), len(data) - 1):
+            number, place, _ = data._find(row)
+            assert data.starts[number] + place == pictures[row] and data.next_row(row) == (row + 1) % len(data)
+        both = build_dataset(str(tmp_path / "tars"), 8, seed=0, use_video=True)
+        assert isinstance(both.shape_keys(), np.memmap) == (large == 1) and both.shape_keys().tolist() == kinds.tolist()
+    index_alone(tmp_path / "tars", "e", [True, False, True, False, False, False, False])  # the same tar, otherwise
+    again = build_dataset(str(tmp_path / "tars"), 8, seed=0, use_video=True)
+    assert again.shape_keys()[-7:].tolist() == [1, 0, 1, 0, 0, 0, 0]
+
+
+def test_the_next_row_of_a_shape_is_found_without_a_look_at_those_between(tmp_path, kinds, monkeypatch):
+    data = build_dataset(str(tmp_path / "tars"), 8, seed=0, use_video=True)
+    sides = (data, *hold_out(data, 0.2))
+    of_sides = [np.array([kinds[side._of(row)] for row in range(len(side))]) for side in sides[1:]]
+    looked = []
+    read = TarIndex.record
+    monkeypatch.setattr(TarIndex, "record", lambda index, row: looked.append(row) or read(index, row))
+    for side, of_side in zip(sides, (kinds, *of_sides), strict=True):
+        for row in (0, 17, len(side) // 2, len(side) - 1):
+            later = np.flatnonzero(np.concatenate([of_side[row + 1 :], of_side[: row + 1]]) == of_side[row])
+            assert side.next_row(row) == (row + 1 + later[0]) % len(side)
+    assert len(looked) <= 12
+
+
+def test_tars_of_one_kind_are_known_by_their_headers(tmp_path, monkeypatch):
+    for name, is_clip in zip("abcd", (False, True, True, False), strict=True):
+        index_alone(tmp_path, name, [is_clip] * 5)
+    monkeypatch.setattr(TarIndex, "rows", property(lambda index: pytest.fail("all records are looked at")))
+    data = build_dataset(str(tmp_path), 8, seed=0)
+    assert [data._find(row)[0] for row in range(10)] == [0] * 5 + [3] * 5
+    both = build_dataset(str(tmp_path), 8, seed=0, use_video=True)
+    assert both.shape_keys().tolist() == [0] * 5 + [1] * 10 + [0] * 5
+
+
+def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "_OPEN_A_THREAD", 0)  # each sample is read by another copy of the data set
+    sizes, threads = [], {8: set(), 1: set()}
+    for count in (8, 1):
+        monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / str(count)))
+        monkeypatch.setattr(dataset.ShardDataset, "size_threads", count)
+        data = build_dataset(str(mixed / "tars"), 16, seed=0, use_video=True)
+        meet, read = threading.Barrier(min(count, len(data))), store.LocalTars.read
+
+        def together(tars, *place, meet=meet, read=read, threads=threads[count]):
+            meet.wait(10)  # what one thread remembers of its sample the others have not
+            threads.add(threading.get_ident())
+            return read(tars, *place)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store.LocalTars, "read", together)
+            sizes.append(data.media_sizes().tolist())
+        gc.collect()
+        assert not [path for path in map(os.path.realpath, glob.glob("/proc/self/fd/*")) if str(mixed) in path]
+    assert sizes[0] == sizes[1] == [[1, 17, 20], [9, 32, 40], [1, 17, 20]] * 2 and [
+        len(each) for each in threads.values()
+    ] == [6, 1]

@@ -16,6 +16,8 @@ from safetensors.torch import load
 
 from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.make_latents import make_latents
+from opendit.data.order.buckets import TokenSize
+from opendit.data.shaped import shape_latents
 from opendit.data.shards import cache
 from opendit.data.shards.index import index_of
 from opendit.data.shards.latents import ABOUT
@@ -97,20 +99,55 @@ def test_pictures_are_those_of_safetensors_files(pictures):
     assert tars.look_at(0)[0].width == 16
 
 
-def test_clips_captions_and_embeddings_are_those_of_safetensors_files(media, codec, tmp_path):
+@pytest.fixture(scope="module")
+def mixed(media, codec, tmp_path_factory):
+    """latents of clips and pictures with captions, in tars and, beside them, in files."""
+    root = tmp_path_factory.mktemp("mixed")
     data = build_dataset(str(media / "media.csv"), 16, seed=0, **VIDEO)
-    how = dict(flips=False, encoder=Letters())
-    index = make(data, FrameCodec(codec), tmp_path / "tars", tar_bytes=6500, **how)
-    make(data, FrameCodec(codec), tmp_path / "files", shard_size=3, **how)
-    tars, files = (build_dataset(str(tmp_path / name), 16, seed=0, **VIDEO) for name in ("tars", "files"))
+    make(data, FrameCodec(codec), root / "tars", tar_bytes=6500, flips=False, encoder=Letters())
+    make(data, FrameCodec(codec), root / "files", shard_size=3, flips=False, encoder=Letters())
+    return root
+
+
+def test_clips_captions_and_embeddings_are_those_of_safetensors_files(mixed):
+    tars, files = (build_dataset(str(mixed / name), 16, seed=0, **VIDEO) for name in ("tars", "files"))
     same(tars, files)
     assert sorted(tars.shape_keys()) == sorted(files.shape_keys()) and tars.max_tokens == 12
+    sizes = [sorted(size for _, size in data.latent_sizes()) for data in (tars, files)]
+    assert set(sizes[0]) == set(sizes[1]) and sizes[0][0][0] == 1 < sizes[0][-1][0]  # pictures among clips: one frame
     assert (
         all(map(torch.equal, tars.empty_caption, files.empty_caption)) and "3 clips and 4 pictures" in tars.describe()
     )
     assert all(tars.shape_key(tars.next_row(row)) == tars.shape_key(row) for row in range(7))
-    assert [shard["count"] for shard in index["shards"]] == [2, 2, 2, 1]  # not one each, nor all in one
+    assert [shard["count"] for shard in tars.index["shards"]] == [2, 2, 2, 1]  # not one each, nor all in one
     assert tars.look_at(0)[0] == files.look_at(0)[0]
+
+
+@pytest.mark.parametrize("tokens", ["bucket_tokens", "pack_tokens"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_by_shape_are_those_of_safetensors_files(mixed, tokens, workers):
+    """A picture's latents have one frame among clips' of four, which no index says."""
+    read = {}
+    for name in ("tars", "files"):
+        data = shape_latents(build_dataset(str(mixed / name), 16, seed=0, **VIDEO), TokenSize(1, 1, (1, 1)), 64, tokens)
+        assert data.token_counts()[:].tolist() == [16] * 4 + [64] * 3
+        schedule = build_schedule(data, 1, 1, 0, **{tokens: 64}, attention=100.0)
+        how = dict(dp_rank=0, dp_size=1, batch_size=1, end_step=10, num_workers=workers)
+        with build_loader(data, schedule, **how) as loader:
+            read[name] = [(batch.step, batch.index.tolist(), list(batch.x), batch.text) for batch in loader]
+    assert len(read["tars"]) == 10
+    for one, other in zip(read["tars"], read["files"], strict=True):
+        assert one[:2] == other[:2] and one[3] == other[3] and len(one[2]) == len(one[1])
+        assert all(map(torch.equal, one[2], other[2]))
+
+
+def test_pictures_alone_that_were_encoded_as_clips_have_one_frame(media, codec, tmp_path):
+    lines = [line for line in (media / "media.csv").read_text().splitlines() if "mp4" not in line]
+    (media / "pictures.csv").write_text("\n".join(lines))
+    data = build_dataset(str(media / "pictures.csv"), 16, seed=0, **VIDEO)
+    make(data, FrameCodec(codec), tmp_path, tar_bytes=6500, flips=False)
+    tars = build_dataset(str(tmp_path), 16, seed=0, **VIDEO)
+    assert tars.load(0, False).shape == (8, 1, 4, 4) and {size for _, size in tars.latent_sizes()} == {(1, 4, 4)}
 
 
 def test_files_are_packed_without_encoding(pictures, media, codec, tmp_path, monkeypatch):

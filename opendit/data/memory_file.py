@@ -1,0 +1,29 @@
+"""Bytes in memory under a path, for decoders that read files alone."""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
+    """A path under which there is a file of ``size`` bytes, zeros but for ``parts``: (where they begin, the bytes). In
+    memory where the system has files there."""
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("clip"), "wb", buffering=0) as file:
+            _write(file, parts, size)
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with tempfile.NamedTemporaryFile(buffering=0) as file:
+        _write(file, parts, size)
+        yield file.name
+
+
+def _write(file, parts: Iterable[tuple[int, bytes]], size: int) -> None:
+    file.truncate(size)
+    for at, content in parts:
+        file.seek(at)
+        left = memoryview(content)
+        while left:
+            left = left[file.write(left) :]
