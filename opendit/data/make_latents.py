@@ -19,7 +19,8 @@ from torch.utils.data import Dataset
 from opendit.common.hashing import sha256_of
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
 from opendit.data.latents import FILES
-from opendit.data.latents_index import INDEX, TARS_VERSION, ShardForm, read_indexes, write_index
+from opendit.data.latents_folder import complete_shards, index_locked, put_index, take_index
+from opendit.data.latents_index import ShardForm
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
 from opendit.data.read_ahead import ReadAhead
@@ -99,8 +100,8 @@ def make_latents(
     )
     shards = len(plan)
     output.mkdir(parents=True, exist_ok=True)
-    kept = _complete_shards(output, settings, form)
-    before, others = _take_index(output, settings, form, world_size, rank)
+    kept = complete_shards(output, settings, form)
+    before = _take_index(output, settings, form, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, shards, world_size)}
     # What is kept is read once for its checksum; a shard that is not what an index said of it is remade.
     names = {shard: form.name(shard, shards) for shard in mine}
@@ -141,52 +142,20 @@ def make_latents(
     checksums = {name: found for part in everyone for name, found in part.items()}
     if rank > 0:
         return None
-    index = _finish(output, dataset, codec, settings, plan, max_bad, encoder, checksums, form)
-    write_index(output, form.version, [*others, index])
+    with index_locked(output, form):
+        index = _finish(output, dataset, codec, settings, plan, max_bad, encoder, checksums, form)
+        put_index(output, settings, form, index)
     return index
 
 
-def _take_index(
-    output: Path, settings: dict[str, Any], form: ShardForm, world_size: int, rank: int
-) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Takes what is to be made out of the index, so that nobody reads it while it changes, and returns on every rank
-    the checksums that it had of it, and the indexes of other sizes.
-
-    Raises ValueError if the folder holds something else, or latents of other data."""
-    found: list[Any] = [({}, [])]
+def _take_index(output: Path, settings: dict[str, Any], form: ShardForm, world_size: int, rank: int) -> dict[str, str]:
+    """As ``take_index``, on every rank."""
+    found: list[Any] = [{}]
     if rank == 0:
-        found[0] = _taken(output, settings, form)
+        found[0] = take_index(output, settings, form)
     if world_size > 1:
         dist.broadcast_object_list(found, src=0, group=dist.group.WORLD)
     return found[0]
-
-
-def _taken(output: Path, settings: dict[str, Any], form: ShardForm) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    tars = form.version == TARS_VERSION
-    if any(output.glob("latents-*.safetensors" if tars else "latents-*.tar")):
-        fix = "give --shard_size as a number of pictures to go on with them" if tars else "give --shard_size as 1GB"
-        raise ValueError(f"--output {output}: holds latents in {'files' if tars else 'tars'}; {fix}, or another folder")
-    if not (output / INDEX).exists():
-        return {}, []
-    try:
-        indexes = read_indexes(output)
-    except ValueError:  # damaged, or another version's: it is written anew
-        indexes = []
-    if indexes is None:
-        raise ValueError(f"--output {output}: holds an {INDEX} of something else; pass another folder")
-    others = [index for index in indexes if tars and index["image_size"] != settings["image_size"]]
-    for name in ("data", "vae", "video", "text"):
-        for index in others:
-            if index.get("settings", {}).get(name) != settings.get(name):
-                raise ValueError(
-                    f"--output {output}: holds latents of {index['image_size']} px of other {name}; pass another folder"
-                )
-    mine = [index for index in indexes if index not in others]
-    if others:
-        write_index(output, form.version, others)
-    else:
-        (output / INDEX).unlink()
-    return {shard["file"]: shard["sha256"] for index in mine for shard in index["shards"] if "sha256" in shard}, others
 
 
 def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:
@@ -270,24 +239,6 @@ def _shard_shape(dataset: MediaDataset, codec: Codec, settings: dict[str, Any], 
     picture = _frames(dataset) and rows and dataset.shape_key(rows[0]) == PICTURE
     channels, *sides = latent_shape(codec, dataset, settings["image_size"], 1 if picture else None)
     return 2 if settings["flips"] else 1, 2 * channels, *sides
-
-
-def _complete_shards(output: Path, settings: dict[str, Any], form: ShardForm) -> set[str]:
-    """Names of the whole shards in a folder; raises ValueError if one was made with other settings."""
-    kept = set()
-    for path in sorted(output.glob(form.pattern)):
-        header = form.header(path)
-        if header is None:
-            continue  # a damaged one is remade
-        other = sorted(key for key in settings if settings.get(key) != header[1].get(key))
-        if other:
-            changes = (f"{key} {str(header[1].get(key))[:12]} there, {str(settings[key])[:12]} now" for key in other)
-            raise ValueError(
-                f"--output {output}: holds latents of other settings ({'; '.join(changes)}); pass another folder or "
-                "empty this one"
-            )
-        kept.add(path.name)
-    return kept
 
 
 def _encode_shard(
