@@ -80,6 +80,7 @@ class ShardDataset(PicturesAndClips):
     """
 
     size_threads = 8  # that look for the sizes of media
+    empty_captions = False  # whether a caption may be empty
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class ShardDataset(PicturesAndClips):
         number, _, record = self._find(row)
         if not self._is_too_large(number, record):
             yield ByteRange(number, record.medium_at, record.medium_bytes)
-        if self.conditioning == "text":
+        if self.conditioning == "text" and record.text_bytes:
             yield ByteRange(number, record.text_at, record.text_bytes)
 
     def _is_too_large(self, number: int, record: Record) -> bool:
@@ -266,8 +267,8 @@ class ShardDataset(PicturesAndClips):
         number, _, record = self._find(row)
         path = self.shards[number].index.header.captions[record.caption]
         try:
-            content = self._read(row, number, record.text_at, record.text_bytes)
-            return read_caption(content, tuple(path))
+            content = self._read(row, number, record.text_at, record.text_bytes) if record.text_bytes else b""
+            return read_caption(content, tuple(path), self.empty_captions)
         except ValueError as error:
             raise BadSample(self.source(row), error) from error
 

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from opendit.data.folders import CLIPS
@@ -24,6 +24,7 @@ class Fields:
     medium: endings of pictures and clips; None: the first member whose ending is one. caption, label: see ``Path``.
     parts: the only endings that are looked at; None: all. exact: endings keep their case, as Energon takes them, where
     webdataset's are in lower case. whole: a sample is all its members, which code of the user's reads (no field then).
+    empty: whether an empty caption is one.
     """
 
     medium: tuple[str, ...] | None = None
@@ -32,6 +33,7 @@ class Fields:
     parts: tuple[str, ...] | None = None
     exact: bool = False
     whole: bool = False
+    empty: bool = field(default=False, repr=False)  # the repr tells indexes of Energon's folders apart
 
     def find_medium(self, parts: Mapping[str, object]) -> str | None:
         """The ending of the member that is the picture or clip: ``jpg`` before ``mask.jpg``."""
@@ -59,12 +61,13 @@ def suffix_of(ending: str) -> str:
     return "." + ending.rpartition(".")[2].lower()
 
 
-def read_caption(content: bytes, path: Path) -> str:
-    """The caption in a member's bytes, without blanks around it. Raises ValueError if there is none."""
+def read_caption(content: bytes, path: Path, empty: bool = False) -> str:
+    """The caption in a member's bytes, without blanks around it. Raises ValueError if there is none, or it is empty and
+    may not be so."""
     text = _read(content, path)
     if not isinstance(text, str):
         raise ValueError(f"{_shown(path)} is {_kind(text)}, not a text")
-    if not (text := text.strip()):
+    if not (text := text.strip()) and not empty:
         raise ValueError(f"{_shown(path)} is empty")
     return text
 

@@ -51,7 +51,7 @@ from opendit.data.verification import Verification
 
 ABOUT = "__opendit__/shard.json"  # in double underscores: no sample, for readers of WebDataset's tars
 SUFFIX = "safetensors"
-FIELDS = Fields((SUFFIX,), (("txt",),), (("cls",),))
+FIELDS = Fields((SUFFIX,), (("txt",),), (("cls",),), empty=True)
 HEADERS = 3 * BLOCK + 512  # bytes of a sample beside its numbers: two members' headers, a class or caption, names
 
 
@@ -174,6 +174,8 @@ class TarLatents(CachedLatents, ShardDataset):
     index: of one size. tars: its shards. empty_caption: the empty string's embedding, None without an encoder.
     Raises ValueError, which begins with ``name``, for a run that asks for what these latents are not.
     """
+
+    empty_captions = True  # a table's rows may have such
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,7 +106,9 @@ class _Rows:
             self.left_out.append(f"{printable(sample.key)}: no picture or clip beside .{', .'.join(sample.parts)}")
             return
         at, size = sample.parts[ending]
-        text, caption, why = self._find(sample, file, self.fields.caption, read_caption)
+        text, caption, why = self._find(
+            sample, file, self.fields.caption, partial(read_caption, empty=self.fields.empty)
+        )
         place, label, why_label = self._find(sample, file, self.fields.label, read_label)
         text_at, text_bytes = sample.parts[self.fields.caption[text][0]] if caption is not None else (0, 0)
         crc = _crc32(file, at, size) if checked else 0

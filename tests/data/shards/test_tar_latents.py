@@ -141,6 +141,20 @@ def test_batches_by_shape_are_those_of_safetensors_files(mixed, tokens, workers)
         assert all(map(torch.equal, one[2], other[2]))
 
 
+def test_empty_captions_are_captions(media, codec, tmp_path):
+    """A table's rows may have such; also those that are packed from files, and with their embeddings."""
+    (media / "empty.csv").write_text('path,text\n0.png,a\n2.png,\n4.png,"  "\n6.png,b\n')
+    data = build_dataset(str(media / "empty.csv"), 16, seed=0)
+    how = dict(flips=False, encoder=Letters())
+    make(data, codec, tmp_path / "tars", tar_bytes=6500, **how)
+    make(data, codec, tmp_path / "files", shard_size=3, **how)
+    make_shards(str(tmp_path / "files"), str(tmp_path / "packed"), num_workers=1)
+    tars, files, packed = (build_dataset(str(tmp_path / name), 16, seed=0) for name in ("tars", "files", "packed"))
+    same(tars, files)
+    same(packed, files)
+    assert [tars.caption(row) for row in range(4)] == ["a", "", "", "b"]
+
+
 def test_pictures_alone_that_were_encoded_as_clips_have_one_frame(media, codec, tmp_path):
     lines = [line for line in (media / "media.csv").read_text().splitlines() if "mp4" not in line]
     (media / "pictures.csv").write_text("\n".join(lines))
