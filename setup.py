@@ -20,6 +20,7 @@ TEST = [
     "peft>=0.17",
     "playwright",
     "webdataset",
+    "wids",
     "braceexpand",
     *REMOTE,
     "s3fs",

@@ -7,10 +7,12 @@ import time
 import numpy as np
 import pytest
 import webdataset
+import wids
 from PIL import Image
 
 import preprocess
 from opendit.common.sizes import read_size
+from opendit.data import build_dataset
 from tests.data.shards.tars import picture
 from tests.data.test_preprocess import contents, start
 
@@ -46,6 +48,19 @@ def test_webdataset_reads_what_was_packed(pictures, tmp_path, capsys):
     assert preprocess.main(["index", str(tmp_path / "out")]) == 0
     now = contents(tmp_path / "out")
     assert now.keys() == before.keys() and all(now[n] == before[n] for n in now if n.endswith(".tar"))
+
+
+def test_wids_finds_the_same_bytes_at_the_same_numbers(pictures, tmp_path):
+    """At random places of many tars, by its own index of them."""
+    assert pack(pictures, tmp_path / "out") == 0
+    data = build_dataset(str(tmp_path / "out"), 16, seed=0)
+    tars = [{"url": shard.path, "nsamples": len(shard)} for shard in data.shards]
+    other = wids.ShardListDataset(tars, transformations=[], cache_dir=str(tmp_path / "cache"), keep=True)
+    assert len(other) == len(data) == 37
+    for row in np.random.default_rng(0).permutation(37).tolist():
+        sample = other[row]
+        assert sample[".png"].read() == data._content(row) and int(sample[".cls"].read()) == data.label(row)
+        assert data.source(row) == f"{sample['__shard__']}: {sample['__key__']}.png"
 
 
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(pictures, tmp_path):
