@@ -20,7 +20,7 @@ from torch.nn.functional import interpolate
 from opendit.data.base import BadSample, to_pixels
 from opendit.data.container_header import read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
-from opendit.data.mp4_header import MAX_FRAMES
+from opendit.data.mp4_header import FRAGMENTED, MAX_FRAMES
 from opendit.data.video_readers import (
     OPENERS,
     DecordReader,
@@ -318,6 +318,8 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
             raise BadSample(path, header.problem)
     except OSError as error:
         raise BadSample(path, error.strerror or error) from error
+    if reader == "decord" and header.codec == FRAGMENTED:  # a damaged time in a fragment ends the process
+        reader = "pyav"
     try:
         with name_for_ffmpeg(path) as name:
             file, by_number = _open_with(reader, name, header.codec)

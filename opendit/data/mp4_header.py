@@ -16,6 +16,7 @@ MAX_TABLES = 2**28  # bytes of all tables of a file; those of 19 hours have a fi
 MAX_BOXES = 100_000  # at the top of a file, of which a fragmented one has two for every few seconds; and in one of them
 _MOST_PARTS = 8  # read of a file inside of another one, before all of it is read
 
+FRAGMENTED = "fragmented"  # instead of the kind of frames
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
 # Bytes of an entry of the tables that begin with a version, flags and the number of their entries.
 _ENTRY = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4}
@@ -26,30 +27,34 @@ _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 
 def read_tables(file: BinaryIO) -> tuple[str | None, str]:
     """(Why a file's tables can't be believed, or None: also for what is no MP4 or so broken that no table is found; the
-    four letters of the only kind of frames of its only video track, or none if there is no one such kind or the file
-    does not begin as an MP4 has to).
+    four letters of the only kind of frames of its only video track, ``FRAGMENTED`` of a file whose tables stand among
+    its frames, or nothing if there is no one such kind or the file does not begin as an MP4 has to).
 
     Raises OSError if the file can't be read.
     """
     size = os.fstat(file.fileno()).st_size
-    read, first, codecs = 0, b"", []
-    for kind, begin, length in _top_boxes(file, size):
-        first = first or kind
-        if kind not in (b"moov", b"moof"):
-            continue
-        read += length
-        if read > MAX_TABLES:
-            return f"tables of {read:,} bytes, more than {MAX_TABLES:,}", ""
-        file.seek(begin)
-        try:
-            samples, frames, found = _count(file.read(length))
-        except ValueError as error:
-            return str(error), ""
-        codecs += found
-        if samples > size:
-            return f"declares {samples:,} samples, more than its {size:,} bytes", ""
-        if frames > MAX_FRAMES:
-            return f"declares {frames:,} frames, more than {MAX_FRAMES:,}", ""
+    read, samples, frames, first, fragmented, codecs = 0, 0, 0, b"", False, []
+    try:
+        for kind, begin, length in _top_boxes(file, size):
+            first = first or kind
+            if kind not in (b"moov", b"moof"):
+                continue
+            fragmented |= kind == b"moof"
+            read += length
+            if read > MAX_TABLES:
+                return f"tables of {read:,} bytes, more than {MAX_TABLES:,}", ""
+            file.seek(begin)
+            more, shown, found = _count(file.read(length))
+            # Of a fragmented file every fragment has samples of its own.
+            samples, frames, codecs = samples + more, frames + shown, codecs + found
+            if samples > size:
+                return f"declares {samples:,} samples, more than its {size:,} bytes", ""
+            if frames > MAX_FRAMES:
+                return f"declares {frames:,} frames, more than {MAX_FRAMES:,}", ""
+    except ValueError as error:
+        return str(error), ""
+    if fragmented:
+        return None, FRAGMENTED
     return None, codecs[0].decode("latin-1") if first == b"ftyp" and len(codecs) == 1 else ""
 
 
@@ -80,23 +85,23 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
 
     read: (at, count) -> so many bytes of the file from there."""
     file = _Parts(read, size, least)
-    for kind, begin, length in _top_boxes(cast(BinaryIO, file), size):
-        if kind == b"moof" or kind == b"moov" and length > size // 2:
-            return None
-        if kind == b"moov":
-            file.seek(begin)
-            tables = file.read(length)
-            try:
-                inner = _boxes(tables, 0, len(tables), MAX_BOXES)
-            except ValueError:
+    try:
+        for kind, begin, length in _top_boxes(cast(BinaryIO, file), size):
+            if kind == b"moof" or kind == b"moov" and length > size // 2:
                 return None
-            fragmented = any(kind == b"mvex" for kind, _, _ in inner)
-            return None if fragmented or len(tables) < length else file.parts
+            if kind == b"moov":
+                file.seek(begin)
+                tables = file.read(length)
+                fragmented = any(inner == b"mvex" for inner, _, _ in _boxes(tables, 0, len(tables), MAX_BOXES))
+                return None if fragmented or len(tables) < length else file.parts
+    except ValueError:  # of a file that is refused when it is read
+        pass
     return None
 
 
 def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """(kind, where its contents begin, their length) of the boxes of a file; of none if it is no MP4."""
+    """(kind, where its contents begin, their length) of the boxes of a file; of none if it is no MP4. Raises ValueError
+    after too many."""
     at = 0
     for _ in range(MAX_BOXES):
         file.seek(at)
@@ -117,6 +122,7 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
         at += length
         if at >= size:
             return
+    raise ValueError(f"more than {MAX_BOXES:,} boxes")
 
 
 def _count(data: bytes) -> tuple[int, int, list[bytes]]:
@@ -148,9 +154,14 @@ def _boxes(data: bytes, at: int, last: int, most: int) -> list[tuple[bytes, int,
     found = []
     while at + 8 <= last:
         length, kind = _HEAD.unpack_from(data, at)
-        if length < 8:
+        begin = at + 8
+        if length == 1 and at + 16 <= last:
+            length, begin = struct.unpack_from(">Q", data, begin)[0], at + 16
+        elif length == 0:  # up to the end of the box around it
+            length = last - at
+        if at + length < begin:
             break
-        found.append((kind, at + 8, min(at + length, last)))
+        found.append((kind, begin, min(at + length, last)))
         at += length
         if len(found) > most:
             raise ValueError(f"more than {MAX_BOXES:,} boxes")
@@ -160,8 +171,7 @@ def _boxes(data: bytes, at: int, last: int, most: int) -> list[tuple[bytes, int,
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
     """How many samples the table in data[begin:end] speaks of. Raises ValueError, as :func:`_count` says."""
     size = end - begin
-    if size < 8:
-        return 0
+    _check(kind, 8, size)
     number = _NUMBER.unpack_from(data, begin + 4)[0]  # of entries, or for stsz the size of all samples, if that is one
     if kind in _ENTRY:
         _check(kind, number * _ENTRY[kind], size - 8)
@@ -174,8 +184,7 @@ def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
         fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # duration, size, flags and offset of each sample
         _check(kind, number * fields * 4, size - 8 - 4 * ((flags & 1) + (flags >> 2 & 1)))
         return number
-    if size < 12:
-        return 0
+    _check(kind, 12, size)
     samples = _NUMBER.unpack_from(data, begin + 8)[0]
     if kind == b"stz2":
         _check(kind, samples * (number & 0xFF) // 8, size - 12)
