@@ -224,7 +224,8 @@ def test_of_evaluate(name, place):
 def commands() -> list[tuple[str, str]]:
     parser = preprocess_flags.build_parser("")
     flags = [(command, f"--{name}") for command, sub in parser.commands.items() for name in sub.defaults]
-    flags.remove(("index", "--force"))  # a switch
+    for switch in ("--force", "--use_video"):
+        flags.remove(("index", switch))
     return [*flags, ("ucf101", "ROOT"), ("folder", "ROOT"), ("check", "CSV"), ("look", "DATA")]
 
 

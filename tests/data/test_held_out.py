@@ -145,7 +145,7 @@ def test_both_sides_are_those_of_lists_of_all_rows(of, share):
     keys = dataset.shape_keys()
     sides = listed_sides(dataset, share)
     for side, rows in zip(hold_out(dataset, share), sides, strict=True):
-        assert [side._of(row) for row in range(len(side))] == rows.tolist()
+        assert side.rows[:].tolist() == rows.tolist()
         assert side.identity() == hash_parts("rows", dataset.identity(), rows.astype(np.int64).tobytes())
         assert (side.shape_keys() is None) == (keys is None)
         assert keys is None or side.shape_keys().tolist() == keys[rows].tolist()
@@ -167,7 +167,7 @@ def test_what_is_in_memory_are_the_fewer_rows(share):
         sides = hold_out(dataset, share)
         for side in sides:
             side.identity()
-            assert len({side._of(row) for row in range(0, len(side), 997)}) == -(-len(side) // 997)
+            assert len({int(side.rows[row]) for row in range(0, len(side), 997)}) == -(-len(side) // 997)
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

@@ -120,7 +120,7 @@ class CookedDataset(ShardDataset):
         """image or video, and caption or label. Raises BadSample."""
         if self._cooked[0] == row:  # a picture and its caption ask for the same one
             return self._cooked[1]
-        content = self._content(row)
+        content = self.read_medium(row)
         try:
             key, parts = members_of(content, self.fields)
             raw = {ending: decoded(ending, part) for ending, part in parts.items()}

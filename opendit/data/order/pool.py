@@ -7,8 +7,8 @@ import numpy as np
 
 from opendit.data.order.permutation import permuted_each
 
-_BLOCK, _CHUNK = 1024, 1024 * 1024
-_FEW = 32  # keys
+_BLOCK, CHUNK = 1024, 1024 * 1024
+FEW = 32  # keys
 
 
 class Pool:
@@ -48,7 +48,7 @@ class RowsByKey:
 
     def __init__(self, keys: np.ndarray):
         self.keys = keys = np.asarray(keys)  # a view without the mapping's class, whose parts take long to make
-        chunks = [slice(start, start + _CHUNK) for start in range(0, len(keys), _CHUNK)]
+        chunks = [slice(start, start + CHUNK) for start in range(0, len(keys), CHUNK)]
         self.values = keys[:0]
         for chunk in chunks:
             self.values = np.union1d(self.values, _others(keys[chunk], self.values))
@@ -78,7 +78,7 @@ class RowsByKey:
 
 def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """The keys, in any number, that are not among ``values``; of many values perhaps all, which to sort is quicker."""
-    if len(values) > _FEW:
+    if len(values) > FEW:
         return keys
     other = np.ones(len(keys), dtype=bool)
     for value in values:  # comparing takes a hundredth of the time of sorting

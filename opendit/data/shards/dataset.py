@@ -37,7 +37,7 @@ from opendit.data.shards.store import MOST_OPEN, LocalTars
 from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
 
-_OPEN_A_THREAD = 16  # indexes, and as many tars, of each thread that looks for sizes
+OPEN_A_THREAD = 16  # indexes, and as many tars, of each thread that looks for sizes
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class ShardDataset(PicturesAndClips):
             self._recent.popitem(last=False)[1].close()
         return index
 
-    def _find(self, row: int) -> tuple[int, int, Record]:
+    def find_record(self, row: int) -> tuple[int, int, Record]:
         """(number of the tar, sample in it, its record)."""
         if self._found[0] != row:  # a picture and its caption ask for the same one
             place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
@@ -157,15 +157,15 @@ class ShardDataset(PicturesAndClips):
         return self._found[1]
 
     def source(self, row: int) -> str:
-        number, place, record = self._find(row)
+        number, place, record = self.find_record(row)
         index = self._index(number)
         return f"{self.shards[number].name}: {index.key(place)}{index.header.suffixes[record.suffix]}"
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
-        number, _, record = self._find(row)
+        number, _, record = self.find_record(row)
         if self._is_picture(number, record):
-            return self._picture(row, self._content(row), flip, shape)
-        return self._clip(row, self._content(row), flip, start, shape)
+            return self._picture(row, self.read_medium(row), flip, shape)
+        return self._clip(row, self.read_medium(row), flip, start, shape)
 
     def prefetch(self, rows: Sequence[int]) -> None:
         if isinstance(self.store, RemoteTars):  # a disk answers at once
@@ -173,7 +173,7 @@ class ShardDataset(PicturesAndClips):
 
     def _ranges(self, row: int) -> Iterator[ByteRange]:
         """Of a sample's medium and caption."""
-        number, _, record = self._find(row)
+        number, _, record = self.find_record(row)
         if not self._is_too_large(number, record):
             yield ByteRange(number, record.medium_at, record.medium_bytes)
         if self.conditioning == "text" and record.text_bytes:
@@ -182,9 +182,9 @@ class ShardDataset(PicturesAndClips):
     def _is_too_large(self, number: int, record: Record) -> bool:
         return record.medium_bytes > MAX_WHOLE_FILE and self._is_picture(number, record)
 
-    def _content(self, row: int) -> bytes:
+    def read_medium(self, row: int) -> bytes:
         """The bytes of a sample's medium, compared with their checksum. Raises BadSample."""
-        number, _, record = self._find(row)
+        number, _, record = self.find_record(row)
         if self._is_too_large(number, record):
             raise BadSample(self.source(row), f"a picture of {record.medium_bytes:,} bytes")
         place = number, record.medium_at, record.medium_bytes
@@ -196,8 +196,8 @@ class ShardDataset(PicturesAndClips):
         return content
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
-        number, _, record = self._find(row)
-        return self._look(self._is_picture(number, record), self._content(row))
+        number, _, record = self.find_record(row)
+        return self._look(self._is_picture(number, record), self.read_medium(row))
 
     def _look(self, picture: bool, content: bytes) -> tuple[Medium, np.ndarray]:
         if picture:
@@ -206,7 +206,7 @@ class ShardDataset(PicturesAndClips):
             return open_clip(path)
 
     def media_size(self, row: int) -> Size:
-        number, _, record = self._find(row)
+        number, _, record = self.find_record(row)
         stored_size = stored_picture_size if self._is_picture(number, record) else stored_clip_size
         return stored_size(
             self.source(row),
@@ -226,7 +226,7 @@ class ShardDataset(PicturesAndClips):
         def look(row: int) -> Size:
             mine: ShardDataset | None = getattr(local, "dataset", None)
             # Every thread remembers what it has looked up, and opens a few files of its own.
-            if mine is None or len(mine._recent) > _OPEN_A_THREAD:
+            if mine is None or len(mine._recent) > OPEN_A_THREAD:
                 mine = local.dataset = copy.copy(self)
                 mine.store = copy.copy(self.store)
             return mine.media_size(row)
@@ -259,12 +259,12 @@ class ShardDataset(PicturesAndClips):
         return self.shards[number].index.header.suffixes[record.suffix] not in CLIPS
 
     def label(self, row: int) -> int:
-        return max(0, self._find(row)[2].label) if self.conditioning == "label" else 0
+        return max(0, self.find_record(row)[2].label) if self.conditioning == "label" else 0
 
     def caption(self, row: int) -> str | None:
         if self.conditioning != "text":
             return None
-        number, _, record = self._find(row)
+        number, _, record = self.find_record(row)
         path = self.shards[number].index.header.captions[record.caption]
         try:
             content = self._read(row, number, record.text_at, record.text_bytes) if record.text_bytes else b""
@@ -281,7 +281,7 @@ class ShardDataset(PicturesAndClips):
             return PICTURE
         if not self.pictures:
             return CLIP
-        number, _, record = self._find(row)
+        number, _, record = self.find_record(row)
         return PICTURE if self._is_picture(number, record) else CLIP
 
     def next_row(self, row: int) -> int:

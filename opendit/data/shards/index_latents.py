@@ -39,9 +39,9 @@ def index_latents(
     folder, shown = Path(root), f"DIR {printable(root)}"
     tars = sorted(folder.glob("*.tar")) if folder.is_dir() else []
     if not tars:
-        raise ValueError(f"{shown}: --latents takes a folder that holds .tar files")
+        raise ValueError(f"{shown}: holds no .tar files; give --latents a folder of them")
     if is_prepared(folder):
-        raise ValueError(f"{shown}: was prepared by Energon; --latents takes other folders of tars")
+        raise ValueError(f"{shown}: was prepared by Energon; leave --latents out")
     if any("foreign" not in index for index in read_indexes(folder) or []):
         raise ValueError(f"{shown}: preprocess.py latents made these tars and their indexes; train with them")
     shape, scale, shift = _geometry(vae, image_size, num_frames if use_video else None)

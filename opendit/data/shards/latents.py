@@ -228,10 +228,10 @@ class TarLatents(CachedLatents, ShardDataset):
         return tensors
 
     def _read_tensors(self, row: int) -> dict[str, Tensor]:
-        content, foreign = self._content(row), self.index.get("foreign")
+        content, foreign = self.read_medium(row), self.index.get("foreign")
         if foreign is None:
             return load(content)
-        number, _, record = self._find(row)
+        number, _, record = self.find_record(row)
         suffix = self._index(number).header.suffixes[record.suffix]
         return {"moments": read_moments(content, suffix, foreign, self.sample_shape)}
 
@@ -273,7 +273,7 @@ class TarLatents(CachedLatents, ShardDataset):
         return frames
 
     def shape_key(self, row: int) -> int:
-        return self._keys[self._find(row)[0]]
+        return self._keys[self.find_record(row)[0]]
 
     def verification(self, share: int, shares: int) -> Verification | None:
         if not isinstance(self.store, LocalTars):

@@ -211,5 +211,5 @@ def test_pictures_are_no_latents(vae, tmp_path):
     write_tar(tmp_path / "a.tar", [("0.png", picture(0)), ("0.cls", b"0")])
     with pytest.raises(ValueError, match="holds no samples"):
         index_latents(str(tmp_path), "mean_std", vae=vae, image_size=16)
-    with pytest.raises(ValueError, match=r"takes a folder that holds \.tar files"):
+    with pytest.raises(ValueError, match=r"holds no \.tar files; give --latents a folder"):
         index_latents(str(tmp_path / "a.tar"), "mean_std", vae=vae, image_size=16)

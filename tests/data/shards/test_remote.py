@@ -117,7 +117,7 @@ def test_faults_that_pass_are_waited_for_and_others_named(server, monkeypatch, f
 def test_a_batch_is_fetched_at_once_and_is_the_same(server, tmp_path, workers):
     local = build_dataset(str(tmp_path / "tars"), 8, seed=1)
     held, _ = hold_out(opened(server), 0.1)  # which wraps it
-    rows = held.rows.tolist()[:8]
+    rows = held.rows[:8].tolist()
     server.barrier = threading.Barrier(4, timeout=5)
     server.RequestHandlerClass = partial(Meeting, directory=str(tmp_path / "tars"))
     with read_batches(held, [[SampleKey(row, 0, row) for row in range(8)]], num_workers=workers) as batches:

@@ -179,7 +179,7 @@ def test_the_pictures_of_mixed_tars_are_found_without_a_list_of_them(tmp_path, k
         pictures = np.flatnonzero(~kinds)
         assert len(data) == len(pictures)
         for row in (0, 1, 999, *range(1000, len(data), 97), len(data) - 1):
-            number, place, _ = data._find(row)
+            number, place, _ = data.find_record(row)
             assert data.starts[number] + place == pictures[row] and data.next_row(row) == (row + 1) % len(data)
         both = build_dataset(str(tmp_path / "tars"), 8, seed=0, use_video=True)
         assert isinstance(both.shape_keys(), np.memmap) == (large == 1) and both.shape_keys().tolist() == kinds.tolist()
@@ -191,7 +191,7 @@ def test_the_pictures_of_mixed_tars_are_found_without_a_list_of_them(tmp_path, k
 def test_the_next_row_of_a_shape_is_found_without_a_look_at_those_between(tmp_path, kinds, monkeypatch):
     data = build_dataset(str(tmp_path / "tars"), 8, seed=0, use_video=True)
     sides = (data, *hold_out(data, 0.2))
-    of_sides = [np.array([kinds[side._of(row)] for row in range(len(side))]) for side in sides[1:]]
+    of_sides = [np.array([kinds[row] for row in side.rows[:]]) for side in sides[1:]]
     looked = []
     read = TarIndex.record
     monkeypatch.setattr(TarIndex, "record", lambda index, row: looked.append(row) or read(index, row))
@@ -207,13 +207,13 @@ def test_tars_of_one_kind_are_known_by_their_headers(tmp_path, monkeypatch):
         index_alone(tmp_path, name, [is_clip] * 5)
     monkeypatch.setattr(TarIndex, "rows", property(lambda index: pytest.fail("all records are looked at")))
     data = build_dataset(str(tmp_path), 8, seed=0)
-    assert [data._find(row)[0] for row in range(10)] == [0] * 5 + [3] * 5
+    assert [data.find_record(row)[0] for row in range(10)] == [0] * 5 + [3] * 5
     both = build_dataset(str(tmp_path), 8, seed=0, use_video=True)
     assert both.shape_keys().tolist() == [0] * 5 + [1] * 10 + [0] * 5
 
 
 def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "_OPEN_A_THREAD", 0)  # each sample is read by another copy of the data set
+    monkeypatch.setattr(dataset, "OPEN_A_THREAD", 0)  # each sample is read by another copy of the data set
     sizes, threads = [], {8: set(), 1: set()}
     for count in (8, 1):
         monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / str(count)))

@@ -59,7 +59,7 @@ def test_wids_finds_the_same_bytes_at_the_same_numbers(pictures, tmp_path):
     assert len(other) == len(data) == 37
     for row in np.random.default_rng(0).permutation(37).tolist():
         sample = other[row]
-        assert sample[".png"].read() == data._content(row) and int(sample[".cls"].read()) == data.label(row)
+        assert sample[".png"].read() == data.read_medium(row) and int(sample[".cls"].read()) == data.label(row)
         assert data.source(row) == f"{sample['__shard__']}: {sample['__key__']}.png"
 
 
