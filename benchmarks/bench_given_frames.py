@@ -11,10 +11,13 @@ that stands still at its last given frame. From one frame on the caption alone s
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
 
 import opendit
 from opendit.data.clips import resize_and_crop

@@ -28,6 +28,8 @@ from typing import cast
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+
 from benchmarks import results
 from opendit.data import build_dataset
 from opendit.data.base import MediaDataset
@@ -214,7 +216,7 @@ def main() -> None:
             for case, title in (*starts, *((case, case) for case in cases)):
                 command = [sys.executable, __file__, "--case", case, "--keys", str(path)]
                 command += ["--global_batch", str(asked.global_batch)]
-                printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+                printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
                 start, private, batch = map(float, printed.split())
                 print(f"{title}: start {start:.2f} s, private {private:.0f} MB, new epoch {batch:.1f} ms", flush=True)
                 step = f"{PACKS} packs a step" if "packs" in case else f"global batch {asked.global_batch}"

@@ -9,10 +9,14 @@ with the most, attention's square counted.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
 
 from benchmarks import results
 from opendit.data.order.packing import work_of

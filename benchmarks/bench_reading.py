@@ -15,6 +15,7 @@ round, and the median of the rounds counts.
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ import numpy as np
 import psutil
 import torch
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
 
 from benchmarks import results
 from benchmarks.bench_decoders import CODECS, write

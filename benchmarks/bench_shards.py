@@ -8,6 +8,7 @@ sides take turns in every round; of their processor time the median counts. All 
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from PIL import Image
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
 
 from benchmarks import results
 from opendit.data import MediaDataset, SampleKey, build_dataset

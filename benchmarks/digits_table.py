@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
+
 import opendit
 from benchmarks.results import RESULTS, append
 from opendit.data import digits_split
