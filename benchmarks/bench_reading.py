@@ -10,7 +10,7 @@ costs as much as decoding). The loader goes on to cropped, resized batches, in t
 (what a run does), as uint8 (``as_bytes``) and as float32. "small" leaves enlarging to the GPU, as a run on one does
 (benchmarks/bench_enlarging.py: what that takes there). Time is processor seconds of all threads and processes taking
 part, which neighbours on a shared machine still change by their use of its memory; so the sides take turns in every
-round, and the median of the rounds counts.
+round, and the medians of the rounds' speeds and ratios count.
 """
 
 import argparse
@@ -100,8 +100,8 @@ def cpu_seconds(pids: list[int]) -> float:
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)  # as clock_getcpuclockid(3) numbers the clocks
 
 
-def measure(case: Case, folder: Path, rounds: int) -> dict[str, float]:
-    """Frames a processor second of every side; not a number where one can't take part."""
+def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Frames a processor second of every side in each round; none where one can't take part."""
     data = build_dataset(
         str(write_clips(case, folder)),
         case.image_size,
@@ -161,7 +161,7 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, float]:
             speeds[name].append(frames / (cpu_seconds(pids[name]) + taken - start))
     for loader in (*workers.values(), *inside.values()):
         loader.close()
-    return {name: median(values) if values else float("nan") for name, values in speeds.items()}
+    return speeds
 
 
 def _rest(workers: list[int]) -> None:
@@ -178,24 +178,35 @@ def compare(rounds: int, save: bool, only: str = "") -> None:
     rows = []
     for case in (case for case in CASES if only in case.name):
         with tempfile.TemporaryDirectory() as folder:
-            speed = measure(case, Path(folder), rounds)
-        print(f"{case.name:50}" + "".join(f"{speed[name]:13.0f}" for name in SIDES), flush=True)
+            speeds = measure(case, Path(folder), rounds)
+        print(f"{case.name:50}" + "".join(f"{_median(speeds[name]):13.0f}" for name in SIDES), flush=True)
         for baseline in BASELINES:
-            print(f"    ratio to {baseline:37}" + "".join(f"{speed[name] / speed[baseline]:13.2f}" for name in SIDES))
-            if speed[baseline] == speed[baseline]:
-                rows += [_row(case, name, speed, baseline) for name in LOADERS]
+            ratios = (ratio(speeds[name], speeds[baseline]) for name in SIDES)
+            print(f"    ratio to {baseline:37}" + "".join(f"{each:13.2f}" for each in ratios))
+            if speeds[baseline]:
+                rows += [_row(case, name, speeds, baseline) for name in LOADERS]
     if save:
         results.append(rows)
 
 
-def _row(case: Case, name: str, speed: dict[str, float], baseline: str) -> dict:
+def _median(values: list[float]) -> float:
+    return median(values) if values else float("nan")
+
+
+def ratio(side: list[float], other: list[float]) -> float:
+    """The median of the rounds': within a round the machine's other work slows both alike."""
+    return _median([a / b for a, b in zip(side, other, strict=False)])
+
+
+def _row(case: Case, name: str, speeds: dict[str, list[float]], baseline: str) -> dict:
     return {
         "bench": "reading",
         "case": f"{case.name} ({name})",
         "metric": "frames/s per core",
-        "value": f"{speed[name]:.1f}",
+        "value": f"{_median(speeds[name]):.1f}",
         "baseline": BASELINES[baseline],
-        "baseline_value": f"{speed[baseline]:.1f}",
+        "baseline_value": f"{_median(speeds[baseline]):.1f}",
+        "ratio": f"{ratio(speeds[name], speeds[baseline]):.3f}",
     }
 
 
