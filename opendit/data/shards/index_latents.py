@@ -14,6 +14,7 @@ from opendit.data.shards.foreign_latents import SUFFIXES, arrays_of, choose_arra
 from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, Header, TarIndex
 from opendit.data.shards.program import count_tars, index_tars
 from opendit.encoders.vae import PerChannel
+from opendit.encoders.vae_folder import HUB
 from opendit.encoders.video_vae import codec_scale, latent_frames, video_geometry
 
 _LOOKED_AT = 100  # samples of which the first that can be read tells the array's name
@@ -44,6 +45,8 @@ def index_latents(
         raise ValueError(f"{shown}: was prepared by Energon; leave --latents out")
     if any("foreign" not in index for index in read_indexes(folder) or []):
         raise ValueError(f"{shown}: preprocess.py latents made these tars and their indexes; train with them")
+    if vae not in HUB:
+        vae = str(Path(vae).expanduser().resolve())  # for runs that start in other folders
     shape, scale, shift = _geometry(vae, image_size, num_frames if use_video else None)
     fields, plan = Fields(medium=SUFFIXES), hash_parts("latents of another program")
     indexes = index_tars(tars, fields, plan, num_workers=num_workers, force=force)
@@ -76,7 +79,7 @@ def index_latents(
     what, words = "clips" if use_video else "pictures", "captions" if conditioning == "text" else "classes"
     print(
         f"latents ({size}; {form} in {arrays}) of {index['count']:,} {what} with {words} in {count_tars(len(tars))}: "
-        f"train with --data_path {printable(root)} --vae {vae} --image_size {image_size}"
+        f"train with --data_path {printable(root)} --image_size {image_size}"
     )
 
 
