@@ -86,6 +86,7 @@ GIVEN = {
         "REFERENCE": "pictures",
         "DATA": "pictures",
         "TARS": "tars",
+        "LATENT_TARS": "latent_tars",
     },
     "docs/checkpoints.md": {
         "pictures": "pictures",
@@ -95,6 +96,7 @@ GIVEN = {
     "docs/data.md": {
         "pictures": "pictures",
         "TARS": "tars",
+        "LATENT_TARS": "latent_tars",
         "/data/coyo": "energon",
         "metadataset.yaml": "metadataset",
     },

@@ -135,6 +135,21 @@ def tars(here: StandIns, path: Path) -> None:
 
 
 @maker()
+def latent_tars(here: StandIns, path: Path) -> None:
+    """Of another program, for pictures of 256 pixels: mean and log variance or deviation, as it is read."""
+    path.mkdir()
+    random = np.random.default_rng(0)
+    with tarfile.open(path / "000000.tar", "w") as tar:
+        for number in range(PICTURES):
+            content = io.BytesIO()
+            np.savez(content, moments=random.normal(0, 0.5, (8, 32, 32)).astype(np.float16))
+            for ending, member in (("npz", content.getvalue()), ("cls", str(number % 2).encode())):
+                info = tarfile.TarInfo(f"{number:04d}.{ending}")
+                info.size = len(member)
+                tar.addfile(info, io.BytesIO(member))
+
+
+@maker()
 def energon(here: StandIns, path: Path) -> None:
     """A crude set, as ``energon prepare`` leaves it, of captions in JSON."""
     notes = path / ".nv-meta"
