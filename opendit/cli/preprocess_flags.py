@@ -17,6 +17,7 @@ from opendit.cli.console import name_of
 from opendit.cli.parser import CommandLine
 from opendit.cli.values import BATCH, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, whole
 from opendit.common.sizes import read_size
+from opendit.data.latents_schema import FOREIGN_FORMS
 from opendit.data.names import check_inline, named_sources
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
@@ -64,7 +65,7 @@ def build_parser(doc: str) -> CommandLine:
     index.heading("Latents: of tars that hold some of another program's")
     index.option(
         "--latents",
-        one_of(("mean_std", "mean_logvar", "sample")),
+        one_of(FOREIGN_FORMS),
         "what .npz, .npy or .safetensors files hold: mean and deviation, mean and log variance, or a latent alone",
     )
     index.option("--vae", NAME, "ema, mse or a folder with a VAE: whose they are", "ema")

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import Embedding, MediaDataset, to_pixels
-from opendit.data.held_out import stream_of
 from opendit.data.medium import Medium
 from opendit.data.order.blend import SourceRows
+from opendit.data.row_arrays import stream_of
 from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
 

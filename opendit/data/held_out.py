@@ -1,23 +1,22 @@
 """A share of a data set that is held out of training, and the rest: together all rows, none in both."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from opendit.common.hashing import HashedStream, hash_parts
+from opendit.common.hashing import hash_parts
 from opendit.data.all_but import AllBut
 from opendit.data.base import Embedding, MediaDataset
 from opendit.data.order.blend import SourceRows
 from opendit.data.order.permutation import permuted
+from opendit.data.row_arrays import chosen, next_of_key, stream_of
 from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
 
-_ROWS = 2**20  # hashed, or chosen, at once
 _DRAWN = 2**17  # places of a permutation that are computed at once
-_LOOKED_AT = 2**16  # rows in which the next one of a shape is looked for
 SEED = 0x76616C  # of everything random about held-out samples: runs of any --global_seed have the same ones
 
 
@@ -67,35 +66,12 @@ def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], co
         low, high = np.searchsorted(files, [end - count, end])
         mine = files[low:high] - (end - count)
         if file_of is not None:
-            chosen = np.zeros(count, dtype=bool)
-            chosen[mine] = True
-            mine = np.flatnonzero(chosen[file_of])
+            of_files = np.zeros(count, dtype=bool)
+            of_files[mine] = True
+            mine = np.flatnonzero(of_files[file_of])
         parts.append(mine if len(sources) == 1 else mine.astype(np.int64) + rows)
         rows += size
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asarray) -> HashedStream:
-    """The bytes of ``as_hashed(array)``, which works on parts of it as well; the array may be mapped from a file, or
-    computed part by part."""
-    parts = (as_hashed(array[first : first + _ROWS]).tobytes() for first in range(0, len(array), _ROWS))
-    return HashedStream(len(array) * as_hashed(array[:1]).nbytes, parts)
-
-
-def next_of_key(keys: np.ndarray, row: int) -> int:
-    """The next row whose key is that of ``row``, in a circle; keys may be mapped from a file."""
-    for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):
-        later = np.flatnonzero(keys[start : start + _LOOKED_AT] == keys[row])
-        if len(later):
-            return start + int(later[0])
-    raise AssertionError("unreachable: this row has this key")
-
-
-def _chosen(values: np.ndarray, rows: np.ndarray | AllBut) -> np.ndarray:
-    found = np.empty((len(rows), *values.shape[1:]), dtype=values.dtype)
-    for first in range(0, len(rows), _ROWS):
-        found[first : first + _ROWS] = values[rows[first : first + _ROWS]]
-    return found
 
 
 def _of_whole(name: str) -> Any:
@@ -158,7 +134,7 @@ class SomeRows(MediaDataset):
 
     def media_sizes(self) -> np.ndarray | None:
         sizes = self.whole.media_sizes()
-        return None if sizes is None else _chosen(sizes, self.rows)
+        return None if sizes is None else chosen(sizes, self.rows)
 
     def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
         ends, sizes = zip(*self.whole.latent_sizes(), strict=True)
@@ -186,7 +162,7 @@ class SomeRows(MediaDataset):
             self._shape_keys = kept_array(
                 len(self),
                 lambda: hash_parts("keys of rows", self.identity(), str(keys.dtype), stream_of(keys)),
-                lambda: _chosen(keys, self.rows),
+                lambda: chosen(keys, self.rows),
             )
         return self._shape_keys
 

@@ -3,6 +3,7 @@
 from opendit.common.rules import MIB, either, listed, mapping, number, one_of, optional, record, string, truth, whole
 from opendit.common.strict_files import COUNT, FILE, NAME, SHA256, FileKind
 
+FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # see ``shards.foreign_latents``
 _CLIPS = record({"num_frames": whole(1, 1 << 20), "frame_interval": whole(1, 1 << 20), "short_clips": string(64)})
 _LATENT_SHAPE = listed(whole(1, 1 << 16), 3, 4)
 LATENTS_SETTINGS = record(
@@ -42,8 +43,8 @@ _MORE = {
     "conditioning": one_of("label", "text"),
     "text": record({"encoder": NAME, "max_tokens": whole(1, 1 << 16)}),
     "checksums": mapping(FILE, SHA256, 1000),  # of the files beside the shards
-    # Of tars that another program made (``shards.foreign_latents``): what their arrays hold, and which they are.
-    "foreign": record({"form": one_of("mean_std", "mean_logvar", "sample"), "array": NAME}, {"mirrored": NAME}),
+    # Of tars that another program made: what their arrays hold, and which they are.
+    "foreign": record({"form": one_of(*FOREIGN_FORMS), "array": NAME}, {"mirrored": NAME}),
 }
 _KIND = {"format": string(64), "version": COUNT}
 LATENTS_INDEX = FileKind(record(_KIND | _OF_ONE_SIZE, _MORE), 32 * MIB)

@@ -4,15 +4,18 @@ Which rows of a large data set have which shape is found once and kept on this m
 no later start looks at every row.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.all_but import AllBut
 from opendit.data.base import MediaDataset, name_few
-from opendit.data.held_out import SomeRows, next_of_key, stream_of
+from opendit.data.held_out import SomeRows
 from opendit.data.order.buckets import ShapeTable, TokenSize, assign, kept_shares
 from opendit.data.order.lengths import Lengths
+from opendit.data.row_arrays import next_of_key, stream_of
 from opendit.data.size_cache import LARGE, KeptArrays, kept
 
 _LOOKED_AT = 10_000  # media whose crop is told of
@@ -78,17 +81,30 @@ def shape_media(
     def find() -> KeptArrays:
         return _rows_and_keys(*_shapes_of_media(dataset, table, interval, upscale, flag))
 
+    def name() -> str:
+        how = f"{interval} {upscale} {dataset.max_bad} {dataset.source(0)}"  # which name notes hold, too
+        arrays = (array.tobytes() for array in (table.shapes, table.tokens, table.level))
+        return hash_parts("shapes", dataset.identity(), dataset.contents() or "", *arrays, how)
+
+    return _shaped(dataset, find, table.shapes, table.tokens, name, large)
+
+
+def _shaped(
+    dataset: MediaDataset,
+    find: Callable[[], KeptArrays],
+    shapes: np.ndarray,
+    tokens: np.ndarray,
+    name: Callable[[], str],
+    large: int,
+) -> ShapedDataset:
+    """What is found, of ``large`` rows and more kept in a file under ``name()``."""
+
     def find_with_identity() -> KeptArrays:  # which takes seconds, too, where rows are many
         found = find()
-        identity = ShapedDataset(dataset, found, table.shapes, table.tokens).identity()
+        identity = ShapedDataset(dataset, found, shapes, tokens).identity()
         return found._replace(about={**found.about, "identity": identity})
 
-    if len(dataset) < large:
-        return ShapedDataset(dataset, find(), table.shapes, table.tokens)
-    how = f"{interval} {upscale} {dataset.max_bad} {dataset.source(0)}"  # which name notes hold, too
-    arrays = (array.tobytes() for array in (table.shapes, table.tokens, table.level))
-    name = hash_parts("shapes", dataset.identity(), dataset.contents() or "", *arrays, how)
-    return ShapedDataset(dataset, kept(name, find_with_identity), table.shapes, table.tokens)
+    return ShapedDataset(dataset, find() if len(dataset) < large else kept(name(), find_with_identity), shapes, tokens)
 
 
 def _rows_and_keys(chosen: np.ndarray, note: str) -> KeptArrays:
@@ -162,15 +178,11 @@ def shape_latents(
     def find() -> KeptArrays:
         return KeptArrays({"keys": np.repeat(keys, counts)}, {"note": note})
 
-    def find_with_identity() -> KeptArrays:
-        found = find()
-        return found._replace(about={"identity": ShapedDataset(dataset, found, shapes, tokens).identity()})
+    def name() -> str:
+        known = (dataset.contents() or "", shapes.tobytes(), keys.tobytes(), counts.astype(np.int64).tobytes(), note)
+        return hash_parts("shapes of latents", dataset.identity(), *known)
 
-    if len(dataset) < large:
-        return ShapedDataset(dataset, find(), shapes, tokens)
-    known = (dataset.contents() or "", shapes.tobytes(), keys.tobytes(), counts.astype(np.int64).tobytes())
-    found = kept(hash_parts("shapes of latents", dataset.identity(), *known), find_with_identity)
-    return ShapedDataset(dataset, found._replace(about={**found.about, "note": note}), shapes, tokens)
+    return _shaped(dataset, find, shapes, tokens, name, large)
 
 
 def _shown(shape: np.ndarray) -> str:

@@ -20,7 +20,6 @@ from opendit.data.base import BadSample, flip_note
 from opendit.data.clips import clip_size
 from opendit.data.files import allow_open_files, printable
 from opendit.data.folders import CLIPS
-from opendit.data.held_out import next_of_key
 from opendit.data.media_size import Size, known_sizes, stored_clip_size, stored_picture_size
 from opendit.data.medium import Medium
 from opendit.data.memory_file import as_file
@@ -28,6 +27,7 @@ from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.order.pool import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
+from opendit.data.row_arrays import next_of_key
 from opendit.data.shards.ahead import ByteRange, grouped
 from opendit.data.shards.fields import read_caption
 from opendit.data.shards.index import MOST_CLASSES, Record, TarIndex

@@ -12,7 +12,7 @@ A dimension of 1 in front, of a batch, is taken off. The array NAME's mirror ima
 
 import io
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,16 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-FORMS = ("mean_std", "mean_logvar", "sample")
 SUFFIXES = ("safetensors", "npz", "npy")
 MIRRORED = "_flip"
 _USUAL = ("moments", "latents", "latent")  # names of the array, where several have its shape
 _TIMES = 128  # bytes of all arrays of a sample for each number of its latents: a small .npz can unpack to anything
 
 
-def arrays_of(content: bytes, suffix: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """The arrays of numbers in a member, by name; that of a ``.npy`` is called "".
+def arrays_of(
+    content: bytes, suffix: str, shape: tuple[int, ...], names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """The arrays of numbers in a member, by name; that of a ``.npy`` is called "". names: only these are unpacked.
 
     shape: (2C, [t,] h, w), of the latents among them. Raises ValueError where a ``.npz`` unpacks to far more than such
     latents take, and any exception of a stranger's bytes."""
@@ -40,7 +41,7 @@ def arrays_of(content: bytes, suffix: str, shape: tuple[int, ...]) -> dict[str, 
         if (size := sum(member.file_size for member in packed.infolist())) > (most := _TIMES * int(np.prod(shape))):
             raise ValueError(f"its .npz unpacks to {size:,} bytes, more than {most:,}")
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        found = {name: arrays[name] for name in arrays.files}
+        found = {name: arrays[name] for name in arrays.files if names is None or name in names}
     return {name: torch.from_numpy(array) for name, array in found.items() if array.dtype.kind in "fi"}
 
 
@@ -48,7 +49,7 @@ def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...
     """The name of the array of latents, and of that of the mirror image where there is one.
 
     Raises ValueError if no array has the shape, or several that are not called as usual."""
-    stored = stored_shape(form, shape)
+    stored = _stored_shape(form, shape)
     fits = [name for name in arrays if _fits(arrays[name], stored) and not name.endswith(MIRRORED)]
     chosen = [name for name in _USUAL if name in fits][:1] or fits
     if len(chosen) != 1:
@@ -64,9 +65,10 @@ def read_moments(content: bytes, suffix: str, foreign: dict[str, Any], shape: tu
 
     foreign: what the index says of these latents: ``form``, ``array`` and, with mirror images, ``mirrored``. Raises
     ValueError for an array that is missing, of another shape or not finite, and as :func:`arrays_of`."""
-    arrays, stored = arrays_of(content, suffix, shape), stored_shape(foreign["form"], shape)
+    names = [foreign[key] for key in ("array", "mirrored") if key in foreign]
+    arrays, stored = arrays_of(content, suffix, shape, names), _stored_shape(foreign["form"], shape)
     views = []
-    for name in (foreign["array"], *([foreign["mirrored"]] if "mirrored" in foreign else [])):
+    for name in names:
         if name not in arrays:
             raise ValueError(f"it has no array {name!r}")
         if not _fits(arrays[name], stored):
@@ -87,7 +89,7 @@ def _moments(x: Tensor, form: str) -> Tensor:
     return x
 
 
-def stored_shape(form: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _stored_shape(form: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (shape[0] // 2, *shape[1:]) if form == "sample" else shape
 
 

@@ -89,7 +89,10 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
             f"--energon_cooker {energon_cooker}: DIR {printable(root)} was not prepared by Energon; leave it out"
         )
     elif path.is_dir() and read_indexes(path) is not None:
-        raise ValueError(f"DIR {printable(root)}: its tars hold latents; add --latents, or train with them as they are")
+        raise ValueError(
+            f"DIR {printable(root)}: its tars hold latents with their indexes; train with them, or add --latents if "
+            "another program made them"
+        )
     if not tars:
         raise ValueError(f"DIR {printable(root)} holds no .tar files")
     indexes = index_tars(tars, fields, plan, num_workers=num_workers, force=force)

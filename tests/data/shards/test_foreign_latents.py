@@ -186,7 +186,7 @@ def test_the_command(vae, tmp_path, capsys):
         (("--latents", "mean_std", "--vae", "none"), "--vae none: has no latents"),
         (("--latents", "mean_std", "--num_frames", 8), "--num_frames: does nothing without --use_video"),
         (("--vae", vae), "--vae: does nothing without --latents"),
-        ((), "its tars hold latents; add --latents"),
+        ((), "its tars hold latents with their indexes; train with them, or add --latents"),
     ):
         assert run(folder, *words) == 2, words
         assert says in capsys.readouterr().err
