@@ -20,9 +20,9 @@ is run again.
 
 import sys
 
-from opendit.cli.console import prepare_console
-from opendit.cli.errors import say, speaks
-from opendit.cli.preprocess_flags import build_parser, check
+from opendit.config.console import prepare_console
+from opendit.config.errors import say, speaks
+from opendit.config.preprocess import build_parser, check
 
 
 def run(command: str, options: dict) -> None:

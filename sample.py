@@ -11,10 +11,10 @@ Several processes split the samples, or share each of them; its noise depends on
 
 import sys
 
-from opendit.cli.command_line import read_flags
-from opendit.cli.console import prepare_console
-from opendit.cli.sample_flags import SampleConfig
 from opendit.common.stages import Stages
+from opendit.config.console import prepare_console
+from opendit.config.flags import read_flags
+from opendit.config.sample import SampleConfig
 
 
 def main(argv: list[str]) -> None:

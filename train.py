@@ -7,9 +7,9 @@ Several GPUs:    torchrun --standalone --nproc_per_node=8 train.py --model DiT-X
 import sys
 from typing import TYPE_CHECKING
 
-from opendit.cli.command_line import read_flags
-from opendit.cli.console import prepare_console
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.console import prepare_console
+from opendit.config.flags import read_flags
+from opendit.config.train import TrainConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,11 +30,11 @@ def start(flags: TrainConfig) -> "Path | None":
     ``Supervisor`` says if the run fails.
     """
     # torch and the rest, which a wrong flag need not wait for
-    from opendit.cli.auto_parallel import choose_on_ranks
-    from opendit.cli.dry_run import dry_run
     from opendit.parallel.mesh import init_mesh
     from opendit.parallel.supervisor import Supervisor
+    from opendit.training.auto_parallel import choose_on_ranks
     from opendit.training.build import build
+    from opendit.training.dry_run import dry_run
     from opendit.training.prepare import RUN_ERRORS, USER_ERRORS, prepare
 
     if flags.dry_run is not None:

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import add_flags, record
+from opendit.config.kernels import PACKAGE
 from opendit.kernels.attention import BACKENDS, LocalAttention, flash_attn, package_attention
-from opendit.kernels.names import PACKAGE
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEADS = {64: 24, 72: 16, 128: 24}  # DiT-XL has 16 of 72, vDiT-7B has 24 of 128

@@ -22,12 +22,12 @@ import torch
 
 from benchmarks.bench_recipes import figures, train
 from benchmarks.results import RESULTS, append
-from opendit.cli.auto_parallel import Circumstances, Priced, choose, data_of
-from opendit.cli.command_line import parse
 from opendit.cli.components import Components
-from opendit.cli.train_flags import TrainConfig
-from opendit.models.names import KINDS, SIZES
+from opendit.config.architectures import KINDS, SIZES
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 from opendit.parallel.hardware import GIB, H200, HardwareModel, find_hardware
+from opendit.training.auto_parallel import Circumstances, Priced, choose, data_of
 from opendit.training.from_flags import memory_setup, plan_model
 from opendit.training.memory import USABLE, estimate, settle_sharding
 from opendit.training.step_cost import step_cost

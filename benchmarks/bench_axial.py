@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from benchmarks.bench_sequence import LEAST_STEPS, ComputeOnly, captured, interleaved, timed
 from benchmarks.results import append
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
+from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
 from opendit.models import STDiTConfig
 from opendit.models.attention import TokenGrid
@@ -41,7 +42,6 @@ from opendit.parallel.sequence.direct_axial import DirectExchange
 from opendit.parallel.sequence.peer_memory import connect
 from opendit.parallel.sequence.ring import ring_attention
 from opendit.parallel.sequence.ulysses import UlyssesRing
-from opendit.parallel.sizes import environment_world_size
 
 WHOLE, COMPUTE_ONLY, BLOCKING, RING, DEFAULT = "whole", "compute only", "blocking", "ring", "default"
 PARTS = (1, 2, 4)

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 
 from benchmarks.bench_state import seconds
 from benchmarks.results import append
-from opendit.cli.command_line import parse
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh

@@ -27,7 +27,7 @@ from benchmarks.bench_decoders import write
 from benchmarks.bench_recipes import ROOT, reason
 from benchmarks.bench_shards import write_pictures
 from benchmarks.results import add_flags, record
-from opendit.cli.recipes import FAST
+from opendit.config.recipes import FAST
 from opendit.data.csv_table import TableRow, write_csv
 from opendit.state.run_folders import run_folders
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.results import append
-from opendit.cli.evaluate_flags import EvaluateConfig
+from opendit.config.evaluate import EvaluateConfig
 from opendit.evaluation.extract import Extractor, Features, extract_media
 from opendit.evaluation.figures import MetricInputs, figures
 from opendit.evaluation.inception import FIDInception

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import append
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
+from opendit.config.parallel_sizes import ParallelDims, environment_world_size
 from opendit.kernels.select import select_kernels
 from opendit.models import empty_model, model_config
 from opendit.models.ecdit import ECDiTConfig
@@ -35,7 +36,6 @@ from opendit.parallel.expert import expert_group, expert_parameters
 from opendit.parallel.layout import Shard
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import collectives
-from opendit.parallel.sizes import ParallelDims, environment_world_size
 
 ALL_HERE, DIVIDED, NOTHING_SENT = "every expert on every rank", "experts divided", "nothing sent"
 GIB = 2**30

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks.bench_train import SEED, engine_step, measure
 from benchmarks.results import add_flags, record
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.data.order.packs import PackSchedule
 from opendit.diffusion import DDPMObjective
 from opendit.diffusion.random import Stream, normal

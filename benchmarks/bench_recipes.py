@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 import torch
 
 from benchmarks.results import append
-from opendit.cli.command_line import parse
 from opendit.cli.components import Components
-from opendit.cli.dry_run import CARDS
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 from opendit.models import config_from_dict
 from opendit.state.run_folders import run_folders
+from opendit.training.dry_run import CARDS
 from opendit.training.from_flags import memory_setup, open_data, plan_model
 from opendit.training.memory import GIB, USABLE, estimate, largest_batch, settle_sharding
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.plain_dit import PlainDiT
 from benchmarks.results import append
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.diffusion import DDPMObjective
 from opendit.diffusion.guidance import cfg_model
 from opendit.diffusion.sampling import sample_latents

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from benchmarks.clocks import Clocks
 from benchmarks.results import append
 from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
+from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.recording import record
 from opendit.kernels.select import select_kernels
 from opendit.kernels.split_heads import head_views
@@ -43,7 +44,6 @@ from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence
 from opendit.parallel.sequence.choose import MOST_GROUPS, Shape, StrategyChoice
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
-from opendit.parallel.sizes import environment_world_size
 
 LEAST_STEPS = 4  # of a trial, however long it takes then
 WHOLE, COMPUTE_ONLY, SYNCHRONISED = "whole", "compute only", "synchronised"

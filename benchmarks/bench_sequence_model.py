@@ -27,13 +27,13 @@ from torch import Tensor
 
 from benchmarks.bench_sequence import timed
 from benchmarks.results import append
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
+from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
 from opendit.models.vdit import VDiT, VDiTConfig
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.sizes import environment_world_size
 
 PATCH, CHANNELS, STEPS_OF_A_CLIP = (2, 2, 2), 4, 250
 

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from benchmarks.bench_sequence import LEAST_STEPS, captured, interleaved, timed
 from benchmarks.results import append
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
+from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
 from opendit.models import DiTConfig, build_model
 from opendit.models.attention import TokenGrid
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.sizes import environment_world_size
 from opendit.parallel.tensor import collectives, divide, tensor_group
 
 COMPUTE_ONLY = "compute only"

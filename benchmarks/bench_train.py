@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.fused_dit import fused_dit
 from benchmarks.plain_dit import PlainDiT, PlainVDiT
 from benchmarks.results import append
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.diffusion import DDPMObjective
 from opendit.diffusion.random import Stream, integers, normal
 from opendit.kernels.common import kernels_available

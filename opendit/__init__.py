@@ -17,9 +17,9 @@ from opendit.common.lazy import import_when_used
 
 if TYPE_CHECKING:
     from opendit import fused as fused
-    from opendit.cli.evaluate_flags import EvaluateConfig as EvaluateConfig
     from opendit.cli.programs import train as train
-    from opendit.cli.train_flags import TrainConfig as TrainConfig
+    from opendit.config.evaluate import EvaluateConfig as EvaluateConfig
+    from opendit.config.train import TrainConfig as TrainConfig
     from opendit.evaluation.program import evaluate as evaluate
     from opendit.inference.clip import VideoClip as VideoClip
     from opendit.inference.pipeline import Pipeline as Pipeline
@@ -46,9 +46,9 @@ __all__ = [
 _get, _ = import_when_used(
     __name__,
     {
-        "opendit.cli.evaluate_flags": "EvaluateConfig",
+        "opendit.config.evaluate": "EvaluateConfig",
         "opendit.cli.programs": "train",
-        "opendit.cli.train_flags": "TrainConfig",
+        "opendit.config.train": "TrainConfig",
         "opendit.evaluation.program": "evaluate",
         "opendit.inference.clip": "VideoClip",
         "opendit.inference.pipeline": "Pipeline load",

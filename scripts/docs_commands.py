@@ -6,10 +6,10 @@ import shlex
 from typing import NamedTuple
 
 import preprocess
-from opendit.cli.command_line import parse
-from opendit.cli.evaluate_flags import EvaluateConfig
-from opendit.cli.sample_flags import SampleConfig
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.evaluate import EvaluateConfig
+from opendit.config.flags import parse
+from opendit.config.sample import SampleConfig
+from opendit.config.train import TrainConfig
 
 BLOCK = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", flags=re.M | re.S)
 IN_A_TABLE = re.compile(r"^\|.*$", flags=re.M)
@@ -20,7 +20,11 @@ FILE = re.compile(r"^```\w+\n(# ([\w/-]+\.\w+)\b.*?)^```", flags=re.M | re.S)
 
 CONFIGS = {"train.py": TrainConfig, "sample.py": SampleConfig, "evaluate": EvaluateConfig}
 CONFIGS |= {"train": TrainConfig, "sample": SampleConfig}
-PARSERS = {"export": "opendit.export.__main__", "links": "opendit.cli.links", "models": "opendit.models.__main__"}
+PARSERS = {
+    "export": "opendit.export.__main__",
+    "links": "opendit.cli.links",
+    "models": "opendit.models.__main__",
+}
 PARSERS |= {"cli.links": "opendit.cli.links"}
 
 

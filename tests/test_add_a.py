@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = {
-    "opendit/parallel/names.py": ("PLUGINS = {\n", '    "example": Plugin("nothing sharded", precisions=("fp32",)),\n'),
-    "opendit/models/names.py": (
+    "opendit/config/plugins.py": ("PLUGINS = {\n", '    "example": Plugin("nothing sharded", precisions=("fp32",)),\n'),
+    "opendit/config/architectures.py": (
         "KINDS = {\n",
         '    "Example": Kind({"Ti": (32, 2, 2, {})}, ("2",), clips=False, settings=(Setting("example_strength", None, '
         '"of Example: of its product", "float", {"above": 0, "at_most": 9, "unit": "strength"}),)),\n',

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from opendit.cli.command_line import parse
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEED = "--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel".split()

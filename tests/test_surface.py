@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import opendit
-from opendit.cli.command_line import parse
 from opendit.cli.programs import as_given
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 from tests.inference.small import write
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,11 +11,10 @@ import sys
 from types import ModuleType
 
 from opendit import __version__
-from opendit.cli import console
-from opendit.cli.errors import say
 from opendit.cli.programs import program
-from opendit.cli.values import show
-from opendit.models.names import nearest
+from opendit.config import console
+from opendit.config.errors import say
+from opendit.config.values import nearest, show
 
 SCRIPTS = {
     "train": "trains a model (train.py)",

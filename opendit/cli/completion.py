@@ -9,14 +9,14 @@ import importlib
 import sys
 
 from opendit.cli.command import COMMANDS, MODULES
-from opendit.cli.command_line import build_parser as build_from_flags
-from opendit.cli.console import name_of, prepare_console
-from opendit.cli.evaluate_flags import EvaluateConfig
-from opendit.cli.parser import CommandLine
-from opendit.cli.preprocess_flags import build_parser as build_preprocess
-from opendit.cli.sample_flags import SampleConfig
-from opendit.cli.train_flags import TrainConfig
-from opendit.cli.values import one_of
+from opendit.config.console import name_of, prepare_console
+from opendit.config.evaluate import EvaluateConfig
+from opendit.config.flags import build_parser as build_from_flags
+from opendit.config.parser import CommandLine
+from opendit.config.preprocess import build_parser as build_preprocess
+from opendit.config.sample import SampleConfig
+from opendit.config.train import TrainConfig
+from opendit.config.values import one_of
 
 SHELLS = ("bash", "zsh", "tcsh")
 FILES = ("path", "folder", "file", "csv", "csv2", "data")  # units whose values may be files

@@ -1,10 +1,16 @@
 """The flags of a run, by component."""
 
 from opendit.cli import train_components as component
-from opendit.cli.measuring_flags import EvaluationFlags, ValidationFlags
-from opendit.cli.run_flags import GridFlags, RunFlags, SaveFlags
-from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.components import (
+    EvaluationFlags,
+    GridFlags,
+    ParallelFlags,
+    RunFlags,
+    SaveFlags,
+    SpeedFlags,
+    ValidationFlags,
+)
+from opendit.config.train import TrainConfig
 
 
 class Components:

@@ -8,11 +8,11 @@ torchrun --standalone --nproc_per_node=8 -m opendit.cli.links
 import sys
 from pathlib import Path
 
-from opendit.cli.console import name_of, prepare_console
-from opendit.cli.parser import CommandLine
-from opendit.cli.values import Value, whole
+from opendit.config.console import name_of, prepare_console
+from opendit.config.parallel_sizes import environment_node_size
+from opendit.config.parser import CommandLine
+from opendit.config.values import Value, whole
 from opendit.parallel.hardware import HardwareModel, default_path, save
-from opendit.parallel.sizes import environment_node_size
 
 
 def build_parser() -> CommandLine:

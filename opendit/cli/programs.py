@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from opendit.cli.command_line import flags_of, parse
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import flags_of, parse
+from opendit.config.train import TrainConfig
 
 
 def program(name: str) -> ModuleType:

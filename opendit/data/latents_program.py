@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from opendit.config.parallel_sizes import find_place
 from opendit.data.base import DataError
 from opendit.data.make_latents import inner, latent_shape, make_latents, noun_of
 from opendit.data.resolve import build_dataset
@@ -15,7 +16,6 @@ from opendit.encoders.vae import load_codec
 from opendit.encoders.vae_folder import HUB
 from opendit.encoders.video_vae import load_video_codec
 from opendit.parallel.rendezvous import meet
-from opendit.parallel.sizes import find_place
 from opendit.parallel.supervisor import Supervisor
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 from opendit.common.errors import DataError
 from opendit.common.replace import replacing
+from opendit.config.data_sources import inline_sources, is_address
 from opendit.data.apart import run_apart
 from opendit.data.base import MediaDataset, name_few
 from opendit.data.blend import BlendedDataset
@@ -18,7 +19,6 @@ from opendit.data.files import printable
 from opendit.data.fill import MediumTokens
 from opendit.data.latents_index import read_indexes
 from opendit.data.look_page import THUMBNAIL, Findings, Look, draw_histograms, draw_sheet, make_page
-from opendit.data.names import inline_sources, is_address
 from opendit.data.pictures_and_clips import PICTURE, PicturesAndClips
 from opendit.data.progress import Progress
 from opendit.data.resolve import build_dataset

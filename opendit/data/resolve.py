@@ -6,11 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from opendit.data.base import MediaDataset
-from opendit.data.files import kind_of, printable
-from opendit.data.folders import CLIPS
-from opendit.data.latents_index import INDEX
-from opendit.data.names import (
+from opendit.config.data_sources import (
     ADDRESSES,
     FALLBACK,
     SOURCES,
@@ -20,6 +16,10 @@ from opendit.data.names import (
     named_sources,
     taken,
 )
+from opendit.data.base import MediaDataset
+from opendit.data.files import kind_of, printable
+from opendit.data.folders import CLIPS
+from opendit.data.latents_index import INDEX
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.sources.base import Request
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from opendit.common.lazy import import_when_used
 
 if TYPE_CHECKING:
+    from opendit.config.objectives import ALL_SAMPLERS as ALL_SAMPLERS
     from opendit.diffusion.ddpm import DDPM as DDPM
     from opendit.diffusion.ddpm import PREDICTIONS as PREDICTIONS
     from opendit.diffusion.ddpm import DiffusionLoss as DiffusionLoss
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from opendit.diffusion.ddpm_trajectory import eps_model as eps_model
     from opendit.diffusion.guidance import cfg_model as cfg_model
     from opendit.diffusion.guidance import guided_within as guided_within
-    from opendit.diffusion.names import ALL_SAMPLERS as ALL_SAMPLERS
     from opendit.diffusion.objectives import OBJECTIVES as OBJECTIVES
     from opendit.diffusion.objectives import DDPMObjective as DDPMObjective
     from opendit.diffusion.objectives import EDMObjective as EDMObjective
@@ -40,7 +40,7 @@ __getattr__, __all__ = import_when_used(
         "opendit.diffusion.objectives.edm": "EDMTrajectory",
         "opendit.diffusion.objectives.flow": "FlowTrajectory",
         "opendit.diffusion.guidance": "cfg_model guided_within",
-        "opendit.diffusion.names": "ALL_SAMPLERS",
+        "opendit.config.objectives": "ALL_SAMPLERS",
         "opendit.diffusion.objectives": "OBJECTIVES DDPMObjective EDMObjective FlowObjective Objective "
         "objective_from_dict objective_from_flags",
         "opendit.diffusion.prepared": "Prepared",

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from opendit.config.architectures import parse_given
 from opendit.diffusion.random import Stream, uniform
 from opendit.models.given_frames import give
-from opendit.models.names import parse_given
 
 WITHOUT = 0.1  # share of the clips of "first" and "prefix:K" of which no frame is given: so a model draws without, too
 

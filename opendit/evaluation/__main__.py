@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from opendit.cli.checks import check_exists, check_no_folder, check_output_file
-from opendit.cli.command_line import read_flags
-from opendit.cli.console import name_of, prepare_console
-from opendit.cli.evaluate_flags import EvaluateConfig
-from opendit.cli.parser import CommandLine
-from opendit.cli.values import Value
+from opendit.config.checks import check_exists, check_no_folder, check_output_file
+from opendit.config.console import name_of, prepare_console
+from opendit.config.evaluate import EvaluateConfig
+from opendit.config.flags import read_flags
+from opendit.config.parser import CommandLine
+from opendit.config.values import Value
 
 PLOT = """Draws runs over each other: figures over training, steps and guidance, precision against recall, the losses of
 their logs; and writes a PNG.

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opendit.config.metrics import METRICS
 from opendit.evaluation.digits import COPY_QUANTILE, AskedDigits, named_right, share_of_copies
 from opendit.evaluation.extract import Layout
 from opendit.evaluation.frechet import GROUPS, NORMAL_95, Moments, frechet_distance, jackknife_error
 from opendit.evaluation.manifold import NEIGHBOURS, precision_recall
 from opendit.evaluation.moving_digits import moved_right
-from opendit.evaluation.names import METRICS
 from opendit.evaluation.reference import Reference
 from opendit.evaluation.scores import SPLIT, SUBSET, SUBSETS, inception_score, kernel_distance
 

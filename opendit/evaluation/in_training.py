@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
+from opendit.config.metrics import DIGITS, of_training
 from opendit.data.moving_digits import all_captions
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
@@ -15,7 +16,6 @@ from opendit.encoders.vae import Codec
 from opendit.evaluation.digits import asked_of_captions, asked_of_labels
 from opendit.evaluation.measuring import Measuring
 from opendit.evaluation.media import MediaOptions
-from opendit.evaluation.names import DIGITS, of_training
 from opendit.evaluation.results import Measurement, append_results, figure_text
 from opendit.evaluation.samples import DescribedSamples
 from opendit.models.conditioning import Condition

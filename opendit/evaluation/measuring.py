@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from opendit.config.metrics import DIGITS, METRICS
 from opendit.evaluation.clip_score import caption_embeddings, clip_scores
 from opendit.evaluation.extract import Extractor, Layout
 from opendit.evaluation.figures import Figure, MetricInputs, RealSamples, check_features, figure_names, figures, plan
 from opendit.evaluation.known_files import find_default
 from opendit.evaluation.media import MediaOptions
-from opendit.evaluation.names import DIGITS, METRICS
 from opendit.evaluation.networks import FeatureNetwork, digits_network, load_network
 from opendit.evaluation.reference import clip_shape, open_reference, real_digits
 from opendit.evaluation.results import Measurement
@@ -24,7 +24,7 @@ from opendit.training.fingerprint import code
 from opendit.training.monitor import print_block
 
 if TYPE_CHECKING:
-    from opendit.cli.evaluate_flags import EvaluateConfig
+    from opendit.config.evaluate import EvaluateConfig
 
 T = TypeVar("T")
 REAL = 1_000  # training digits, at most, beside which samples are judged: as many as there are samples

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from opendit.common.hashing import sha256_of
+from opendit.config.metrics import DIGITS, PRECISIONS
 from opendit.evaluation.digits import SIZE, digits_sha256, picture_features
 from opendit.evaluation.inception_pixels import SIDE, ScriptedInception, resize
 from opendit.evaluation.known_files import check_known, is_known, shown
 from opendit.evaluation.moving_digits import ClipShape, clip_features, clips_sha256
-from opendit.evaluation.names import DIGITS, PRECISIONS
 from opendit.evaluation.transformers_networks import load_folder
 
 Compute = Callable[[Tensor], dict[str, Tensor]]

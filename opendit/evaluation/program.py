@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from opendit.config.parallel_sizes import find_place
 from opendit.evaluation.dry_run import dry_run
 from opendit.evaluation.measuring import Measuring
 from opendit.evaluation.reference import save_features
@@ -15,11 +16,10 @@ from opendit.evaluation.results import Measurement, append_results, digits_line,
 from opendit.evaluation.samples import open_samples
 from opendit.evaluation.sweep import sweep_table, write_sweep
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.sizes import find_place
 from opendit.parallel.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from opendit.cli.evaluate_flags import EvaluateConfig
+    from opendit.config.evaluate import EvaluateConfig
 
 EARLIER = 12  # results of before that are shown beside new ones
 

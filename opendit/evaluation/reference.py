@@ -12,13 +12,13 @@ from torch import Tensor
 
 from opendit.common.hashing import sha256_of
 from opendit.common.replace import replacing
+from opendit.config.metrics import DIGITS
 from opendit.data.files import printable
 from opendit.evaluation.digits import RealDigits, real_pictures
 from opendit.evaluation.extract import Extractor, Features, extract_media
 from opendit.evaluation.frechet import Gaussian, Moments
 from opendit.evaluation.media import SAMPLES, Media, MediaOptions, array_media, npz_member, npz_names, open_media
 from opendit.evaluation.moving_digits import ClipShape, real_clips
-from opendit.evaluation.names import DIGITS
 from opendit.parallel.mesh import Mesh
 
 # Names of a mean and a covariance in an .npz: of Inception's pooled and spatial features as ADM has them, of clips'.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opendit.evaluation.names import DIGITS
+from opendit.config.metrics import DIGITS
 
 FILE = "results.jsonl"
 # Fields that two figures of one metric must share before their difference says anything of the samples -> their names.

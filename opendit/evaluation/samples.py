@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opendit.common.stages import Stages
+from opendit.config.metrics import DIGITS
 from opendit.data.moving_digits import all_captions
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.video_vae import FrameCodec
 from opendit.evaluation.digits import AskedDigits, asked_of_captions, asked_of_labels
 from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_media, extract_run
 from opendit.evaluation.media import MediaOptions, open_media
-from opendit.evaluation.names import DIGITS
 from opendit.inference.given import drawn_without
 from opendit.inference.job import pixel_shape, settings_of
 from opendit.inference.loading import SOURCE_FPS
@@ -27,7 +27,7 @@ from opendit.parallel.mesh import Mesh
 from opendit.state.lock import lock_folder
 
 if TYPE_CHECKING:
-    from opendit.cli.evaluate_flags import EvaluateConfig
+    from opendit.config.evaluate import EvaluateConfig
 
 PICTURES, CLIPS = 50_000, 2_048  # samples that the field's figures of FID and of FVD are of
 FRAMES = 16  # of a clip in a file

@@ -11,13 +11,13 @@ import os
 import sys
 from pathlib import Path
 
-from opendit.cli.checks import check_can_be_made, check_output_file, check_vae, check_weights
-from opendit.cli.command_line import refuse_idle
-from opendit.cli.console import name_of, prepare_console
-from opendit.cli.parser import CommandLine
-from opendit.cli.values import Value, one_of
 from opendit.common.sizes import read_size
-from opendit.models.names import canonical_name
+from opendit.config.architectures import canonical_name
+from opendit.config.checks import check_can_be_made, check_output_file, check_vae, check_weights
+from opendit.config.console import name_of, prepare_console
+from opendit.config.flags import refuse_idle
+from opendit.config.parser import CommandLine
+from opendit.config.values import Value, one_of
 
 MAX_SHARD_SIZE = "50GB"  # as transformers' save_pretrained since its version 5
 

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from opendit.config.architectures import parse_given
 from opendit.data.base import BadSample, name_few
 from opendit.data.clips import decode_frames, resize_and_crop
 from opendit.data.picture_file import read_picture
@@ -18,7 +19,6 @@ from opendit.encoders.video_vae import VideoCodec
 from opendit.inference.clip import VideoClip
 from opendit.models.configuration import DiTConfig
 from opendit.models.given_frames import give
-from opendit.models.names import parse_given
 
 
 def drawn_without(config: DiTConfig) -> list[str]:

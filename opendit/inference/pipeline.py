@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from opendit.config.values import nearest
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
@@ -44,7 +45,6 @@ from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.models.conditioning import Condition
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
-from opendit.models.names import nearest
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 

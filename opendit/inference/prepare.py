@@ -44,7 +44,7 @@ from opendit.state.pretrained import find_weights, read_config
 from opendit.training.from_flags import sequence_shape
 
 if TYPE_CHECKING:
-    from opendit.cli.sample_flags import SampleConfig
+    from opendit.config.sample import SampleConfig
 
 
 @dataclass

@@ -16,7 +16,7 @@ from opendit.kernels.varlen import VarlenAttention, resolve_varlen
 from opendit.models.layers import BlockOps, Kernel, modulate
 
 if TYPE_CHECKING:
-    from opendit.cli.shared_flags import SpeedFlags
+    from opendit.config.components import SpeedFlags
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 from opendit.common.lazy import import_when_used
 
 if TYPE_CHECKING:
+    from opendit.config.architectures import NAMES as NAMES
+    from opendit.config.architectures import VIDEO_NAMES as VIDEO_NAMES
+    from opendit.config.architectures import canonical_name as canonical_name
+    from opendit.config.architectures import is_video as is_video
+    from opendit.config.architectures import patch_size as patch_size
     from opendit.models.bytes_text import encode_bytes as encode_bytes
     from opendit.models.conditioning import Condition as Condition
     from opendit.models.conditioning import TextCondition as TextCondition
@@ -16,11 +21,6 @@ if TYPE_CHECKING:
     from opendit.models.ecdit import ECDiTConfig as ECDiTConfig
     from opendit.models.moviegen import MovieGen as MovieGen
     from opendit.models.moviegen import MovieGenConfig as MovieGenConfig
-    from opendit.models.names import NAMES as NAMES
-    from opendit.models.names import VIDEO_NAMES as VIDEO_NAMES
-    from opendit.models.names import canonical_name as canonical_name
-    from opendit.models.names import is_video as is_video
-    from opendit.models.names import patch_size as patch_size
     from opendit.models.stdit import STDiT as STDiT
     from opendit.models.stdit import STDiTConfig as STDiTConfig
     from opendit.models.vdit import VDiT as VDiT
@@ -39,7 +39,7 @@ __getattr__, __all__ = import_when_used(
         "opendit.models.dit": "DiT DiTConfig",
         "opendit.models.ecdit": "ECDiT ECDiTConfig",
         "opendit.models.moviegen": "MovieGen MovieGenConfig",
-        "opendit.models.names": "NAMES VIDEO_NAMES canonical_name is_video patch_size",
+        "opendit.config.architectures": "NAMES VIDEO_NAMES canonical_name is_video patch_size",
         "opendit.models.stdit": "STDiT STDiTConfig",
         "opendit.models.vdit": "VDiT VDiTConfig",
         "opendit.models.zoo": "build_model config_from_dict empty_model model_config plan_of",

@@ -6,12 +6,12 @@ opendit models --image_size 512 --batch_size 8 --world 8
 
 import sys
 
-from opendit.cli.command_line import refuse_idle
-from opendit.cli.console import name_of, prepare_console
-from opendit.cli.parser import CommandLine
-from opendit.cli.values import BATCH, FRAMES, SIDE, Value, one_of, whole
-from opendit.models.names import NAMES, VIDEO_NAMES, is_video
-from opendit.parallel.names import PLUGINS, PRECISIONS
+from opendit.config.architectures import NAMES, VIDEO_NAMES, is_video
+from opendit.config.console import name_of, prepare_console
+from opendit.config.flags import refuse_idle
+from opendit.config.parser import CommandLine
+from opendit.config.plugins import PLUGINS, PRECISIONS
+from opendit.config.values import BATCH, FRAMES, SIDE, Value, one_of, whole
 
 
 def table(names: list[str], image_size: int, frames: int, batch: int, world: int, precision: str) -> list[list[str]]:

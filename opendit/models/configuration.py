@@ -4,11 +4,11 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, cast
 
+from opendit.config.architectures import POSITIONS, parse_given
 from opendit.models import bytes_text
 from opendit.models.conditioning import TextConfig
 from opendit.models.given_frames import given_channels
 from opendit.models.layers import TIME_FREQUENCIES, Options
-from opendit.models.names import POSITIONS, parse_given
 from opendit.models.positions import rotary_shares
 
 # The newest meaning of a configuration. Its fields don't say everything, and what they leave out has changed:

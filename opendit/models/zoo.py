@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from opendit.common.meta import on_meta
+from opendit.config.architectures import KINDS, module_of, parse_name
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.initialization import initialize
-from opendit.models.names import KINDS, module_of, parse_name
 from opendit.models.plans.terms import Plan
 
 

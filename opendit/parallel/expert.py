@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, DiTConfig
 from opendit.models.attention import SequenceShards
 from opendit.models.ecdit import ExpertMlp, Routing
@@ -24,7 +25,6 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible
 from opendit.parallel.sequence.collectives import Group, start_gather
 from opendit.parallel.sequence.experts import OwnTokens, RoutingByRanks
-from opendit.parallel.sizes import ParallelDims
 from opendit.parallel.tensor.collectives import start_sum
 from opendit.parallel.tensor.layers import divide_experts
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opendit.config.parallel_sizes import check_cfg_parallel
 from opendit.models import Condition
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence.collectives import Group, start_gather
-from opendit.parallel.sizes import check_cfg_parallel
 
 
 @dataclass(frozen=True)

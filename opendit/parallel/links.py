@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.parallel.hardware import H200, HardwareModel, of_card
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sizes import ParallelDims
 
 TRIALS = 5
 

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from opendit.kernels.recording import end_recordings
-from opendit.parallel.rendezvous import meet, part
-from opendit.parallel.sizes import (
+from opendit.config.parallel_sizes import (
     AXES,
     ParallelDims,
     check_expert_parallel_size,
@@ -26,6 +24,8 @@ from opendit.parallel.sizes import (
     find_place,
     grid_groups,
 )
+from opendit.kernels.recording import end_recordings
+from opendit.parallel.rendezvous import meet, part
 
 # Their communication lies in the way of computation, and must not queue behind that of the gradients: they have groups
 # of their own even where those are all ranks, and on a GPU streams of high priority.
@@ -34,7 +34,7 @@ PRIORITY = ("sp", "tp", "ep")
 
 @dataclass(frozen=True)
 class Mesh:
-    """A process and the named groups it talks to (their names: :class:`opendit.parallel.sizes.ParallelDims`).
+    """A process and the named groups it talks to (their names: :class:`opendit.config.parallel_sizes.ParallelDims`).
 
     Ranks that differ in ``pp``, ``sp`` or ``tp`` alone share their samples: those of a pipeline (``pp``) have different
     blocks of the model, those of a sequence group (``sp``) different tokens, those of a tensor-parallel group (``tp``)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from opendit.parallel.sizes import Place
+from opendit.config.parallel_sizes import Place
 
 FAREWELL = 2.0  # seconds that a good-bye may take
 JOIN = 30.0  # seconds that the ranks have to connect to rank 0

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from opendit.parallel.sizes import Place
+from opendit.config.parallel_sizes import Place
 
 PATIENCE = 300.0  # seconds that processes wait for each other to start
 UNREACHABLE = 60.0  # seconds after which a machine that does not answer at all is given up

@@ -36,7 +36,7 @@ class ShardedOptimizer:
         grad_clip: bound of the norm of all gradients, 0 for none.
         loss_scale: of fp16.
         float8: what is gathered in float8 of these parameters, made anew when they change; None: nothing is.
-        offload: one of ``opendit.parallel.names.OFFLOAD``.
+        offload: one of ``opendit.config.plugins.OFFLOAD``.
         replicated: which gradients are parts of a sum over ranks that divide the layers; None: none are.
 
     Raises:

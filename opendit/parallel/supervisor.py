@@ -24,10 +24,10 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from opendit.config.parallel_sizes import Place, find_place
 from opendit.parallel.mesh import close_mesh
 from opendit.parallel.rank_watch import Ending, RankWatch
 from opendit.parallel.rendezvous import meet
-from opendit.parallel.sizes import Place, find_place
 
 FAILED, NOT_STARTED, OTHER_RANK, INTERRUPTED = 1, 2, 3, 130
 CLOSING = 8.0  # seconds for what must be put away when the run fails: a checkpoint that is being written

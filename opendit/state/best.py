@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from opendit.config.checkpoints import BEST
 from opendit.state.checkpoint import read_state, step_folder
 from opendit.state.files import point_to, step_of
-from opendit.state.names import BEST
 
 BEST_LINK = "best"
 

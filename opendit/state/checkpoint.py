@@ -31,6 +31,7 @@ from safetensors import safe_open
 
 from opendit.common.strict_files import read_file
 from opendit.common.tensor_files import open_safetensors
+from opendit.config.checkpoints import SHARDS, WHOLE
 from opendit.data.base import DataError
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS
@@ -50,7 +51,6 @@ from opendit.state.files import (
     sync_folder,
     verified_files,
 )
-from opendit.state.names import SHARDS, WHOLE
 from opendit.state.run_folders import run_folders
 from opendit.state.schema import ANY_STATE, STATE_FILE
 from opendit.state.shards import ShardFiles

@@ -11,8 +11,8 @@ from torch import Tensor
 from opendit.common.rules import MIB, mapping, optional, plain, record, string, whole
 from opendit.common.strict_files import NAME, FileKind, read_file
 from opendit.common.tensor_files import open_safetensors, shapes_in
+from opendit.config.architectures import SIZES
 from opendit.models.dit import DiTConfig
-from opendit.models.names import SIZES
 from opendit.models.weights import Weights
 from opendit.models.zoo import empty_model, model_config
 from opendit.state.header import check_shapes

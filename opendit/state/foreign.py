@@ -6,8 +6,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from opendit.config.architectures import SIZES, is_video
 from opendit.models.configuration import DiTConfig
-from opendit.models.names import SIZES, is_video
 from opendit.models.weights import Weights
 from opendit.models.zoo import model_config
 

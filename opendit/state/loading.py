@@ -3,12 +3,12 @@
 import contextlib
 import re
 
+from opendit.config.checkpoints import SHARDS
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.state.checkpoint import Checkpoint, Unloadable
 from opendit.state.ema import EMA
 from opendit.state.files import not_finite
-from opendit.state.names import SHARDS
 from opendit.state.tensor_set import TensorSet
 
 OPTIMIZER_FILE = r"optimizer_[0-9]{3,}\.safetensors"

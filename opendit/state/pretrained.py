@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from opendit.common.background import Background
+from opendit.config.architectures import canonical_name
+from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
 from opendit.models.adapt import adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.lora import check_lora, merge_lora
-from opendit.models.names import canonical_name
 from opendit.models.weights import Weights
 from opendit.models.zoo import empty_model
 from opendit.parallel.control_group import ControlGroup
@@ -26,7 +27,6 @@ from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before,
 from opendit.state.first_weights import FirstWeights, read_shard
 from opendit.state.foreign import infer_config
 from opendit.state.header import check_shapes, check_size, compare
-from opendit.state.names import PARTS, SHARDS, WHOLE
 from opendit.state.pickled import read_pickled
 from opendit.state.schema import checked_metadata
 from opendit.state.tensor_set import TensorSet, files_of, is_set, open_set

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.tensor_files import DTYPES, write_file, write_tensors
+from opendit.config.checkpoints import SHARDS
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.layout import Layout, Shard
 from opendit.state.copying import MODEL_SET, Files, HostBuffer, average_sets, buffers_of, state_tensors
 from opendit.state.ema import EMA
 from opendit.state.index import ShardedTensor, ShardIndex, index_text, shard_file, shard_metadata
-from opendit.state.names import SHARDS
 
 
 def written_part(layout: Layout, name: str) -> Shard:

@@ -15,11 +15,11 @@ from torch import Tensor
 from opendit.common.rules import mapping, optional, plain, record, string
 from opendit.common.strict_files import FILE, FileKind, read_file
 from opendit.common.tensor_files import DTYPES, FLOATS, Kinds, open_safetensors, shapes_in
+from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
 from opendit.parallel.layout import Shard
 from opendit.parallel.runs import Runs, copy_overlap, runs_of
 from opendit.state.files import file_id, root_of
 from opendit.state.index import INDEX_FILE, SHARD_OF, ShardIndex, index_from
-from opendit.state.names import PARTS, SHARDS, WHOLE
 
 PARTS_FILE = FileKind(
     record({"weight_map": mapping(string(1024), FILE, 1 << 20)}, {"metadata": optional(record({}, others=plain(4)))}),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opendit.common.replace import replacing
 from opendit.common.tensor_files import DTYPES, Kinds, nbytes, write_tensors
-from opendit.state.names import PARTS, WHOLE
+from opendit.config.checkpoints import PARTS, WHOLE
 from opendit.state.tensor_set import TensorSet
 
 

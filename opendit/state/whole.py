@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.tensor_files import write_tensors
+from opendit.config.checkpoints import WHOLE
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.state.copying import MODEL_SET, Files, HostBuffer, average_sets, buffers_of, state_tensors
 from opendit.state.ema import EMA
-from opendit.state.names import WHOLE
 
 OPTIMIZER = "optimizer"
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.train import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from typing import Any, cast
 import torch
 
 import opendit
-from opendit.cli.command_line import flags_of
-from opendit.cli.train_flags import OBJECTIVE_FLAGS, TrainConfig
 from opendit.common.hashing import hash_parts
+from opendit.config.flags import flags_of
+from opendit.config.objectives import DESCRIPTIONS
+from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.contents import hash_files
 from opendit.diffusion import objective_from_dict
-from opendit.diffusion.names import DESCRIPTIONS
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae_folder import vae_folder
 from opendit.state.tensor_set import files_of

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from opendit.cli.components import Components
-from opendit.cli.shared_flags import ParallelFlags
-from opendit.cli.train_components import BatchFlags, CaptionFlags, DataFlags
 from opendit.common.errors import DataError
+from opendit.config.architectures import parse_given, patch_size
+from opendit.config.components import BatchFlags, CaptionFlags, DataFlags, ParallelFlags
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
 from opendit.data.held_out import SEED, hold_out
 from opendit.data.sources.base import NoSplit
@@ -19,7 +19,6 @@ from opendit.encoders.video_vae import latent_frames, video_geometry
 from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
 from opendit.models.lora import lora_parameters
-from opendit.models.names import parse_given, patch_size
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.mesh import Mesh

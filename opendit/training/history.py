@@ -7,9 +7,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from opendit.cli.command_line import overridden, to_dict
 from opendit.common.replace import replacing
 from opendit.common.strict_files import read_file
+from opendit.config.flags import overridden, to_dict
 from opendit.state.files import sync_folder
 from opendit.state.schema import RUN_CONFIG
 from opendit.training.specification import RunSpecification

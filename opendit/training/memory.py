@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from opendit.config.parallel_sizes import divide_grid
 from opendit.models import DiTConfig, plan_of
 from opendit.models.plans.terms import Execution
 from opendit.parallel.expert import expert_parameters
-from opendit.parallel.sizes import divide_grid
 from opendit.parallel.tensor.layers import held_parameters
 from opendit.training.memory_stages import stage_setups
 

@@ -8,12 +8,11 @@ from typing import Any, cast
 
 import torch
 
-from opendit.cli.checks import check_writable
 from opendit.cli.components import Components
-from opendit.cli.run_flags import SaveFlags
-from opendit.cli.shared_flags import SpeedFlags
-from opendit.cli.train_components import CaptionFlags, DataFlags, StartFlags
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.checks import check_writable
+from opendit.config.components import CaptionFlags, DataFlags, SaveFlags, SpeedFlags, StartFlags
+from opendit.config.plugins import OWN_ATTENTION, PLUGINS
+from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.data.order.packs import PackSchedule
@@ -34,7 +33,6 @@ from opendit.parallel.colossal import check_installed
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.names import OWN_ATTENTION, PLUGINS
 from opendit.parallel.pipeline.stages import mesh_stages
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.state.checkpoint import Checkpoint, find_checkpoint

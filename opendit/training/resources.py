@@ -7,11 +7,11 @@ from functools import partial
 from typing import cast
 
 from opendit.common.records import WriteFailures
+from opendit.config.plugins import PLUGINS
 from opendit.data import BatchIterator, build_loader
 from opendit.data.progress import Progress
 from opendit.parallel.engines import Engine
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.names import PLUGINS
 from opendit.parallel.supervisor import Supervisor
 from opendit.state.best import BestCheckpoint
 from opendit.state.ema import EMA

@@ -4,7 +4,6 @@ Nothing leaves the machine unless the user's environment says so, as these libra
 MLFLOW_TRACKING_URI=https://.... Without, both write files that can be looked at, or sent, later.
 """
 
-import importlib.util
 import io
 import os
 import time
@@ -119,13 +118,6 @@ class MlflowLogger(RunLogger):
 
 
 LOGGERS: dict[str, type[RunLogger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger}
-
-
-def check_loggers(names: list[str]) -> None:
-    """Raises ValueError if a library of these is not installed."""
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"--log_to {name}: needs the package {name}; pip install {name}")
 
 
 def _image(png: bytes):

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from opendit.cli.command_line import to_dict
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import to_dict
+from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset
 from opendit.data.base import BadSample
 from opendit.diffusion import Objective

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from opendit.cli.dry_run import describe_recipe
-from opendit.cli.train_components import BatchFlags
 from opendit.common.records import RecordFile, WriteFailures
+from opendit.config.components import BatchFlags
 from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
 from opendit.parallel.engines import Engine
@@ -17,6 +16,7 @@ from opendit.state.checkpoint import newest_run
 from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
 from opendit.training import monitor as monitoring
+from opendit.training.dry_run import describe_recipe
 from opendit.training.history import write_config
 from opendit.training.memory import USABLE, advice, card_memory, describe
 from opendit.training.monitor import Monitor

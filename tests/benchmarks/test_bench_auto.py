@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks import bench_auto
 from benchmarks.bench_auto import KNOWN, PAIRS, add_stacks, key_of, main, measured, predicted, products, typed
-from opendit.cli.command_line import parse
-from opendit.cli.train_flags import TrainConfig
-from opendit.models.names import KINDS
+from opendit.config.architectures import KINDS
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 from opendit.parallel.hardware import H200
 
 # What docs/parallelism.md says is off by more than the 12 % and 5 % that are aimed at: (time, memory), predicted /

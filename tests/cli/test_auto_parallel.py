@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from opendit.cli import auto_parallel
-from opendit.cli.auto_parallel import Circumstances, choose, choose_on_ranks, data_of
-from opendit.cli.command_line import parse
 from opendit.cli.components import Components
-from opendit.cli.dry_run import budget
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.parallel_sizes import ParallelDims
+from opendit.config.train import TrainConfig
 from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.hardware import GIB, H200
-from opendit.parallel.sizes import ParallelDims
+from opendit.training import auto_parallel
+from opendit.training.auto_parallel import Circumstances, choose, choose_on_ranks, data_of
+from opendit.training.dry_run import budget
 from opendit.training.from_flags import memory_setup, plan_model, sequence_shape
 from opendit.training.memory import estimate, settle_sharding
 from tests.ranks import run_ranks, several_programs

@@ -8,7 +8,7 @@ import pytest
 
 from opendit import __version__
 from opendit.cli import command, programs
-from opendit.cli.console import name_of
+from opendit.config.console import name_of
 from tests.cli.test_light import ROOT
 
 

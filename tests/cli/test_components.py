@@ -4,11 +4,10 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 
-from opendit.cli.command_line import flags_of, parse, to_dict
 from opendit.cli.components import Components
-from opendit.cli.shared_flags import ParallelFlags
-from opendit.cli.train_components import CaptionFlags
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.components import CaptionFlags, ParallelFlags
+from opendit.config.flags import flags_of, parse, to_dict
+from opendit.config.train import TrainConfig
 
 ARGV = "--model DiT-Ti/2 --lr 0.5 --fp8 --text_encoder clip --sequence_parallel_size 4 --outputs there".split()
 

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PRINTS = """
 import sys
-from opendit.cli.console import prepare_console
+from opendit.config.console import prepare_console
 prepare_console()
 print("caf\\xe9 \\u6f22 \\udce9 \\U0001f469 end")
 print("caf\\xe9 \\udce9 error", file=sys.stderr)

@@ -19,11 +19,11 @@ import opendit.models.__main__ as listing
 import preprocess
 import sample
 import train
-from opendit.cli import preprocess_flags
-from opendit.cli.command_line import flags_of, value_of
-from opendit.cli.evaluate_flags import EvaluateConfig
-from opendit.cli.sample_flags import SampleConfig
-from opendit.cli.train_flags import TrainConfig
+from opendit.config import preprocess as preprocess_flags
+from opendit.config.evaluate import EvaluateConfig
+from opendit.config.flags import flags_of, value_of
+from opendit.config.sample import SampleConfig
+from opendit.config.train import TrainConfig
 from opendit.models import TextConfig, build_model, model_config
 from opendit.state.pretrained import METADATA_KEY
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.cli.command_line import flags_of, groups_of, parse, to_dict
-from opendit.cli.sample_flags import SampleConfig
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import flags_of, groups_of, parse, to_dict
+from opendit.config.sample import SampleConfig
+from opendit.config.train import TrainConfig
 
 DOCUMENTED_TRAIN = """
     model plugin mixed_precision grad_checkpoint enable_modulate_kernel enable_layernorm_kernel enable_flashattn

@@ -10,11 +10,11 @@ import pytest
 
 from opendit.cli import completion, help_page
 from opendit.cli.command import COMMANDS
-from opendit.cli.command_line import Flags, flag, flags_of, headings_of, parse
 from opendit.cli.completion import CONFIGS, parser_of
-from opendit.cli.parser import CommandLine
-from opendit.cli.train_flags import TrainConfig
-from opendit.cli.values import Value
+from opendit.config.flags import Flags, flag, flags_of, headings_of, parse
+from opendit.config.parser import CommandLine
+from opendit.config.train import TrainConfig
+from opendit.config.values import Value
 from opendit.evaluation import __main__ as evaluation
 
 PARSERS = {name: parser_of(name) for name in COMMANDS}

@@ -6,10 +6,10 @@ import pytest
 from safetensors.torch import save_file
 
 import sample
-from opendit.cli.command_line import overridden, parse, read_flags
-from opendit.cli.recipes import RECIPES
-from opendit.cli.sample_flags import SampleConfig
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import overridden, parse, read_flags
+from opendit.config.recipes import RECIPES
+from opendit.config.sample import SampleConfig
+from opendit.config.train import TrainConfig
 from opendit.models import TextConfig, build_model, model_config
 from opendit.state.pretrained import METADATA_KEY
 

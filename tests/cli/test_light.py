@@ -43,12 +43,12 @@ def test_the_probe_sees_what_is_imported():
 
 
 def test_the_light_tables_are_what_the_heavy_modules_have():
-    from opendit.data.names import FALLBACK, SOURCES, named_sources
+    from opendit.config.architectures import KINDS, module_of
+    from opendit.config.data_sources import FALLBACK, SOURCES, named_sources
     from opendit.diffusion import OBJECTIVES, PREDICTIONS, SAMPLERS, names
     from opendit.diffusion.objectives import ddpm, flow
     from opendit.kernels import attention
     from opendit.kernels import names as kernels
-    from opendit.models.names import KINDS, module_of
     from opendit.models.plans.dit import BACKWARD
     from opendit.models.zoo import CLASSES
     from opendit.parallel import engines

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 import train
-from opendit.cli.command_line import overridden, parse
-from opendit.cli.recipes import RECIPES
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import overridden, parse
+from opendit.config.recipes import RECIPES
+from opendit.config.train import TrainConfig
 from opendit.data.base import SampleKey
 from opendit.data.mock import MockDataset
 from opendit.models import build_model, config_from_dict, model_config

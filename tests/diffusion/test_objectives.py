@@ -10,9 +10,9 @@ from safetensors import safe_open
 
 import sample
 import train
-from opendit.cli.command_line import parse
-from opendit.cli.sample_flags import SampleConfig
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.sample import SampleConfig
+from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion import (
     ALL_SAMPLERS,

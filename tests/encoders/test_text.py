@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from opendit.cli.command_line import parse
 from opendit.cli.components import Components
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 from opendit.encoders import folder as folder_module
 from opendit.encoders.text import BYTES, HUB, TextTokens, load_text_encoder, text_geometry
 from opendit.training.from_flags import open_data, plan_model

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import opendit
-from opendit.cli.evaluate_flags import EvaluateConfig
+from opendit.config.evaluate import EvaluateConfig
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.evaluation.dry_run import NoNetwork, dry_run
 from opendit.evaluation.extract import Extractor, Features
 from opendit.evaluation.media import MediaOptions
 from opendit.evaluation.program import measure
 from opendit.evaluation.samples import Samples
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sizes import ParallelDims
 from tests.evaluation.small import pictures
 from tests.inference.small import write
 from tests.ranks import run_ranks

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import opendit
-from opendit.cli.command_line import parse
-from opendit.cli.evaluate_flags import EvaluateConfig
+from opendit.config.evaluate import EvaluateConfig
+from opendit.config.flags import parse
 from opendit.evaluation.results import read_results
 from tests.inference.small import write
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, STDiTConfig, build_model
 from opendit.parallel.engines import build_engine

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels.recording import record
 from opendit.models import DiTConfig, TextConfig
 from tests.ranks import run_ranks

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, build_model
 from opendit.parallel.apply import Sharding, apply_parallel
@@ -21,7 +22,6 @@ from opendit.parallel.expert import expert_group
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.sizes import ParallelDims
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
 from tests.parallel.tensor.models import MODELS

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels import fp8
 from opendit.kernels.common import interpreting
 from opendit.kernels.fp8_linear import float8_available

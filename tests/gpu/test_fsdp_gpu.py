@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.diffusion.random import Stream, integers, normal
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
+from opendit.config.plugins import OFFLOAD
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.select import select_kernels
@@ -18,7 +19,6 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.host_memory import HostMemory
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.names import OFFLOAD
 from opendit.state.checkpoint import find_checkpoint
 from opendit.state.ema import EMA
 from opendit.state.loading import load_checkpoint

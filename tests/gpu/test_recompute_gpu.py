@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
 from opendit.inference import sampling_loop

@@ -4,7 +4,7 @@ kernel by kernel."""
 import pytest
 import torch
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.diffusion import DDPMObjective
 from opendit.inference.engine import SamplingEngine
 from opendit.kernels.select import select_kernels

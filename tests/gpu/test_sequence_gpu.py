@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig

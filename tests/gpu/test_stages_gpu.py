@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, build_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.pipeline.stages import mesh_stages
-from opendit.parallel.sizes import ParallelDims
 from opendit.parallel.tensor import tensor_group
 from opendit.training.runners import MicroBatch, build_runner
 from tests.models.test_dit import randomised

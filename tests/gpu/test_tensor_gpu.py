@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, build_model
 from opendit.parallel.apply import apply_parallel

@@ -275,9 +275,9 @@ def test_the_server_draws_without_given_frames(weights):
 
 
 def test_a_job_that_did_not_end_is_told_from_one_with_other_frames(weights, frames, tmp_path, no_ranks):
-    from opendit.cli.command_line import parse
-    from opendit.cli.sample_flags import SampleConfig
     from opendit.common.stages import Stages
+    from opendit.config.flags import parse
+    from opendit.config.sample import SampleConfig
     from opendit.inference.job import settings_of
     from opendit.inference.prepare import prepare
     from opendit.parallel.mesh import init_mesh

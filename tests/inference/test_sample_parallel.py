@@ -16,8 +16,8 @@ from torch import Tensor
 
 import opendit.inference.run as inference
 import sample
-from opendit.cli.command_line import parse
-from opendit.cli.sample_flags import SampleConfig
+from opendit.config.flags import parse
+from opendit.config.sample import SampleConfig
 from opendit.diffusion import DDPMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
 from opendit.inference.engine import SamplingEngine

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels import attention
 from opendit.kernels.attention import LocalAttention, resolve_attention
 from opendit.kernels.select import select_kernels

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels import attention
 from opendit.kernels.capability import FEATURES, missing, pretended
 from opendit.kernels.common import TRITON, kernels_available

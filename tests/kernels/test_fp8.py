@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels import fp8, fp8_inference
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8, bias_gelu_reference
 from opendit.kernels.fp8 import E4M3, E5M2

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, build_model
 from opendit.models.conditioning import TextCondition

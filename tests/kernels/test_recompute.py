@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels import recompute
 from opendit.kernels.recompute import recompute_in, recomputing
 from opendit.kernels.select import select_kernels

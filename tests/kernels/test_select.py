@@ -2,7 +2,7 @@
 
 import torch
 
-from opendit.cli.shared_flags import SpeedFlags
+from opendit.config.components import SpeedFlags
 from opendit.kernels.attention import LocalAttention
 from opendit.kernels.select import select_kernels
 from opendit.models.layers import BlockOps

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.plain_dit import Block, PlainVDiT, modulate
+from opendit.config.architectures import SIZES
 from opendit.models import (
     DiTConfig,
     TextCondition,
@@ -25,7 +26,6 @@ from opendit.models import (
     model_config,
     patch_size,
 )
-from opendit.models.names import SIZES
 from opendit.state.foreign import infer_config
 from tests.models.test_dit import randomised
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, STDiTConfig, empty_model
 from opendit.parallel.apply import Sharding, apply_parallel
@@ -17,7 +18,6 @@ from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.sequence.direct_axial import DirectExchange
 from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
-from opendit.parallel.sizes import ParallelDims
 from opendit.parallel.tensor import tensor_group
 from tests.models.test_zoo import inputs, model_of
 from tests.numbers import off_by

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from opendit.config.parallel_sizes import ParallelDims, check_expert_parallel_size
 from opendit.models import model_config
 from opendit.models.ecdit import ECDiTConfig
 from opendit.parallel.expert import check_expert_parallel, divide_among, expert_group, expert_parameters
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.sizes import ParallelDims, check_expert_parallel_size
 from opendit.parallel.tensor import divided_parameters
 from opendit.training.memory import Setup, estimate
 from tests.models.test_zoo import inputs

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import build_model
 from opendit.models.initialization import Normal, draw, initialize
 from opendit.parallel import initial
 from opendit.parallel.initial import InitialValues, initial_values
 from opendit.parallel.layout import Cut, Layout, dim_cut, flat_cut
-from opendit.parallel.sizes import ParallelDims
 from tests.models.test_zoo import CONFIGS
 from tests.parallel import test_layout
 from tests.parallel.test_layout import mesh_of

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.parallel.layout import Cut, Layout, block_cut, dim_cut, flat_cut
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.sizes import ParallelDims
 from tests.ranks import run_ranks
 
 HEADS, HEAD = 4, 3  # of the packed qkv below

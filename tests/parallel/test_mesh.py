@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from opendit.config.parallel_sizes import AXES, VIEWS, ParallelDims
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.sizes import AXES, VIEWS, ParallelDims
 from tests.ranks import run_ranks
 
 NAMES = (*AXES, *VIEWS, "ep", "ep_shard")

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 import train
-from opendit.cli.command_line import parse
-from opendit.cli.shared_flags import ParallelFlags
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.components import ParallelFlags
+from opendit.config.flags import parse
+from opendit.config.parallel_sizes import check_sequence_parallel
+from opendit.config.train import TrainConfig
 from opendit.models import DiT, model_config
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.sequence.choose import Shape, make_plan
@@ -24,7 +25,6 @@ from opendit.parallel.sequence.partial_attention import (
     reference_forward,
 )
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
-from opendit.parallel.sizes import check_sequence_parallel
 from opendit.training.from_flags import sequence_shape
 
 

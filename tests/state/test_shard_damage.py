@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from opendit.common.strict_files import checked
 from opendit.common.tensor_files import open_safetensors, write_tensors
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.parallel.layout import Shard
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.sizes import ParallelDims
 from opendit.state.checkpoint import find_checkpoint
 from opendit.state.files import damage, read_manifest, write_manifest
 from opendit.state.index import INDEX_FILE, ShardedTensor, ShardIndex, index_from, index_text

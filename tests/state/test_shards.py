@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import build_model, model_config
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.sizes import ParallelDims
 from opendit.state.checkpoint import find_checkpoint
 from opendit.state.ema import EMA
 from opendit.state.files import damage

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import train
-from opendit.cli.command_line import flags_of, parse
-from opendit.cli.train_flags import OBJECTIVE_FLAGS, TrainConfig
 from opendit.common.hashing import hash_parts
+from opendit.config.flags import flags_of, parse
+from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.resolve import build_dataset
 from opendit.parallel.mesh import Mesh
 from opendit.training import fingerprint as module

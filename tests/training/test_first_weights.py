@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiTConfig, TextConfig, build_model, model_config
 from opendit.models.attention import local_attention
 from opendit.models.initialization import initialize
@@ -22,7 +23,6 @@ from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import Engine
 from opendit.parallel.layout import Layout, dim_cut
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sizes import ParallelDims
 from opendit.state.index import ShardedTensor, ShardIndex, index_text, shard_file
 from opendit.state.pretrained import METADATA_KEY, read_newest
 from opendit.training.engine import build_model_and_engine

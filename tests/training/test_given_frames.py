@@ -9,8 +9,8 @@ from PIL import Image
 
 import sample
 import train
-from opendit.cli.command_line import parse
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.data.video_file import write_mp4
 from opendit.diffusion import FlowObjective

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import train
-from opendit.cli.command_line import parse
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model, model_config
 from opendit.models.lora import Lora, add_lora, lora_parameters

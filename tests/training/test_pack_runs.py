@@ -139,8 +139,8 @@ def test_what_is_refused(pictures, tmp_path, no_ranks, capsys, flags, message):
     ],
 )
 def test_what_two_ranks_can_not(flags, message):
-    from opendit.cli.command_line import parse
-    from opendit.cli.train_flags import TrainConfig
+    from opendit.config.flags import parse
+    from opendit.config.train import TrainConfig
 
     found = parse(TrainConfig, [*FLAGS, "--data_path", "digits", "--sequence_parallel_size", "2", *flags])
     with pytest.raises(ValueError, match=message):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import model_config
 from opendit.parallel.hardware import H200
 from opendit.parallel.sequence.choose import Shape, make_plan
-from opendit.parallel.sizes import ParallelDims
 from opendit.training.memory import Setup
 from opendit.training.step_cost import Span, Traffic, beside, gather, received_by_attention, span, step_cost
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from opendit.cli.command_line import parse
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion import DDPM, training_loss
 from opendit.diffusion.random import Stream, integers, normal, uniform

@@ -9,8 +9,8 @@ from safetensors import safe_open
 
 import sample
 import train
-from opendit.cli.command_line import parse
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.flags import parse
+from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion.random import Stream, normal, uniform
 from opendit.models import build_model, model_config

@@ -5,9 +5,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
+from opendit.config.data_sources import is_address
 from opendit.data.energon.prepared import COOKER, is_prepared
 from opendit.data.files import printable
-from opendit.data.names import is_address
 from opendit.data.yaml_file import read_yaml
 
 ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # what the shares of leaves are

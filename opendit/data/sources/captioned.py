@@ -3,9 +3,6 @@
 from opendit.data.captioned import CaptionedDataset
 from opendit.data.sources.base import Request
 
-NAME = None
-TAKES = "a CSV of captioned media"
-
 
 def open_source(asked: Request) -> CaptionedDataset | None:
     if asked.located.is_dir() or asked.located.suffix.lower() != ".csv":

@@ -3,9 +3,6 @@
 from opendit.data.digits import DigitsDataset
 from opendit.data.sources.base import Request
 
-NAME = "digits"
-TAKES = "digits"
-
 
 def open_source(asked: Request) -> DigitsDataset:
     if asked.use_video:

@@ -28,9 +28,6 @@ from opendit.data.shards.kept import KeptRows
 from opendit.data.sources.base import NoSplit, Request
 from opendit.data.yaml_file import read_yaml
 
-NAME = None
-TAKES = "an Energon folder or metadataset"
-
 _SPLITS = {"train": ("train",), "test": ("val", "test")}  # Energon's names
 
 

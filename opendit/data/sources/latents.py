@@ -8,9 +8,6 @@ from opendit.data.shards.latents import TarLatents, open_tars
 from opendit.data.sources.base import Request
 from opendit.data.text_cache import read_empty_caption
 
-NAME = None
-TAKES = "a folder of cached latents"
-
 
 def open_source(asked: Request) -> LatentDataset | TarLatents | None:
     if not asked.located.is_dir():

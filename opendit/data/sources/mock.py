@@ -3,9 +3,6 @@
 from opendit.data.mock import MockDataset
 from opendit.data.sources.base import Request
 
-NAME = "mock"
-TAKES = "mock: random latents"
-
 
 def open_source(asked: Request) -> MockDataset:
     return MockDataset(

@@ -4,9 +4,6 @@ from opendit.data.files import printable
 from opendit.data.images import FolderDataset
 from opendit.data.sources.base import Request
 
-NAME = None
-TAKES = "a folder of pictures"
-
 
 def open_source(asked: Request) -> FolderDataset | None:
     if not asked.located.is_dir():

@@ -5,15 +5,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from opendit.config.data_sources import is_address, named_sources
 from opendit.data.blend import BlendedDataset
 from opendit.data.energon.prepared import is_prepared
 from opendit.data.mock import MockDataset
-from opendit.data.names import is_address, named_sources
 from opendit.data.sources.base import Request
 from opendit.data.yaml_file import read_yaml
 
-NAME = None
-TAKES = "a YAML file of several sources"
 EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
 
 

@@ -19,9 +19,6 @@ from opendit.data.shards.store import size_problem
 from opendit.data.sources.base import Request
 from opendit.data.text_cache import EMPTY, load_empty_caption
 
-NAME = None
-TAKES = "a folder of indexed tars"
-
 
 def open_source(asked: Request) -> ShardDataset | None:
     if asked.path is None:

@@ -3,9 +3,6 @@
 from opendit.data.sources.base import Request
 from opendit.data.torchvision_sets import ArrayDataset, find_known
 
-NAME = None
-TAKES = "a torchvision data set's folder"
-
 
 def open_source(asked: Request) -> ArrayDataset | None:
     known = find_known(asked.located) if asked.located.is_dir() and not asked.use_video else None

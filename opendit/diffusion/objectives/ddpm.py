@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from opendit.config.objectives import DESCRIPTIONS
 from opendit.diffusion import ddpm
 from opendit.diffusion.ddpm import DDPM, PREDICTIONS
 from opendit.diffusion.ddpm_trajectory import DDPMTrajectory, eps_model
@@ -15,29 +16,7 @@ from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, integers
 from opendit.diffusion.trajectory import Model, Trajectory
 
-PREDICTS = "noise and variance (the DiT paper)"
-SAMPLER = "ddpm"
-SETTINGS = {
-    "prediction": {
-        "flag": "prediction",
-        "default": "eps",
-        "help": "of ddpm: the noise, or v, the velocity",
-        "bounds": {"choices": ("eps", "v")},
-    },
-    "min_snr": {
-        "flag": "min_snr",
-        "default": None,
-        "type": "float",
-        "help": "of ddpm: gamma of min-SNR loss weights, usually 5",
-        "bounds": {"at_least": 0.001, "at_most": 1e6, "unit": "gamma"},
-    },
-    "shift": {
-        "flag": "ddpm_shift",
-        "default": 1.0,
-        "help": "of ddpm's noise at every timestep, as --flow_shift",
-        "bounds": {"at_least": 0.01, "at_most": 100, "unit": "factor"},
-    },
-}
+SETTINGS = DESCRIPTIONS["ddpm"].settings
 
 
 @functools.cache
@@ -56,9 +35,9 @@ class DDPMObjective(Objective):
     preview_sampler: ClassVar[str] = "ddim"
     learn_sigma: ClassVar[bool] = True
 
-    prediction: str = SETTINGS["prediction"]["default"]
-    min_snr: float | None = SETTINGS["min_snr"]["default"]
-    shift: float = SETTINGS["shift"]["default"]
+    prediction: str = SETTINGS["prediction"].default
+    min_snr: float | None = SETTINGS["min_snr"].default
+    shift: float = SETTINGS["shift"].default
 
     def __post_init__(self) -> None:
         one_of("--prediction", self.prediction, PREDICTIONS)

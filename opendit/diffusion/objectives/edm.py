@@ -14,33 +14,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from opendit.config.objectives import DESCRIPTIONS
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.objectives.base import Objective, above_0
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
 
-PREDICTS = "a preconditioned denoiser"
-SAMPLER = "heun"
-SETTINGS = {
-    "mean": {
-        "flag": "edm_mean",
-        "default": -1.2,
-        "help": "of the log of edm's noise levels in training (P_mean)",
-        "bounds": {"at_least": -10, "at_most": 10, "unit": "number"},
-    },
-    "std": {
-        "flag": "edm_std",
-        "default": 1.2,
-        "help": "their standard deviation (P_std)",
-        "bounds": {"at_least": 0.001, "at_most": 5, "unit": "number"},
-    },
-    "sigma_data": {
-        "flag": "edm_sigma_data",
-        "default": 0.5,
-        "help": "of edm: the standard deviation of what the model learns",
-        "bounds": {"at_least": 0.001, "at_most": 1000, "unit": "number"},
-    },
-}
+SETTINGS = DESCRIPTIONS["edm"].settings
 
 NOISE_SCALE = 250.0  # the network's timestep for each unit of ln(sigma)
 SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0  # of sampling, [K] table 1
@@ -134,9 +114,9 @@ class EDMObjective(Objective):
     preview_sampler: ClassVar[str] = "heun"
     learn_sigma: ClassVar[bool] = False
 
-    mean: float = SETTINGS["mean"]["default"]
-    std: float = SETTINGS["std"]["default"]
-    sigma_data: float = SETTINGS["sigma_data"]["default"]
+    mean: float = SETTINGS["mean"].default
+    std: float = SETTINGS["std"].default
+    sigma_data: float = SETTINGS["sigma_data"].default
 
     def __post_init__(self) -> None:
         above_0("--edm_std", self.std)

@@ -18,35 +18,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from opendit.config.objectives import DESCRIPTIONS
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.objectives.base import Objective, above_0, one_of
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
 
-PREDICTS = "velocity"
-SAMPLER = "euler"
-SETTINGS = {
-    "shift": {
-        "flag": "flow_shift",
-        "default": 1.0,
-        "help": "of flow's times, above 1 to more noise: large pictures, clips",
-        "bounds": {"at_least": 0.01, "at_most": 100, "unit": "factor"},
-    },
-    "times_are": {
-        "flag": "flow_times",
-        "default": "uniform",
-        "help": "of flow's training samples",
-        "bounds": {"choices": ("uniform", "logit_normal", "mode")},
-    },
-    "shift_tokens": {
-        "flag": "flow_shift_tokens",
-        "default": None,
-        "type": "int",
-        "help": "samples of so many tokens have --flow_shift, others by the root of theirs",
-        "bounds": {"at_least": 1, "at_most": 1_000_000_000, "unit": "tokens"},
-    },
-}
+SETTINGS = DESCRIPTIONS["flow"].settings
 
 TIME_SCALE = 1000.0  # the network's timestep at t = 1
 
@@ -136,9 +115,9 @@ class FlowObjective(Objective):
     preview_sampler: ClassVar[str] = "euler"
     learn_sigma: ClassVar[bool] = False
 
-    shift: float = SETTINGS["shift"]["default"]
-    times_are: str = SETTINGS["times_are"]["default"]
-    shift_tokens: int | None = SETTINGS["shift_tokens"]["default"]
+    shift: float = SETTINGS["shift"].default
+    times_are: str = SETTINGS["times_are"].default
+    shift_tokens: int | None = SETTINGS["shift_tokens"].default
 
     def __post_init__(self) -> None:
         one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from opendit.cli.checks import check_vae, check_weights
-from opendit.cli.console import name_of, prepare_console
-from opendit.cli.parser import CommandLine
-from opendit.cli.values import BATCH, Value, one_of, whole
-from opendit.parallel.names import PRECISIONS
+from opendit.config.checks import check_vae, check_weights
+from opendit.config.console import name_of, prepare_console
+from opendit.config.parser import CommandLine
+from opendit.config.plugins import PRECISIONS
+from opendit.config.values import BATCH, Value, one_of, whole
 
 SHORTEST_PASSWORD = 8
 

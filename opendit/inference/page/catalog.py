@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.rules import MIB
+from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
 from opendit.inference.loading import class_names
@@ -18,7 +19,6 @@ from opendit.models.configuration import DiTConfig
 from opendit.models.weights import Weights
 from opendit.state.diffusers_folder import PIPELINE_INDEX
 from opendit.state.files import checkpoints_in, file_id, step_of
-from opendit.state.names import PARTS, SHARDS, WHOLE
 from opendit.state.pretrained import find_weights, read_info
 from opendit.state.run_folders import run_folders
 

@@ -1,19 +1,19 @@
-"""Training engines, one file for each plugin; opendit/parallel/names.py is their registry and says how one is added."""
+"""Training engines, one file for each plugin; opendit/config/plugins.py is their registry and says how one is added."""
 
 from importlib import import_module
 
 from torch import nn
 
+from opendit.config.plugins import OFFLOAD, PLUGINS, check_precision
 from opendit.parallel.apply import Sharding
 from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings, StepResult, Values
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.names import OFFLOAD, PLUGINS, check_precision
 
 __all__ = ["MOMENTS", "PRECISIONS", "Engine", "Sharding", "StepResult", "Values", "build_engine", "engine_of"]
 
 
 def engine_of(plugin: str) -> type[Engine]:
-    """The engine of a plugin of ``opendit.parallel.names.PLUGINS``, imported when it is asked for."""
+    """The engine of a plugin of ``opendit.config.plugins.PLUGINS``, imported when it is asked for."""
     return import_module(f"{__name__}.{plugin}").ENGINE
 
 
@@ -36,12 +36,12 @@ def build_engine(
 
     Args:
         module: a plain module with fp32 weights, or with ``initial`` one whose weights are not filled yet.
-        plugin: one of ``opendit.parallel.names.PLUGINS``.
+        plugin: one of ``opendit.config.plugins.PLUGINS``.
         betas: of AdamW, both at least 0 and below 1.
         grad_clip: bound of the global gradient norm; 0 means none.
         grad_accumulation: micro-batches a step (gemini and fsdp have to know).
         sharding: how fsdp divides the model; its dtype is that of ``precision``.
-        offload: what fsdp keeps in host memory, one of ``opendit.parallel.names.OFFLOAD``: ``average``: the averages;
+        offload: what fsdp keeps in host memory, one of ``opendit.config.plugins.OFFLOAD``: ``average``: the averages;
             ``state``: averages and moments.
         initial: gives the fp32 values of any shard, by the parameter's name, to begin with, of what is trained and of
             what is not; None: they are those of the module, and all ranks have a copy of those to be trained in host

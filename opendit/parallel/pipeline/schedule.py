@@ -8,7 +8,7 @@ micro-batch goes around the ranks once for every chunk.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from opendit.parallel.names import PIPELINE_SCHEDULES
+from opendit.config.plugins import PIPELINE_SCHEDULES
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from typing import ClassVar, cast
 
 from torch import Tensor
 
+from opendit.config.plugins import AXIAL, OWN_ATTENTION
 from opendit.models.attention import AnyProjection, GridAttention, SequenceShards
 from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.layers import Attend
 from opendit.parallel.hardware import H200
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.names import AXIAL, OWN_ATTENTION
 from opendit.parallel.sequence.axial import AllToAll, shared_grid
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
 from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens

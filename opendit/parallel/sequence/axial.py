@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.common.compiler import not_compiled
+from opendit.config.parallel_sizes import divide_grid
 from opendit.kernels import fp8
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_linear import Modulated, Quantized, quantized
@@ -36,7 +37,6 @@ from opendit.models.attention import AnyProjection, GridAttention, SequenceShard
 from opendit.models.layers import Attend
 from opendit.parallel.sequence.collectives import Exchange, Group, gather_tokens
 from opendit.parallel.sequence.products import in_working_dtype
-from opendit.parallel.sizes import divide_grid
 
 FRAMES, PLACES = 0, 1  # axes of the grid
 PARTS = 2  # that an exchange is cut into: attention to one of them goes beside the exchange of the next

@@ -8,8 +8,8 @@ gather and (P-1)/P^2 for the heads, Ulysses 3 and 1 times (P-1)/P^2, ring attent
 import math
 from dataclasses import dataclass, field, replace
 
+from opendit.config.plugins import AXIAL, SEQUENCE_TYPES
 from opendit.parallel.hardware import H200, HardwareModel
-from opendit.parallel.names import AXIAL, SEQUENCE_TYPES
 
 MOST_GROUPS = 6  # of heads: each costs the host some 30 calls a layer
 

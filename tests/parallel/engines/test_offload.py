@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from opendit.config.plugins import OFFLOAD
 from opendit.models.lora import Lora, add_lora
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.host_memory import HostMemory
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.names import OFFLOAD
 from opendit.state.checkpoint import find_checkpoint
 from opendit.state.ema import EMA
 from opendit.state.loading import load_checkpoint

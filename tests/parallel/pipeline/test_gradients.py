@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.diffusion.prepared import Prepared
 from opendit.models import DiT, TextCondition, build_model
 from opendit.parallel.apply import apply_parallel
@@ -15,7 +16,6 @@ from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.pipeline.stages import Absent, keep_stages, mesh_stages, on_every_stage, stages_of
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.sizes import ParallelDims
 from opendit.parallel.tensor import tensor_group
 from opendit.parallel.tensor.gradients import ReplicatedGradients
 from opendit.parallel.tensor.layers import divided_parameters

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, DiTConfig, build_model, empty_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import MOMENTS, build_engine
@@ -13,7 +14,6 @@ from opendit.parallel.expert import expert_group
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.sizes import ParallelDims
 from opendit.parallel.tensor import tensor_group
 from opendit.state.checkpoint import find_checkpoint
 from opendit.state.ema import EMA

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, build_model
 from opendit.models.attention import TokenGrid
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.sizes import ParallelDims
 from opendit.parallel.tensor import divide, divided_parameters
 from opendit.parallel.tensor.gradients import ReplicatedGradients
 from opendit.parallel.tensor.layers import held_parameters

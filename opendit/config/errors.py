@@ -3,7 +3,7 @@
 import os
 import sys
 
-from opendit.cli.values import one_line
+from opendit.config.values import one_line
 
 
 class OnThisMachine(ValueError):

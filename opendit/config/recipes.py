@@ -7,7 +7,7 @@ A training stage is a recipe of its own: it says which one it follows, and start
 import re
 from dataclasses import dataclass
 
-from opendit.models.names import nearest
+from opendit.config.values import nearest
 
 
 @dataclass(frozen=True)

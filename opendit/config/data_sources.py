@@ -1,11 +1,12 @@
-"""What ``--data_path`` can be: the files of opendit/data/sources. Needs no torch, so flags are checked by it."""
+"""The data sources by name, and the forms of ``--data_path``.
+
+To add a source, write ``opendit/data/sources/NAME.py`` with a function ``open_source``, and a row in :data:`SOURCES`.
+"""
 
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-
-from opendit.common.literals import literals_of, module_files
 
 FALLBACK = "pictures"  # what a folder is that no other source knows
 ADDRESSES = "shards"  # what addresses are
@@ -13,23 +14,27 @@ ADDRESSES = "shards"  # what addresses are
 
 @dataclass(frozen=True)
 class SourceDescription:
-    """What a source's file says of it, in constants that are literals and are read without running it.
+    """A data source as the command line knows it.
 
-    name: NAME, what ``--data_path`` says to ask for it; None of one that is recognised by the path. takes: TAKES, what
-    is to be given, in lists of all that can be.
+    name: what ``--data_path`` says to ask for it; None for a source that is recognised by the path. takes: what can be
+    given, for lists.
     """
 
     name: str | None
     takes: str
 
-    @classmethod
-    def read(cls, path: Path) -> "SourceDescription":
-        found = literals_of(path, "NAME", "TAKES")
-        return cls(found["NAME"], found["TAKES"])
 
-
-_FILES = module_files(Path(__file__).parent / "sources", "base")
-SOURCES = {name: SourceDescription.read(path) for name, path in _FILES.items()}
+SOURCES = {
+    "captioned": SourceDescription(None, "a CSV of captioned media"),
+    "digits": SourceDescription("digits", "digits"),
+    "energon": SourceDescription(None, "an Energon folder or metadataset"),
+    "latents": SourceDescription(None, "a folder of cached latents"),
+    "mock": SourceDescription("mock", "mock: random latents"),
+    "pictures": SourceDescription(None, "a folder of pictures"),
+    "several": SourceDescription(None, "a YAML file of several sources"),
+    "shards": SourceDescription(None, "a folder of indexed tars"),
+    "torchvision_sets": SourceDescription(None, "a torchvision data set's folder"),
+}
 
 
 def named_sources() -> dict[str, str]:

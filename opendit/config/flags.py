@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
-from opendit.cli.console import name_of
-from opendit.cli.parser import CommandLine
-from opendit.cli.recipes import find_recipe, listing
-from opendit.cli.values import Value, show
+from opendit.config.console import name_of
+from opendit.config.parser import CommandLine
+from opendit.config.recipes import find_recipe, listing
+from opendit.config.values import Value, show
 
 F = TypeVar("F", bound="Flags")
 P = TypeVar("P", bound="ProgramFlags")
@@ -71,7 +71,7 @@ def flag(
 
     several: it may also be given a list of values. alone: its value where it is given none. alias: another name of it.
     common: --help shows it without ``all``, with these words or the first clause of ``help``.
-    bounds: what it takes, as fields of :class:`opendit.cli.values.Value`; every number needs them, and its unit.
+    bounds: what it takes, as fields of :class:`opendit.config.values.Value`; every number needs them, and its unit.
     """
     metadata = dict(help=help, several=several, alone=alone, alias=alias, common=common, bounds=bounds)
     if isinstance(default, list):

@@ -1,27 +1,44 @@
-"""The flags of train.py by component, one frozen dataclass each: name, type, default, one-line help."""
+"""The components of a configuration: one frozen dataclass each, whose fields are flags with a type, a default, a range
+and one line of help."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, make_dataclass
 from typing import Any, ClassVar
 
-from opendit.cli.command_line import Flags, flag
-from opendit.cli.values import (
+from opendit.config.architectures import GIVEN, KINDS, POSITIONS
+from opendit.config.checkpoints import BEST, CHECKPOINT_FORMATS
+from opendit.config.data_sources import taken
+from opendit.config.flags import Flags, flag, settle_idle
+from opendit.config.kernels import ATTENTION, RECOMPUTE
+from opendit.config.metrics import METRICS
+from opendit.config.objectives import DESCRIPTIONS
+from opendit.config.parallel_sizes import check_sequence_parallel, environment_world_size
+from opendit.config.plugins import (
+    OFFLOAD,
+    OWN_ATTENTION,
+    PIPELINE_SCHEDULES,
+    PLUGINS,
+    PRECISIONS,
+    REDUCE_DTYPES,
+    RESHARD,
+    SEQUENCE_TYPES,
+    plugin_help,
+)
+from opendit.config.values import (
     ABOVE_0,
     BATCH,
     COUNT,
     FRAMES,
     FROM_0,
+    GUIDANCE,
+    SAMPLING_STEPS,
     SCALE,
+    SEED,
     SHARE,
     SIDE,
     WORKERS,
+    Setting,
 )
-from opendit.common.settings import Setting
-from opendit.data.names import taken
-from opendit.diffusion.names import DESCRIPTIONS
-from opendit.kernels.names import RECOMPUTE
-from opendit.models.names import GIVEN, KINDS, POSITIONS
-from opendit.parallel.names import OFFLOAD, PIPELINE_SCHEDULES, PLUGINS, PRECISIONS, REDUCE_DTYPES, RESHARD, plugin_help
 
 
 def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
@@ -340,3 +357,195 @@ class PluginFlags(Flags):
     gather_fp8: bool = flag(
         True, "of fsdp with --fp8: quantise weights on their shards and gather them in FP8; --no_gather_fp8: in bf16"
     )
+
+
+@dataclass(frozen=True)
+class SpeedFlags(Flags):
+    """The speed-ups that training and sampling share."""
+
+    group: ClassVar[str] = "Speed: precision, kernels and compilation"
+
+    enable_modulate_kernel: bool = flag(
+        False,
+        "fused Triton kernels for adaLN's modulation and gated residuals",
+        common="fused modulation, gated residuals",
+    )
+    enable_layernorm_kernel: bool = flag(
+        False, "fused LayerNorm; with --enable_modulate_kernel one kernel does both", common="fused LayerNorm"
+    )
+    enable_flashattn: bool = flag(
+        False,
+        "never materialise the N x N attention matrix; the fastest kernel for the card",
+        common="the fastest attention kernel",
+    )
+    fp8: bool = flag(
+        False,
+        "block linears in FP8, with all fused kernels (Hopper and newer)",
+        common="blocks in FP8 (Hopper and newer)",
+    )
+    attention: str = flag("auto", "force an attention kernel; flash_attn: the package, if installed", choices=ATTENTION)
+
+
+@dataclass(frozen=True)
+class ParallelFlags(Flags):
+    """How processes share a sample, in training and sampling. Of a configuration that has :class:`SpeedFlags` too."""
+
+    group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
+
+    sequence_parallel_size: int = flag(
+        1, "processes that share one sample's sequence", at_least=1, at_most=4096, unit="processes"
+    )
+    sequence_parallel_type: str = flag(
+        "auto", "how they do; auto: what suits ranks, tokens and heads", choices=SEQUENCE_TYPES
+    )
+
+    def world_size(self) -> int:
+        """The processes that there are."""
+        return environment_world_size()
+
+    def check_parallel(self, world_size: int) -> None:
+        """Raises ValueError for sizes and combinations that can't work."""
+        check_sequence_parallel(self.sequence_parallel_size, world_size)
+        if self.sequence_parallel_size == 1:
+            idle = ("sequence_parallel_type", "keep_gathered")
+            settle_idle(self, dict.fromkeys(idle, "does nothing without --sequence_parallel_size above 1"))
+        assert isinstance(self, SpeedFlags)
+        if self.attention != "auto" and self.sequence_parallel_type in OWN_ATTENTION:
+            raise ValueError(
+                f"--attention {self.attention}: --sequence_parallel_type {self.sequence_parallel_type} has a kernel of "
+                "its own; leave one of them out"
+            )
+
+    def sequence_types(self, types: tuple[str, ...], attention: str, lora: bool = False) -> tuple[str, ...]:
+        """Of the strategies that a model allows those that these flags, --attention and --lora do."""
+        refused = (*(OWN_ATTENTION if attention != "auto" else ()), *(("fastseq",) if lora else ()))
+        return tuple(kind for kind in types if kind not in refused)
+
+
+@dataclass(frozen=True)
+class GridFlags(Flags):
+    """The pictures that a run draws of itself."""
+
+    group: ClassVar[str] = "Sample grids: what a run draws of itself"
+
+    sample_every: int | None = flag(
+        None, "steps between sample grids (default: as --ckpt_every); 0: none", unit="steps", **FROM_0
+    )
+    sample_steps: int = flag(50, "sampling steps of those grids", **SAMPLING_STEPS)
+    sample_cfg_scale: float = flag(4.0, "guidance of those grids", **GUIDANCE)
+
+
+@dataclass(frozen=True)
+class SaveFlags(Flags):
+    """What a run saves and goes on from."""
+
+    group: ClassVar[str] = "Checkpoints: what a run saves and goes on from"
+
+    outputs: str = flag("./outputs", "folder of the run folders", common=True, unit="folder")
+    load: str | None = flag(
+        None,
+        "resume: latest, a run folder or a checkpoint folder",
+        common="resume: latest, a run or a checkpoint",
+        unit="folder",
+    )
+    save: bool = flag(True, "write checkpoints; --no_save: none, to time steps")
+    ckpt_every: int = flag(
+        1000, "steps between checkpoints; 0: only the one at the end", common=True, unit="steps", **FROM_0
+    )
+    ckpt_keep: int = flag(0, "checkpoints to keep, older ones are deleted; 0: all", unit="checkpoints", **FROM_0)
+    ckpt_best: str | None = flag(
+        None, "also keep the checkpoint that is best by this, as checkpoints/best", choices=tuple(BEST)
+    )
+    checkpoint_format: str = flag(
+        "auto",
+        "whole: whole tensors; sharded: each rank writes its shards, for models larger than a host",
+        choices=CHECKPOINT_FORMATS,
+    )
+
+
+@dataclass(frozen=True)
+class RunFlags(Flags):
+    """The run as a whole."""
+
+    group: ClassVar[str] = "Run: recipes, seeds, logs"
+
+    recipe: str | None = flag(
+        None,
+        "a named set of flags, which this command line overrides; list: shows them",
+        alias="factory",
+        common="a named set of flags; list: shows them",
+        unit="name",
+    )
+    dry_run: int | None = flag(
+        None,
+        "say what the run needs, on so many GPUs, and stop; nothing is built",
+        alone=0,
+        at_least=0,
+        at_most=2**20,
+        common="say what it needs on so many GPUs",
+        unit="gpus",
+    )
+    global_seed: int = flag(42, "seed of everything random", **SEED)
+    log_every: int = flag(10, "steps between log lines", unit="steps", **COUNT)
+    log_to: str | list[str] | None = flag(
+        None,
+        "beside TensorBoard; what is sent to a server, if anything, their environment variables say",
+        several=True,
+        choices=("wandb", "mlflow"),
+    )
+    deterministic: bool = flag(False, "the same bits in every run on the same GPUs; slower")
+    profile: bool = flag(False, "record a few early steps: a trace and a table of where the time goes")
+
+    @property
+    def loggers(self) -> list[str]:
+        """The names of ``log_to``."""
+        return [self.log_to] if isinstance(self.log_to, str) else list(dict.fromkeys(self.log_to or ()))
+
+
+@dataclass(frozen=True)
+class ValidationFlags(Flags):
+    """The loss on samples that are not trained on."""
+
+    group: ClassVar[str] = "Validation: the loss on samples that are not trained on"
+
+    validate_every: int | None = flag(
+        None,
+        "steps between losses of the EMA weights on held-out samples (default: as --ckpt_every)",
+        unit="steps",
+        **FROM_0,
+    )
+    validate_path: str | None = flag(
+        None, "those samples, as --data_path takes them (digits: its test split)", unit="data"
+    )
+    validate_share: float = flag(0.0, "hold this share of --data_path out of training, and validate on it", **SHARE)
+    validate_samples: int | None = flag(
+        None,
+        "losses that are averaged (default: at most 1,000, and few enough to cost little)",
+        at_least=10,
+        at_most=10_000_000,
+        unit="losses",
+    )
+
+    @property
+    def validates(self) -> bool:
+        return self.validate_path is not None or self.validate_share > 0
+
+
+@dataclass(frozen=True)
+class EvaluationFlags(Flags):
+    """How good samples of the EMA weights are."""
+
+    group: ClassVar[str] = "Evaluation: how good samples of the EMA weights are"
+
+    evaluate_every: int = flag(0, "steps between evaluations of a few samples; 0: none", unit="steps", **FROM_0)
+    evaluate_samples: int = flag(
+        1000, "samples that are drawn for each of them", unit="samples", at_least=20, at_most=10_000_000
+    )
+    evaluate_metrics: list[str] = flag(
+        [], "as --metrics of opendit evaluate; all that can be computed when left out", choices=tuple(METRICS)
+    )
+    evaluate_reference: str | None = flag(None, "as --reference of opendit evaluate", unit="data")
+    evaluate_features: str | None = flag(None, "as --features of opendit evaluate: digits, or a network", unit="file")
+    evaluate_video_features: str | None = flag(None, "as --video_features of opendit evaluate", unit="file")
+    evaluate_steps: int = flag(50, "denoising steps of those samples", **SAMPLING_STEPS)
+    evaluate_cfg_scale: float = flag(1.5, "guidance of those samples; 1: off", **GUIDANCE)

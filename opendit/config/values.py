@@ -1,13 +1,13 @@
 """What a flag takes: text, one of several words, or a number of a range. Read strictly, with one line for a mistake."""
 
 import argparse
+import difflib
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-from opendit.models.names import nearest
 
 Bounds = dict[str, Any]  # of a flag's values, as fields of Value
 # Bounds that several flags have: wider than anything of use, narrow enough for what is made of them before a
@@ -119,6 +119,13 @@ def one_of(choices: tuple[str, ...]) -> Value:
     return Value(choices=tuple(choices))
 
 
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The valid name most like ``name`` in whatever case, for error messages."""
+    spelled = {valid.lower(): valid for valid in names}
+    found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.0)
+    return spelled[found[0]] if found else ""
+
+
 def show(value: Any) -> str:
     """A value in a message: as it was written, empty text in quotes."""
     return str(value) if str(value).strip() else repr(value)
@@ -153,3 +160,27 @@ def _number(kind: type[Any], text: str) -> int | float | None:
 
 def _shown(bound: float) -> str:
     return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a configuration that has a flag.
+
+    flag: its name. default: of both. help: its line in --help. type: str, int, float or bool; by default the default's.
+    bounds: what it takes, as fields of ``Value``.
+    """
+
+    flag: str
+    default: Any
+    help: str
+    type: str | None = None
+    bounds: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def annotation(self) -> Any:
+        """float, or ``float | None`` where None is the default."""
+        kind: Any = type(self.default) if self.type is None else _TYPES[self.type]
+        return kind | None if self.default is None else kind

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from opendit.cli.components import Components
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.kernels import RECOMPUTE
+from opendit.config.parallel_sizes import ParallelDims, environment_node_size
+from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
-from opendit.kernels.names import RECOMPUTE
 from opendit.models import DiTConfig, plan_of
 from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.hardware import HardwareModel, find_hardware
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sizes import ParallelDims, environment_node_size
 from opendit.training.from_flags import memory_setup, open_data, plan_model, sequence_shape
 from opendit.training.host_memory import USABLE_OF_A_HOST, host_memory
 from opendit.training.memory import GIB, OFFLOADED, USABLE, Setup, card_memory, estimate, settle_sharding

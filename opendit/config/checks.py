@@ -5,10 +5,11 @@ import itertools
 import os
 import tempfile
 from collections.abc import Collection
+from importlib.util import find_spec
 from pathlib import Path
 
-from opendit.cli.errors import OnThisMachine
-from opendit.data.names import inline_sources, is_address, named_sources
+from opendit.config.data_sources import inline_sources, is_address, named_sources
+from opendit.config.errors import OnThisMachine
 
 MOST_NAMES = 10_000  # of a folder in which a mistyped one is looked for
 VAES = ("ema", "mse", "none")  # by name; others are folders
@@ -39,6 +40,13 @@ def check_workers(number: int, asked_for: bool) -> None:
     most = max(16, 4 * cores)
     if asked_for and number > most:
         raise OnThisMachine(f"--num_workers {number}: this machine has {cores} CPU cores; use {most} at most")
+
+
+def check_loggers(names: list[str]) -> None:
+    """Raises ValueError if a library of these is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ValueError(f"--log_to {name}: needs the package {name}; pip install {name}")
 
 
 def check_writable(folder: str, flag_name: str) -> None:

@@ -6,9 +6,11 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from opendit.cli.checks import check_exists, check_no_folder, check_output_file, check_writable
-from opendit.cli.command_line import Flags, check_values, flag, refuse_idle
-from opendit.cli.sample_flags import (
+from opendit.config.checks import check_exists, check_no_folder, check_output_file, check_writable
+from opendit.config.components import ParallelFlags, SpeedFlags
+from opendit.config.flags import Flags, check_values, flag, refuse_idle
+from opendit.config.metrics import DIGITS, LABELS, METRICS, PRECISIONS, RESIZES
+from opendit.config.sample import (
     ApproximationFlags,
     CheckpointFlags,
     DrawFlags,
@@ -16,9 +18,7 @@ from opendit.cli.sample_flags import (
     SampleConfig,
     SampleSpeedFlags,
 )
-from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
-from opendit.cli.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SIDE
-from opendit.evaluation.names import DIGITS, LABELS, METRICS, PRECISIONS, RESIZES
+from opendit.config.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SIDE
 
 GUIDING = {"cfg_interval", "cfg_channels", "guidance_every", "negative_prompt"}
 NEEDS_REFERENCE = tuple(name for name, needs in METRICS.items() if needs.reference)

@@ -3,29 +3,34 @@
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
-from opendit.cli import train_components as component
-from opendit.cli.checks import (
+from opendit.config import components as component
+from opendit.config.architectures import KINDS, canonical_name, is_video, parse_given
+from opendit.config.checks import (
     check_data,
     check_exists,
+    check_loggers,
     check_vae,
     check_weights,
     check_workers,
     check_writable,
     settle_precision,
 )
-from opendit.cli.command_line import check_values, settle_idle
-from opendit.cli.errors import OnThisMachine
-from opendit.cli.measuring_flags import EvaluationFlags, ValidationFlags
-from opendit.cli.pack_checks import check_packs
-from opendit.cli.recipes import find_recipe
-from opendit.cli.run_flags import GridFlags, RunFlags, SaveFlags
-from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
-from opendit.data.names import check_inline, named_sources
-from opendit.diffusion.names import DESCRIPTIONS
-from opendit.evaluation.names import of_training
-from opendit.models.names import KINDS, canonical_name, is_video, parse_given
-from opendit.parallel.names import PLUGINS, check_precision
-from opendit.parallel.sizes import (
+from opendit.config.components import (
+    EvaluationFlags,
+    GridFlags,
+    ParallelFlags,
+    RunFlags,
+    SaveFlags,
+    SpeedFlags,
+    ValidationFlags,
+)
+from opendit.config.data_sources import check_inline, named_sources
+from opendit.config.errors import OnThisMachine
+from opendit.config.evaluate import EvaluateConfig
+from opendit.config.flags import check_values, settle_idle
+from opendit.config.metrics import DIGITS, of_training
+from opendit.config.objectives import DESCRIPTIONS
+from opendit.config.parallel_sizes import (
     check_expert_parallel_size,
     check_pipeline_parallel_size,
     check_replicate,
@@ -33,7 +38,8 @@ from opendit.parallel.sizes import (
     crossing,
     environment_node_size,
 )
-from opendit.training.run_loggers import check_loggers
+from opendit.config.plugins import OWN_ATTENTION, PLUGINS, check_precision
+from opendit.config.recipes import find_recipe
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
@@ -119,7 +125,7 @@ class TrainConfig(
         flags._check_expert_parallel(world_size)
         flags, note = flags._settle_tokens()
         notes += note
-        check_packs(flags)
+        flags._check_packs()
         if flags.parallel != "auto":  # which decides it
             flags, note = flags._settle_batch(world_size // flags.sharing)
             notes += note
@@ -131,6 +137,16 @@ class TrainConfig(
             raise ValueError(f"--keep_gathered: --sequence_parallel_type {kind} gathers nothing; leave it out")
         flags._check_files()
         return flags, notes + flags._recipe_notes()
+
+    def evaluating(self) -> EvaluateConfig:
+        """Return what ``opendit evaluate`` would be given to measure the samples of --evaluate_every."""
+        how = {
+            "features": self.evaluate_features,
+            "video_features": self.evaluate_video_features,
+            "reference": self.evaluate_reference or (DIGITS if self.evaluate_features == DIGITS else None),
+            "metrics": self.evaluate_metrics,
+        }
+        return EvaluateConfig(**how, intervals=False, given=frozenset(how))
 
     def _recipe_notes(self) -> list[str]:
         """What a recipe expects and the flags leave out: the weights of the stage before it."""
@@ -307,6 +323,27 @@ class TrainConfig(
             return self, []
         what = "lots of one shape" if self.pack_tokens is None else "packs"
         return replace(self, batch_size=1), [f"batch size: 1; it counts {what} of {self.tokens:,} tokens"]
+
+    def _check_packs(self) -> None:
+        """Raises ValueError that names the flags and why they don't go together."""
+        if self.pack_tokens is None:
+            return
+        kind, ranks, tokens = self.sequence_parallel_type, self.sequence_parallel_size, self.pack_tokens
+        clashes = {
+            "--compile: every pack has other lengths to attend to": self.compile,
+            "--tensor_parallel_size: its ranks divide the tokens of samples of one size": self.tensor_parallel_size > 1,
+            "--pipeline_parallel_size: its stages are sent samples of one size": self.pipeline_parallel_size > 1,
+            f"--sequence_parallel_type {kind}: it attends to a part of the keys at a time": kind in OWN_ATTENTION,
+        }
+        for what, clash in clashes.items():
+            if clash:
+                name, why = what.split(": ")
+                raise ValueError(f"--pack_tokens {tokens}: does not work with {name}, as {why}; leave one of them out")
+        if tokens * self.batch_size % ranks:
+            raise ValueError(
+                f"--pack_tokens {tokens}: {ranks} ranks can't share {tokens * self.batch_size:,} tokens evenly; take a "
+                f"multiple of {ranks}"
+            )
 
     def _check_lora(self) -> None:
         if self.pretrained is None:

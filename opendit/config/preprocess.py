@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from opendit.cli.checks import (
+from opendit.common.sizes import read_size
+from opendit.config.checks import (
     check_data,
     check_exists,
     check_file,
@@ -12,13 +13,12 @@ from opendit.cli.checks import (
     check_workers,
     check_writable,
 )
-from opendit.cli.command_line import refuse_idle
-from opendit.cli.console import name_of
-from opendit.cli.parser import CommandLine
-from opendit.cli.values import BATCH, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, whole
-from opendit.common.sizes import read_size
+from opendit.config.console import name_of
+from opendit.config.data_sources import check_inline, named_sources
+from opendit.config.flags import refuse_idle
+from opendit.config.parser import CommandLine
+from opendit.config.values import BATCH, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, whole
 from opendit.data.latents_schema import FOREIGN_FORMS
-from opendit.data.names import check_inline, named_sources
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP = Value(unit="name"), Value(int, **FRAMES)

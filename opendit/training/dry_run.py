@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from opendit.cli.auto_parallel import Circumstances, choose, report
-from opendit.cli.command_line import overridden
 from opendit.cli.components import Components
-from opendit.cli.errors import say
-from opendit.cli.train_flags import TrainConfig
+from opendit.config.errors import say
+from opendit.config.flags import overridden
+from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.models import DiTConfig
 from opendit.parallel.hardware import find_hardware
 from opendit.parallel.pipeline.stages import stages_of
+from opendit.training.auto_parallel import Circumstances, choose, report
 from opendit.training.from_flags import (
     check_pretrained,
     last_step_of,

@@ -6,13 +6,11 @@ To add an architecture, write ``opendit/models/NAME.py`` with its configuration 
 without dashes.
 """
 
-import difflib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from opendit.common.settings import Setting
+from opendit.config.values import Setting, nearest
 
 POSITIONS = ("sincos", "learned", "rope")  # how tokens know their places
 # name: hidden size, depth, heads. Ti is for the embedded demo and for tests; S to XL are the DiT paper's (Peebles & Xie
@@ -90,13 +88,6 @@ VIDEO_NAMES = tuple(name for name in _LISTED if name not in NAMES)
 def module_of(kind: str) -> str:
     """The file of an architecture: "ecdit" of EC-DiT. It is the name that its configurations are stored by, too."""
     return kind.lower().replace("-", "")
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The valid name most like ``name`` in whatever case, for error messages."""
-    spelled = {valid.lower(): valid for valid in names}
-    found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.0)
-    return spelled[found[0]] if found else ""
 
 
 def parse_name(name: str) -> tuple[str, str, int | tuple[int, int, int]]:

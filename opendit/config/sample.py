@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from opendit.cli.checks import (
+from opendit.config.architectures import canonical_name
+from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
+from opendit.config.checks import (
     check_file,
     check_interval,
     check_no_folder,
@@ -14,15 +16,13 @@ from opendit.cli.checks import (
     check_writable,
     settle_precision,
 )
-from opendit.cli.command_line import Flags, check_values, flag, settle_idle
-from opendit.cli.shared_flags import ParallelFlags, SpeedFlags
-from opendit.cli.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SEED, SIDE
-from opendit.diffusion.names import ALL_SAMPLERS, DESCRIPTIONS
+from opendit.config.components import ParallelFlags, SpeedFlags
+from opendit.config.flags import Flags, check_values, flag, settle_idle
+from opendit.config.objectives import ALL_SAMPLERS, DESCRIPTIONS
+from opendit.config.parallel_sizes import check_cfg_parallel, check_tensor_parallel_size
+from opendit.config.plugins import PRECISIONS
+from opendit.config.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SEED, SIDE
 from opendit.inference.approximations import FORMS, Approximations
-from opendit.models.names import canonical_name
-from opendit.parallel.names import PRECISIONS
-from opendit.parallel.sizes import check_cfg_parallel, check_tensor_parallel_size
-from opendit.state.names import PARTS, SHARDS, WHOLE
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from opendit.cli.errors import say, speaks
-from opendit.cli.help_page import REQUIRED, HelpEntry, Section, about_of, entry, examples_of, page
-from opendit.cli.values import Value, show
-from opendit.models.names import nearest
+from opendit.config.errors import say, speaks
+from opendit.config.help_page import REQUIRED, HelpEntry, Section, about_of, entry, examples_of, page
+from opendit.config.values import Value, nearest, show
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -55,7 +54,7 @@ class CommandLine(argparse.ArgumentParser):
     ) -> None:
         """Adds a flag, or a positional argument, with its range and default in --help.
 
-        common: as of :func:`opendit.cli.command_line.flag`. options: argparse's.
+        common: as of :func:`opendit.config.flags.flag`. options: argparse's.
         """
         shown = {name: options[name] for name in ("nargs", "metavar", "required") if name in options}
         self._show(entry(name, takes, help, default, common=common, alias=alias, **shown))
