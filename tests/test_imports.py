@@ -29,9 +29,7 @@ EXCEPTIONS = {
 
 
 MODULES = "data diffusion encoders fused kernels.attention models state.export".split()
-MODULES += (
-    "training.from_flags training.build inference.run inference.engine inference.server evaluation.program".split()
-)
+MODULES += "training.from_flags training.build inference.run inference.engine evaluation.program".split()
 # Each in a fork of its own of a process that has imported torch, which alone takes longer than all the rest.
 PROBE = """
 import importlib, os, sys, traceback, torch

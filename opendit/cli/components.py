@@ -1,6 +1,6 @@
 """The flags of a run, by component."""
 
-from opendit.cli import train_components as component
+from opendit.config import components as component
 from opendit.config.components import (
     EvaluationFlags,
     GridFlags,

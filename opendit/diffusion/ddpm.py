@@ -14,7 +14,7 @@ runs in float32 at least: bf16 and fp16 arguments are promoted by the float32 co
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -147,17 +147,6 @@ class DDPM:
         """The schedule of these noise levels: [N] eq. 19 for its betas."""
         previous = torch.cat((torch.ones_like(alphas_cumprod[:1]), alphas_cumprod[:-1]))
         return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
-
-    def placed(self, tables: dict[str, Tensor], first: int, room: int, device: torch.device) -> "DDPM":
-        """This schedule with ``first`` added to its timesteps ``t``: what its methods look up on ``device`` is copied
-        to there in ``tables``, which have ``room`` entries, and are made if they are empty."""
-        placed = replace(self)
-        for name, table in self.tables(device).items():
-            if name not in tables:
-                tables[name] = table.new_zeros(room)
-            tables[name][first : first + len(table)] = table
-        placed._on_device[device] = tables
-        return placed
 
     def tables(self, device: torch.device) -> dict[str, Tensor]:
         """What the methods look up, on ``device``. Copied there once, so that a training step never waits for it."""

@@ -1,6 +1,5 @@
 """How models of DDPM schedules are sampled; the schedule and its loss are in ``opendit.diffusion.ddpm``."""
 
-import copy
 from dataclasses import dataclass
 
 import torch
@@ -20,23 +19,15 @@ class DDPMTrajectory(Trajectory):
     """
 
     def __init__(self, schedule: DDPM, clip_denoised: bool = False):
-        self.schedule, self.clip_denoised, self._first = schedule, clip_denoised, 0
+        self.schedule, self.clip_denoised = schedule, clip_denoised
         self.times = schedule.timestep_map.flip(0).tolist()
         self.levels = [*reversed(schedule.noise_levels), 0.0]
         self.alphas = [*schedule.alphas_cumprod.sqrt().flip(0).tolist(), 1.0]
         self.alphas_cumprod: list[float] = [*schedule.alphas_cumprod.flip(0).tolist(), 1.0]
 
     def points(self, x: Tensor) -> Tensor:
-        steps = torch.arange(len(self.times), device=x.device) + self._first
+        steps = torch.arange(len(self.times), device=x.device)
         return steps.flip(0)[:, None].repeat(1, len(x))
-
-    def joint(self, tables: dict[str, Tensor], longest: int, device: torch.device) -> "DDPMTrajectory":
-        """The tables of schedules of 1, 2, ... n steps lie one after the other, each from n (n - 1) / 2 on: 22 MB for
-        all up to 1,000."""
-        joint, steps = copy.copy(self), len(self.times)
-        joint._first = steps * (steps - 1) // 2
-        joint.schedule = self.schedule.placed(tables, joint._first, longest * (longest + 1) // 2, device)
-        return joint
 
     def predict(self, model: Model, x: Tensor, point: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The model's x_0, eps and v (None if it has no variance) from x (B, C, ...), each of x's shape; after

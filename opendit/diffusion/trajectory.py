@@ -45,14 +45,6 @@ class Trajectory(ABC):
         """dx/dtime of the probability-flow ODE, time being that of ``times``; as ``denoise``."""
         raise NotImplementedError
 
-    def joint(self, tables: dict[str, Tensor], longest: int, device: torch.device) -> "Trajectory":
-        """This trajectory for a batch whose samples may go along ones of other numbers of steps, up to ``longest``.
-
-        What trajectories that were made with the same ``tables`` (a dict, empty for the first) look up lies in the same
-        tensors on ``device``, so what was recorded with one serves all; only their ``points`` differ. One whose points
-        say everything returns itself. The sampling server asks for it, and refuses objectives that don't define it."""
-        raise NotImplementedError
-
     def has_slope(self, k: int) -> bool:
         """Whether ``slope`` is defined at point k."""
         return True

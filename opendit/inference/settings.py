@@ -1,4 +1,4 @@
-"""How samples are drawn: what a call of ``Pipeline`` and a request to ``SamplingServer`` have in common."""
+"""Settings of a drawing, as a call of ``Pipeline`` and a request to the page give them."""
 
 from dataclasses import dataclass
 from typing import Any

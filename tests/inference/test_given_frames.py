@@ -20,7 +20,6 @@ from opendit.inference.clip import VideoClip
 from opendit.inference.engine import SamplingEngine
 from opendit.inference.fused_steps import takes
 from opendit.inference.given import given_latents, rows_of
-from opendit.inference.server import SamplingServer
 from opendit.models import TextConfig, VDiTConfig, build_model
 from opendit.models.given_frames import give, with_given
 from tests.inference.small import BYTES, write
@@ -261,17 +260,6 @@ def test_arguments_are_named_as_python_has_them(weights):
         ValueError, match="^image: .* was trained without given_frames; leave it out, or fine-tune the model with it"
     ):
         pipe(["a"], image=np.zeros((8, 8, 3), np.uint8))
-
-
-def test_the_server_draws_without_given_frames(weights):
-    pipe = opendit.load(weights["random"], device="cpu")
-    want = pipe(["a", "b"], steps=3, guidance=2, seed=1, progress=False)
-    said = []
-    with SamplingServer(pipe, batch_size=2, say=said.append) as server:
-        assert said == server.notes[-1:] and "--given_frames random; here it draws without" in said[0]
-        got = server.submit(["a", "b"], steps=3, guidance=2, seed=1).result(timeout=120)
-    for one, other in zip(got, want, strict=True):
-        assert np.abs(one.frames.astype(int) - other.frames).max() <= 1
 
 
 def test_a_job_that_did_not_end_is_told_from_one_with_other_frames(weights, frames, tmp_path, no_ranks):

@@ -92,9 +92,6 @@ class EDMTrajectory(Trajectory):
     def points(self, x: Tensor) -> Tensor:
         return for_each_sample(self.levels, x, x.dtype)
 
-    def joint(self, tables: dict[str, Tensor], longest: int, device: torch.device) -> "Trajectory":
-        return self
-
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         return denoise(model, x, point, self.sigma_data)
 

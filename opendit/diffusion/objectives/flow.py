@@ -96,9 +96,6 @@ class FlowTrajectory(Trajectory):
     def points(self, x: Tensor) -> Tensor:
         return for_each_sample([t * TIME_SCALE for t in self.times], x, torch.float32)
 
-    def joint(self, tables: dict[str, Tensor], longest: int, device: torch.device) -> "Trajectory":
-        return self
-
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         return model(x, point).to(x.dtype)
 

@@ -85,12 +85,6 @@ class Sampler(ABC):
         ``advance`` may get a number of these as (B, 1, ..., 1), one a sample: samples of a batch may be at other steps
         (opendit.inference.step_inputs)."""
 
-    def mixed_inputs(self, i: int) -> NamedTuple:
-        """:meth:`inputs` of step i in a batch whose other samples are at other steps: all steps have the same ones.
-        What a step lacks is something that changes nothing. A sampler whose steps differ in what they have says what
-        that is; the sampling server refuses one that doesn't."""
-        return self.inputs(i)
-
     @abstractmethod
     def advance(self, model: Model, state: Any, inputs: Any, observe: Observer | None = None) -> NamedTuple:
         """The next state. ``observe(x, denoised)``, if given, is called with x at the point where the step starts and

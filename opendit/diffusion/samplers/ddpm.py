@@ -37,10 +37,6 @@ class DDPMSampler(Sampler):
     def inputs(self, i: int) -> DDPMInputs:
         return DDPMInputs(self.points[i], self.noise(i) if i + 1 < self.steps else None)
 
-    def mixed_inputs(self, i: int) -> DDPMInputs:
-        inputs = self.inputs(i)
-        return inputs if inputs.noise is not None else inputs._replace(noise=torch.zeros_like(self._like))
-
     def advance(self, model: Model, state: State, inputs: DDPMInputs, observe: Observer | None = None) -> State:
         schedule = self.trajectory.schedule
         denoised, _, v = self.trajectory.predict(model, state.x, inputs.t)

@@ -17,7 +17,6 @@ class EulerInputs(NamedTuple):
     time: Tensor  # ()
     length: Tensor  # (): of the step, the time where it ends less the time where it starts
     end: Tensor | None = None  # (B,): the point where it ends, if the slope is asked for there
-    ends: Tensor | None = None  # () bool: whether that slope counts; None where it does for the whole batch
 
 
 class EulerSampler(Sampler):

@@ -39,7 +39,7 @@ def build_parser() -> CommandLine:
     parser.switch("--vae_tiling", "decode large pictures and clips in overlapping tiles: less memory")
     parser.option("--mixed_precision", one_of(PRECISIONS), "of the model (default: bf16 on a GPU, else fp32)")
     parser.switch("--fp8", "the blocks' linear layers in FP8 (Hopper and newer)")
-    parser.option("--batch_size", Value(int, **BATCH), "samples at a time, of all who draw", 32)
+    parser.option("--batch_size", Value(int, **BATCH), "samples at a time", 32)
     parser.option("--most_samples", whole(1, 1024, "samples"), "of one request", 64)
     parser.heading("Server: where the page is, and who may see it")
     parser.option(

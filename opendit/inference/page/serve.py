@@ -7,14 +7,14 @@ from typing import Any
 
 import uvicorn
 
+from opendit.inference.given import drawn_without
 from opendit.inference.page.application import application
 from opendit.inference.page.catalog import Catalog, ModelCard, WeightsChoice
-from opendit.inference.page.drawing_queue import MOST_DRAWN, DrawingQueue
+from opendit.inference.page.drawing_queue import DrawingQueue
 from opendit.inference.page.guard import Guard
 from opendit.inference.page.page import Page
 from opendit.inference.page.sample_store import SampleStore
 from opendit.inference.pipeline import Pipeline, load
-from opendit.inference.server import SamplingServer
 from opendit.state.pretrained import find_weights, read_info
 
 MOST_CONNECTIONS = 256
@@ -39,7 +39,7 @@ class Loader:
             arguments["text_encoder"] = options["text_encoder"]
         if options["model"] is not None and not info:
             arguments["model"] = options["model"]
-        return load(
+        pipe = load(
             choice.path,
             weights=choice.which,
             precision=options["mixed_precision"],
@@ -47,6 +47,8 @@ class Loader:
             fp8=options["fp8"],
             **arguments,
         )
+        pipe.notes += drawn_without(pipe.config)
+        return pipe
 
 
 @contextlib.contextmanager
@@ -66,11 +68,7 @@ def opened(options: dict[str, Any]):
             cards[name] = ModelCard.of(pipe.config, pipe.weights, pipe.objective)
             del pipe
 
-    def start(choice: WeightsChoice) -> SamplingServer:
-        most = MOST_DRAWN * options["most_samples"]
-        return SamplingServer(loader(choice), batch_size=options["batch_size"], max_waiting=most)
-
-    with SampleStore() as store, DrawingQueue(start) as queue:
+    with SampleStore() as store, DrawingQueue(loader, options["batch_size"]) as queue:
         evaluations = Path(options["evaluation"]).expanduser()
         yield Page(catalog, queue, store, cards, options["most_samples"], evaluations)
 
