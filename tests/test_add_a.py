@@ -1,5 +1,5 @@
 """What docs/architecture.md says of adding things: the files of tests/added, put into a copy of the package, and the
-two lines below are all that a plugin, an architecture, an objective, a sampler and a data source need."""
+rows below are all that a plugin, an architecture, an objective, a sampler and a data source need."""
 
 import json
 import os
@@ -18,7 +18,17 @@ LINES = {
         '    "Example": Kind({"Ti": (32, 2, 2, {})}, ("2",), clips=False, settings=(Setting("example_strength", None, '
         '"of Example: of its product", "float", {"above": 0, "at_most": 9, "unit": "strength"}),)),\n',
     ),
+    "opendit/config/objectives.py": (
+        "DESCRIPTIONS = {\n",
+        '    "example": ObjectiveDescription("the data", "example", {"power": Setting("example_power", 1.0, "of the '
+        'example\'s uniform times", bounds={"at_least": 0.5, "at_most": 2, "unit": "power"})}),\n',
+    ),
+    "opendit/config/data_sources.py": (
+        "SOURCES = {\n",
+        '    "example": SourceDescription("example", "example: stripes"),\n',
+    ),
 }
+SAMPLERS = 'ALL_SAMPLERS = ("ddim", "ddpm", '  # the row of samplers is one line
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +43,8 @@ def house(tmp_path_factory) -> Path:
         text = (house / file).read_text()
         assert text.count(after) == 1
         (house / file).write_text(text.replace(after, after + line))
+    names = house / "opendit/config/objectives.py"
+    names.write_text(names.read_text().replace(SAMPLERS, f'{SAMPLERS}"example", '))
     for program in ("train.py", "sample.py"):
         shutil.copy(ROOT / program, house)
     return house
@@ -49,7 +61,7 @@ def test_flags_know_what_was_added(house):
     for words in (
         "(example, zero2,",
         "example: nothing sharded",
-        "(ddpm, edm, example, flow)",
+        "(example, ddpm, edm, flow)",
         "example: the data",
         "--example_power POWER",
         "of the example's uniform times (0.5 to 2) [1.0]",

@@ -12,20 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # From top to bottom; common is below all.
-ROOMS = "cli evaluation inference training state data encoders diffusion parallel kernels models common".split()
+ROOMS = "cli evaluation training inference state data encoders diffusion parallel kernels models config common".split()
 PROGRAMS = ("fused", "export")  # they, and every __main__.py, may import anything
-# (module, imported room) -> why it may climb, as long as it does.
-EXCEPTIONS = {
-    ("opendit.training.agenda", "cli"): "takes the flags",
-    ("opendit.training.drawing", "inference"): "draws its grids as sample.py draws",
-    ("opendit.training.fingerprint", "cli"): "names the flags whose change a resume tells of",
-    ("opendit.training.from_flags", "cli"): "takes the flags",
-    ("opendit.training.history", "cli"): "writes the flags into config.json",
-    ("opendit.training.prepare", "cli"): "takes the flags",
-    ("opendit.training.shapes", "cli"): "takes the flags",
-    ("opendit.training.specification", "cli"): "holds the flags",
-    ("opendit.training.summary", "cli"): "prints what a preset came to",
-}
 
 
 MODULES = "data diffusion encoders fused kernels.attention models state.export".split()
@@ -62,16 +50,13 @@ def test_imported_first():
 
 
 def imported(source: str, package: str) -> set[str]:
-    """The full names of what a module's source imports, wherever in it, but for those under ``if TYPE_CHECKING:``.
+    """Return the full names of what a module's source imports, wherever in it, type annotations included.
 
     package: the one that the module lies in. Names in the tables of ``import_when_used`` count, too.
     """
     names, waiting = set(), [ast.parse(source)]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            waiting += node.orelse
-            continue
         waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -113,8 +98,7 @@ def modules():
 
 def test_rooms_import_only_rooms_below_them():
     found = {(name, room) for name, source, package in modules() for room in climbs(name, source, package)}
-    assert found - EXCEPTIONS.keys() == set(), "a room imports one above it"
-    assert EXCEPTIONS.keys() - found == set(), "these exceptions are no longer needed"
+    assert found == set(), "a room imports one above it"
 
 
 def test_every_room_has_its_floor():
@@ -134,7 +118,7 @@ def test_every_room_has_its_floor():
         ("opendit.models.dit", "from . import layers", set()),
         ("opendit.models.dit", "try:\n    x\nexcept ImportError:\n    from opendit.data.base import f", {"data"}),
         ("opendit.models.dit", "import_when_used(__name__, {'opendit.state.ema': 'EMA'})", {"state"}),
-        ("opendit.models.dit", "if TYPE_CHECKING:\n    from opendit.state.ema import EMA", set()),
+        ("opendit.models.dit", "if TYPE_CHECKING:\n    from opendit.state.ema import EMA", {"state"}),
         ("opendit.models.dit", "if typing.TYPE_CHECKING:\n    pass\nelse:\n    import opendit.cli", {"cli"}),
         ("opendit.training.build", "from opendit.state import ema\nfrom opendit.models import DiT", set()),
         ("opendit.common.rules", "from opendit.models import DiT", {"models"}),

@@ -51,6 +51,15 @@ def name_of(program: str) -> str:
     return f"opendit {_commands[-1]}" if _commands else program
 
 
+def print_block(title: str, rows: dict[str, str]) -> None:
+    """Prints aligned `name  value` rows under a title."""
+    print(title)
+    width = max(len(name) for name in rows)
+    for name, value in rows.items():
+        print(f"  {name:<{width}}  {value}")
+    print(flush=True)
+
+
 def _open_if_closed(descriptor: int) -> None:
     try:
         os.fstat(descriptor)

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # of latents that other programs have written into tars
 FALLBACK = "pictures"  # what a folder is that no other source knows
 ADDRESSES = "shards"  # what addresses are
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PRECISIONS = ("fp16", "bf16", "fp32")
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of a number
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
 RESHARD = ("auto", "after_forward", "never")
 REDUCE_DTYPES = ("fp32", "bf16")

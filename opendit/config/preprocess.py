@@ -14,11 +14,10 @@ from opendit.config.checks import (
     check_writable,
 )
 from opendit.config.console import name_of
-from opendit.config.data_sources import check_inline, named_sources
+from opendit.config.data_sources import FOREIGN_FORMS, check_inline, named_sources
 from opendit.config.flags import refuse_idle
 from opendit.config.parser import CommandLine
 from opendit.config.values import BATCH, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, whole
-from opendit.data.latents_schema import FOREIGN_FORMS
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP = Value(unit="name"), Value(int, **FRAMES)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+from opendit.config.approximations import FORMS, Approximations
 from opendit.config.architectures import canonical_name
 from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
 from opendit.config.checks import (
@@ -22,7 +23,6 @@ from opendit.config.objectives import ALL_SAMPLERS, DESCRIPTIONS
 from opendit.config.parallel_sizes import check_cfg_parallel, check_tensor_parallel_size
 from opendit.config.plugins import PRECISIONS
 from opendit.config.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SEED, SIDE
-from opendit.inference.approximations import FORMS, Approximations
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from opendit.common.rules import MIB, either, listed, mapping, number, one_of, optional, record, string, truth, whole
 from opendit.common.strict_files import COUNT, FILE, NAME, SHA256, FileKind
+from opendit.config.data_sources import FOREIGN_FORMS
 
-FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # see ``shards.foreign_latents``
 _CLIPS = record({"num_frames": whole(1, 1 << 20), "frame_interval": whole(1, 1 << 20), "short_clips": string(64)})
 _LATENT_SHAPE = listed(whole(1, 1 << 16), 3, 4)
 LATENTS_SETTINGS = record(

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opendit.config.console import print_block
 from opendit.evaluation.extract import Extractor
 from opendit.evaluation.samples import Samples
 from opendit.parallel.mesh import Mesh
-from opendit.training.monitor import print_block
 
 BATCHES = 4  # of every process, after a first one, whose time counts for nothing: kernels are compiled and recorded
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from opendit.config.console import print_block
 from opendit.config.metrics import DIGITS, METRICS
 from opendit.evaluation.clip_score import caption_embeddings, clip_scores
 from opendit.evaluation.extract import Extractor, Layout
@@ -21,7 +22,6 @@ from opendit.evaluation.results import Measurement
 from opendit.evaluation.samples import DescribedSamples
 from opendit.parallel.mesh import Mesh
 from opendit.training.fingerprint import code
-from opendit.training.monitor import print_block
 
 if TYPE_CHECKING:
     from opendit.config.evaluate import EvaluateConfig

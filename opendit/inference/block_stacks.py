@@ -11,16 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opendit.inference.approximations import (
-    ALL,
-    FIRST,
-    REST,
-    REUSED,
-    Approximations,
-    FirstBlockCache,
-    Step,
-    TaylorCache,
-)
+from opendit.config.approximations import Approximations, FirstBlockCache, TaylorCache
+from opendit.inference.approximations import ALL, FIRST, REST, REUSED, Step
 from opendit.inference.gathered import GatheredContexts, GatheredModulations
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Block, run_blocks

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opendit.config.approximations import Approximations
 from opendit.diffusion import Objective
-from opendit.inference.approximations import Approximations
 from opendit.inference.sampling_loop import LoopSettings, NotRecordedError, SamplingLoop
 from opendit.inference.step_inputs import evaluation_times
 from opendit.kernels.fp8_weight import keep_weights

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
+from opendit.config.approximations import parse_cache
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.vae import FrozenVAE
 from opendit.encoders.video_vae import FrameCodec, VideoCodec
-from opendit.inference.approximations import parse_cache
 from opendit.inference.parts import Job, samples_a_part
 from opendit.inference.prepare import SamplingRun
 from opendit.models import DiT

@@ -36,12 +36,11 @@ from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sequence import SequenceParallel, sequence_parallel
+from opendit.parallel.sequence import SequenceParallel, sequence_parallel, sequence_shape
 from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
 from opendit.state.lock import lock_folder
 from opendit.state.pretrained import find_weights, read_config
-from opendit.training.from_flags import sequence_shape
 
 if TYPE_CHECKING:
     from opendit.config.sample import SampleConfig

@@ -20,6 +20,7 @@ from torch import Tensor
 from opendit.common.hashing import hash_parts
 from opendit.common.replace import replacing
 from opendit.common.stages import Stages
+from opendit.config.console import print_block
 from opendit.config.parallel_sizes import find_place
 from opendit.data.progress import Progress
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
@@ -34,7 +35,6 @@ from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.rendezvous import meet
 from opendit.parallel.sequence import attention_note
 from opendit.parallel.supervisor import Supervisor
-from opendit.training.monitor import print_block
 
 if TYPE_CHECKING:
     from opendit.config.sample import SampleConfig

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opendit.config.approximations import Approximations, FirstBlockCache
 from opendit.diffusion import Objective
 from opendit.diffusion.guidance import cfg_model, guided_within, is_within
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS
 from opendit.diffusion.samplers.base import Sampler
-from opendit.inference.approximations import FIRST, REST, REUSED, Approximations, FirstBlockCache, Mode, Step
+from opendit.inference.approximations import FIRST, REST, REUSED, Mode, Step, plan_steps
 from opendit.inference.block_stacks import BlockStack, FirstBlockDone, FirstBlockStack, make_stack
 from opendit.inference.fused_steps import FusedSteps, fused_steps, usable
 from opendit.inference.prepared_model import PreparedModel
@@ -99,7 +100,7 @@ class SamplingLoop:
         self.order = torch.arange(samples, device=device)
         models = [self.sampler.model_at(i) for i in range(self.sampler.steps)]
         starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
-        self.plan = settings.approximations.plan(starts, trajectory.levels)
+        self.plan = plan_steps(settings.approximations, starts, trajectory.levels)
         self.stack = self.network.stack = make_stack(settings.approximations, self.plan, device)
         self.fused = self._fuse()  # the kernels of a step's ends; None where torch does them
         self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}  # kind -> what replays it

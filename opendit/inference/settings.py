@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from opendit.config.approximations import Approximations
 from opendit.diffusion.objectives.base import Objective
-from opendit.inference.approximations import Approximations
 from opendit.inference.arguments import (
     MOST_GUIDANCE,
     MOST_SEED,

@@ -21,7 +21,8 @@ from opendit.models import DiTConfig, plan_of
 from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.hardware import HardwareModel, find_hardware
 from opendit.parallel.mesh import Mesh
-from opendit.training.from_flags import memory_setup, open_data, plan_model, sequence_shape
+from opendit.parallel.sequence import sequence_shape
+from opendit.training.from_flags import memory_setup, open_data, plan_model
 from opendit.training.host_memory import USABLE_OF_A_HOST, host_memory
 from opendit.training.memory import GIB, OFFLOADED, USABLE, Setup, card_memory, estimate, settle_sharding
 from opendit.training.step_cost import StepCost, step_cost, tokens_per_second

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from opendit.cli.components import Components
+from opendit.config.console import print_block
 from opendit.config.errors import say
 from opendit.config.flags import overridden
 from opendit.config.train import TrainConfig
@@ -16,6 +17,7 @@ from opendit.data.mock import MockDataset
 from opendit.models import DiTConfig
 from opendit.parallel.hardware import find_hardware
 from opendit.parallel.pipeline.stages import stages_of
+from opendit.parallel.sequence import sequence_shape
 from opendit.training.auto_parallel import Circumstances, choose, report
 from opendit.training.from_flags import (
     check_pretrained,
@@ -24,12 +26,10 @@ from opendit.training.from_flags import (
     open_data,
     plan_model,
     saved_by_adaln_lora,
-    sequence_shape,
 )
 from opendit.training.host_memory import save_buffers
 from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch, parts, settle_sharding
 from opendit.training.memory_stages import stage_setups
-from opendit.training.monitor import print_block
 from opendit.training.shapes import make_schedule, samples_at_once, shape_samples
 from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second
 

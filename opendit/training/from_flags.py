@@ -8,7 +8,7 @@ from typing import Any, cast
 from opendit.cli.components import Components
 from opendit.common.errors import DataError
 from opendit.config.architectures import parse_given, patch_size
-from opendit.config.components import BatchFlags, CaptionFlags, DataFlags, ParallelFlags
+from opendit.config.components import BatchFlags, CaptionFlags, DataFlags
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
 from opendit.data.held_out import SEED, hold_out
 from opendit.data.sources.base import NoSplit
@@ -24,11 +24,10 @@ from opendit.models.zoo import of_revision
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.stages import check_pipeline, idle_stages
 from opendit.parallel.rules import check_divisible
-from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import check_tensor_parallel
 from opendit.state.foreign import assumption, infer_config
 from opendit.state.pretrained import ALONE, read_newest
-from opendit.training.memory import BYTES, Setup
+from opendit.training.memory import Setup
 
 
 def open_data(
@@ -197,35 +196,6 @@ def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str
             f"after it; use prefix:{whole} or prefix:{whole + temporal}"
         )
     return f"prefix:{(count - 1) // temporal + 1}"
-
-
-def sequence_shape(
-    parallel: ParallelFlags,
-    attention: str,
-    precision: str,
-    config: DiTConfig,
-    samples: int,
-    size: tuple[int, ...] | None = None,
-    tensor_parallel: int = 1,
-    lora: bool = False,
-) -> Shape:
-    """What --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or of ``size``, by
-    layers that so many ranks divide. lora: they have additions.
-
-    Raises ValueError if the model can't share samples that way.
-    """
-    if parallel.sequence_parallel_size > 1:
-        config.check_sequence_parallel(parallel.sequence_parallel_type)
-    return Shape(
-        tokens=math.prod(config.grid_of(size or config.input_size)),
-        hidden=config.hidden_size // tensor_parallel,
-        heads=config.num_heads // tensor_parallel,
-        samples=samples,
-        bytes=BYTES[precision],
-        types=parallel.sequence_types(config.sequence_types, attention, lora),
-        plain=not lora,
-        axial=config.axial_attention,
-    )
 
 
 def check_pretrained(

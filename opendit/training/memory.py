@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from opendit.config.parallel_sizes import divide_grid
+from opendit.config.plugins import BYTES
 from opendit.models import DiTConfig, plan_of
 from opendit.models.plans.terms import Execution
 from opendit.parallel.expert import expert_parameters
 from opendit.parallel.tensor.layers import held_parameters
 from opendit.training.memory_stages import stage_setups
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 GIB = 2**30
 # Of a card's memory, for what the formulas leave out: a CUDA context, NCCL, fragmentation. A rule of thumb.
 USABLE = 0.94

@@ -243,12 +243,3 @@ def resident_gib() -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def print_block(title: str, rows: dict[str, str]) -> None:
-    """Prints aligned `name  value` rows under a title."""
-    print(title)
-    width = max(len(name) for name in rows)
-    for name, value in rows.items():
-        print(f"  {name:<{width}}  {value}")
-    print(flush=True)

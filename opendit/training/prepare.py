@@ -34,7 +34,7 @@ from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.stages import mesh_stages
-from opendit.parallel.sequence import SequenceParallel, sequence_parallel
+from opendit.parallel.sequence import SequenceParallel, sequence_parallel, sequence_shape
 from opendit.state.checkpoint import Checkpoint, find_checkpoint
 from opendit.state.lock import lock_folder
 from opendit.state.pretrained import read_config, read_info
@@ -48,7 +48,6 @@ from opendit.training.from_flags import (
     open_data,
     plan_model,
     saved_by_adaln_lora,
-    sequence_shape,
 )
 from opendit.training.host_memory import check_host, check_offload
 from opendit.training.memory import Setup, card_memory

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from opendit.config.plugins import AXIAL
+from opendit.config.plugins import AXIAL, BYTES
 from opendit.models import DiTConfig, plan_of
 from opendit.models.ecdit import ECDiTConfig
 from opendit.parallel.expert import expert_parameters
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.pipeline.schedule import chunks_of
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
-from opendit.training.memory import BYTES, Setup, held_counts
+from opendit.training.memory import Setup, held_counts
 from opendit.training.memory_stages import stage_setups
 
 # Passes over memory by elementwise kernels, forward and backward, for each unit that a block keeps: what is kept was

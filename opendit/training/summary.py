@@ -8,6 +8,7 @@ import torch
 
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.config.components import BatchFlags
+from opendit.config.console import print_block
 from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
 from opendit.parallel.engines import Engine
@@ -15,7 +16,6 @@ from opendit.parallel.sequence import attention_note
 from opendit.state.checkpoint import newest_run
 from opendit.state.ema import EMA
 from opendit.state.saving import Checkpoints
-from opendit.training import monitor as monitoring
 from opendit.training.dry_run import describe_recipe
 from opendit.training.history import write_config
 from opendit.training.memory import USABLE, advice, card_memory, describe
@@ -76,7 +76,7 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         + (f", resumed from {spec.resume.folder}" if spec.resume else ""),
         "run folder": str(spec.folder),
     }
-    monitoring.print_block("OpenDiT training", rows)
+    print_block("OpenDiT training", rows)
     for note in spec.notes:
         print(f"note: {note}", flush=True)
 
@@ -115,7 +115,7 @@ def summarise(spec: RunSpecification, monitor: Monitor, checkpoints: Checkpoints
         rows["NOT WRITTEN"] = f"{failures.describe()}; the exit code is 1"
     loss = f", last logged loss {monitor.last['loss']:.4f}" if monitor.last.get("loss") is not None else ""
     print()
-    monitoring.print_block(f"{'Stopped' if step < spec.last_step else 'Done'}: step {step}{loss}", rows)
+    print_block(f"{'Stopped' if step < spec.last_step else 'Done'}: step {step}{loss}", rows)
 
 
 def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | None:

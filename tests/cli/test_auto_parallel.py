@@ -14,10 +14,11 @@ from opendit.config.parallel_sizes import ParallelDims
 from opendit.config.train import TrainConfig
 from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.hardware import GIB, H200
+from opendit.parallel.sequence import sequence_shape
 from opendit.training import auto_parallel
 from opendit.training.auto_parallel import Circumstances, choose, choose_on_ranks, data_of
 from opendit.training.dry_run import budget
-from opendit.training.from_flags import memory_setup, plan_model, sequence_shape
+from opendit.training.from_flags import memory_setup, plan_model
 from opendit.training.memory import estimate, settle_sharding
 from tests.ranks import run_ranks, several_programs
 

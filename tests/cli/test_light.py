@@ -43,25 +43,24 @@ def test_the_probe_sees_what_is_imported():
 
 
 def test_the_light_tables_are_what_the_heavy_modules_have():
+    from opendit.config import kernels, plugins
+    from opendit.config import objectives as names
     from opendit.config.architectures import KINDS, module_of
     from opendit.config.data_sources import FALLBACK, SOURCES, named_sources
-    from opendit.diffusion import OBJECTIVES, PREDICTIONS, SAMPLERS, names
+    from opendit.diffusion import OBJECTIVES, PREDICTIONS, SAMPLERS
     from opendit.diffusion.objectives import ddpm, flow
     from opendit.kernels import attention
-    from opendit.kernels import names as kernels
     from opendit.models.plans.dit import BACKWARD
     from opendit.models.zoo import CLASSES
     from opendit.parallel import engines
-    from opendit.parallel import names as parallel
-    from opendit.training.memory import BYTES
 
     assert tuple(OBJECTIVES) == tuple(names.DESCRIPTIONS)
     for name, objective in OBJECTIVES.items():
         described = names.DESCRIPTIONS[name]
         assert objective.name == name and objective().samplers[0] == described.sampler
         assert list(asdict(objective())) == list(described.settings)
-    assert flow.SETTINGS["times_are"]["bounds"]["choices"] == tuple(flow.TIME_SAMPLING)
-    assert ddpm.SETTINGS["prediction"]["bounds"]["choices"] == PREDICTIONS
+    assert flow.SETTINGS["times_are"].bounds["choices"] == tuple(flow.TIME_SAMPLING)
+    assert ddpm.SETTINGS["prediction"].bounds["choices"] == PREDICTIONS
     files = {path.stem for path in (ROOT / "opendit" / "diffusion" / "samplers").glob("*.py")}
     assert tuple(SAMPLERS) == names.ALL_SAMPLERS and set(SAMPLERS) == files - {"__init__", "base"}
     assert kernels.TORCH_ATTENTION == tuple(attention.BACKENDS)
@@ -74,10 +73,10 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
         known = {field.name: field.default for field in fields(made.config)}
         for setting in KINDS[name].settings:
             assert setting.flag in known and setting.default in (None, known[setting.flag])
-    assert all(engines.engine_of(name).plugin == name for name in parallel.PLUGINS)
+    assert all(engines.engine_of(name).plugin == name for name in plugins.PLUGINS)
     files = {path.stem for path in (ROOT / "opendit" / "parallel" / "engines").glob("*.py")}
-    assert set(parallel.PLUGINS) == files - {"__init__", "base", "booster"}
-    assert set(parallel.PRECISIONS) == set(engines.PRECISIONS) == set(BYTES)
+    assert set(plugins.PLUGINS) == files - {"__init__", "base", "booster"}
+    assert set(plugins.PRECISIONS) == set(engines.PRECISIONS) == set(plugins.BYTES)
 
 
 @pytest.mark.parametrize("package", ["models", "data", "diffusion", "export"])

@@ -7,14 +7,9 @@ from fractions import Fraction
 import pytest
 import torch
 
+from opendit.config.approximations import Approximations, FirstBlockCache, TaylorCache, parse_cache
 from opendit.diffusion.samplers import SAMPLERS
-from opendit.inference.approximations import (
-    Approximations,
-    FirstBlockCache,
-    TaylorCache,
-    evaluated_steps,
-    parse_cache,
-)
+from opendit.inference.approximations import evaluated_steps, plan_steps
 from opendit.inference.block_stacks import weighted_sum
 from opendit.inference.engine import SamplingEngine
 from tests.inference.test_engine import LABELS, OBJECTIVES, fresh
@@ -26,7 +21,7 @@ def test_a_polynomial_of_the_steps_number_is_extrapolated_exactly(order, every):
     """In every step that has seen order + 1 evaluations, by the plan's slots and weights; beyond that degree it is not
     exact."""
     levels = [math.exp(3 - i / 8) for i in range(60)]
-    plan = Approximations(cache=TaylorCache(every, order)).plan([True] + [False] * 59, levels)
+    plan = plan_steps(Approximations(cache=TaylorCache(every, order)), [True] + [False] * 59, levels)
 
     def run(degree: int) -> list[Fraction]:
         slots, found = {}, []

@@ -14,6 +14,7 @@ from opendit.config.parallel_sizes import check_sequence_parallel
 from opendit.config.train import TrainConfig
 from opendit.models import DiT, model_config
 from opendit.parallel.hardware import HardwareModel
+from opendit.parallel.sequence import sequence_shape
 from opendit.parallel.sequence.choose import Shape, make_plan
 from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.layout import weight_gradient, zeros_but_own
@@ -25,7 +26,6 @@ from opendit.parallel.sequence.partial_attention import (
     reference_forward,
 )
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
-from opendit.training.from_flags import sequence_shape
 
 
 @pytest.mark.parametrize(

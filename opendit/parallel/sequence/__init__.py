@@ -1,11 +1,14 @@
 """Sequence parallelism: the ranks of a group share the tokens of every sample; see docs/sequence_parallel.md."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 from torch import Tensor
 
-from opendit.config.plugins import AXIAL, OWN_ATTENTION
+from opendit.config.components import ParallelFlags
+from opendit.config.plugins import AXIAL, BYTES, OWN_ATTENTION
+from opendit.models import DiTConfig
 from opendit.models.attention import AnyProjection, GridAttention, SequenceShards
 from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.layers import Attend
@@ -164,3 +167,32 @@ def sequence_parallel(
     way = "symmetric memory" if one_sided else "collectives"
     plan = replace(plan, reason=f"{plan.reason}; by {way} ({why})")
     return SequenceParallel(group, plan, strategy, axial)
+
+
+def sequence_shape(
+    parallel: ParallelFlags,
+    attention: str,
+    precision: str,
+    config: DiTConfig,
+    samples: int,
+    size: tuple[int, ...] | None = None,
+    tensor_parallel: int = 1,
+    lora: bool = False,
+) -> Shape:
+    """What --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or of ``size``, by
+    layers that so many ranks divide. lora: they have additions.
+
+    Raises ValueError if the model can't share samples that way.
+    """
+    if parallel.sequence_parallel_size > 1:
+        config.check_sequence_parallel(parallel.sequence_parallel_type)
+    return Shape(
+        tokens=math.prod(config.grid_of(size or config.input_size)),
+        hidden=config.hidden_size // tensor_parallel,
+        heads=config.num_heads // tensor_parallel,
+        samples=samples,
+        bytes=BYTES[precision],
+        types=parallel.sequence_types(config.sequence_types, attention, lora),
+        plain=not lora,
+        axial=config.axial_attention,
+    )

@@ -6,9 +6,6 @@ from opendit.common.hashing import hash_parts
 from opendit.data.base import MediaDataset
 from opendit.data.sources.base import Request
 
-NAME = "example"
-TAKES = "example: stripes"
-
 
 class Stripes(MediaDataset):
     def __init__(self, asked: Request):

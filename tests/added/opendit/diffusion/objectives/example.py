@@ -6,20 +6,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from opendit.config.objectives import DESCRIPTIONS
 from opendit.diffusion.objectives.base import Objective
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.trajectory import Trajectory, for_each_sample
 
-PREDICTS = "the data"
-SAMPLER = "example"
-SETTINGS = {
-    "power": {
-        "flag": "example_power",
-        "default": 1.0,
-        "help": "of the example's uniform times",
-        "bounds": {"at_least": 0.5, "at_most": 2, "unit": "power"},
-    },
-}
+SETTINGS = DESCRIPTIONS["example"].settings
 
 
 class Context(NamedTuple):
@@ -50,7 +42,7 @@ class ExampleObjective(Objective):
     preview_sampler: ClassVar[str] = "euler"
     learn_sigma: ClassVar[bool] = False
 
-    power: float = SETTINGS["power"]["default"]
+    power: float = SETTINGS["power"].default
 
     def times_at(self, u):
         return u**self.power
