@@ -1,5 +1,6 @@
 """How models of DDPM schedules are sampled; the schedule and its loss are in ``opendit.diffusion.ddpm``."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from opendit.diffusion.ddpm import DDPM, at_least_float32, split_output
 from opendit.diffusion.guidance import for_step
-from opendit.diffusion.trajectory import Model, Trajectory
+from opendit.diffusion.trajectory import Model, Trajectory, Weights
 
 
 class DDPMTrajectory(Trajectory):
@@ -41,6 +42,11 @@ class DDPMTrajectory(Trajectory):
 
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         return self.predict(model, x, point)[0]
+
+    def denoise_weights(self, k: int) -> Weights | None:
+        """x_0 = (x - sigma eps) / alpha, of a model that returns eps."""
+        kept = self.alphas_cumprod[k]
+        return None if self.clip_denoised else Weights(math.sqrt(1 / kept), -math.sqrt(1 / kept - 1))
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,19 @@ An objective has one trajectory (``DDPMTrajectory``, ``FlowTrajectory``, ``EDMTr
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Model = Callable[[Tensor, Tensor], Tensor]
+
+
+class Weights(NamedTuple):
+    """A quantity that is ``x`` times x plus ``output`` times what the model returns."""
+
+    x: float
+    output: float
 
 
 class Trajectory(ABC):
@@ -46,8 +54,20 @@ class Trajectory(ABC):
         raise NotImplementedError
 
     def has_slope(self, k: int) -> bool:
-        """Whether ``slope`` is defined at point k."""
+        """True if ``slope`` is defined at point k."""
         return True
+
+    def input_scale(self, k: int) -> float:
+        """The factor of x in what the model gets at point k."""
+        return 1.0
+
+    def denoise_weights(self, k: int) -> Weights | None:
+        """``denoise`` at point k as a weighted sum; None if it is not one."""
+        return None
+
+    def slope_weights(self, k: int) -> Weights | None:
+        """``slope`` at point k as a weighted sum; None if it is not one."""
+        return None
 
 
 def for_each_sample(values: Sequence[float], x: Tensor, dtype: torch.dtype) -> Tensor:

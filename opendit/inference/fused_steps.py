@@ -5,8 +5,9 @@
     ...              the network
     guided_update    its last layer's output to guidance, the sampler's update and the next x
 
-It is ``guidance.cfg_model`` and the sampler's own ``advance`` in other words (``linear_steps``), and draws the same up
-to the rounding of fp32. What every sample takes of a step lies in static memory, as ``SamplingLoop`` has it.
+It is ``guidance.cfg_model`` and the sampler's own ``advance`` by the weights that the sampler states
+(``Sampler.weights``), and draws the same up to the rounding of fp32. What every sample takes of a step lies in static
+memory, as ``SamplingLoop`` has it.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opendit.diffusion import Objective
-from opendit.inference.linear_steps import LinearStep, linear_steps
+from opendit.diffusion.samplers.base import Sampler, StepWeights
 from opendit.inference.prepared_model import PreparedModel
 from opendit.kernels import embed_patches as embedding
 from opendit.kernels import guided_update as updating
@@ -70,7 +71,7 @@ class FusedSteps:
     def __init__(
         self,
         network: PreparedModel,
-        linear: list[LinearStep],
+        linear: list[StepWeights],
         guided: list[bool],
         state: tuple[Tensor, ...],
         step: Tensor,
@@ -80,7 +81,7 @@ class FusedSteps:
         self.network, self.state, self.step, self.channels = network, state, step, cfg_channels
         x, device = state[0], step.device
         self.kinds = [
-            StepKind(on, one.evaluations, one.noise, one.variance is not None)
+            StepKind(on, len(one.inputs), one.noise, one.variance is not None)
             for on, one in zip(guided, linear, strict=True)
         ]
         rows = [numbers_of(one) for one in linear]
@@ -145,7 +146,7 @@ class FusedSteps:
         return kind.evaluations * halves * len(self.step)
 
 
-def numbers_of(step: LinearStep) -> list[float]:
+def numbers_of(step: StepWeights) -> list[float]:
     """A step's numbers as :meth:`FusedSteps.advance` takes them one after the other: what x is multiplied by for the
     network; of each evaluation but the last the weights of the next input and of the prediction itself; of the last
     those of the state; p and q of a learned variance."""
@@ -160,18 +161,34 @@ def numbers_of(step: LinearStep) -> list[float]:
 def fused_steps(
     network: PreparedModel,
     objective: Objective,
-    sampler: str,
+    sampler: Sampler,
     guided: list[bool],
     state: tuple[Tensor, ...],
     step: Tensor,
     cfg_scale: float,
     cfg_channels: int | None,
 ) -> FusedSteps | None:
-    """The steps of ``sampler``; None where they are no sums with weights, or more than the kernels have room for."""
-    linear = linear_steps(objective, sampler, len(guided), objective.learn_sigma)
-    if linear is None:
+    """The steps of ``sampler``; None if it states no weights, or more than the kernels have room for."""
+    stated = [sampler.weights(i, objective.learn_sigma) for i in range(sampler.steps)]
+    found = [of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
+    if len(found) < len(stated):
         return None
-    most = max(one.evaluations for one in linear)
+    most = max(len(one.inputs) for one in found)
     if len(state) > updating.MOST_NEW or len(state) + most - 1 > updating.MOST_OLD:
         return None
-    return FusedSteps(network, linear, guided, state, step, cfg_scale, cfg_channels)
+    return FusedSteps(network, found, guided, state, step, cfg_scale, cfg_channels)
+
+
+def of_network(step: StepWeights, objective: Objective, sampler: Sampler, i: int) -> StepWeights:
+    """Rewrite the weights of what the objective reads as those of what the network itself returns."""
+    of_input, of_output = objective.network_weights(sampler.trajectory, i)
+    if (of_input, of_output) == (0.0, 1.0):
+        return step
+    (scales,) = step.inputs  # of an objective that reads outputs in another way, samplers evaluate once a step
+    parts = len(scales)
+    after = []
+    for weights in step.after:
+        output = weights[parts]
+        kept = (weight + output * of_input * scale for weight, scale in zip(weights[:parts], scales, strict=True))
+        after.append((*kept, output * of_output, *weights[parts + 1 :]))
+    return step._replace(after=tuple(after))

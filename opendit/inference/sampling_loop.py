@@ -134,7 +134,7 @@ class SamplingLoop:
         guided = [self.network.guided] * settings.steps
         if self.network.guided and settings.cfg_interval is not None:
             guided = [is_within(settings.cfg_interval, level) for level in levels]
-        parts = self.network, settings.objective, settings.sampler, guided, self.state, self.step
+        parts = self.network, settings.objective, self.sampler, guided, self.state, self.step
         return fused_steps(*parts, settings.cfg_scale, settings.cfg_channels)
 
     def begin(

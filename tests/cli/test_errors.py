@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from opendit.cli import command, console
+from opendit.cli import command
+from opendit.config import console
 from tests.cli.test_light import ROOT
 
 SOURCES = [*sorted((ROOT / "opendit").rglob("*.py")), *(ROOT / f"{name}.py" for name in command.SCRIPTS)]

@@ -8,9 +8,10 @@ from dataclasses import fields
 
 import pytest
 
-from opendit.cli import completion, help_page
+from opendit.cli import completion
 from opendit.cli.command import COMMANDS
 from opendit.cli.completion import CONFIGS, parser_of
+from opendit.config import help_page
 from opendit.config.flags import Flags, flag, flags_of, headings_of, parse
 from opendit.config.parser import CommandLine
 from opendit.config.train import TrainConfig

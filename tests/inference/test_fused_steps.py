@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opendit.diffusion import DDPMObjective
 from opendit.diffusion.guidance import cfg_model, guided_within
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, sample
 from opendit.inference import fused_steps, sampling_loop
 from opendit.inference.engine import SamplingEngine
-from opendit.inference.linear_steps import linear_steps
 from opendit.models import DiTConfig, build_model
 from tests.inference.tape import TapeRecorder
 from tests.inference.test_engine import CAPTIONS, EVERY, LABELS, OBJECTIVES, conditions, fresh, off_by
@@ -75,20 +73,6 @@ def test_tables_of_a_few_steps(which, sampler):
     for memory in (1, 3 * 2 * 4 * 8 * 48 * 14):
         engine = compare(CAPTIONS, which, sampler, counts=(3, 2, 3), steps=8, table_bytes=memory)
         assert {loop.fused.capacity for size, loop in engine.loops.items() if size == 3} < set(range(1, 8))
-
-
-def test_what_is_no_sum_with_weights(monkeypatch):
-    objective = OBJECTIVES["ddpm"]
-    assert linear_steps(objective, "ddim", 5, True) is not None
-    trajectory = DDPMObjective.trajectory
-
-    def clipping(self, *args):
-        made = trajectory(self, *args)
-        made.clip_denoised = True
-        return made
-
-    monkeypatch.setattr(DDPMObjective, "trajectory", clipping)
-    assert all(linear_steps(objective, name, 5, True) is None for name in objective.samplers)
 
 
 class Counts(TorchDispatchMode):

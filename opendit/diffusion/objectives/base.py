@@ -12,7 +12,7 @@ from opendit.config.objectives import DESCRIPTIONS
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, initial_noise, keyed_noise, uniform
 from opendit.diffusion.samplers import SAMPLERS, sample
-from opendit.diffusion.trajectory import Model, Trajectory
+from opendit.diffusion.trajectory import Model, Trajectory, Weights
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,13 @@ class Objective(ABC):
         objective has a choice."""
 
     def network(self, model: Model) -> Model:
-        """``model(x, t)`` as the trajectory reads it."""
+        """Return ``model(x, t)`` as the trajectory reads it."""
         return model
+
+    def network_weights(self, trajectory: Trajectory, k: int) -> Weights:
+        """What ``network(model)`` returns at point k of a trajectory, as a weighted sum of what the model gets and what
+        it returns."""
+        return Weights(0.0, 1.0)
 
     @abstractmethod
     def noise_level(self, timestep: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The objective of the DiT paper over the schedule and the loss of opendit/diffusion/ddpm.py, where the papers are."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from opendit.diffusion.ddpm_trajectory import DDPMTrajectory, eps_model
 from opendit.diffusion.objectives.base import Objective, above_0, one_of
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, integers
-from opendit.diffusion.trajectory import Model, Trajectory
+from opendit.diffusion.trajectory import Model, Trajectory, Weights
 
 SETTINGS = DESCRIPTIONS["ddpm"].settings
 
@@ -69,6 +70,13 @@ class DDPMObjective(Objective):
 
     def network(self, model: Model) -> Model:
         return eps_model(model, self.schedule) if self.prediction == "v" else model
+
+    def network_weights(self, trajectory: Trajectory, k: int) -> Weights:
+        """eps = sigma x + alpha v of a model that predicts velocity."""
+        if self.prediction != "v":
+            return Weights(0.0, 1.0)
+        alpha = trajectory.alphas[k]
+        return Weights(math.sqrt(1 - alpha**2), alpha)
 
     def noise_level(self, timestep: Tensor) -> Tensor:
         return self.schedule.noise_level(timestep)

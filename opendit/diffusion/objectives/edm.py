@@ -7,6 +7,7 @@ F being the network. [K]'s c_noise, ln(sigma) / 4, spans 2.6 over all levels, wh
 spans of 1000 (their fastest sinusoid turns by 1 radian a unit); the network gets 1000 times that: -1554 to 1095.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +19,7 @@ from opendit.config.objectives import DESCRIPTIONS
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.objectives.base import Objective, above_0
 from opendit.diffusion.prepared import Prepared
-from opendit.diffusion.trajectory import Model, Trajectory, for_each_sample
+from opendit.diffusion.trajectory import Model, Trajectory, Weights, for_each_sample
 
 SETTINGS = DESCRIPTIONS["edm"].settings
 
@@ -101,6 +102,18 @@ class EDMTrajectory(Trajectory):
 
     def has_slope(self, k: int) -> bool:
         return self.levels[k] > 0
+
+    def input_scale(self, k: int) -> float:
+        return 1 / math.sqrt(self.levels[k] ** 2 + self.sigma_data**2)
+
+    def denoise_weights(self, k: int) -> Weights:
+        """c_skip and c_out, [K] table 1."""
+        scale = self.input_scale(k)
+        return Weights((self.sigma_data * scale) ** 2, self.levels[k] * self.sigma_data * scale)
+
+    def slope_weights(self, k: int) -> Weights:
+        skip, out = self.denoise_weights(k)
+        return Weights((1 - skip) / self.levels[k], -out / self.levels[k])
 
 
 @dataclass(frozen=True)

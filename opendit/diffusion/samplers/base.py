@@ -20,6 +20,22 @@ class State(NamedTuple):
     x: Tensor  # (B, C, ...), float32 or float64
 
 
+class StepWeights(NamedTuple):
+    """A step as weighted sums, for kernels that take it in one piece.
+
+    Weights stand in this order: the state's parts, the model's outputs in this step's evaluations, noise.
+
+    inputs: what the model gets in each evaluation, of the state's parts and the outputs before. after: the parts of the
+    next state, of everything; without noise where ``noise`` is False. variance: (p, q) if the weight of the noise in x
+    is exp(p + q v) instead, where v are the model's further channels.
+    """
+
+    inputs: tuple[tuple[float, ...], ...]
+    after: tuple[tuple[float, ...], ...]
+    noise: bool = False
+    variance: tuple[float, float] | None = None
+
+
 class Sampler(ABC):
     """One sampler over one trajectory, for batches like one.
 
@@ -89,6 +105,11 @@ class Sampler(ABC):
     def advance(self, model: Model, state: Any, inputs: Any, observe: Observer | None = None) -> NamedTuple:
         """The next state. ``observe(x, denoised)``, if given, is called with x at the point where the step starts and
         the x_0 predicted there. Raises ValueError if the model's output doesn't fit x."""
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        """Step i as weighted sums, in float64; None if it is not that, or not stated. learned_variance: the model
+        predicts a variance too."""
+        return None
 
     def step(self, state: Any, i: int, observe: Observer | None = None) -> NamedTuple:
         """The state after step i from the one before it; see ``advance``."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from opendit.diffusion.ddpm_trajectory import DDPMTrajectory
-from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State
+from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State, StepWeights
 from opendit.diffusion.trajectory import Model
 
 
@@ -45,15 +45,15 @@ class DDIMSampler(Sampler):
             raise ValueError(f"eta must be between 0 and 1, got {eta}")
         if eta > 0 and noise_fn is None:
             raise ValueError("an eta above 0 needs noise_fn")
-        keep, renoise, self._sigmas = [], [], []
+        self._keep, self._renoise, self._sigmas = [], [], []
         kept = trajectory.alphas_cumprod
         for ac, after in zip(kept[:-1], kept[1:], strict=True):
             sigma = eta * math.sqrt((1 - after) / (1 - ac) * (1 - ac / after))
-            keep.append(math.sqrt(after))
+            self._keep.append(math.sqrt(after))
             # max: where alphas_cumprod is next to 0, rounding could leave a negative number under the root.
-            renoise.append(math.sqrt(max(1 - after - sigma**2, 0.0)))
+            self._renoise.append(math.sqrt(max(1 - after - sigma**2, 0.0)))
             self._sigmas.append(sigma)
-        self._tables = [self.table(values) for values in (keep, renoise, self._sigmas)]
+        self._tables = [self.table(values) for values in (self._keep, self._renoise, self._sigmas)]
 
     def inputs(self, i: int) -> DDIMInputs:
         keep, renoise, sigma = (table[i] for table in self._tables)
@@ -66,6 +66,14 @@ class DDIMSampler(Sampler):
             observe(state.x, denoised)
         x = inputs.keep * denoised + inputs.renoise * eps
         return State(x if inputs.noise is None else x + inputs.sigma * inputs.noise)
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        denoised, keep, renoise = self.trajectory.denoise_weights(i), self._keep[i], self._renoise[i]
+        if denoised is None:
+            return None
+        after = keep * denoised.x, keep * denoised.output + renoise  # the model's output is eps
+        noise = self._sigmas[i] > 0
+        return StepWeights(((1.0,),), ((*after, self._sigmas[i]) if noise else after,), noise)
 
 
 SAMPLER = DDIMSampler

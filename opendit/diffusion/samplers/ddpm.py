@@ -4,13 +4,14 @@
 [N] Nichol, Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opendit.diffusion.ddpm_trajectory import DDPMTrajectory
-from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State
+from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State, StepWeights
 from opendit.diffusion.trajectory import Model, Trajectory
 
 
@@ -48,6 +49,18 @@ class DDPMSampler(Sampler):
         if inputs.noise is not None:
             x = x + torch.exp(0.5 * log_variance) * inputs.noise
         return State(x)
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        schedule, denoised, t = self.trajectory.schedule, self.trajectory.denoise_weights(i), self.steps - 1 - i
+        if denoised is None:
+            return None
+        of_x0, of_x = float(schedule.posterior_mean_x0[t]), float(schedule.posterior_mean_xt[t])
+        mean = of_x0 * denoised.x + of_x, of_x0 * denoised.output
+        if t == 0:
+            return StepWeights(((1.0,),), (mean,))
+        low, high = float(schedule.posterior_log_variance[t]), float(schedule.betas[t].log())
+        variance = ((high + low) / 4, (high - low) / 4) if learned_variance else None  # of half the log, [N] eq. 15
+        return StepWeights(((1.0,),), ((*mean, math.exp(low / 2)),), True, variance)
 
 
 SAMPLER = DDPMSampler

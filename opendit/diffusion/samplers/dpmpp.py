@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler
+from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, StepWeights
 from opendit.diffusion.trajectory import Model, Trajectory
 
 
@@ -40,14 +40,15 @@ class DPMSolver2M(Sampler):
 
     def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
         super().__init__(model, trajectory, like, noise_fn)
-        sigmas, keep, extrapolate = trajectory.levels, [], []
+        sigmas, self._keep, self._extrapolate = trajectory.levels, [], []
         for k, (sigma, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
-            keep.append(after / sigma)
+            self._keep.append(after / sigma)
             # The first step has nothing to extrapolate from; a step to 0 is infinitely long in log sigma.
             ends = k == 0 or after == 0
-            extrapolate.append(0.0 if ends else math.log(sigma / after) / math.log(sigmas[k - 1] / sigma) / 2)
+            self._extrapolate.append(0.0 if ends else math.log(sigma / after) / math.log(sigmas[k - 1] / sigma) / 2)
         self._alphas = None if all(alpha == 1 for alpha in trajectory.alphas) else self.table(trajectory.alphas)
-        self._tables = [self.table(values) for values in (keep, [1 - ratio for ratio in keep], extrapolate)]
+        moves = [1 - keep for keep in self._keep]
+        self._tables = [self.table(values) for values in (self._keep, moves, self._extrapolate)]
 
     def init(self, x: Tensor) -> DPMSolverState:
         return DPMSolverState(x if self._alphas is None else x / self._alphas[0], torch.zeros_like(x))
@@ -65,6 +66,16 @@ class DPMSolver2M(Sampler):
             observe(x, denoised)
         target = denoised + inputs.extrapolate * (denoised - state.before)
         return DPMSolverState(inputs.keep * state.x + inputs.move * target, denoised)
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        denoised, alpha = self.trajectory.denoise_weights(i), self.trajectory.alphas[i]
+        if denoised is None:
+            return None
+        scale, keep, extrapolate = self.trajectory.input_scale(i), self._keep[i], self._extrapolate[i]
+        predicted = denoised.x * alpha, denoised.output  # x_0, of the state's x and the model's output
+        move = (1 - keep) * (1 + extrapolate)
+        x = keep + move * predicted[0], -(1 - keep) * extrapolate, move * predicted[1]
+        return StepWeights(((scale * alpha, 0.0),), (x, (predicted[0], 0.0, predicted[1])))
 
 
 SAMPLER = DPMSolver2M

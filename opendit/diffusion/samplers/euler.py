@@ -4,11 +4,12 @@
 [L] Liu, Gong, Liu, "Flow Straight and Fast", 2023
 """
 
+from abc import abstractmethod
 from typing import NamedTuple
 
 from torch import Tensor
 
-from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State
+from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State, StepWeights
 from opendit.diffusion.trajectory import Model, Trajectory
 
 
@@ -19,17 +20,16 @@ class EulerInputs(NamedTuple):
     end: Tensor | None = None  # (B,): the point where it ends, if the slope is asked for there
 
 
-class EulerSampler(Sampler):
-    """Euler's method for dx/dtime = slope(x, time): [K] eq. 1 and 3 with sigma as the time, [L] eq. 1 for rectified
-    flow. First order, one evaluation a step, deterministic. ``denoised`` is where the slope leads to at time 0."""
+class SlopeSampler(Sampler):
+    """A method that follows one slope, dx/dtime = slope(x, time), over a whole step. A subclass says which."""
 
     needs = "slope"
 
     def __init__(self, model: Model, trajectory: Trajectory, like: Tensor, noise_fn: NoiseFn | None = None):
         super().__init__(model, trajectory, like, noise_fn)
         times = trajectory.times
-        self._times = self.table(times)
-        self._lengths = self.table([after - time for time, after in zip(times[:-1], times[1:], strict=True)])
+        self.lengths = [after - time for time, after in zip(times[:-1], times[1:], strict=True)]
+        self._times, self._lengths = self.table(times), self.table(self.lengths)
 
     def inputs(self, i: int) -> EulerInputs:
         return EulerInputs(self.points[i], self._times[i], self._lengths[i])
@@ -40,9 +40,23 @@ class EulerSampler(Sampler):
             observe(state.x, state.x - inputs.time * slope)
         return State(state.x + inputs.length * self.mean_slope(model, state, inputs, slope))
 
+    @abstractmethod
     def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
         """The slope to follow over the whole step, given the one where it starts; all (B, C, ...)."""
+
+
+class EulerSampler(SlopeSampler):
+    """Euler's method: [K] eq. 1 and 3 with sigma as the time, [L] eq. 1 for rectified flow. First order, one evaluation
+    a step, deterministic. ``denoised`` is where the slope leads to at time 0."""
+
+    def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
         return slope
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        slope, length = self.trajectory.slope_weights(i), self.lengths[i]
+        if slope is None:
+            return None
+        return StepWeights(((self.trajectory.input_scale(i),),), ((1 + length * slope.x, length * slope.output),))
 
 
 SAMPLER = EulerSampler

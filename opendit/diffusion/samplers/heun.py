@@ -5,12 +5,12 @@
 
 from torch import Tensor
 
-from opendit.diffusion.samplers.base import State
-from opendit.diffusion.samplers.euler import EulerInputs, EulerSampler
+from opendit.diffusion.samplers.base import State, StepWeights
+from opendit.diffusion.samplers.euler import EulerInputs, SlopeSampler
 from opendit.diffusion.trajectory import Model
 
 
-class HeunSampler(EulerSampler):
+class HeunSampler(SlopeSampler):
     """[K] Algorithm 1: the mean of the slopes at the step's start and where Euler's step leads to. Second order, two
     evaluations a step; one in EDM's step to 0, where its slope is not defined. Deterministic."""
 
@@ -22,6 +22,22 @@ class HeunSampler(EulerSampler):
         if inputs.end is None:
             return slope
         return (slope + self.trajectory.slope(model, state.x + inputs.length * slope, inputs.end)) / 2
+
+    def weights(self, i: int, learned_variance: bool) -> StepWeights | None:
+        begin, scale, length = self.trajectory.slope_weights(i), self.trajectory.input_scale(i), self.lengths[i]
+        if begin is None:
+            return None
+        euler = 1 + length * begin.x, length * begin.output  # of x and the first output
+        if not self.trajectory.has_slope(i + 1):
+            return StepWeights(((scale,),), (euler,))
+        end, rescale = self.trajectory.slope_weights(i + 1), self.trajectory.input_scale(i + 1)
+        assert end is not None  # a trajectory states all of its slopes or none
+        after = (
+            1 + length / 2 * (begin.x + end.x * euler[0]),
+            length / 2 * (begin.output + end.x * euler[1]),
+            length / 2 * end.output,
+        )
+        return StepWeights(((scale,), (rescale * euler[0], rescale * euler[1])), (after,))
 
 
 SAMPLER = HeunSampler
