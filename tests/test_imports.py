@@ -122,7 +122,7 @@ def test_every_room_has_its_floor():
         ("opendit.models.dit", "if typing.TYPE_CHECKING:\n    pass\nelse:\n    import opendit.cli", {"cli"}),
         ("opendit.training.build", "from opendit.state import ema\nfrom opendit.models import DiT", set()),
         ("opendit.common.rules", "from opendit.models import DiT", {"models"}),
-        ("opendit.config.checks", "from opendit.training import prepare\nfrom opendit.common import rules", set()),
+        ("opendit.cli.command", "from opendit.training import prepare\nfrom opendit.common import rules", set()),
     ],
 )
 def test_a_climb_is_seen(name, source, expected):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opendit.diffusion.ddpm import DDPM, at_least_float32, split_output
 from opendit.diffusion.guidance import for_step
-from opendit.diffusion.trajectory import Model, Trajectory, Weights
+from opendit.diffusion.trajectory import LinearForm, Model, Trajectory
 
 
 class DDPMTrajectory(Trajectory):
@@ -43,10 +43,10 @@ class DDPMTrajectory(Trajectory):
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         return self.predict(model, x, point)[0]
 
-    def denoise_weights(self, k: int) -> Weights | None:
+    def denoise_weights(self, k: int) -> LinearForm | None:
         """x_0 = (x - sigma eps) / alpha, of a model that returns eps."""
         kept = self.alphas_cumprod[k]
-        return None if self.clip_denoised else Weights(math.sqrt(1 / kept), -math.sqrt(1 / kept - 1))
+        return None if self.clip_denoised else LinearForm(math.sqrt(1 / kept), -math.sqrt(1 / kept - 1))
 
 
 @dataclass(frozen=True)

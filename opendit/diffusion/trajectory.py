@@ -14,7 +14,7 @@ from torch import Tensor
 Model = Callable[[Tensor, Tensor], Tensor]
 
 
-class Weights(NamedTuple):
+class LinearForm(NamedTuple):
     """A quantity that is ``x`` times x plus ``output`` times what the model returns."""
 
     x: float
@@ -61,11 +61,11 @@ class Trajectory(ABC):
         """The factor of x in what the model gets at point k."""
         return 1.0
 
-    def denoise_weights(self, k: int) -> Weights | None:
+    def denoise_weights(self, k: int) -> LinearForm | None:
         """``denoise`` at point k as a weighted sum; None if it is not one."""
         return None
 
-    def slope_weights(self, k: int) -> Weights | None:
+    def slope_weights(self, k: int) -> LinearForm | None:
         """``slope`` at point k as a weighted sum; None if it is not one."""
         return None
 

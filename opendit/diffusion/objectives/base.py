@@ -12,7 +12,7 @@ from opendit.config.objectives import DESCRIPTIONS
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, initial_noise, keyed_noise, uniform
 from opendit.diffusion.samplers import SAMPLERS, sample
-from opendit.diffusion.trajectory import Model, Trajectory, Weights
+from opendit.diffusion.trajectory import LinearForm, Model, Trajectory
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Objective(ABC):
         """Return ``model(x, t)`` as the trajectory reads it."""
         return model
 
-    def network_weights(self, trajectory: Trajectory, k: int) -> Weights:
+    def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
         """What ``network(model)`` returns at point k of a trajectory, as a weighted sum of what the model gets and what
         it returns."""
-        return Weights(0.0, 1.0)
+        return LinearForm(0.0, 1.0)
 
     @abstractmethod
     def noise_level(self, timestep: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from opendit.diffusion.ddpm_trajectory import DDPMTrajectory, eps_model
 from opendit.diffusion.objectives.base import Objective, above_0, one_of
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, integers
-from opendit.diffusion.trajectory import Model, Trajectory, Weights
+from opendit.diffusion.trajectory import LinearForm, Model, Trajectory
 
 SETTINGS = DESCRIPTIONS["ddpm"].settings
 
@@ -71,12 +71,12 @@ class DDPMObjective(Objective):
     def network(self, model: Model) -> Model:
         return eps_model(model, self.schedule) if self.prediction == "v" else model
 
-    def network_weights(self, trajectory: Trajectory, k: int) -> Weights:
+    def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
         """eps = sigma x + alpha v of a model that predicts velocity."""
         if self.prediction != "v":
-            return Weights(0.0, 1.0)
+            return LinearForm(0.0, 1.0)
         alpha = trajectory.alphas[k]
-        return Weights(math.sqrt(1 - alpha**2), alpha)
+        return LinearForm(math.sqrt(1 - alpha**2), alpha)
 
     def noise_level(self, timestep: Tensor) -> Tensor:
         return self.schedule.noise_level(timestep)

@@ -19,7 +19,7 @@ from opendit.config.objectives import DESCRIPTIONS
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.objectives.base import Objective, above_0
 from opendit.diffusion.prepared import Prepared
-from opendit.diffusion.trajectory import Model, Trajectory, Weights, for_each_sample
+from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, for_each_sample
 
 SETTINGS = DESCRIPTIONS["edm"].settings
 
@@ -106,14 +106,14 @@ class EDMTrajectory(Trajectory):
     def input_scale(self, k: int) -> float:
         return 1 / math.sqrt(self.levels[k] ** 2 + self.sigma_data**2)
 
-    def denoise_weights(self, k: int) -> Weights:
+    def denoise_weights(self, k: int) -> LinearForm:
         """c_skip and c_out, [K] table 1."""
         scale = self.input_scale(k)
-        return Weights((self.sigma_data * scale) ** 2, self.levels[k] * self.sigma_data * scale)
+        return LinearForm((self.sigma_data * scale) ** 2, self.levels[k] * self.sigma_data * scale)
 
-    def slope_weights(self, k: int) -> Weights:
+    def slope_weights(self, k: int) -> LinearForm:
         skip, out = self.denoise_weights(k)
-        return Weights((1 - skip) / self.levels[k], -out / self.levels[k])
+        return LinearForm((1 - skip) / self.levels[k], -out / self.levels[k])
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.objectives.base import Objective, above_0, one_of
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, uniform
-from opendit.diffusion.trajectory import Model, Trajectory, Weights, for_each_sample
+from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, for_each_sample
 
 SETTINGS = DESCRIPTIONS["flow"].settings
 
@@ -99,8 +99,8 @@ class FlowTrajectory(Trajectory):
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         return model(x, point).to(x.dtype)
 
-    def slope_weights(self, k: int) -> Weights:
-        return Weights(0.0, 1.0)
+    def slope_weights(self, k: int) -> LinearForm:
+        return LinearForm(0.0, 1.0)
 
 
 @dataclass(frozen=True)
