@@ -7,8 +7,8 @@
 
 A mutant changes one place in one line. `cover` runs each test file by itself and records the lines that it reaches,
 also in the processes that it starts. `run` applies each mutant to a copy of the tree and runs the test files that reach
-its line until a test fails. `cover` and `run` stop after `--seconds`; call them again to continue. Neither writes to the
-tree. Tests that fail without a mutant never judge one. `cover` needs the package coverage, 7.10 or newer.
+its line until a test fails. `cover` and `run` stop after `--seconds`; call them again to continue. Neither writes to
+the tree. Tests that fail without a mutant never judge one. `cover` needs the package coverage, 7.10 or newer.
 """
 
 import argparse
@@ -50,12 +50,13 @@ NOT_IN_TRITON = {"mean", "ones", "ones_like"}  # tl.sum has no such partner
 # candidates; a function whose name matches TEXT_FUNCTIONS builds a message.
 TEXT_CALLS = set("print warn TypeVar dataclass lru_cache sleep settimeout timedelta set_num_threads wait".split())
 TEXT_CALLS |= set("rjust ljust center figure savefig legend tight_layout subplots indent dedent wrap fill".split())
-TEXT_CALLS |= set("acquire get_close_matches".split())
+TEXT_CALLS |= set("acquire get_close_matches Launch".split())
 NEUTRAL = set("help unit metavar title label xlabel ylabel common heading description epilog prog usage".split())
 NEUTRAL |= set("timeout encoding errors newline indent sort_keys flush buffering daemon stacklevel maxsize".split())
 NEUTRAL |= set("device non_blocking pin_memory persistent_workers prefetch_factor num_warps num_stages warps".split())
 NEUTRAL |= set("do_not_specialize is_pure figsize dpi fontsize min_width elem_id patience interval visible".split())
 NEUTRAL_OF = {"zip": {"strict"}, "flag": {"group"}, "option": {"group"}, "Slider": {"step"}, "load": {"mmap_mode"}}
+NEUTRAL_OF |= {"Figure": {"layout"}, "mkdtemp": {"prefix"}, "TemporaryDirectory": {"prefix"}}
 TEXT_FUNCTIONS = r"__(repr|str|format)__|extra_repr|(^|_)(print|announce|describe|message|format|usage|metavar)"
 PATH = re.compile(r"path|folder|root|dir(ectory)?$|home|here|parent|base$", re.IGNORECASE)
 
@@ -181,8 +182,8 @@ class _Finder:
                 old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
                 for left, right in zip(node.values, node.values[1:], strict=False):
                     self.operator("boolean", left, right, old, new)
-            case ast.BinOp(op=ast.LShift(), left=ast.Constant()):
-                return
+            case ast.BinOp(op=ast.LShift(), left=ast.Constant()) | ast.BinOp(right=ast.Name(id="MIB" | "GIB")):
+                return  # sizes in bytes: limits again
             case ast.BinOp() if OPERATORS.get(type(node.op)) in ARITHMETIC and _is_arithmetic(node):
                 old = OPERATORS[type(node.op)]
                 self.operator("arithmetic", node.left, node.right, old, ARITHMETIC[old])
