@@ -9,6 +9,9 @@ A mutant changes one place in one line. `cover` runs each test file by itself an
 also in the processes that it starts. `run` applies each mutant to a copy of the tree and runs the test files that reach
 its line until a test fails. `cover` and `run` stop after `--seconds`; call them again to continue. Neither writes to
 the tree. Tests that fail without a mutant never judge one. `cover` needs the package coverage, 7.10 or newer.
+
+A mutant is red (a test failed, or hung), green (all tests that reach it passed), uncovered (no test reaches it), lost
+(its line is gone), unfinished, or unreliable (not red, but a test failed with and without it).
 """
 
 import argparse
@@ -606,10 +609,11 @@ class Trial:
             self.result["outcome"] = "uncovered"
 
     def resume(self, result: dict[str, Any]) -> None:
-        """Take over what an earlier call found."""
-        if result["outcome"] in ("red", "green", "unfinished") and self.todo:
-            self.result = result
-            self.todo = [r for r in self.todo if r["test"] not in result["passed"] + result["unreliable"]]
+        """Take over what an earlier call found; tests that failed without the mutant too get another chance."""
+        if self.todo:
+            again = {"outcome": "unfinished"} if result["outcome"] not in ("red", "green") else {}
+            self.result = result | again | {"unreliable": []}
+            self.todo = [record for record in self.todo if record["test"] not in result["passed"]]
 
     def is_open(self) -> bool:
         return self.result["outcome"] == "unfinished"
@@ -677,7 +681,7 @@ def run(workshop: Workshop, mutants: list[dict[str, Any]], coverage: Path, jobs:
                 with lock:
                     trial.running -= 1
                     if trial.is_open() and not trial.todo and not trial.running:
-                        trial.result["outcome"] = "green"
+                        trial.result["outcome"] = "unreliable" if trial.result["unreliable"] else "green"
                     if not trial.is_open():
                         print(f"{trial.mutant['id']:4} {trial.result['outcome']}", flush=True)
                         if not trial.running:

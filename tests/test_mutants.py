@@ -84,20 +84,19 @@ def test_the_list_is_of_whole_lines_that_parse():
 
 @pytest.fixture
 def tree(tmp_path):
-    """A project of two functions, a test that judges one of them, in a process of its own too, and one that fails."""
-    (tmp_path / "tree" / "opendit").mkdir(parents=True)
-    (tmp_path / "tree" / "tests").mkdir()
+    """A project of two modules, and three files of tests: one fails in part, one starts a process, one can't begin."""
     for name, text in {
         "opendit/__init__.py": "",
         "opendit/a.py": "def more(x):\n    return x + 3\n\n\ndef unused(x):\n    return x - 5\n",
         "opendit/b.py": "print(7 - int(input()))\n",
-        "tests/test_a.py": "from opendit.a import more\n\n\ndef test_more():\n    assert more(0) == 3\n\n\n"
-        "def test_wrong():\n    assert more(0) == 4\n",
+        "tests/test_a.py": "from opendit.a import more\n\n\ndef test_wrong():\n    assert more(0) == 9\n\n\n"
+        "def test_more():\n    assert more(0) == 3\n",
         "tests/test_b.py": "import subprocess, sys\n\n\ndef test_b():\n"
         "    command = [sys.executable, '-m', 'opendit.b']\n"
         "    assert subprocess.run(command, input='2', capture_output=True, text=True).stdout\n",
         "tests/test_broken.py": "import there_is_no_such_module\nfrom opendit import a\n",
     }.items():
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / name).write_text(text)
     return tmp_path / "tree"
 
@@ -115,39 +114,46 @@ def test_draws_the_same_mutants_and_finds_them_again(tree):
     assert mutants.locate(tree, mutant) is None
 
 
-def test_a_round_on_a_small_tree(tree, tmp_path, monkeypatch, capsys):
+def test_cover(tree, tmp_path, monkeypatch):
     coverage = pytest.importorskip("coverage")
     monkeypatch.setenv("PYTHONPATH", str(Path(coverage.__file__).parents[1]))
-    listed, lines, results = tmp_path / "mutants.json", tmp_path / "coverage.jsonl", tmp_path / "results.json"
-    mutants.main(f"draw --tree {tree} --seed 1 --count 20 --output {listed}".split())
-    covering = f"cover --tree {tree} --jobs 3 --output {lines}".split()
-    mutants.main(covering)
-    records = {record["test"]: record for record in map(json.loads, lines.read_text().splitlines())}
-    assert {name: record["outcome"] for name, record in records.items()} == {
-        "tests/test_a.py": "failed",
-        "tests/test_b.py": "passed",
-        "tests/test_broken.py": "broken",
-    }
+    lines = tmp_path / "coverage.jsonl"
+    for _ in range(2):  # the second has nothing left to do
+        mutants.main(f"cover --tree {tree} --jobs 3 --output {lines}".split())
+        records = {record["test"]: record for record in map(json.loads, lines.read_text().splitlines())}
+        assert len(lines.read_text().splitlines()) == len(records) == 3
+    outcomes = [records[f"tests/test_{name}.py"]["outcome"] for name in ("a", "b", "broken")]
+    assert outcomes == ["failed", "passed", "broken"]
     assert records["tests/test_a.py"]["failed"] == ["tests/test_a.py::test_wrong"]
     assert records["tests/test_a.py"]["lines"]["opendit/a.py"] == "1-2,5"
     assert records["tests/test_b.py"]["lines"]["opendit/b.py"] == "1"
-    mutants.main(covering)  # nothing is left to do
-    assert len(lines.read_text().splitlines()) == 3
 
+
+def test_run(tree, tmp_path):
+    """The test that fails without a mutant judges none; the other one finds those in the line that it reaches."""
+    listed, lines, results = tmp_path / "mutants.json", tmp_path / "coverage.jsonl", tmp_path / "results.json"
+    record = {"test": "tests/test_a.py", "outcome": "failed", "seconds": 1, "failed": ["tests/test_a.py::test_wrong"]}
+    lines.write_text(json.dumps(record | {"lines": {"opendit/a.py": "1-2,5"}}) + "\n")
+    mutants.main(f"draw --tree {tree} --seed 1 --count 20 --output {listed}".split())
+    drawn = json.loads(listed.read_text())
+    drawn["mutants"].append(drawn["mutants"][0] | {"id": 5, "before": "gone"})
+    # This one changes nothing that a test sees.
+    drawn["mutants"].append(
+        next(m for m in drawn["mutants"] if "x + " in m["before"]) | {"id": 6, "after": "return 3+x"}
+    )
+    listed.write_text(json.dumps(drawn))
     found = f"run --tree {tree} --mutants {listed} --coverage {lines} --jobs 3 --output {results}".split()
+    mutants.main([*found, "--seconds", "0"])
+    assert json.loads(results.read_text())["6"]["outcome"] == "unfinished"
     mutants.main(found)
-    outcomes = {}
-    for mutant in json.loads(listed.read_text())["mutants"]:
-        outcomes[mutant["after"].strip()] = json.loads(results.read_text())[str(mutant["id"])]["outcome"]
-    assert outcomes == {
+    outcomes = json.loads(results.read_text())
+    assert {m["after"].strip(): outcomes[str(m["id"])]["outcome"] for m in drawn["mutants"] if m["id"] != 5} == {
         "return x - 3": "red",
         "return x + 4": "red",
         "return x + 5": "uncovered",
         "return x - 6": "uncovered",
+        "return 3+x": "green",
     }
-    assert (
-        json.loads(results.read_text())["1"].get("test", "tests/test_a.py::test_more") == "tests/test_a.py::test_more"
-    )
-    assert "'red': 2, 'uncovered': 2" in capsys.readouterr().out.replace(
-        "'uncovered': 2, 'red': 2", "'red': 2, 'uncovered': 2"
-    )
+    assert outcomes["5"]["outcome"] == "lost"
+    red = [result for result in outcomes.values() if result["outcome"] == "red"]
+    assert {(result["test"], result["how"]) for result in red} == {("tests/test_a.py::test_more", "failed")}
