@@ -147,7 +147,10 @@ def test_an_exported_file_is_read(name):
     reading.unpack("exported")
     ckpt, *more = cases.EXPORTED[name]
     model = ["--model", "DiT-Ti/2"] if name == "meta" else []
-    check_pattern(reading.exported(ckpt, *model), "ema of step 1")
+    weights = reading.exported(ckpt, *model)
+    if name == "pipeline":
+        del weights["pos_embed"]  # a formula, which diffusers does not store
+    check_pattern(weights, "ema of step 1")
     found, then = reading.drawn(["--ckpt", ckpt, *more, *cases.DRAW.split()]), RECORDED["exported"][name]
     expected = np.frombuffer(bytes.fromhex(then["pixels"]), np.uint8)
     assert list(found.shape) == then["shape"]

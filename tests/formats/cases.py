@@ -69,8 +69,9 @@ RUNS = {
     "stdit": f"--model ST-DiT-Ti/122 {CLIPS} --full_attention --objective edm --max_text_tokens 64",
     "moviegen": f"--model MovieGen-Ti/122 {CLIPS} --objective flow --max_text_tokens 64",
     "ecdit": f"--model EC-DiT-Ti/2 {CLASSES} --objective edm --expert_capacity 2",
-    "evaluated": "--model DiT-Ti/2 --data_path digits --image_size 8 --batch_size 4 --objective flow --ckpt_best accuracy"
-    " --evaluate_every 1 --evaluate_samples 20 --evaluate_features digits --evaluate_metrics accuracy --evaluate_steps 1",
+    "evaluated": "--model DiT-Ti/2 --data_path digits --image_size 8 --batch_size 4 --objective flow"
+    " --ckpt_best accuracy --evaluate_every 1 --evaluate_samples 20 --evaluate_features digits"
+    " --evaluate_metrics accuracy --evaluate_steps 1",
     "packs": "--model DiT-Ti/2 --data_path pictures --image_size 16 --pack_tokens 64 --batch_size 96 --num_classes 2",
     "lora": f"--model DiT-Ti/2 {CLASSES} --lora 4 --lora_alpha 8 --pretrained base.safetensors",
     # Sharded checkpoints: flat cuts, rows, rows of heads inside of those, experts, stages.
@@ -180,4 +181,6 @@ EXPORTED = {
     "one": ("exported/one.safetensors", "--vae", "exported/pipeline/vae"),
     "several": ("exported/several/model.safetensors.index.json", "--vae", "exported/pipeline/vae"),
 }
-DRY_RUN = "--dry_run 1 --hardware hardware.json --model DiT-S/2 --data_path mock --num_classes 10 --mixed_precision fp32"
+DRY_RUN = (
+    "--dry_run 1 --hardware hardware.json --model DiT-S/2 --data_path mock --num_classes 10 --mixed_precision fp32"
+)

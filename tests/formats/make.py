@@ -14,7 +14,7 @@ commit's own programs, but for these changes, which are made afterwards:
 - ``sorted`` is a checkpoint that does not name the order of its samples, as those written before the keyed order.
 - In ``dit`` the first checkpoint is the best one.
 - ``moviegen_1`` and ``adaln_lora_1`` are made by a program that is kept from knowing revisions.
-- ``job`` and ``evaluation`` hold parts whose numbers were replaced, to see that they are used and not made again.
+- ``job`` and ``evaluation`` hold parts whose numbers were replaced, to see that they are used and not computed anew.
 """
 
 import functools
@@ -34,15 +34,15 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import torch
+from PIL import Image
 
 THEN = Path(os.environ["PYTHONPATH"]).resolve()  # the tree of the earlier commit
 sys.path.insert(0, str(THEN))
 sys.path.append(str(Path(__file__).resolve().parent))
 
-import cases
-import reading
-import torch
-from PIL import Image
+import cases  # noqa: E402
+import reading  # noqa: E402
 
 # ------------------------------------------------------------------------------------------ the pattern, in place
 
@@ -162,8 +162,7 @@ def captions() -> None:
         path.with_suffix(".txt").write_text(f"picture number {i}")
     program("preprocess.py", "folder", "stills", "--output", "stills.csv")
     first, *rows = Path("clips/demo.csv").read_text().splitlines()
-    more = [f"stills/{row}" if not row.startswith("stills") else row for row in Path("stills.csv").read_text().splitlines()[1:]]
-    print(first, rows, Path("stills.csv").read_text())
+    more = Path("stills.csv").read_text().splitlines()[1:]
     Path("all.csv").write_text("\n".join([first, *(f"clips/{row}" for row in rows), *more]) + "\n")
 
 

@@ -1,7 +1,7 @@
 """Write the programs' complete help and README's table of tasks as text, by an earlier commit.
 
-    git worktree add /tmp/then 9378e10
-    python tests/nets/make.py /tmp/then
+git worktree add /tmp/then 9378e10
+python tests/nets/make.py /tmp/then
 """
 
 import os
@@ -21,9 +21,9 @@ PROGRAMS = {
     "evaluation": ["-m", "opendit.evaluation"],
     "evaluation_plot": ["-m", "opendit.evaluation", "plot"],
     "export": ["-m", "opendit.export"],
-    "page": ["-m", "opendit.inference.page"],
+    "page": ["-m", "opendit", "page"],
     "models": ["-m", "opendit.models"],
-    "links": ["-m", "opendit.cli.links"],
+    "links": ["-m", "opendit", "links"],
 }
 
 
