@@ -1,0 +1,196 @@
+"""No flag of a released version is lost, and none means something else, unless a table here says why.
+
+``tests/nets/help/*.txt`` is what the programs of an earlier commit print for ``--help all`` (tests/nets/make.py). A
+program may have more flags and more choices than it had.
+"""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.nets.make import PROGRAMS, help_of, tasks_of
+
+ROOT = Path(__file__).resolve().parents[1]
+NETS = ROOT / "tests" / "nets"
+
+# (program, flag): why it is no longer listed under this name, and by which name it is.
+LOST_OR_RENAMED: dict[tuple[str, str], str] = {}
+# (program, flag, "default", "choices" or "values"): why that is another now.
+CHANGED: dict[tuple[str, str, str], str] = {
+    ("train", "--ema_warmup", "default"): "short runs draw nothing without it",
+    ("train", "--max_text_tokens", "default"): "captions of bytes were cut too early",
+}
+# A row of README's table as it was: how it is now, or why it is gone.
+TASKS_CHANGED: dict[str, str] = {}
+
+# ------------------------------------------------------------------------------------------ reading help
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What help says of a flag.
+
+    Attributes:
+        default: in brackets, or in words after "default:"; "required"; or empty.
+        choices: the words that it takes.
+        values: the range of its numbers, and whether it takes several values or an optional one.
+    """
+
+    default: str
+    choices: frozenset[str]
+    values: str
+
+
+NAME = re.compile(r"--(?:\[no_\])?\w+")
+WORDS = re.compile(r"[\w.+-]+(?:, [\w.+-]+)*")
+NUMBERS = re.compile(r"at least|at most|above|below|\d to \d")
+
+
+def rows_of(text: str) -> dict[str, tuple[str, str]]:
+    """Return (what stands left, its description) of every flag, argument and command in a help text, by its name."""
+    found: dict[str, tuple[str, str]] = {}
+    names: list[str] = []
+    for line in text.partition("\nExamples:")[0].splitlines():
+        if row := re.fullmatch(r"  (\S.*?)(?:  +(\S.*))?", line):
+            left, described = row[1], row[2] or ""
+            names = NAME.findall(left) or left.strip("[]").split()[:1]
+            found |= dict.fromkeys(names, (left, described))
+        elif line.startswith("      ") and names:
+            left, described = found[names[0]]
+            found |= dict.fromkeys(names, (left, f"{described} {line.strip()}".strip()))
+        else:
+            names = []
+    return found
+
+
+def flags_of(text: str) -> dict[str, Shown]:
+    """Return what a help text says of every flag, argument and command."""
+    found = {}
+    for name, (left, described) in rows_of(text).items():
+        bracket = re.search(r" \[([^\]]*)\]$", described)
+        rest = described[: bracket.start()] if bracket else described
+        in_words = re.search(r"\((default[^()]*|bytes: [^()]*|required)\)", rest)
+        default = bracket[1] if bracket else in_words[1] if in_words else ""
+        last = re.search(r"\(([^()]*)\)$", rest)
+        group = last[1] if last and not last[1].startswith("default") and last[1] != "required" else ""
+        numbers = bool(NUMBERS.search(group))
+        listed = not numbers and WORDS.fullmatch(group) and left.split()[-1] in ("WORD", "...", "FORMAT")
+        several = " ".join(word for word in ("...", "[") if word in left.removeprefix("--[no_]"))
+        found[name.replace("[no_]", "")] = Shown(
+            default, frozenset(group.split(", ")) if listed else frozenset(), f"{group if numbers else ''}{several}"
+        )
+    return found
+
+
+def differences(program: str, then: str, now: str) -> list[str]:
+    """Return a line for everything that ``then`` promises, ``now`` does not keep, and no table explains."""
+    old, new, found = flags_of(then), flags_of(now), []
+    for name, was in old.items():
+        if (program, name) in LOST_OR_RENAMED:
+            continue
+        if name not in new:
+            found.append(f"{program}: {name} is lost")
+            continue
+        shown = new[name]
+        if lost := was.choices - shown.choices:
+            found.append((name, "choices", ", ".join(sorted(was.choices)), f"{', '.join(sorted(lost))} is lost"))
+        for what in ("default", "values"):
+            if getattr(was, what) != getattr(shown, what):
+                found.append((name, what, getattr(was, what), getattr(shown, what)))
+    lines = []
+    for each in found:
+        if isinstance(each, str):
+            lines.append(each)
+        elif (program, *each[:2]) not in CHANGED:
+            name, what, before, after = each
+            lines.append(f"{program}: {name}: {what}: {before or 'none'} then, {after or 'none'} now")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------ tests
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, str]:
+    """What the programs print now."""
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(PROGRAMS, pool.map(lambda words: help_of(ROOT, words), PROGRAMS.values()), strict=True))
+
+
+def recorded(program: str) -> str:
+    return (NETS / "help" / f"{program}.txt").read_text()
+
+
+def test_every_program_has_its_help_recorded():
+    assert {path.stem for path in (NETS / "help").glob("*.txt")} == {*PROGRAMS}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_flag_is_lost(program, helps):
+    found = differences(program, recorded(program), helps[program])
+    assert not found, "\n" + "\n".join([*found, "put it into a table of this file, with the reason, if it is meant"])
+
+
+def test_help_is_understood():
+    """A parser that found nothing would make the other tests pass."""
+    train, sample = flags_of(recorded("train")), flags_of(recorded("sample"))
+    assert len(train) == 113 and len(sample) == 45  # of train.py 112 and an alias
+    assert train["--plugin"] == Shown("zero2", frozenset({"zero2", "gemini", "ddp", "fsdp"}), "")
+    assert train["--lr"] == Shown("0.0001", frozenset(), "above 0")
+    assert train["--max_text_tokens"] == Shown("bytes: 64", frozenset(), "1 to 16,384")
+    assert train["--ema_warmup"].default == "off" and train["--save"].default == "on"
+    assert train["--ema_decay"] == Shown("0.9999", frozenset(), "at least 0 and below 1...")
+    assert train["--pipeline_parallel_size"] == Shown("1", frozenset(), "1 to 4,096")
+    assert train["--recipe"] == train["--factory"] and train["--dry_run"].values == "0 to 1,048,576["
+    assert train["--batch_size"].values == "1 to 65,536" and train["--video_reader"].default == "auto"
+    assert {"torchcodec", "pyav"} < train["--video_reader"].choices
+    assert flags_of(recorded("export"))["--ckpt"].default == "required"
+    assert flags_of(recorded("export"))["FORMAT"].choices == {"diffusers", "meta", "opendit"}
+    assert {"demo", "latents", "index"} < flags_of(recorded("preprocess")).keys()
+    assert {"CSV", "--output"} < flags_of(recorded("preprocess_check")).keys()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("  --lr RATE ", "  --rate RATE ", "train: --lr is lost"),
+        (" [0.0001]", " [0.0002]", "train: --lr: default: 0.0001 then, 0.0002 now"),
+        ("(constant, cosine)", "(constant, linear)", "train: --lr_schedule: choices: constant, cosine then"),
+        (
+            "share of unreadable files at which the run stops (at least 0 and below 1)",
+            "share (at least 0)",
+            "--max_bad",
+        ),
+        ("--ema_decay SHARE ...", "--ema_decay SHARE", "train: --ema_decay: values"),
+    ],
+)
+def test_what_is_lost_is_said(old, new, said):
+    then = recorded("train")
+    assert old in then
+    (line,) = differences("train", then, then.replace(old, new, 1))
+    assert said in line
+
+
+def test_more_flags_and_choices_are_no_loss():
+    then = recorded("train")
+    more = then.replace("(constant, cosine)", "(constant, cosine, wsd)").replace(
+        "  --lr RATE ", "  --new_flag NUMBER           of nothing (at least 0) [3]\n  --lr RATE "
+    )
+    assert more != then and differences("train", then, more) == []
+
+
+def test_every_task_of_the_readme_is_there():
+    """Each row by the task in its first cell, and with the flags of its second."""
+    now = {row.split("|")[1].strip(): row for row in tasks_of((ROOT / "README.md").read_text())}
+    lost = []
+    for row in (NETS / "readme_tasks.md").read_text().splitlines():
+        task = row.split("|")[1].strip()
+        if task in TASKS_CHANGED:
+            continue
+        flags = set(NAME.findall(row))
+        if task not in now or not flags <= set(NAME.findall(now[task])):
+            lost.append(row)
+    assert not lost, "\n" + "\n".join(lost)
