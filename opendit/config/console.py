@@ -1,4 +1,4 @@
-"""Standard output and standard error that never end a program: no encoding, full disk or closed pipe stops it."""
+"""Make standard output and standard error robust: no encoding, full disk or closed pipe ends a program."""
 
 import contextlib
 import errno
@@ -8,16 +8,16 @@ import select
 import sys
 from collections.abc import Iterator
 
-PATIENCE_S = 10.0  # that a stream which takes nothing more (a pipe set to non-blocking) is waited for
+PATIENCE_S = 10.0  # to wait for a stream that takes nothing more (a pipe set to non-blocking)
 
 
 def prepare_console() -> None:
-    """Call first in every program. From then on
+    """Prepare both streams; call it first in every program. Afterwards
 
-    - a character that the stream's encoding does not have is written as an escape (``\\xe9``), not an error;
-    - what can't be written, to a full disk or to a pipe that nobody reads any more, is dropped; the program goes on;
-    - a stream that the program was started without is the null device, and no file of the program's takes its place;
-    - a line is written when it is whole, also to a file.
+    - a character that the encoding of a stream lacks is written as an escape (``\\xe9``);
+    - output that can't be written, because a disk is full or nobody reads a pipe, is dropped;
+    - a stream that was closed at the start is the null device, so that no file of the program gets its number;
+    - every whole line is written at once, to files too.
     """
     for descriptor in (0, 1, 2):
         _open_if_closed(descriptor)
@@ -33,12 +33,12 @@ def prepare_console() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-_commands: list[str] = []  # the one of the console command ``opendit`` that is running
+_commands: list[str] = []  # the running command of ``opendit``
 
 
 @contextlib.contextmanager
 def started_as(command: str) -> Iterator[None]:
-    """Inside, programs call themselves ``opendit COMMAND``, as they were started."""
+    """Let programs call themselves ``opendit COMMAND`` inside this context, as they were started."""
     _commands.append(command)
     try:
         yield
@@ -47,12 +47,12 @@ def started_as(command: str) -> Iterator[None]:
 
 
 def name_of(program: str) -> str:
-    """How a program (train.py, python -m opendit.export) was started: itself, or ``opendit COMMAND``."""
+    """Return how a program was started: by its name (train.py), or as ``opendit COMMAND``."""
     return f"opendit {_commands[-1]}" if _commands else program
 
 
 def print_block(title: str, rows: dict[str, str]) -> None:
-    """Prints aligned `name  value` rows under a title."""
+    """Print aligned rows of name and value below a title."""
     print(title)
     width = max(len(name) for name in rows)
     for name, value in rows.items():
@@ -82,7 +82,7 @@ def _stream(descriptor: int, encoding: str) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.RawIOBase):
-    """An open descriptor whose writes always succeed; the first that did not is told on the other stream."""
+    """An open descriptor whose writes always succeed. The first failure is reported on the other stream."""
 
     def __init__(self, descriptor: int):
         self._descriptor, self._told = descriptor, False

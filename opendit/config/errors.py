@@ -1,4 +1,4 @@
-"""How mistakes are told: ``error: --flag value: what is wrong; what to do``, in one line, by one of all processes."""
+"""Print mistakes as one line, ``error: --flag value: what is wrong; what to do``, from one process."""
 
 import os
 import sys
@@ -7,15 +7,15 @@ from opendit.config.values import one_line
 
 
 class OnThisMachine(ValueError):
-    """A mistake that not every machine of a run need see: a folder that isn't there or can't be written."""
+    """A mistake that perhaps only this machine sees: a folder that is missing or can't be written."""
 
 
 def speaks(error: Exception | str) -> bool:
-    """Whether this process is the one to say what is wrong: of all that see it, the first."""
+    """True on the rank that should print the error: the first of those that see it."""
     rank = "LOCAL_RANK" if isinstance(error, OnThisMachine) else "RANK"
     return os.environ.get(rank, "0") == "0"
 
 
 def say(error: Exception | str) -> None:
-    """Prints the line on standard error."""
+    """Print the line on standard error."""
     print(one_line(f"error: {error}"), file=sys.stderr, flush=True)

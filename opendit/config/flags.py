@@ -1,4 +1,4 @@
-"""Command lines to configurations: a dataclass whose fields are flags, recipes, and errors that name what was meant.
+"""Parse command lines into configurations: dataclasses whose fields are flags, with recipes as defaults.
 
 Flags are written with underscores (``--batch_size``); dashes are accepted. A boolean flag ``--x`` also has ``--no_x``.
 """
@@ -19,18 +19,18 @@ from opendit.config.values import Value, show
 
 F = TypeVar("F", bound="Flags")
 P = TypeVar("P", bound="ProgramFlags")
-# Of a start, not of what is trained: no changes of a recipe.
+# Flags of a start, not of what is trained: they don't count as changes of a recipe.
 NO_CHANGE = {"recipe", "dry_run", "outputs", "load"}
 
 
 @dataclass(frozen=True)
 class Flags:
-    """A component of a configuration: flags that belong together. A configuration inherits from all of its components,
-    in the order in which --help shows them.
+    """Base of a component: flags that belong together. A configuration inherits from all of its components, in the
+    order in which --help shows them.
 
     Attributes:
         group: the heading of the component's flags in --help, as "Title: what they are about".
-        given: the flags that stood on the command line, of the whole configuration.
+        given: all flags of the configuration that were on the command line.
     """
 
     group: ClassVar[str]
@@ -38,16 +38,16 @@ class Flags:
     given: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def part(self, component: type[F]) -> F:
-        """The flags of one component alone."""
+        """Return the flags of one component alone."""
         return component(**{item.name: getattr(self, item.name) for item in dataclasses.fields(component)})
 
     def with_part(self: F, part: "Flags") -> F:
-        """The configuration with a component in the place of its own."""
+        """Return the configuration with the values of a component replaced."""
         return dataclasses.replace(self, **{item.name: getattr(part, item.name) for item in dataclasses.fields(part)})
 
 
 class ProgramFlags(Protocol):
-    """What a program's configuration is, besides a frozen dataclass of :class:`Flags`."""
+    """Interface of a program's configuration, besides being a frozen dataclass of :class:`Flags`."""
 
     program: ClassVar[str]  # as it is started
     examples: ClassVar[tuple[str, ...]]
@@ -67,11 +67,11 @@ def flag(
     common: bool | str = False,
     **bounds: Any,
 ) -> Any:
-    """A configuration field that is also a command-line flag.
+    """Declare a configuration field that is also a command-line flag.
 
-    several: it may also be given a list of values. alone: its value where it is given none. alias: another name of it.
-    common: --help shows it without ``all``, with these words or the first clause of ``help``.
-    bounds: what it takes, as fields of :class:`opendit.config.values.Value`; every number needs them, and its unit.
+    several: allow a list of values. alone: the value of the flag without one. alias: another name. common: --help shows
+    it without ``all``, with these words or the first clause of ``help``. bounds: allowed values, as fields of
+    :class:`opendit.config.values.Value`; every number needs them, and its unit.
     """
     metadata = dict(help=help, several=several, alone=alone, alias=alias, common=common, bounds=bounds)
     if isinstance(default, list):
@@ -80,7 +80,7 @@ def flag(
 
 
 def flags_of(cls: type[Any]) -> list[dataclasses.Field[Any]]:
-    """The fields of a configuration that are flags, in the order of its components."""
+    """Return the fields of a configuration that are flags, in the order of its components."""
     of = _components(cls)
     order = list(dict.fromkeys(of.values()))
     flags = [item for item in dataclasses.fields(cls) if "help" in item.metadata]
@@ -88,12 +88,12 @@ def flags_of(cls: type[Any]) -> list[dataclasses.Field[Any]]:
 
 
 def groups_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
-    """The flags of a configuration by the title of their heading in --help."""
+    """Return the flags of a configuration by the title of their heading in --help."""
     return {heading.partition(":")[0]: items for heading, items in headings_of(cls).items()}
 
 
 def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
-    """The flags of a configuration by their heading in --help. Components of the same title stand under the heading
+    """Return the flags of a configuration by their heading in --help. Components with the same title share the heading
     of the first one."""
     of, titles, groups = _components(cls), {}, {}
     for item in flags_of(cls):
@@ -103,12 +103,12 @@ def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
 
 
 def _components(cls: type[Any]) -> dict[str, type[Any]]:
-    """The class that each field of a configuration stands in."""
+    """Return the component that declares each field of a configuration."""
     return {name: owner for owner in cls.__mro__ for name in owner.__dict__.get("__annotations__", ())}
 
 
 def value_of(item: dataclasses.Field[Any]) -> Value | None:
-    """What a flag takes; None for one that is on or off."""
+    """Return the allowed values of a flag; None for a switch."""
     kind = _scalar_type(item.type)
     if typing.get_origin(kind) is list:
         kind = typing.get_args(kind)[0]
@@ -116,7 +116,7 @@ def value_of(item: dataclasses.Field[Any]) -> Value | None:
 
 
 def default_of(item: dataclasses.Field[Any]) -> Any:
-    """A flag's default; a new list of one that takes several values."""
+    """Return a flag's default; a new list if it takes several values."""
     return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
@@ -132,9 +132,9 @@ def check_values(config: Any) -> None:
 
 
 def settle_idle(config: Any, idle: dict[str, str]) -> list[str]:
-    """Of flags that would change nothing, ``idle``: name -> why, as "does nothing without --lora".
+    """Refuse flags that would change nothing. idle: name -> why, as "does nothing without --lora".
 
-    Raises ValueError for the first that stood on the command line; returns a note for each that a recipe sets.
+    Raises ValueError for the first that was on the command line. Returns a note for each that a recipe sets.
     """
     off = {name for name in idle if getattr(config, name, None) is False}
     refuse_idle(config.given, idle, off)
@@ -145,8 +145,8 @@ def settle_idle(config: Any, idle: dict[str, str]) -> list[str]:
 
 
 def refuse_idle(given: Collection[str], idle: dict[str, str], off: Collection[str] = ()) -> None:
-    """Raises ValueError for the first flag of ``idle`` that stood on the command line, as --no_NAME if it is ``off``;
-    see :func:`settle_idle`."""
+    """Raises ValueError for the first flag of ``idle`` that was on the command line, as --no_NAME if it is ``off``; see
+    :func:`settle_idle`."""
     for name, why in idle.items():
         if name in given:
             fix = "leave one of them out" if " with " in why else "add that, or leave it out"
@@ -154,8 +154,8 @@ def refuse_idle(given: Collection[str], idle: dict[str, str], off: Collection[st
 
 
 def read_flags(cls: type[P], argv: Sequence[str]) -> P:
-    """:func:`parse`, and every check that needs neither torch nor a GPU: those across flags. A mistake ends the
-    program with exit code 2 and one line."""
+    """Parse a command line and check it across flags, without torch or a GPU. A mistake ends the program with exit code
+    2 and one line."""
     flags = parse(cls, argv)
     try:
         flags.settled(flags.world_size(), has_gpu=True)
@@ -165,10 +165,10 @@ def read_flags(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def parse(cls: type[P], argv: Sequence[str]) -> P:
-    """The configuration that a command line asks for; ``given`` holds the flags that stood on it.
+    """Parse a command line into a configuration, whose ``given`` holds the flags that were on it.
 
-    A recipe's flags come first, as if they stood before the others, but they do not count as given: they are defaults.
-    ``--recipe list`` prints the recipes and ends the program. A mistake ends it with exit code 2 and one line.
+    The flags of a recipe are defaults: they don't count as given. ``--recipe list`` prints the recipes and ends the
+    program. A mistake ends it with exit code 2 and one line.
     """
     parser = build_parser(cls)
     values = _values(parser, argv)
@@ -186,26 +186,26 @@ def parse(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def overridden(config: Any) -> dict[str, tuple[Any, Any]]:
-    """What the command line changed of a recipe: flag -> (the recipe's value, the value in use)."""
+    """Return the flags of a recipe that the command line changed: flag -> (the recipe's value, the value in use)."""
     recipe = parse(type(config), ["--recipe", config.recipe])
     pairs = {name: (getattr(recipe, name), getattr(config, name)) for name in sorted(config.given - NO_CHANGE)}
     return {name: (before, now) for name, (before, now) in pairs.items() if before != now}
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """What config.json holds."""
+    """Return all flags and their values, as config.json holds them."""
     return {item.name: getattr(config, item.name) for item in flags_of(type(config))}
 
 
 def build_parser(cls: type[ProgramFlags]) -> CommandLine:
-    """A parser with the flags of a configuration; it returns those alone that stood on the command line."""
+    """Build a parser with the flags of a configuration. It returns only those that are on the command line."""
     parser = CommandLine(name_of(cls.program), (cls.__doc__ or "").split("\n\n")[0], cls.examples)
     for heading, items in headings_of(cls).items():
         parser.heading(heading)
         for item in items:
             _add(parser, item)
     if any(item.name == "recipe" for item in flags_of(cls)):
-        # nemo_run asks before it starts; its users' command lines say that it need not.
+        # Command lines written for nemo_run, which asks before it starts, contain --yes.
         parser.add_argument("--yes", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
@@ -227,21 +227,21 @@ def _add(parser: CommandLine, item: dataclasses.Field[Any]) -> None:
 
 
 def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:
-    """The values of the flags among ``words``; words that are none end the program."""
+    """Return the values of the flags among ``words``. Unknown words end the program."""
     values = vars(parser.parse_args(list(words)))
     values.pop("yes", None)
     return values
 
 
 def _scalar_type(annotation) -> type[Any]:
-    """int for ``int | None``, str for ``str``, ..."""
+    """Return int for ``int | None``, str for ``str``, and so on."""
     if isinstance(annotation, types.UnionType):
         return next(a for a in typing.get_args(annotation) if a is not type(None))
     return annotation
 
 
 class _OneOrMore(argparse.Action):
-    """Of a flag that takes several values: one alone is kept as it is."""
+    """Store several values as a list, and a single one as it is."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         assert values  # nargs is +

@@ -1,4 +1,4 @@
-"""What ``--help`` prints: the flags by component, each under a heading of one line, and examples at the end.
+"""Text of ``--help``: flags by component under one-line headings, then examples.
 
 ``--help`` shows the common flags, on one screen; ``--help all`` all of them, ``--help HEADING`` those of one component.
 """
@@ -22,11 +22,10 @@ SWITCH_NOTE = "--[no_]x: --x switches x on, --no_x off. In brackets: the default
 
 @dataclass(frozen=True)
 class HelpEntry:
-    """A flag, or a positional argument or command, as it is shown.
+    """A flag, positional argument or command as --help shows it.
 
-    name: without dashes. written: as on a command line, with what it takes. about: what it does. values: range and
-    default. common: shown without ``all``, with these
-    words or the first clause of ``about``.
+    name: without dashes. written: as on a command line, with its placeholder. about: what it does. values: range and
+    default. common: show it without ``all``, with these words or the first clause of ``about``.
     """
 
     name: str
@@ -45,13 +44,13 @@ class HelpEntry:
         return first + [" " * LEFT + line for line in wrapped]
 
     def in_short(self) -> "HelpEntry":
-        """As among the common flags."""
+        """Return the entry as the short help shows it."""
         return replace(self, about=self.common if isinstance(self.common, str) else self.about.partition(";")[0])
 
 
 @dataclass
 class Section:
-    """Entries under a heading, ``Title: what they are about``."""
+    """Entries below a heading, ``Title: what they are about``."""
 
     title: str
     about: str
@@ -59,7 +58,7 @@ class Section:
 
     @classmethod
     def headed(cls, heading: str) -> "Section":
-        """Of ``"Title: what they are about"``."""
+        """Make an empty section from ``"Title: what they are about"``."""
         title, _, about = heading.partition(": ")
         return cls(title, about)
 
@@ -81,7 +80,7 @@ def entry(
     nargs: str | None = None,
     required: bool = False,
 ) -> HelpEntry:
-    """A flag's entry. takes: None of a switch. nargs: argparse's."""
+    """Make a flag's entry. takes: None for a switch. nargs: argparse's."""
     bare = name.lstrip("-")
     if takes is None:
         state = "" if default is None else f"[{'on' if default else 'off'}]"
@@ -98,7 +97,7 @@ def entry(
 def page(
     program: str, usage: str, about: str, sections: Sequence[Section], examples: Sequence[str], topic: str | None
 ) -> str:
-    """What --help, --help all or --help TOPIC prints. Raises ValueError for a topic that there is not."""
+    """Return the text of --help, --help all or --help TOPIC. Raises ValueError for an unknown topic."""
     width = min(max(shutil.get_terminal_size((WIDTHS[1], 24)).columns, WIDTHS[0]), WIDTHS[1])
     sections = [section for section in sections if section.entries]
     total = sum(len(section.entries) for section in sections)
@@ -131,18 +130,18 @@ def page(
 
 
 def examples_of(doc: str) -> list[str]:
-    """The commands in a program's docstring."""
+    """Return the commands in a program's docstring."""
     return [line.strip() for line in doc.splitlines() if COMMAND.match(line)]
 
 
 def about_of(doc: str) -> str:
-    """The paragraphs of a program's docstring that hold no commands, as one."""
+    """Join the paragraphs of a program's docstring that hold no commands."""
     paragraphs = [part for part in doc.split("\n\n") if not any(map(COMMAND.match, part.splitlines()))]
     return " ".join(" ".join(paragraphs).replace("``", "").split())
 
 
 def started_as(program: str, example: str) -> str:
-    """An example as a program was started: ``python train.py`` is ``opendit train`` for who starts that."""
+    """Rewrite an example the way the program was started: ``opendit train`` instead of ``python train.py``."""
     if not program.startswith("opendit "):
         return example
     example = re.sub(r"python (train|sample|preprocess)\.py", r"opendit \1", example)
@@ -151,7 +150,7 @@ def started_as(program: str, example: str) -> str:
 
 
 def _topic(topic: str, sections: Sequence[Section], width: int) -> list[str]:
-    """The section of a title, or of the flag of a name."""
+    """Return the lines of the section with this title, or of the flag with this name."""
     wanted = topic.lstrip("-").lower().replace(" ", "_").replace("-", "_")
     for section in sections:
         if section.title.lower().replace(" ", "_") == wanted:

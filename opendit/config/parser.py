@@ -1,4 +1,4 @@
-"""The parser of every program: strict, with one line for a mistake, and --help by component."""
+"""The argument parser of all programs: strict, one line for a mistake, --help by component."""
 
 import argparse
 import os
@@ -14,13 +14,13 @@ from opendit.config.values import Value, nearest, show
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser that answers a mistake with one line, which names the flag and the fix, and exit code 2. On several
-    ranks the first one alone prints it. Every flag stands under a heading.
+    """A parser that answers a mistake with exit code 2 and one line, which names the flag and the fix. With several
+    ranks only the first prints it. Every flag belongs to a heading.
 
     Args:
-        prog: how it was started.
+        prog: how the program was started.
         doc: the program's docstring; the commands in it are the examples of --help.
-        examples: these in their place.
+        examples: other examples instead.
         options: argparse's.
     """
 
@@ -29,7 +29,7 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(prog, **options)
         self.examples = examples_of(doc) if examples is None else examples
         self.add_argument("--help", action=_Help, nargs="?", default=argparse.SUPPRESS, help="show this and end")
-        # No flag has one dash: what begins with one is a value (-inf, a folder's name), as negative numbers are.
+        # No flag begins with a single dash: such a word is a value (-inf, the name of a folder, a negative number).
         self._negative_number_matcher = re.compile("-[^-]")
         self.defaults: dict[str, Any] = {}
         self.sections: list[Section] = []
@@ -37,7 +37,7 @@ class CommandLine(argparse.ArgumentParser):
         self.taken: list[tuple[argparse.Action, Value]] = []  # for the completion in shells
 
     def heading(self, heading: str) -> None:
-        """``"Title: what it is about"``, under which the flags that are added next stand in --help."""
+        """Begin a heading of --help, ``"Title: what it is about"``, for the flags that are added next."""
         new = Section.headed(heading)
         known = [section for section in self.sections if section.title == new.title]
         self.sections = [section for section in self.sections if section not in known] + (known or [new])
@@ -52,7 +52,7 @@ class CommandLine(argparse.ArgumentParser):
         common: bool | str = False,
         **options: Any,
     ) -> None:
-        """Adds a flag, or a positional argument, with its range and default in --help.
+        """Add a flag or a positional argument, with its range and default in --help.
 
         common: as of :func:`opendit.config.flags.flag`. options: argparse's.
         """
@@ -65,7 +65,7 @@ class CommandLine(argparse.ArgumentParser):
         self.taken.append((self.add_argument(name, *([alias] if alias else []), **options), takes))
 
     def switch(self, name: str, help: str, default: bool | None = False, common: bool | str = False) -> None:
-        """Adds a flag ``--x`` that is on or off, and ``--no_x``."""
+        """Add a switch ``--x`` and its opposite ``--no_x``."""
         bare = name.lstrip("-")
         self.defaults[bare] = default
         self._show(entry(name, None, help, default, common=common))
@@ -74,7 +74,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument(f"--no_{bare}", const=False, help=f"not --{bare}", **options)
 
     def command(self, name: str, about: str, heading: str = "Commands: what can be done") -> "CommandLine":
-        """The parser of a subcommand."""
+        """Add a subcommand and return its parser."""
         if self._subparsers is None:
             self._commands = self.add_subparsers(dest="command", metavar="COMMAND")
         self.heading(heading)
@@ -91,7 +91,7 @@ class CommandLine(argparse.ArgumentParser):
         self.sections[-1].entries.append(shown)
 
     def format_help(self, topic: str | None = None) -> str:
-        """What --help prints, for ``topic`` "all", a heading, a flag or a subcommand. Raises ValueError for another."""
+        """Return the text of --help. topic: "all", a heading, a flag or a subcommand. Raises ValueError for another."""
         if topic in self.commands:
             return self.commands[topic].format_help("all")
         entries = [one for section in self.sections for one in section.entries]
@@ -105,27 +105,27 @@ class CommandLine(argparse.ArgumentParser):
         return text
 
     def read(self, words: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
-        """(values of all flags of :meth:`option` and :meth:`switch`, the names of those that were given)."""
+        """Parse words. Returns (values of all flags of :meth:`option` and :meth:`switch`, names of the given ones)."""
         found = vars(self.parse_args(words))
         chosen = self.commands.get(found.get("command", ""), self)
         return {**chosen.defaults, **found}, set(found)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """argparse's, of words that may have dashes for underscores, and values that begin with one."""
+        """Parse as argparse does, but accept dashes for underscores, and values that begin with a dash."""
         words = ["--help" if word == "-h" else underscored(word) for word in (sys.argv[1:] if args is None else args)]
         if not self.commands:
             self._refuse_strangers(words[: words.index("--")] if "--" in words else words)
         return super().parse_known_args(words, namespace)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """argparse's, with what was meant by a word that is no flag."""
+        """Parse as argparse does; the error about an unknown flag says which one was probably meant."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.fail(self._meant(unknown[0]))
         return found
 
     def error(self, message: str) -> NoReturn:
-        """Says what argparse found, in this program's words, and ends it."""
+        """Reword an error of argparse and end the program."""
         message = re.sub(r"^argument ([^:/]+)(/[^:]+)?: ", r"\1: ", message)
         name = message.partition(":")[0]
         if choice := re.match(r"(.+): invalid choice: '(.*)' \(choose from (.+)\)$", message, re.DOTALL):
@@ -142,15 +142,15 @@ class CommandLine(argparse.ArgumentParser):
         self.fail(message)
 
     def fail(self, error: Exception | str) -> NoReturn:
-        """Ends the program with exit code 2 and one line."""
+        """End the program with exit code 2 and one line."""
         if speaks(error):
             say(error)
         elif "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(5)  # torchrun ends all processes once one has ended, and the one that speaks may be slower
+            time.sleep(5)  # torchrun ends all processes once one has ended; the rank that prints may be slower
         self.exit(2)
 
     def _wanted(self, name: str) -> str:
-        """What a flag or positional argument takes, in words."""
+        """Describe the allowed values of a flag or positional argument."""
         for action, takes in self.taken:
             if name in action.option_strings or name == action.metavar:
                 text = takes.kind is str and takes.choices is None
@@ -158,11 +158,11 @@ class CommandLine(argparse.ArgumentParser):
         return "one of " + ", ".join(self.commands)
 
     def _both(self, name: str) -> str:
-        """A switch in both directions."""
+        """Return a switch and its opposite, for a message."""
         return f"{name}, or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else name
 
     def _refuse_strangers(self, words: list[str]) -> None:
-        """Ends the program for a flag that there is not, and for a value of one that takes none."""
+        """End the program for an unknown flag, and for the value of a switch."""
         named = any(not action.option_strings for action in self._actions)  # positional arguments
         for before, word in zip(["", *words], words, strict=False):
             flag_before = self._option_string_actions.get(before)
@@ -173,7 +173,7 @@ class CommandLine(argparse.ArgumentParser):
                 self.fail(f"{before} {show(word)}: takes no value; write {self._both(before)}")
 
     def _meant(self, word: str) -> str:
-        """What to say of a word that is no flag: the one most like it, also for another program's ``optim.lr=1e-4``."""
+        """Describe an unknown flag, with the most similar one. ``optim.lr=1e-4`` of other programs is understood."""
         flags, shows_all = sorted(self._option_string_actions), f"({self.prog} --help all shows all)"
         name, equals, value = word.partition("=")
         if word.startswith("-"):
@@ -185,7 +185,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def underscored(word: str) -> str:
-    """--data-path=x-y -> --data_path=x-y; a word that is no flag stays."""
+    """Turn --data-path=x-y into --data_path=x-y. A word that is not a flag stays as it is."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -193,7 +193,7 @@ def underscored(word: str) -> str:
 
 
 class _Help(argparse.Action):
-    """--help, --help all, --help TOPIC."""
+    """Print --help, --help all or --help TOPIC."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         assert isinstance(parser, CommandLine) and (values is None or isinstance(values, str))

@@ -1,4 +1,4 @@
-"""What a flag takes: text, one of several words, or a number of a range. Read strictly, with one line for a mistake."""
+"""Values of flags: text, one of several words, or a number within a range. A mistake is one line."""
 
 import argparse
 import difflib
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 Bounds = dict[str, Any]  # of a flag's values, as fields of Value
-# Bounds that several flags have: wider than anything of use, narrow enough for what is made of them before a
-# run can say that it is too much.
+# Bounds that several flags share. They are wider than any useful value, and narrow enough that nothing breaks before a
+# run can say that a value is too large.
 COUNT: Bounds = {"at_least": 1, "at_most": 10**9}
 FROM_0: Bounds = {"at_least": 0, "at_most": 10**9}
 ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # what fp32 holds
@@ -33,11 +33,11 @@ NUMBERS = {int: "whole number", float: "number"}
 
 @dataclass(frozen=True)
 class Value:
-    """The values of a flag.
+    """Allowed values of a flag.
 
-    kind: int, float or str. at_least, above, at_most, below: bounds of a number. infinite: inf is a value too. choices:
-    the words it takes. free: any text; otherwise it is a name, and may be a file's. unit: what is counted or measured
-    ("steps", "seconds"), or what the text is ("folder"), as --help shows it in the value's place.
+    kind: int, float or str. at_least, above, at_most, below: bounds of a number. infinite: allow inf. choices: allowed
+    words. free: allow any text; otherwise the text is a name, perhaps a file's. unit: what is counted or measured
+    ("steps", "seconds"), or what the text is ("folder"), as --help shows it.
     """
 
     kind: type[Any] = str
@@ -51,14 +51,14 @@ class Value:
     unit: str | None = None
 
     def read(self, text: str) -> Any:
-        """The value of a word of the command line. Raises ArgumentTypeError, as argparse expects of a ``type``."""
+        """Convert a word of the command line and check its range. Raises ArgumentTypeError, as argparse expects."""
         value = self.convert(text)
         if problem := self.problem(value):
             raise argparse.ArgumentTypeError(f"{show(text)}: {problem}")
         return value
 
     def convert(self, text: str) -> Any:
-        """As :meth:`read`, for numbers of any size: a configuration checks all of its own, however they came there."""
+        """Convert as :meth:`read` does, without checking ranges: a configuration checks those of all values later."""
         value = text if self.kind is str else _number(self.kind, text)
         if value is None:
             raise argparse.ArgumentTypeError(f"{show(text)}: no {NUMBERS[self.kind]}; give {self.describe()}")
@@ -67,7 +67,7 @@ class Value:
         return value
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value, None if nothing is."""
+        """Return what is wrong with a value, or None."""
         if self.choices is not None and value not in self.choices:
             words, meant = ", ".join(self.choices), nearest(str(value), self.choices)
             return f"not known; give one of {words}; did you mean {meant}?"
@@ -79,7 +79,7 @@ class Value:
         return None if fits else f"out of range; give {self.describe()}"
 
     def describe(self) -> str:
-        """ "a whole number from 1 to 16,384", "a number above 0 and at most 100", ..."""
+        """Return "a whole number from 1 to 16,384", "a number above 0 and at most 100" and the like."""
         if self.kind is str:
             return "one of " + ", ".join(self.choices) if self.choices else "text"
         return f"a {NUMBERS[self.kind]} {self._bounds()}".strip()
@@ -92,7 +92,7 @@ class Value:
 
     @property
     def metavar(self) -> str | None:
-        """What stands for the value in --help; None where nothing is known of it but that it is text."""
+        """Placeholder of the value in --help; None for plain text."""
         if self.unit is not None:
             return self.unit.upper().replace(" ", "_")
         if self.choices is not None:
@@ -100,7 +100,7 @@ class Value:
         return None if self.kind is str else "NUMBER"
 
     def allowed(self) -> str:
-        """The range or the words as --help shows them, "1 to 16,384", "above 0", "zero2, ddp"; empty for text."""
+        """Return the range or the words as --help shows them ("1 to 16,384", "above 0", "zero2, ddp"); "" for text."""
         if self.choices is not None:
             return ", ".join(self.choices)
         if self.kind is str:
@@ -110,7 +110,7 @@ class Value:
 
 
 def whole(at_least: int, at_most: int, unit: str | None = None) -> Value:
-    """A whole number of a range, of something."""
+    """A whole number within a range."""
     return Value(int, at_least=at_least, at_most=at_most, unit=unit)
 
 
@@ -120,19 +120,19 @@ def one_of(choices: tuple[str, ...]) -> Value:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The valid name most like ``name`` in whatever case, for error messages."""
+    """Return the valid name most like ``name``, ignoring case, for error messages."""
     spelled = {valid.lower(): valid for valid in names}
     found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.0)
     return spelled[found[0]] if found else ""
 
 
 def show(value: Any) -> str:
-    """A value in a message: as it was written, empty text in quotes."""
+    """Format a value for a message: as it was written, empty text in quotes."""
     return str(value) if str(value).strip() else repr(value)
 
 
 def one_line(message: str) -> str:
-    """A message as one line that a terminal takes: control characters are escaped, a long one loses its middle."""
+    """Put a message on one line: escape control characters, and cut the middle of a long message."""
     message = "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else ascii(c)[1:-1] for c in message)
     if len(message) > LONGEST:
         half = LONGEST // 2
@@ -148,8 +148,8 @@ def _problem_of_name(name: str) -> str | None:
 
 
 def _number(kind: type[Any], text: str) -> int | float | None:
-    """None for text that is no number of this kind. Python's own int() and float() take more: 1_000, digits of other
-    scripts, spaces around."""
+    """Convert text, or return None if it is not a number of this kind. Python's own int() and float() also accept
+    1_000, digits of other scripts and surrounding spaces."""
     if kind is int:
         return int(text) if re.fullmatch("[+-]?[0-9]{1,40}", text) else None
     try:
@@ -167,10 +167,10 @@ _TYPES = {"str": str, "int": int, "float": float, "bool": bool}
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a configuration that has a flag.
+    """A flag that sets a field of an objective's or architecture's configuration.
 
     flag: its name. default: of both. help: its line in --help. type: str, int, float or bool; by default the default's.
-    bounds: what it takes, as fields of ``Value``.
+    bounds: allowed values, as fields of ``Value``.
     """
 
     flag: str
@@ -181,6 +181,6 @@ class Setting:
 
     @property
     def annotation(self) -> Any:
-        """float, or ``float | None`` where None is the default."""
+        """The field's type: float, or ``float | None`` if None is the default."""
         kind: Any = type(self.default) if self.type is None else _TYPES[self.type]
         return kind | None if self.default is None else kind
