@@ -301,9 +301,11 @@ def _condition(
         check_tokens(name, kind, longest, tokens)
         return {"text": TextConfig(kind, width, tokens, captions.cross_attention)}
     if (num_classes or dataset.num_classes) < dataset.num_classes:
+        found = dataset.largest_label()
+        sample = f" ({found[1]} has the label {found[0]})" if found and found[0] >= cast(int, num_classes) else ""
         raise ValueError(
             f"--num_classes {num_classes}: --data_path {data_path} has {dataset.num_classes} classes, "
-            f"labels 0 to {dataset.num_classes - 1}; leave the flag out or raise it"
+            f"labels 0 to {dataset.num_classes - 1}{sample}; leave the flag out or raise it"
         )
     return {"num_classes": num_classes or dataset.num_classes}
 
