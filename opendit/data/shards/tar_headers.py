@@ -48,7 +48,7 @@ class Member:
 def members(file: BinaryIO) -> Iterator[Member]:
     """Yield the members of a tar in its order. Raises TarError, also if the end-of-archive mark is missing; OSError."""
     length = file.seek(0, os.SEEK_END)
-    at, chain = 0, _Extensions(0)
+    at, chain = 0, _Extensions()
     while True:
         file.seek(at)
         block = file.read(BLOCK)
@@ -59,7 +59,7 @@ def members(file: BinaryIO) -> Iterator[Member]:
         if not block:
             raise TarError("is truncated: it has no end-of-archive mark; copy it again")
         if not any(block):
-            if chain.count:
+            if chain.start is not None:
                 raise TarError(f"is damaged: no member follows the header at byte {chain.start:,}; copy it again")
             return
         if not _is_header(block):
@@ -81,20 +81,22 @@ def members(file: BinaryIO) -> Iterator[Member]:
         if member.at + member.size > length or member.end - BLOCK >= length:
             raise TarError(f"is truncated inside of {printable(member.name)}; copy it again")
         yield member
-        at, chain = member.end, _Extensions(member.end)
+        at, chain = member.end, _Extensions()
 
 
 @dataclass
 class _Extensions:
-    """The extension headers before one member. start: where the first one is."""
+    """The extension headers before one member. start: where its first one is; global ones are not its own."""
 
-    start: int
+    start: int | None = None
     count: int = 0
     name: bytes | None = None
     size: int | None = None
     sparse: bool = False
 
     def add(self, kind: bytes, content: bytes, at: int) -> None:
+        if kind != b"g" and self.start is None:
+            self.start = at
         if kind == b"L":
             self._set_name(content.partition(b"\0")[0], at)
         elif kind in b"xXg":
@@ -152,7 +154,14 @@ def _member(block: bytes, kind: bytes, size: int, at: int, chain: _Extensions) -
         size = chain.size
     regular, begin = kind in _REGULAR and not folder, at + BLOCK
     stored = 0 if kind in _WITHOUT_CONTENT or folder else size
-    return Member(shown, chain.start, begin, size if regular else 0, begin + _padded(stored), regular)
+    return Member(
+        shown,
+        at if chain.start is None else chain.start,
+        begin,
+        size if regular else 0,
+        begin + _padded(stored),
+        regular,
+    )
 
 
 def _is_header(block: bytes) -> bool:
