@@ -35,7 +35,7 @@ from opendit.common.tensor_files import write_file
 from opendit.data.base import BadSample, Embedding
 from opendit.data.latents_check import REPAIR
 from opendit.data.latents_index import INDEX, TARS_VERSION, CachedLatents, ShardForm, check_indexes
-from opendit.data.latents_schema import SHARD
+from opendit.data.latents_schema import LATENTS_SIZES, SHARD
 from opendit.data.medium import Medium
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields
@@ -157,7 +157,7 @@ def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
 def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] | None:
     """As ``read_indexes``, of a folder behind an address. Raises ValueError, DataError or OSError."""
     name = f"{address.rstrip('/')}/{INDEX}"
-    content = None if address.lower().endswith(".tar") else remote.read_if_there(name)
+    content = None if address.lower().endswith(".tar") else remote.read_if_there(name, LATENTS_SIZES.most_bytes)
     return None if content is None else check_indexes(parse_json(content, name), name)
 
 
