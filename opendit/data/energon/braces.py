@@ -25,7 +25,8 @@ def expand_all(patterns: Iterable[str]) -> list[str]:
     names: list[str] = []
     size = 0
     for pattern in patterns:
-        found = _expand(pattern, pattern, 0)
+        _check_depth(pattern)
+        found = _expand(pattern, pattern)
         names += found
         size += sum(map(len, found))
         _check(pattern, len(names), size)
@@ -37,13 +38,23 @@ def _check(pattern: str, names: int, size: int) -> None:
         raise ValueError(f"{shown(pattern)} names more than {MOST:,} tars, or names of {MOST_BYTES:,} characters")
 
 
-def _expand(text: str, pattern: str, depth: int) -> list[str]:
-    """Return the names of a part of ``pattern``, which messages show."""
-    if depth > MOST_DEPTH:
-        raise ValueError(f"{shown(pattern)} has braces more than {MOST_DEPTH} levels deep")
-    parts = _parts(text, pattern, depth)
-    if len(parts) > MOST_PARTS:
-        raise ValueError(f"{shown(pattern)} has more than {MOST_PARTS:,} parts")
+def _check_depth(pattern: str) -> None:
+    depth = 0
+    for found in re.finditer(r"[{}]", pattern):
+        depth += 1 if found[0] == "{" else -1
+        if depth < 0:
+            raise ValueError(f"{shown(pattern)} has a }} without its {{")
+        if depth > MOST_DEPTH:
+            raise ValueError(f"{shown(pattern)} has braces more than {MOST_DEPTH} levels deep")
+    if depth:
+        raise ValueError(f"{shown(pattern)} has a {{ without its }}")
+
+
+def _expand(text: str, pattern: str) -> list[str]:
+    """Return the names of a part of ``pattern``, which messages show. Its braces match."""
+    if "{" not in text:
+        return [text]
+    parts = _parts(text, pattern)
     names, size = [""], 0
     for part in parts:
         size = size * len(part) + sum(map(len, part)) * len(names)
@@ -52,31 +63,32 @@ def _expand(text: str, pattern: str, depth: int) -> list[str]:
     return names
 
 
-def _parts(text: str, pattern: str, depth: int) -> list[list[str]]:
+def _parts(text: str, pattern: str) -> list[list[str]]:
     """Return what follows each other: the choices of each part."""
     parts, start, at = [], 0, 0
     for found in re.finditer(r"[{}]", text):
         if found.start() < at:
             continue  # inside of braces that are done
         at = found.start()
-        if found[0] == "}":
-            raise ValueError(f"{shown(pattern)} has a }} without its {{")
-        end = _end(text, at, pattern)
-        parts += [[text[start:at]], _choices(text[at + 1 : end], pattern, depth)]
+        end = _end(text, at)
+        parts += [[text[start:at]], _choices(text[at + 1 : end], pattern)]
+        if len(parts) > MOST_PARTS:
+            raise ValueError(f"{shown(pattern)} has more than {MOST_PARTS:,} parts")
         start = at = end + 1
     return [*parts, [text[start:]]]
 
 
-def _end(text: str, start: int, pattern: str) -> int:
+def _end(text: str, start: int) -> int:
+    """Return where the brace at ``start`` ends."""
     depth = 0
     for found in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if found[0] == "{" else -1
         if depth == 0:
             return found.start()
-    raise ValueError(f"{shown(pattern)} has a {{ without its }}")
+    raise AssertionError("braces that match end")
 
 
-def _choices(inner: str, pattern: str, depth: int) -> list[str]:
+def _choices(inner: str, pattern: str) -> list[str]:
     if (found := _RANGE.fullmatch(inner)) is not None:
         return _numbers(found[1], found[2], found[3] or "1", pattern)
     items, level, start = [], 0, 0
@@ -86,10 +98,10 @@ def _choices(inner: str, pattern: str, depth: int) -> list[str]:
             items.append(inner[start : found.start()])
             start = found.end()
     if not items:  # {x} is itself
-        return ["{" + name + "}" for name in _expand(inner, pattern, depth + 1)]
+        return ["{" + name + "}" for name in _expand(inner, pattern)]
     names, size = [], 0
     for item in [*items, inner[start:]]:
-        names += (found := _expand(item, pattern, depth + 1))
+        names += (found := _expand(item, pattern))
         size += sum(map(len, found))
         _check(pattern, len(names), size)
     return names

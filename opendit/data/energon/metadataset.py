@@ -98,7 +98,7 @@ class _Reader:
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
             raise ValueError(f"{where} leads back to itself, over {' -> '.join(map(printable, (*above, place)))}")
-        self._check(len(above) < MOST_FILES, where, f"is the {MOST_FILES + 1}th file of those that lead to each other")
+        self._check(len(above) < MOST_FILES, where, f"more than {MOST_FILES} files lead to each other; name fewer")
         if place not in self._read:
             self._read[place] = read_yaml(path, where)
         content = self._read[place]
@@ -236,8 +236,8 @@ class _Reader:
         except ValueError:
             pass
         raise ValueError(
-            f"{where}: {name} of {entry.get('path')} must be a number above 0, not {short(value)}; leave it out to train "
-            "without"
+            f"{where}: {name} of {entry.get('path')} must be a number above 0, not {short(value)}; leave it out to "
+            "train without"
         )
 
     def _known(self, found: dict[str, Any], known: tuple[str, ...], where: str) -> None:

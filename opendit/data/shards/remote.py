@@ -325,6 +325,8 @@ def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) ->
             if version and (is_index(path := kept / file) or is_index(path := folder / file)):
                 return path
             content = remote.read_all(name, MOST_INDEX, check_whole)
+        except ValueError as error:  # another page, say
+            raise DataError(f"{printable(name)}: {error}") from error
         except DataError as error:
             fix = "python preprocess.py index FOLDER makes it, where the tars are"
             raise DataError(f"{error}; every tar needs its index beside it: {fix}") from error
