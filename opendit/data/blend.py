@@ -121,6 +121,10 @@ class BlendedDataset(MediaDataset):
         x = part.load_at(*how) if shape is None else part.load_sized(*how, shape)
         return x if self._alike else to_pixels(x) if x.dtype == torch.uint8 else x
 
+    def largest_label(self) -> tuple[int, str] | None:
+        found = [(part.largest_label(), labels) for part, labels in zip(self.parts, self._labels, strict=True)]
+        return max(((int(labels[one[0]]), one[1]) for one, labels in found if one and one[0] >= 0), default=None)
+
     def prefetch(self, rows: Sequence[int]) -> None:
         found = [self._find(row) for row in rows]
         for number, part in enumerate(self.parts):

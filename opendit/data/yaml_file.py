@@ -39,11 +39,13 @@ _OF = {list: "tag:yaml.org,2002:seq", dict: "tag:yaml.org,2002:map"}
 def read_yaml(path: Path, name: str, most: int = MOST_BYTES) -> Any:
     """Return the content of a YAML file of at most ``most`` bytes, or of a ``.json`` file, which is read as JSON.
 
-    Raises ValueError with one line that begins with ``name`` and tells the line of the file; OSError."""
+    Raises ValueError with one line that begins with ``name`` and tells the line of the file."""
     try:
         content = read_bounded(path, most)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{name}: {path} can't be read ({error.strerror}); allow it, or give another one") from error
     return parse_json(content, name) if path.suffix == ".json" else parse_yaml(content, name)
 
 

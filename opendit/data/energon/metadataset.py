@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from opendit.common.rules import shown as short
 from opendit.data.energon.prepared import COOKER, is_prepared
-from opendit.data.files import printable
+from opendit.data.files import expanded, printable
 from opendit.data.names import is_address
 from opendit.data.yaml_file import read_yaml
 
@@ -179,7 +179,10 @@ class _Reader:
             right = value is None or Path(value).name == value
             self._check(right, where, f"{node['path']}: {short(value)} is no plain name of a file")
         subset = self._subset(node, where, at.subset)
-        path, flavors = at.folder / Path(node["path"]).expanduser(), {**named, **at.subflavors}
+        try:
+            path, flavors = at.folder / expanded(node["path"]), {**named, **at.subflavors}
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         if path.exists() and not path.is_dir():
             if path.suffix.lower() == ".jsonl":
                 raise ValueError(f"{where}: {node['path']} holds texts alone; leave it out, or pack pictures with it")

@@ -17,7 +17,7 @@ from opendit.data.yaml_file import read_yaml
 
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
-MOST_BYTES = 256 * MIB  # of a list of tars
+MOST_BYTES = 64 * MIB  # of a list of tars
 LONGEST, MOST_FOLDERS = 4096, 64  # characters of a tar's name, and folders in it
 MOST_OPTIONS = 64  # places where one field may be, and steps to each
 COOKER = "--energon_cooker MODULE:FUNCTION"

@@ -1,5 +1,6 @@
 """Several sources in one run: a YAML file, or A:0.7,B:0.3."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 from opendit.common.rules import shown as short
 from opendit.data.blend import BlendedDataset
 from opendit.data.energon.prepared import is_prepared
-from opendit.data.files import printable
+from opendit.data.files import expanded, printable
 from opendit.data.mock import MockDataset
 from opendit.data.names import inline_sources, is_address, named_sources
 from opendit.data.sources.base import Request
@@ -56,6 +57,7 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
     names, paths = [], []
     for source in sources:
         right = isinstance(source, dict) and isinstance(source.get("path"), str) and 0 < len(source["path"]) <= LONGEST
+        right = right and "\0" not in source["path"]
         _check(right, shown, f"a source is like {EXAMPLE}")
         _known(source, ("path", "name", "weight", "epochs", "classes"), shown)
         mapped = source.get("classes", {})
@@ -66,8 +68,11 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
         _check(right, shown, f"name must be a text, not {short(name)}; put quotes around it")
         names.append(str(name))
         named = source["path"] in named_sources() or is_address(source["path"])
-        paths.append(source["path"] if named else str(folder / Path(source["path"]).expanduser()))
-    for values, what in ((names, "name"), ([str(Path(path).resolve()) for path in paths], "path")):
+        try:
+            paths.append(source["path"] if named else str(folder / expanded(source["path"])))
+        except ValueError as error:
+            raise ValueError(f"{shown}: {error}") from error
+    for values, what in ((names, "name"), ([os.path.realpath(path) for path in paths], "path")):
         counts = Counter(values)
         twice = next((name for name, value in zip(names, values, strict=True) if counts[value] > 1), "")
         again = f"names the source {printable(twice)} twice (by {what}); give it once, with a larger weight"

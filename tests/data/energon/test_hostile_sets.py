@@ -170,12 +170,15 @@ def test_circles_and_long_chains(folder):
         ("{path: ./captions, split_part: [a]}", "is no name"),
         ("{path: " + "a" * 5000 + "}", "every data set needs a path"),
         ('{path: "a\\0b"}', "every data set needs a path"),
+        ("{path: ~nobody-of-this-name/x}", "the home folder of ~nobody-of-this-name is not known"),
+        ("{path: ./loop}", "loop doesn't exist"),
         ("{path: 3}", "every data set needs a path"),
         ("{path: ./captions, subset: {range: [.nan, 1]}}", "a subset's range is in percent"),
         ("{path: ./captions, subflavors: [" + "[" * 90 + "]" * 90 + "]}", "line 6: nested more than 64 levels"),
     ],
 )
 def test_entries_of_a_metadataset(folder, entry, says):
+    (folder / "loop").symlink_to("loop")
     (folder / "m.yaml").write_text(HEAD + f"    blend:\n    - {entry}\n")
     refused(folder / "m.yaml", says)
 
@@ -195,6 +198,12 @@ def test_entries_of_a_metadataset(folder, entry, says):
         ("sources: [{path: 2024-01-01, weight: 1:30}]", "weight of 2024-01-01 must be a number above 0, not '1:30'"),
         ("sources: [{path: a, weight: 1e-400}]", "above 0"),
         ("sources: [{path: 'a.csv:1,b.csv:1', weight: 1}]", "can't hold another blend"),
+        (
+            "sources: [{path: ~nobody-of-this-name/x, weight: 1}]",
+            "the home folder of ~nobody-of-this-name is not known",
+        ),
+        ('sources: [{path: "a\\0", weight: 1}]', "a source is like"),
+        ("sources: [{path: loop, weight: 1}]", "loop: can't be read"),
         ("sources: [{path: 'http://', weight: 1}]", "names no server"),
         ("sources: [{path: 's3://', weight: 1}]", "names no bucket"),
         (
@@ -204,6 +213,7 @@ def test_entries_of_a_metadataset(folder, entry, says):
     ],
 )
 def test_blends(tmp_path, content, says):
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "b.yaml").write_text(content)
     refused(tmp_path / "b.yaml", says)
 
