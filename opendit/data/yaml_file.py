@@ -59,8 +59,8 @@ def parse_yaml(content: bytes, name: str) -> Any:
     if len(found := list(_directives(text))) > MOST_DIRECTIVES:
         raise ValueError(f"{name}, line {text.count(chr(10), 0, found[-1]) + 1}: too many lines that begin with %")
     try:
-        return _Reader(len(content)).read(text)
-    except _Refused as error:
+        return _Builder(len(content)).read(text)
+    except _BadValue as error:
         raise ValueError(f"{name}, line {error.line}: {error}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -80,7 +80,7 @@ def _directives(text: str) -> Iterator[int]:
         yield found.start()
 
 
-class _Refused(Exception):
+class _BadValue(Exception):
     """A value that is not taken, and the line that it is on."""
 
     def __init__(self, event: yaml.Event, why: str):
@@ -89,7 +89,7 @@ class _Refused(Exception):
 
 
 @dataclass
-class _Known:
+class _Finished:
     """A finished value. values, letters: how many it has when its aliases are written out. depth: of lists and
     dictionaries in it, counting itself."""
 
@@ -108,29 +108,30 @@ class _Open:
         self.key: Any = None
         self.has_key = False
         self.merge: list[dict[str, Any]] | None = None
-        self.size = _Known(value, depth=1)
+        self.size = _Finished(value, depth=1)
 
 
-class _Reader:
+class _Builder:
     def __init__(self, most_letters: int):
         self.most_letters, self.end = most_letters, time.monotonic() + TIME_LIMIT
         self.open: list[_Open] = []
-        self.anchors: dict[str, _Known | None] = {}  # None: not finished
+        self.anchors: dict[str, _Finished | None] = {}  # None: not finished
         self.values = self.letters = self.aliases = 0
         self.root: Any = None
 
     def read(self, text: str) -> Any:
         documents = 0
-        for number, event in enumerate(yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))):
+        events: Iterator[Any] = yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        for number, event in enumerate(events):
             if number % 1024 == 0 and time.monotonic() > self.end:
-                raise _Refused(event, f"reading took more than {TIME_LIMIT:.0f} seconds; make it smaller")
+                raise _BadValue(event, f"reading took more than {TIME_LIMIT:.0f} seconds; make it smaller")
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    raise _Refused(event, "a second document begins here; keep one a file")
+                    raise _BadValue(event, "a second document begins here; keep one a file")
             elif isinstance(event, yaml.ScalarEvent):
                 self._count(event, 1, len(event.value))
-                known = _Known(_scalar(event), _is_merge(event), letters=len(event.value))
+                known = _Finished(_scalar(event), _is_merge(event), letters=len(event.value))
                 self._keep(event.anchor, known)
                 self._add(event, known)
             elif isinstance(event, yaml.AliasEvent):
@@ -145,28 +146,30 @@ class _Reader:
         self.values += values
         self.letters += letters
         if self.values > MOST_VALUES:
-            raise _Refused(event, f"more than {MOST_VALUES:,} values, with aliases written out; make it smaller")
+            raise _BadValue(event, f"more than {MOST_VALUES:,} values, with aliases written out; make it smaller")
         if self.letters > 2 * self.most_letters + 4096:
-            raise _Refused(event, "aliases repeat more text than the file has; write it without them")
+            raise _BadValue(event, "aliases repeat more text than the file has; write it without them")
 
-    def _keep(self, anchor: str | None, known: _Known | None) -> None:
+    def _keep(self, anchor: str | None, known: _Finished | None) -> None:
         if anchor is not None:
             self.anchors[anchor] = known
 
     def _begin(self, event: Any, value: list[Any] | dict[str, Any]) -> None:
         if event.tag not in (None, "!", _OF[type(value)]):
-            raise _Refused(event, f"the tag {printable(event.tag)[:60]} is not read; leave it out")
+            raise _BadValue(event, f"the tag {printable(event.tag)[:60]} is not read; leave it out")
         if len(self.open) >= MOST_DEPTH:
-            raise _Refused(event, f"nested more than {MOST_DEPTH} levels deep; make it flatter")
+            raise _BadValue(event, f"nested more than {MOST_DEPTH} levels deep; make it flatter")
         self._count(event, 1, 0)
         if self.open and isinstance(self.open[-1].value, dict) and not self.open[-1].has_key:
-            raise _Refused(event, "a key that is a list or a dictionary; a key is a text")
+            raise _BadValue(event, "a key that is a list or a dictionary; a key is a text")
         self._keep(event.anchor, None)
         self.open.append(_Open(event, value))
 
     def _finish(self) -> None:
         done = self.open.pop()
-        if done.merge is not None:  # what is merged comes first, and keys of the dictionary's own replace it
+        if (
+            isinstance(done.value, dict) and done.merge is not None
+        ):  # what is merged comes first, and keys of the dictionary's own replace it
             own = dict(done.value)
             done.value.clear()
             for merged in reversed(done.merge):
@@ -178,18 +181,18 @@ class _Reader:
     def _alias(self, event: yaml.AliasEvent) -> None:
         self.aliases += 1
         if self.aliases > MOST_ALIASES:
-            raise _Refused(event, f"more than {MOST_ALIASES:,} aliases; write it without them")
+            raise _BadValue(event, f"more than {MOST_ALIASES:,} aliases; write it without them")
         if event.anchor not in self.anchors:
-            raise _Refused(event, f"the alias *{printable(event.anchor)[:60]} has no anchor before it")
+            raise _BadValue(event, f"the alias *{printable(event.anchor)[:60]} has no anchor before it")
         known = self.anchors[event.anchor]
         if known is None:
-            raise _Refused(event, f"*{printable(event.anchor)[:60]} is inside of what it repeats")
+            raise _BadValue(event, f"*{printable(event.anchor)[:60]} is inside of what it repeats")
         if len(self.open) + known.depth > MOST_DEPTH:
-            raise _Refused(event, f"nested more than {MOST_DEPTH} levels deep, with aliases written out")
+            raise _BadValue(event, f"nested more than {MOST_DEPTH} levels deep, with aliases written out")
         self._count(event, known.values, known.letters)
         self._add(event, known)
 
-    def _add(self, event: yaml.Event, known: _Known) -> None:
+    def _add(self, event: yaml.Event, known: _Finished) -> None:
         """Put a finished value where it belongs."""
         if not self.open:
             self.root = known.value
@@ -209,15 +212,15 @@ class _Reader:
         else:
             inner.key, inner.has_key = self._key(event, inner, known), True
 
-    def _key(self, event: yaml.Event, inner: _Open, known: _Known) -> Any:
+    def _key(self, event: yaml.Event, inner: _Open, known: _Finished) -> Any:
         if known.plain_merge:
             if inner.merge is not None:
-                raise _Refused(event, "the key << is there twice; give it a list")
+                raise _BadValue(event, "the key << is there twice; give it a list")
             return _MERGE
         if not isinstance(known.value, str):
-            raise _Refused(event, f"the key {shown(known.value)} is no text; put quotes around it")
+            raise _BadValue(event, f"the key {shown(known.value)} is no text; put quotes around it")
         if known.value in inner.value:
-            raise _Refused(event, f"the key {shown(known.value)} is there twice")
+            raise _BadValue(event, f"the key {shown(known.value)} is there twice")
         return known.value
 
 
@@ -232,7 +235,7 @@ def _merged(event: yaml.Event, value: Any) -> list[dict[str, Any]]:
     """Return the dictionaries that a merge key takes over."""
     found = value if isinstance(value, list) else [value]
     if not all(isinstance(part, dict) for part in found):
-        raise _Refused(event, "<< takes over keys of a dictionary, or of a list of them")
+        raise _BadValue(event, "<< takes over keys of a dictionary, or of a list of them")
     return found
 
 
@@ -241,7 +244,7 @@ def _scalar(event: yaml.ScalarEvent) -> Any:
     if event.tag in _OF_TEXT:
         return event.value
     if event.tag is not None:
-        raise _Refused(event, f"the tag {printable(event.tag)[:60]} is not read; leave it out")
+        raise _BadValue(event, f"the tag {printable(event.tag)[:60]} is not read; leave it out")
     text = event.value
     if not event.implicit[0]:  # in quotes, or a block
         return text
@@ -253,13 +256,13 @@ def _scalar(event: yaml.ScalarEvent) -> Any:
         return text
     if _OCTAL.fullmatch(text):
         fix = "write it without the zeros, or put quotes around a text"
-        raise _Refused(event, f"{shown(text)} is octal to some programs and decimal to others; {fix}")
+        raise _BadValue(event, f"{shown(text)} is octal to some programs and decimal to others; {fix}")
     if _NOT_FINITE.fullmatch(text):
         return float(text.replace(".", ""))
     is_int, is_float = _INT.fullmatch(text), _FLOAT.fullmatch(text)
     if not is_int and not is_float:
         return text
     if len(text) > DIGITS:
-        raise _Refused(event, f"the number {text[:20]}... is out of range")
+        raise _BadValue(event, f"the number {text[:20]}... is out of range")
     plain = text.replace("_", "")
     return int(plain, 0) if is_int else float(plain)

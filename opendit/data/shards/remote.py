@@ -15,7 +15,7 @@ from functools import partial
 from html import unescape
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
 
 from opendit.common.errors import DataError
@@ -57,13 +57,13 @@ def expand(address: str) -> list[str]:
     return list(map("".join, product(*parts, [address[at:]])))
 
 
-class _Refused(DataError):
+class _RefusedAnswer(DataError):
     """An answer that is not taken, and would be the same if it was asked for again."""
 
 
 async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
     """Return all bytes that ``read`` gives, at most ``most``, as long as they come at ``SLOWEST`` bytes a second or
-    faster after ``TIME_LIMIT`` seconds. Raises _Refused for more, and asyncio.TimeoutError."""
+    faster after ``TIME_LIMIT`` seconds. Raises _RefusedAnswer for more, and asyncio.TimeoutError."""
     parts, size, begin = [], 0, time.monotonic()
     while True:
         left = TIME_LIMIT + size / SLOWEST - (time.monotonic() - begin)
@@ -73,7 +73,7 @@ async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
         parts.append(part)
         size += len(part)
         if size > most:
-            raise _Refused(f"it sent more than {most:,} bytes")
+            raise _RefusedAnswer(f"it sent more than {most:,} bytes")
 
 
 def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
@@ -82,7 +82,7 @@ def _check_range(told: str | None, start: int, size: int, whole: int | None) -> 
     if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
         raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
     if whole is not None and found[3] not in ("*", str(whole)):
-        raise _Refused(f"it has {int(found[3]):,} bytes, its index says {whole:,}; index it again")
+        raise _RefusedAnswer(f"it has {int(found[3]):,} bytes, its index says {whole:,}; index it again")
 
 
 async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
@@ -98,23 +98,23 @@ async def _get_http(system: Any, address: str, start: int | None, most: int, who
     try:
         answer = await asyncio.wait_for(asked, TIME_LIMIT)
     except aiohttp.TooManyRedirects as error:
-        raise _Refused("it leads from one address to another without end") from error
+        raise _RefusedAnswer("it leads from one address to another without end") from error
     except aiohttp.InvalidURL as error:
-        raise _Refused(f"it leads to {printable(str(error))[:100]}, which is no address") from error
+        raise _RefusedAnswer(f"it leads to {printable(str(error))[:100]}, which is no address") from error
     async with answer:
         if answer.status == 404:
             raise FileNotFoundError(address)
         answer.raise_for_status()
         if (packed := answer.headers.get("Content-Encoding", "identity").strip().lower()) not in ("", "identity"):
-            raise _Refused(f"it comes packed ({printable(packed)[:20]}), which its server was asked not to do")
+            raise _RefusedAnswer(f"it comes packed ({printable(packed)[:20]}), which its server was asked not to do")
         if start is not None:
             if answer.status == 200:
-                raise _Refused(NO_RANGES)
+                raise _RefusedAnswer(NO_RANGES)
             _check_range(answer.headers.get("Content-Range"), start, most, whole)
         elif answer.status != 200:
             raise OSError(f"status {answer.status}")
         if (answer.content_length or 0) > most:
-            raise _Refused(f"it has {answer.content_length:,} bytes; at most {most:,} are read")
+            raise _RefusedAnswer(f"it has {answer.content_length:,} bytes; at most {most:,} are read")
         return await _take(answer.content.read, most)
 
 
@@ -128,10 +128,10 @@ async def _get_s3(system: Any, address: str, start: int | None, most: int, whole
     try:
         if start is not None:
             if answer["ResponseMetadata"]["HTTPStatusCode"] == 200:
-                raise _Refused(NO_RANGES)
+                raise _RefusedAnswer(NO_RANGES)
             _check_range(answer.get("ContentRange"), start, most, whole)
         if (answer.get("ContentLength") or 0) > most:
-            raise _Refused(f"it has {answer['ContentLength']:,} bytes; at most {most:,} are read")
+            raise _RefusedAnswer(f"it has {answer['ContentLength']:,} bytes; at most {most:,} are read")
         return await _take(body.read, most)
     finally:
         body.close()
@@ -169,7 +169,7 @@ class Remote:
         def once() -> bytes:
             content = self.call("cat_file", address, start=start, end=start + size, whole=whole) if size else b""
             if len(content) > size:
-                raise _Refused(NO_RANGES)
+                raise _RefusedAnswer(NO_RANGES)
             if len(content) < size:
                 raise OSError(f"{len(content):,} bytes came of the {size:,} from {start:,} on")
             return content
@@ -179,7 +179,7 @@ class Remote:
     def _retried(self, address: str, once: Callable[[], bytes]) -> bytes:
         try:
             return retried(address, once)
-        except _Refused as error:
+        except _RefusedAnswer as error:
             raise DataError(f"{printable(address)}: {error}") from error
 
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
@@ -244,14 +244,15 @@ class Remote:
             from fsspec.asyn import sync
 
             get = _get_s3 if hasattr(system, "_call_s3") else _get_http
-            return sync(system.loop, get, system, address, start, most, whole)
+            return cast(bytes, sync(system.loop, get, system, address, start, most, whole))
         if start is None and ((size := self.call("info", address).get("size")) is None or size > most):
-            raise _Refused(f"it has {size or 'an unknown number of'} bytes; at most {most:,} are read")
+            raise _RefusedAnswer(f"it has {size or 'an unknown number of'} bytes; at most {most:,} are read")
         options = {} if start is None else {"start": start, "end": end}
         if system.async_impl:
             from fsspec.asyn import sync
 
-            return sync(system.loop, system._cat_file, address, timeout=TIME_LIMIT + most / SLOWEST, **options)
+            limit = TIME_LIMIT + most / SLOWEST
+            return cast(bytes, sync(system.loop, system._cat_file, address, timeout=limit, **options))
         return system.cat_file(address, **options)
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Indexes whose records can't be those of their tar, and labels that no class has: told with tar and sample."""
 
 import dataclasses
+import glob
 import io
 import json
 import os
@@ -13,7 +14,7 @@ from opendit.data.shards import dataset
 from opendit.data.shards.index import TarIndex, index_of, write_index
 from opendit.data.shards.index_latents import index_latents
 from opendit.data.shards.program import make_indexes
-from opendit.training.from_flags import _condition
+from opendit.training.from_flags import check_classes
 from tests.data.shards.tars import captioned, picture, write_tar
 
 
@@ -100,7 +101,9 @@ def test_sound_indexes_pass_and_stay_closed(tars):
     for kind in ("text", "label"):
         index = TarIndex(index_of(tars / kind / "x.tar"))
         index.check()
-        assert index._file is None and [index.record(row).number for row in range(4)] == [0, 1, 2, 3]
+        opened = [os.path.realpath(path) for path in glob.glob("/proc/self/fd/*")]
+        assert str(index.path) not in opened
+        assert [index.record(row).number for row in range(4)] == [0, 1, 2, 3]
 
 
 def test_a_label_without_a_class_names_tar_and_sample(tars):
@@ -110,8 +113,9 @@ def test_a_label_without_a_class_names_tar_and_sample(tars):
     (tars / "label" / "class_names.json").unlink()
     data = build_dataset(str(tars / "label"), 8, seed=0)
     with pytest.raises(ValueError, match=r"--num_classes 2: .* labels 0 to 2 \(.*/label/x.tar: 2 has the label 2\)"):
-        _condition(None, 2, "label", data)
-    assert _condition(None, 3, "label", data) == {"num_classes": 3}
+        check_classes(2, "label", data)
+    check_classes(3, "label", data)
+    check_classes(None, "label", data)
 
 
 def latents(folder, members):
