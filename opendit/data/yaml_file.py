@@ -103,7 +103,7 @@ class _Finished:
 class _Open:
     """A list or dictionary whose end has not come."""
 
-    def __init__(self, event: yaml.Event, value: list[Any] | dict[str, Any]):
+    def __init__(self, event: Any, value: list[Any] | dict[str, Any]):
         self.anchor, self.value, self.event = event.anchor, value, event
         self.key: Any = None
         self.has_key = False

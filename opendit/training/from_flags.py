@@ -306,7 +306,7 @@ def _condition(
 
 def check_classes(num_classes: int | None, data_path: str, dataset: MediaDataset) -> None:
     """Raise ValueError, naming a sample where it can be found, if ``num_classes`` has no row for each label."""
-    if num_classes is None or num_classes >= dataset.num_classes:
+    if not num_classes or num_classes >= dataset.num_classes:
         return
     found = dataset.largest_label()
     sample = f" ({found[1]} has the label {found[0]})" if found and found[0] >= num_classes else ""
