@@ -245,7 +245,10 @@ class TarIndex:
 
     def _read_once(self, at: int, size: int) -> bytes:
         if self._file is None:
-            self._file = open_regular(self.path)
+            try:
+                self._file = open_regular(self.path)
+            except ValueError as error:
+                raise DataError(str(error)) from error
         try:
             return os.pread(self._file, size, at)
         except OSError:

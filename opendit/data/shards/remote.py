@@ -231,7 +231,8 @@ class Remote:
         for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
             with suppress(ValueError):
                 tar = urljoin(folder, unescape(link[1]).strip())
-                if urlsplit(tar)[:2] == urlsplit(folder)[:2] and tar.lower().endswith(".tar"):
+                same = urlsplit(tar).netloc == urlsplit(folder).netloc and tar.startswith(("http://", "https://"))
+                if same and tar.lower().endswith(".tar"):
                     found.add(tar)
         return sorted(found)
 
