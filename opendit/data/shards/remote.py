@@ -48,13 +48,15 @@ def expand(address: str) -> list[str]:
         if not fits or count > MOST_TARS:
             what = f"{found[0][:60]} is no range; let it go upwards, over at most {MOST_TARS:,}"
             raise ValueError(f"{shown}: {what if not fits else f'names more than {MOST_TARS:,} tars; name fewer'}")
-        width = len(found[1]) if found[1].startswith("0") else 0
-        numbers = [f"{number:0{width}d}" for number in range(int(found[1]), int(found[2]) + 1)]
-        parts += [[address[at : found.start()]], numbers]
+        parts += [(found, address[at : found.start()])]
         at = found.end()
     if count * len(address) > MOST_LETTERS and count > 1:
         raise ValueError(f"{shown}: names {count:,} tars by {len(address):,} characters each; name fewer")
-    return list(map("".join, product(*parts, [address[at:]])))
+    choices: list[list[str]] = []
+    for found, before in parts:
+        width = len(found[1]) if found[1].startswith("0") else 0
+        choices += [[before], [f"{number:0{width}d}" for number in range(int(found[1]), int(found[2]) + 1)]]
+    return list(map("".join, product(*choices, [address[at:]])))
 
 
 class _RefusedAnswer(DataError):

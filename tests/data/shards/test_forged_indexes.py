@@ -41,6 +41,8 @@ def tars(tmp_path):
 FORGED = [
     ("text", dict(medium_at=2**63), "ends at byte 9,223,372,036,854,7"),
     ("text", dict(medium_at=2**64 - 1, medium_bytes=2**64 - 1), "ends at byte 36,893,488,147,419,103,230"),
+    ("text", dict(medium_at=100, medium_bytes=2**64 - 50), "ends at byte 18,446,744,073,709,551,666"),
+    ("text", dict(text_at=2**64 - 1, text_bytes=3), "has a caption of 3 bytes at byte 18,446,744,073,709,551,615"),
     ("text", dict(medium_bytes=2**31), "has a medium that ends at byte 2,147,"),
     ("text", dict(text_at=2**40), "has a caption of 3 bytes at byte 1,099,511,627,776"),
     ("text", dict(text_bytes=2**32 - 1), "has a caption of 4,294,967,295 bytes"),
