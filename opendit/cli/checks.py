@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from opendit.cli.errors import OnThisMachine
-from opendit.data.names import inline_sources, is_address, named_sources
+from opendit.data.names import check_address, inline_sources, is_address, named_sources
 
 MOST_NAMES = 10_000  # of a folder in which a mistyped one is looked for
 VAES = ("ema", "mse", "none")  # by name; others are folders
@@ -107,7 +107,9 @@ def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = 
 def check_data(path: str | None, flag_name: str) -> None:
     """Raises ValueError unless a data set can be there: every source of several, a name, an address or a path."""
     for source, _ in inline_sources(path or "") or [(path, "")]:
-        if source is not None and source not in named_sources() and not is_address(source):
+        if source is not None and is_address(source):
+            check_address(source, flag_name)
+        elif source is not None and source not in named_sources():
             check_exists(source, flag_name, "digits, or a folder or CSV that does", tuple(named_sources()))
 
 

@@ -163,6 +163,10 @@ class MediaDataset(Dataset[Any]):
     def label(self, row: int) -> int:
         raise NotImplementedError
 
+    def largest_label(self) -> tuple[int, str] | None:
+        """Return the largest label and a sample that has it, for messages; None where that is not known."""
+        return None
+
     def caption(self, row: int) -> str | None:
         """The row's text; None where the conditioning is by label."""
         return None

@@ -37,6 +37,15 @@ def problem(path: str | Path) -> str | None:
     return kind and f"{kind}, not a file"
 
 
+def expanded(path: str) -> Path:
+    """Return a path with the home folder that its ~ means. Raises ValueError if that is not known."""
+    try:
+        return Path(path).expanduser() if path.startswith("~") else Path(path)
+    except RuntimeError as error:
+        user = printable(path.partition("/")[0])
+        raise ValueError(f"the home folder of {user} is not known; write the path out, or ./ before it") from error
+
+
 def bytes_of(path: str | Path) -> int:
     """A file's size; 0 of what can't be looked at."""
     try:

@@ -158,6 +158,10 @@ class LatentDataset(CachedLatents, MediaDataset):
     def shape_keys(self) -> np.ndarray:
         return self.keys
 
+    def largest_label(self) -> tuple[int, str] | None:
+        row = int(self.labels.argmax())
+        return int(self.labels[row]), self.source(row)
+
     def label(self, row: int) -> int:
         return int(self.labels[row])
 

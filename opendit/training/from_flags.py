@@ -300,12 +300,20 @@ def _condition(
         tokens = captions.max_text_tokens or (dataset.max_tokens if cached and name != "bytes" else longest)
         check_tokens(name, kind, longest, tokens)
         return {"text": TextConfig(kind, width, tokens, captions.cross_attention)}
-    if (num_classes or dataset.num_classes) < dataset.num_classes:
-        raise ValueError(
-            f"--num_classes {num_classes}: --data_path {data_path} has {dataset.num_classes} classes, "
-            f"labels 0 to {dataset.num_classes - 1}; leave the flag out or raise it"
-        )
+    check_classes(num_classes, data_path, dataset)
     return {"num_classes": num_classes or dataset.num_classes}
+
+
+def check_classes(num_classes: int | None, data_path: str, dataset: MediaDataset) -> None:
+    """Raise ValueError, naming a sample where it can be found, if ``num_classes`` has no row for each label."""
+    if not num_classes or num_classes >= dataset.num_classes:
+        return
+    found = dataset.largest_label()
+    sample = f" ({found[1]} has the label {found[0]})" if found and found[0] >= num_classes else ""
+    raise ValueError(
+        f"--num_classes {num_classes}: --data_path {data_path} has {dataset.num_classes} classes, "
+        f"labels 0 to {dataset.num_classes - 1}{sample}; leave the flag out or raise it"
+    )
 
 
 def _check_decodes(data: DataFlags, channels: int, side: int) -> None:

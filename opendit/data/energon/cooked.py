@@ -5,9 +5,8 @@ import io
 import json
 import os
 import sys
-import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -19,6 +18,7 @@ from opendit.data.media_size import Size
 from opendit.data.medium import Medium, of_picture
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields, split_name, suffix_of
+from opendit.data.shards.tar_headers import BLOCK, members
 
 FLAG = "--energon_cooker"
 RETURNS = "a mapping or an object with image or video, and caption or label"
@@ -46,12 +46,11 @@ def load_cooker(name: str) -> Cooker:
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
     """The key of a sample and its members by ending, of their bytes as a tar has them."""
     key, parts = "", {}
-    with tarfile.open(fileobj=io.BytesIO(content + bytes(2 * tarfile.BLOCKSIZE)), mode="r:") as tar:
-        for member in tar:
-            if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:
-                key, ending = split
-                if fields.takes(ending):
-                    parts[ending] = cast(IO[bytes], tar.extractfile(member)).read()
+    for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
+        if member.regular and (split := split_name(member.name, fields.exact)) is not None:
+            key, ending = split
+            if fields.takes(ending):
+                parts[ending] = content[member.at : member.at + member.size]
     return key, parts
 
 

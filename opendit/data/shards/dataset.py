@@ -30,13 +30,14 @@ from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.row_arrays import next_of_key
 from opendit.data.shards.ahead import ByteRange, grouped
 from opendit.data.shards.fields import read_caption
-from opendit.data.shards.index import MOST_CLASSES, Record, TarIndex
+from opendit.data.shards.index import CLASS_NAMES, MOST_CLASSES, Record, TarIndex
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
 from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
 
+CHECKED = 1 << 22  # samples whose records are checked at the start
 OPEN_A_THREAD = 16  # indexes, and as many tars, of each thread that looks for sizes
 
 
@@ -80,6 +81,7 @@ class ShardDataset(PicturesAndClips):
     """
 
     size_threads = 8  # that look for the sizes of media
+    names_file = CLASS_NAMES  # which messages name
     empty_captions = False  # whether a caption may be empty
 
     def __init__(
@@ -99,7 +101,10 @@ class ShardDataset(PicturesAndClips):
         self.shown, self.shards = shown, list(shards)
         headers = [shard.index.header for shard in self.shards]
         self.conditioning = _conditioning(shown, self.shards)
-        self.class_names = _class_names(shown, self.shards, class_names) if self.conditioning == "label" else []
+        _check_records(shown, self.shards)
+        self.class_names = (
+            classes_of(shown, self.shards, class_names, self.names_file) if self.conditioning == "label" else []
+        )
         self.store = store or LocalTars([shard.path for shard in shards], [header.tar_bytes for header in headers])
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
@@ -261,6 +266,10 @@ class ShardDataset(PicturesAndClips):
     def label(self, row: int) -> int:
         return max(0, self.find_record(row)[2].label) if self.conditioning == "label" else 0
 
+    def largest_label(self) -> tuple[int, str]:
+        label, tar, key = _largest_label(self.shards)
+        return label, f"{tar}: {key}"
+
     def caption(self, row: int) -> str | None:
         if self.conditioning != "text":
             return None
@@ -345,17 +354,45 @@ def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:
     return "text" if "text" in kinds else "label"
 
 
-def _class_names(shown: str, shards: Sequence[IndexedTar], names: Sequence[str]) -> list[str]:
+def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
+    """Check the records of the first ``CHECKED`` samples before any is used; others are checked when they are read.
+
+    Raises ValueError."""
+    left = CHECKED
+    for shard in shards:
+        left -= shard.index.header.rows
+        if left < 0:
+            return
+        try:
+            shard.index.check()
+        except DataError as error:
+            raise ValueError(f"{shown}: {printable(str(error))}") from error
+
+
+def _largest_label(shards: Sequence[IndexedTar]) -> tuple[int, str, str]:
+    """Return the largest label of tars with classes, and the tar and the key of a sample that has it."""
+    shard = max(shards, key=lambda shard: shard.index.header.num_classes)
+    label, row = shard.index.largest_label()
+    return label, printable(shard.name), printable(shard.index.key(row)[:200])
+
+
+def classes_of(
+    shown: str, shards: Sequence[IndexedTar], names: Sequence[str], names_file: str = CLASS_NAMES
+) -> list[str]:
+    """Return the names of the classes of tars: ``names``, those of ``names_file``, or where there are none the numbers.
+
+    Raises ValueError, which names the tar and the sample, for a label that has no name, or is beyond all bounds."""
     headers = [shard.index.header for shard in shards]
     count = max(1, *(header.num_classes for header in headers)) if headers else 1
     if names and len(names) < count:
+        label, tar, key = _largest_label(shards)
         raise ValueError(
-            f"{shown}: class_names.json names {len(names):,} classes, the labels go to {count - 1:,}; name all"
+            f"{shown}: {names_file} names {len(names):,} classes, the labels go to {label:,} ({tar}: {key}); name all"
         )
     if not names and count > MOST_CLASSES:
-        tar = max(shards, key=lambda shard: shard.index.header.num_classes).name
+        label, tar, key = _largest_label(shards)
         raise ValueError(
-            f"{shown}: a sample of {printable(tar)} has the class {count - 1:,}; at most {MOST_CLASSES:,} classes, "
-            "numbered from 0, are trained on"
+            f"{shown}: a sample of {tar} has the class {label:,}; at most {MOST_CLASSES:,} classes, numbered from 0, "
+            f"are trained on ({key} has it)"
         )
     return list(names) or [str(label) for label in range(count)]

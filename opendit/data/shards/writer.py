@@ -17,7 +17,8 @@ from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.images import find_pictures
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.index import TarIndex, index_of, write_index
-from opendit.data.shards.scan import BLOCK, scan
+from opendit.data.shards.scan import scan
+from opendit.data.shards.tar_headers import BLOCK
 
 _READ = 4 << 20
 

@@ -65,17 +65,19 @@ def _no_split(asked: Request, error: ValueError) -> ValueError:
 
 def _names(leaves: list[Leaf], above: Path) -> list[str]:
     """Of each leaf one of its own, for the log."""
-    names: list[str] = []
+    names: dict[str, None] = {}
+    last: dict[str, int] = {}
     for leaf in leaves:
         folder = leaf.folder.resolve()
         base = above.resolve().parent
         name = str(folder.relative_to(base)) if folder.is_relative_to(base) else str(folder)
         name = f"{name} ({leaf.split})" if leaf.split != "train" else name
-        number = 2
-        while (f"{name} #{number}" if name in names else name) in names:
-            number += 1
-        names.append(f"{name} #{number}" if name in names else name)
-    return names
+        own = name
+        while own in names:
+            last[name] = last.get(name, 1) + 1
+            own = f"{name} #{last[name]}"
+        names[own] = None
+    return list(names)
 
 
 def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
