@@ -231,7 +231,9 @@ class OptimizerFlags(Flags):
         several=True,
         **SHARE,
     )
-    ema_warmup: bool = flag(False, "smaller decays at first: (1 + n) / (10 + n) after n updates")
+    ema_warmup: bool = flag(
+        True, "smaller decays at first: 1 - 10 / (n + 10) after n updates; a resume keeps its own rule"
+    )
 
     @property
     def ema_decays(self) -> list[float]:

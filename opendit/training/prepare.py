@@ -38,10 +38,11 @@ from opendit.parallel.names import OWN_ATTENTION, PLUGINS
 from opendit.parallel.pipeline.stages import mesh_stages
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.state.checkpoint import Checkpoint, find_checkpoint
+from opendit.state.ema import WARMUP
 from opendit.state.lock import lock_folder
 from opendit.state.pretrained import read_config, read_info
 from opendit.state.run_folders import new_run_folder
-from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint
+from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint, warmup_of
 from opendit.training.from_flags import (
     check_pretrained,
     held_out,
@@ -115,6 +116,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         initial, initial_config, config = check_pretrained(
             asked.start.pretrained, asked.model.model, config, notes, mesh, resumed=resume is not None
         )
+    ema_warmup = _ema_warmup(flags, stored if resume else None)
+    flags = replace(flags, ema_warmup=bool(ema_warmup))
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
     lora = _lora(asked.start, initial, resume, notes) if asked.start.lora else None
@@ -163,6 +166,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         initial_config=initial_config,
         lora=lora,
         notes=notes,
+        ema_warmup=ema_warmup,
         validation=validation,
         samples_at_once=samples,
     )
@@ -170,6 +174,16 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     if resume:
         notes += changes(stored, spec.fingerprint, first_step)
     return spec
+
+
+def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
+    """The warm-up of the averages. A resumed run keeps that of its checkpoint, whose fingerprint is ``stored``, unless
+    the command line turns it on or off."""
+    if stored is None:
+        return WARMUP if flags.ema_warmup else 0
+    if "ema_warmup" not in flags.given:
+        return warmup_of(stored)
+    return (warmup_of(stored) or WARMUP) if flags.ema_warmup else 0
 
 
 def make_deterministic() -> None:
