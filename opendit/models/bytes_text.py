@@ -56,7 +56,7 @@ class BytesEncoder(nn.Module):
     the mean took a little longer, and a convolution over neighbouring bytes below it made no difference.
     """
 
-    positions: Tensor
+    positions: Tensor  # (1, max_tokens, width), one of DiTConfig.tables
 
     def __init__(self, text: TextConfig):
         super().__init__()
@@ -64,11 +64,6 @@ class BytesEncoder(nn.Module):
         table = sincos_position_table(text.width, text.max_tokens, device=torch.get_default_device())
         self.register_buffer("positions", table.unsqueeze(0))
         self.blocks: nn.ModuleList = nn.ModuleList(BytesBlock(text.width) for _ in range(LAYERS))
-
-    def fill_tables(self) -> None:
-        """Computes the table of positions, in place: an encoder that was built on the meta device has none."""
-        _, length, width = self.positions.shape
-        self.positions.copy_(sincos_position_table(width, length, device=self.positions.device))
 
     def forward(self, ids: Tensor) -> TextCondition:
         mask = ids != PADDING

@@ -29,6 +29,7 @@ from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import check_tensor_parallel
 from opendit.state.foreign import assumption, infer_config
 from opendit.state.pretrained import ALONE, read_newest
+from opendit.state.tables import table_notes
 from opendit.training.memory import BYTES, Setup
 
 
@@ -245,7 +246,7 @@ def check_pretrained(
     found = weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
     config = config if resumed else of_revision(config, model, found.revision)
     check_same_blocks(found, config, weights.path)
-    notes += assumption(weights, found)
+    notes += [*assumption(weights, found), *table_notes(found, weights.state, weights.path)]
     return weights, found, config
 
 

@@ -11,7 +11,7 @@ from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.state.checkpoint import find_checkpoint
-from opendit.state.ema import WARMUP, EMA
+from opendit.state.ema import EMA, WARMUP
 from opendit.state.loading import load_checkpoint
 from opendit.state.saving import Checkpoints
 from tests.numbers import off_by

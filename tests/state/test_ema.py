@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opendit.state.ema import FIRST_WARMUP, WARMUP, EMA
+from opendit.state.ema import EMA, FIRST_WARMUP, WARMUP
 from tests.parallel.engines.test_engines import CONFIG, build_model, loss_of
 from tests.ranks import run_ranks
 

@@ -16,7 +16,7 @@ from opendit.parallel.host_memory import HostMemory
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.names import OFFLOAD
 from opendit.state.checkpoint import find_checkpoint
-from opendit.state.ema import WARMUP, EMA
+from opendit.state.ema import EMA, WARMUP
 from opendit.state.loading import load_checkpoint
 from opendit.state.saving import Checkpoints
 from tests.parallel.engines.test_engines import BETAS, CLIP, LR, loss_of
