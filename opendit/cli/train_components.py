@@ -75,7 +75,11 @@ class CaptionFlags(Flags):
         unit="name",
     )
     max_text_tokens: int | None = flag(
-        None, "captions are cut to this (bytes: 64)", at_least=1, at_most=16_384, unit="tokens"
+        None,
+        "captions are cut to this (default: the encoder's; bytes: what fits the data, from 64 to 512)",
+        at_least=1,
+        at_most=16_384,
+        unit="tokens",
     )
     cross_attention: bool = flag(False, "attend to all caption tokens, not to the pooled one only")
 

@@ -34,6 +34,11 @@ def encode_bytes(captions: list[str], max_tokens: int) -> Tensor:
     return ids
 
 
+def byte_tokens(captions: list[str]) -> list[int]:
+    """How many tokens each caption has before it is cut: one of the beginning, and one for each byte of UTF-8."""
+    return [1 + len(caption.encode("utf-8", errors="replace")) for caption in captions]
+
+
 class BytesBlock(nn.Module):
     """A pre-norm Transformer block over the tokens that the mask keeps."""
 
