@@ -20,6 +20,7 @@ MISSING = frozenset(
     "nan -nan none null nil n/a #n/a na #na <na> <nan> <null> <none> nat undefined #value! #ref! #name? "
     "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
 ) | {"#n/a n/a"}
+MOST_MISSING = 40  # characters of such a word with blanks and quotes around it
 AT_ONCE = 1024  # captions that are measured together
 MOST_TOKENIZED = 10_000  # captions that a tokenizer counts before a start, in a second or two
 
@@ -28,12 +29,14 @@ Measure = Callable[[list[str]], Sequence[int]]  # captions to their numbers of t
 
 def says_nothing(caption: str) -> bool:
     """Whether there is no visible character but punctuation in it."""
+    if caption[:1].isalnum():  # nearly all, and soon known
+        return False
     return all(unicodedata.category(char)[0] in "ZP" or unicodedata.category(char) in ("Cc", "Cf") for char in caption)
 
 
 def stands_for_nothing(caption: str) -> bool:
     """Whether it is a word such as ``nan`` or ``None``, which stands for a missing value."""
-    return caption.strip().strip("\"'").lower() in MISSING
+    return len(caption) <= MOST_MISSING and caption.strip().strip("\"'").lower() in MISSING
 
 
 @dataclass
@@ -77,12 +80,13 @@ class CaptionCount:
 
     def add(self, captions: dict[int, str], source: Callable[[int], str], measure: Measure) -> None:
         """Counts the captions of some rows. source: what tells where a row comes from."""
-        for (row, caption), tokens in zip(captions.items(), measure([*captions.values()]), strict=True):
-            if tokens > self.longest:
-                self.longest_at = printable(source(row))
-            self.tokens[tokens] += 1
-            self.words[len(caption.split())] += 1
-            self.counted += 1
+        lengths = measure([*captions.values()])
+        if lengths and (most := max(lengths)) > self.longest:
+            self.longest_at = printable(source([*captions][lengths.index(most)]))
+        self.counted += len(captions)
+        self.tokens.update(lengths)
+        self.words.update(len(caption.split()) for caption in captions.values())
+        for row, caption in captions.items():
             if says_nothing(caption):
                 self.empty_at = self.empty_at or printable(source(row))
                 self.empty += 1

@@ -149,12 +149,12 @@ def settle_captions(
 def text_before(start: StartFlags, resume: Checkpoint | None = None) -> TextConfig | None:
     """How the model that a run continues (``resume``), or starts from, takes captions; None if there is none, or what
     is wrong with its file is still to be told."""
-    path = None if resume is None else resume.model
-    if path is None and start.pretrained is not None:
-        with suppress(FileNotFoundError):
-            path = find_weights(start.pretrained)
-    config = None if path is None else read_config(path)
-    return None if config is None else config.text
+    if resume is None and start.pretrained is None:
+        return None
+    with suppress(OSError):
+        config = read_config(find_weights(cast(str, start.pretrained)) if resume is None else resume.model)
+        return config and config.text
+    return None
 
 
 def fit_captions(
