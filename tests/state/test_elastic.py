@@ -150,7 +150,7 @@ def uninterrupted() -> tuple[list[float], dict[str, Tensor]]:
         adam.zero_grad()
         losses.append(loss.item())
         for decay, average in zip(DECAYS, averages, strict=True):
-            decay = min(decay, (1 + step) / (10 + step))
+            decay = min(decay, 1 - 10 / (step + 10))
             for name, p in named.items():
                 average[name] = decay * average[name] + (1 - decay) * p.detach().double()
     state = {f"model.{name}": p.detach() for name, p in named.items()}

@@ -58,7 +58,7 @@ def engine_of(mesh: Mesh, case: Case, offload: str) -> tuple[Engine, EMA]:
         add_lora(model, Lora(case.lora, case.lora, ""), (), seed=0)
     settings = dict(lr=LR, weight_decay=0.01, betas=BETAS, grad_clip=CLIP, grad_accumulation=case.accumulation)
     engine = build_engine(model, mesh, plugin="fsdp", precision=case.precision, offload=offload, **settings)
-    return engine, EMA(engine, [0.9, 0.5], WARMUP if case.steps > 8 else 0)
+    return engine, EMA(engine, [0.9, 0.3], WARMUP if case.steps > 8 else 0)
 
 
 def train(mesh: Mesh, case: Case, engine: Engine, ema: EMA, steps: range) -> list[float]:
