@@ -155,13 +155,13 @@ def refused_table(text: str | bytes, says: str) -> Callable[[Lab], None]:
     return make
 
 
-def accepted_table(text: str) -> Callable[[Lab], None]:
-    """A table of captions that are odd, not wrong: training on it draws them, and ends well."""
+def accepted_table(text: str, says: str = "") -> Callable[[Lab], None]:
+    """A table of captions that are odd, not wrong: training on it draws them, and ends well. says: what it tells."""
 
     def make(lab: Lab) -> None:
         path = table(text)(lab)
         grids = "--sample_every 6 --sample_steps 2 --sample_cfg_scale 1".split()
-        lab.goes_on(train_on(lab, path, *grids), 0)
+        lab.goes_on(train_on(lab, path, *grids), 0, says)
         lab.require(list(lab.run.glob("samples/*.png")), "no grid was drawn")
 
     return make
@@ -195,6 +195,16 @@ CAPTIONS = {
 for _name, (_what, _text) in CAPTIONS.items():
     _all = _text.replace("{rows}", "") + _text.split("\n{rows}")[1] * 7
     add(_name, "media", f"captions with {_what}", accepted_table(_all))
+
+COUNTED = {  # what a run says of its captions before it starts
+    "caption_late": ("200 bytes that tell them apart after the 64th", "x" * 64 + "y" * 200, "bytes takes 320 tokens"),
+    "caption_cut": ("more bytes than the encoder takes", "long " * 200, "8 of 8 are longer than the 512 tokens .* cut"),
+    "caption_nan": ("nan, as a table writes what is missing", "nan", "8 of 8 are words for a missing value"),
+    "caption_blank": ("blanks that can't be seen", "\u200b \u3000", "8 of 8 are empty"),
+}
+for _name, (_what, _text, _says) in COUNTED.items():
+    _rows = "".join(f"cat/{number:02d}.png,{_text}\n" for number in range(8))
+    add(_name, "media", f"captions with {_what}", accepted_table(f"path,text\n{_rows}", f"note: captions: .*{_says}"))
 
 
 # ------------------------------------------------------------------------------------------ clips

@@ -75,7 +75,11 @@ class CaptionFlags(Flags):
         unit="name",
     )
     max_text_tokens: int | None = flag(
-        None, "captions are cut to this (bytes: 64)", at_least=1, at_most=16_384, unit="tokens"
+        None,
+        "captions are cut to this (default: the encoder's; bytes: what fits the data, from 64 to 512)",
+        at_least=1,
+        at_most=16_384,
+        unit="tokens",
     )
     cross_attention: bool = flag(False, "attend to all caption tokens, not to the pooled one only")
 
@@ -231,7 +235,9 @@ class OptimizerFlags(Flags):
         several=True,
         **SHARE,
     )
-    ema_warmup: bool = flag(False, "smaller decays at first: (1 + n) / (10 + n) after n updates")
+    ema_warmup: bool = flag(
+        True, "smaller decays at first: 1 - 10 / (n + 10) after n updates; a resume keeps its own rule"
+    )
 
     @property
     def ema_decays(self) -> list[float]:

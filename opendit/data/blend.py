@@ -157,6 +157,15 @@ class BlendedDataset(MediaDataset):
         source, row = self._find(row)
         return self.parts[source].caption(row)
 
+    def caption_rows(self, most: int | None = None) -> np.ndarray:
+        """Those of every source."""
+        starts = self.ends - [len(part) for part in self.parts]
+        return np.concatenate([start + part.caption_rows(most) for start, part in zip(starts, self.parts, strict=True)])
+
+    def cached_captions(self) -> list[str]:
+        of = zip(self.names, self.parts, strict=True)
+        return [f"{name}: {line}" for name, part in of for line in part.cached_captions()]
+
     def embedding(self, row: int) -> Embedding | None:
         source, row = self._find(row)
         return self.parts[source].embedding(row)

@@ -34,6 +34,7 @@ class CaptionedDataset(PicturesAndClips):
     """
 
     conditioning = "text"
+    counted_captions = 1_000_000  # they are in memory
 
     def __init__(self, csv_path: str | Path, image_size: int, **options: Any):
         super().__init__(image_size, **options)

@@ -9,6 +9,7 @@ from statistics import median
 
 from opendit.data.apart import run_apart
 from opendit.data.base import DataError, name_few
+from opendit.data.captions import count_texts, says_nothing
 from opendit.data.csv_table import TableRow, read_csv, write_csv
 from opendit.data.files import printable, problem
 from opendit.data.medium import Medium
@@ -42,7 +43,7 @@ def check_rows(
     media: list[Medium | None] = [None] * len(rows)
     jobs = []
     for i, row in enumerate(rows):
-        if not row.text.strip():
+        if says_nothing(row.text):
             faults[i] = ("empty caption", printable(row.path))
         elif (why := problem(row.path)) is not None:
             faults[i] = ("missing", f"{printable(row.path)}: {why}")
@@ -108,6 +109,7 @@ def run(
             print(f"  {reason}: {len(files):,} ({name_few(files)})")
     if not kept:
         raise DataError(f"no row of {csv} is left; see the reasons above")
-    print(table(media))
+    found = count_texts(range(len(kept)), lambda i: kept[i].text, lambda i: str(kept[i].path), len(kept))
+    print("\n".join([table(media), *found.without_words(), *found.for_any_encoder()]))
     write_csv(output, kept)
     print(f"wrote {output}: train with --data_path {output}")

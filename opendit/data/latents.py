@@ -75,6 +75,8 @@ class LatentDataset(CachedLatents, MediaDataset):
     ``random_flip`` asks for them, or miss a shard, and if the index or a shard's header says what can't be.
     """
 
+    counted_captions = 1_000_000  # they are in memory
+
     def __init__(
         self,
         folder: str | Path,

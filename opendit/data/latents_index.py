@@ -145,10 +145,24 @@ class CachedLatents(MediaDataset):
         return of_shards | self.index.get("checksums", {})
 
     def identity(self) -> str:
-        # Without checksums: a cache that an earlier version made has none, and is the same one when it gets them.
+        # Without checksums and counts: a cache of an earlier version has none, and is the same one when it gets them.
         shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
-        index = {key: value for key, value in self.index.items() if key != "checksums"}
+        index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
         return hash_parts(json.dumps({**index, "shards": shards}, sort_keys=True))
+
+    def cached_captions(self) -> list[str]:
+        if self.text_encoder is None:
+            return []
+        most = f"the {self.max_tokens:,} tokens of --text_encoder {self.text_encoder}"
+        if (found := self.index.get("captions")) is None:
+            return [f"captions: an earlier version embedded them, and did not count those that it cut to {most}"]
+        if not found["cut"]:
+            return []
+        among = f"of the {found['counted']:,} looked at among {found['rows']:,}"
+        return [
+            f"captions: {found['cut']:,} {among} were cut to {most} when they were embedded; the longest had "
+            f"{found['longest']:,}"
+        ]
 
     def _looked(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
         """Latents in false colours; the medium is the picture or clip that they were made of."""

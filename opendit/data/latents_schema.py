@@ -42,6 +42,8 @@ _MORE = {
     "video": _CLIPS,
     "conditioning": one_of("label", "text"),
     "text": record({"encoder": NAME, "max_tokens": whole(1, 1 << 16)}),
+    # Of those that an encoder embedded: how many were looked at, were cut, and the tokens of the longest.
+    "captions": record({"rows": COUNT, "counted": COUNT, "cut": COUNT, "longest": COUNT}),
     "checksums": mapping(FILE, SHA256, 1000),  # of the files beside the shards
     # Of tars that another program made: what their arrays hold, and which they are.
     "foreign": record({"form": one_of(*FOREIGN_FORMS), "array": NAME}, {"mirrored": NAME}),

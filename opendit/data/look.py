@@ -57,7 +57,7 @@ def run(
         with replacing(folder / name) as new:
             new.write_bytes(written)
     print(dataset.describe())
-    print(f"looked into {found.looked}")
+    print("\n".join([f"looked into {found.looked}", *found.of_captions]))
     for bad in found.bad[:10]:
         print(f"  {bad}")
     if len(found.bad) > 10:

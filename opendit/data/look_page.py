@@ -1,6 +1,7 @@
 """The contact sheet, the histograms and the page of ``preprocess.py look``."""
 
 import base64
+import functools
 import html
 import io
 import warnings
@@ -12,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from opendit.data.base import MediaDataset
+from opendit.data.captions import count_texts
 from opendit.data.files import printable
 from opendit.data.fill import BUDGETS, MediumTokens, fill_of
 from opendit.data.look_fonts import MISSING, families, font_of
@@ -60,6 +62,15 @@ class Findings:
     def counted(self) -> str:
         """What figures count."""
         return "rows looked into" if self.dataset.source_rows() is None else "samples by weight"
+
+    @functools.cached_property
+    def of_captions(self) -> list[str]:
+        """Lines on captions that are long, and on those that say nothing, of the rows that were opened."""
+        if self.dataset.conditioning != "text":
+            return []
+        words = {each.row: each.words for each in self.looks}
+        found = count_texts([*words], words.__getitem__, self.dataset.source, len(self.dataset))
+        return [*found.without_words(), *found.for_any_encoder(), *self.dataset.cached_captions()]
 
     @property
     def looked(self) -> str:
@@ -242,7 +253,8 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
         "text-align:right}th{text-align:left}</style></head><body>"
         f"<p>{_escaped(found.dataset.describe())}</p>"
         f"<p>Looked into {_escaped(found.looked)}.</p>"
-        f"<ul>{bad}</ul><table><tr><th></th><th>least</th><th>median</th><th>most</th></tr>{rows}</table>"
+        + "".join(f"<p>{_escaped(line)}</p>" for line in found.of_captions)
+        + f"<ul>{bad}</ul><table><tr><th></th><th>least</th><th>median</th><th>most</th></tr>{rows}</table>"
         f"<p>{how}</p><table><tr><th>tokens of a sequence</th><th>used</th><th>media too long</th></tr>{fills}</table>"
         f"{''.join(pictures)}<p>On the contact sheet, line by line:</p><ol>{words}</ol></body></html>\n"
     )

@@ -367,6 +367,8 @@ class Pipeline:
             if len(captions) < len(wanted):
                 strange = next(item for item in wanted if not isinstance(item, str))
                 raise ValueError(f"{strange!r}: {self.weights.path} is conditioned on captions; give text")
+            for line in self.conditioner.cut(captions, "captions"):
+                warnings.warn(line, stacklevel=3)
             return self.conditioner.encode(captions)
         return torch.tensor([self._class(item) for item in wanted], dtype=torch.int64, device=self.device)
 

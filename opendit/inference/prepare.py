@@ -172,6 +172,9 @@ def _load(
         conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)
         null = null_of(conditioner, flags.negative_prompt)
         conditions, choices, names = what_to_draw(flags, config, weights, conditioner)
+        if isinstance(conditioner, CaptionConditioner):
+            notes += conditioner.cut(names, "captions")
+            notes += conditioner.cut([flags.negative_prompt] if flags.negative_prompt else [], "--negative_prompt")
     given = given_latents(
         config,
         codec,

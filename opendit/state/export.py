@@ -8,8 +8,9 @@ every one of its blocks has its own copy of the timestep and label embedders.
 
 import io
 import json
+from collections import ChainMap
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -23,6 +24,7 @@ from opendit.encoders.vae_folder import HUB, IMAGE_CLASSES, load_vae
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import PLAIN
 from opendit.models.weights import Weights
+from opendit.models.zoo import empty_model
 from opendit.state.diffusers_folder import BLOCK, EMBEDDERS, OUTER, PIPELINE_INDEX, QKV, suffixes
 from opendit.state.foreign import assumption
 from opendit.state.pretrained import (
@@ -32,6 +34,7 @@ from opendit.state.pretrained import (
     load_pretrained,
     read_newest,
 )
+from opendit.state.tables import table_notes
 from opendit.state.tensor_set import is_set
 from opendit.state.weight_files import write_weights
 
@@ -196,6 +199,11 @@ def import_weights(
         ValueError, FileNotFoundError: it is neither, or no model of ours.
     """
     weights = _read(Path(ckpt), model)
+    assert weights.config is not None  # now of ours
+    if notes := table_notes(weights.config, weights.state, weights.path):
+        print("\n".join(f"note: {note}" for note in notes), flush=True)
+        computed = empty_model(weights.config, parameters=False).named_buffers()
+        weights.state = ChainMap(dict(computed), cast(dict[str, Tensor], weights.state))
     if vae is not None:
         weights.info["vae"] = _name_or_path(vae)
     metadata = {"format": "pt", METADATA_KEY: json.dumps(weights.info)}
@@ -217,7 +225,7 @@ def _read(path: Path, model: str | None) -> Weights:
     notes: list[str] = []
     weights = read_newest(path, notes=notes)
     if "lora" in weights.info or "config" not in weights.info:
-        network, found = load_pretrained(weights.path, model)
+        network, found = load_pretrained(weights.path, model, notes=notes)
         notes += assumption(found, network.config)
         info = {key: value for key, value in found.info.items() if key != "lora"}
         weights = Weights(network.state_dict(), found.path, info or _of_meta(model, network.config))

@@ -38,12 +38,15 @@ from opendit.parallel.names import OWN_ATTENTION, PLUGINS
 from opendit.parallel.pipeline.stages import mesh_stages
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.state.checkpoint import Checkpoint, find_checkpoint
+from opendit.state.ema import WARMUP
 from opendit.state.lock import lock_folder
 from opendit.state.pretrained import read_config, read_info
 from opendit.state.run_folders import new_run_folder
-from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint
+from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint, warmup_of
 from opendit.training.from_flags import (
+    caption_notes,
     check_pretrained,
+    fit_captions,
     held_out,
     last_step_of,
     memory_setup,
@@ -51,6 +54,7 @@ from opendit.training.from_flags import (
     plan_model,
     saved_by_adaln_lora,
     sequence_shape,
+    text_before,
 )
 from opendit.training.host_memory import check_host, check_offload
 from opendit.training.memory import Setup, card_memory
@@ -77,9 +81,13 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     if asked.run.deterministic:
         make_deterministic()
     seed, batch = asked.run.global_seed, asked.batch
-    dataset = open_data(asked.data, asked.captions, asked.model.num_classes, asked.loader.max_bad, seed)
+    dataset = everything = open_data(asked.data, asked.captions, asked.model.num_classes, asked.loader.max_bad, seed)
     dataset, validation = held_out(asked, dataset)
+    validated_apart = validation if asked.validation.validate_path is not None else None
     global_batch = batch.batch_size * mesh.dp_size * batch.grad_accumulation
+    resume = _checkpoint(asked.save, asked.model.model, mesh, notes)
+    asked.captions, of_captions = fit_captions(asked, everything, text_before(asked.start, resume), mesh)
+    notes = notes + of_captions
     plan = plan_model(asked, dataset)
     flags, notes = flags.with_part(plan.captions), notes + plan.notes
     config, objective, captions, vae = plan.config, plan.objective, plan.captions, plan.vae
@@ -94,7 +102,6 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         check_offload(config, setup, samples, ranks, asked.save.save)
     sequence = _sequence(asked, config, mesh, samples, notes)
     stages = mesh_stages(mesh, config, asked.plugin.pipeline_schedule)
-    resume = _checkpoint(asked.save, asked.model.model, mesh, notes)
     stored = stored_fingerprint(resume.state) if resume else {}
     # Checkpoints from before there was another order do not name theirs.
     order = stored.get("order", SORTED) if resume else KEYED
@@ -115,11 +122,19 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         initial, initial_config, config = check_pretrained(
             asked.start.pretrained, asked.model.model, config, notes, mesh, resumed=resume is not None
         )
+    ema_warmup = _ema_warmup(flags, stored if resume else None)
+    flags = replace(flags, ema_warmup=bool(ema_warmup))
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
     lora = _lora(asked.start, initial, resume, notes) if asked.start.lora else None
     codec = _codec(asked.data, captions, dataset, vae, mesh, notes)
     conditioner = _conditioner(captions.text_encoder, config, dataset, mesh, for_grids=codec is not None)
+    if mesh.is_main:
+        encoder = getattr(conditioner, "encoder", None)
+        if not (config.text and config.text.inside):  # whose captions have been counted
+            notes += caption_notes(everything, config.text, encoder)
+        if validated_apart is not None:
+            notes += caption_notes(validated_apart, config.text, encoder, "captions of --validate_path")
     kernels = _kernels(asked, config, mesh, stored.get("attention"), notes)
     memory = replace(
         memory_setup(asked, config, mesh.world_size),
@@ -163,6 +178,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         initial_config=initial_config,
         lora=lora,
         notes=notes,
+        ema_warmup=ema_warmup,
         validation=validation,
         samples_at_once=samples,
     )
@@ -170,6 +186,16 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     if resume:
         notes += changes(stored, spec.fingerprint, first_step)
     return spec
+
+
+def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
+    """The warm-up of the averages. A resumed run keeps that of its checkpoint, whose fingerprint is ``stored``, unless
+    the command line turns it on or off."""
+    if stored is None:
+        return WARMUP if flags.ema_warmup else 0
+    if "ema_warmup" not in flags.given:
+        return warmup_of(stored)
+    return (warmup_of(stored) or WARMUP) if flags.ema_warmup else 0
 
 
 def make_deterministic() -> None:

@@ -55,6 +55,7 @@ class RunSpecification:
     initial_config: DiTConfig | None  # of the model that these weights are of
     lora: Lora | None
     notes: list[str]
+    ema_warmup: float  # of the averages, see opendit.state.ema.EMA
     samples_at_once: int  # of the model's configured size, in a rank's micro-batch, or as many tokens
     validation: MediaDataset | None = None  # what the held-out loss is of
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint

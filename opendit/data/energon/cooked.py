@@ -76,6 +76,7 @@ class CookedDataset(ShardDataset):
     """
 
     size_threads = 1  # a user's function may not be ready for more
+    counted_captions = 100  # a sample is read whole for its caption
 
     def __init__(
         self,

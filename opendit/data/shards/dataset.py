@@ -38,6 +38,7 @@ from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
 
 CHECKED = 1 << 22  # samples whose records are checked at the start
+REMOTE_CAPTIONS = 64  # that are fetched, one after the other, to be counted before a start
 OPEN_A_THREAD = 16  # indexes, and as many tars, of each thread that looks for sizes
 
 
@@ -106,6 +107,8 @@ class ShardDataset(PicturesAndClips):
             classes_of(shown, self.shards, class_names, self.names_file) if self.conditioning == "label" else []
         )
         self.store = store or LocalTars([shard.path for shard in shards], [header.tar_bytes for header in headers])
+        if isinstance(self.store, RemoteTars):
+            self.counted_captions = REMOTE_CAPTIONS
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
         self._found: tuple[Any, ...] = (None, None)  # the last row that was looked up, and what was found
