@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from opendit.common.errors import DataError
-from opendit.common.replace import replacing
+from opendit.common.safe_files import make_folder, write_whole
 from opendit.data.apart import run_apart
 from opendit.data.base import MediaDataset, name_few
 from opendit.data.blend import BlendedDataset
@@ -50,12 +50,11 @@ def run(
     if not found.looks:
         raise DataError(f"no row of {data_path} can be read: {name_few(found.bad)}")
     folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     content = {SHEET: draw_sheet(found), HISTOGRAMS: draw_histograms(found)}
     content[PAGE] = make_page(found, content[SHEET], content[HISTOGRAMS]).encode("utf-8", "replace")
     for name, written in content.items():
-        with replacing(folder / name) as new:
-            new.write_bytes(written)
+        write_whole(folder / name, written)
     print(dataset.describe())
     print(f"looked into {found.looked}")
     for bad in found.bad[:10]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opendit.common.safe_files import make_folder, write_whole
 from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.digits import digits_split
 from opendit.data.progress import Progress
@@ -104,8 +105,8 @@ def make_demo(
         )
     images, labels = digits_split(split)
     of_digit = [images[labels == digit, 0] for digit in range(10)]
-    (folder / "clips").mkdir(parents=True, exist_ok=True)
-    known.write_text(json.dumps(settings) + "\n")
+    make_folder(folder / "clips", root=folder)
+    write_whole(known, (json.dumps(settings) + "\n").encode())
     pairs = [(digit, direction) for digit in range(10) for direction in DIRECTIONS]
     rows = []
     with Progress(clips, "clips", title="making") as bar:
@@ -116,7 +117,7 @@ def make_demo(
             if not path.exists():
                 choice, jitter = np.random.default_rng([seed, i]).integers(2**31, size=2).tolist()
                 image = of_digit[digit][choice % len(of_digit[digit])]
-                write_mp4(path, render(image, direction, frames, size, jitter_seed=jitter), fps)
+                write_mp4(path, render(image, direction, frames, size, jitter_seed=jitter), fps, root=folder)
             bar.update()
     write_csv(folder / "demo.csv", rows)
     return folder / "demo.csv"

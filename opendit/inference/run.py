@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
-from opendit.common.replace import replacing
+from opendit.common.safe_files import write_whole
 from opendit.common.stages import Stages
 from opendit.data.progress import Progress
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
@@ -327,8 +327,7 @@ def what_is_there(sampling: SamplingRun, parts: Parts, folder: OutputFolder, err
 
 def write_profile(sampling: SamplingRun, folder: OutputFolder) -> None:
     """Prints where rank 0's time went, and writes it."""
-    with replacing(folder.folder / PROFILE) as new:
-        new.write_text(json.dumps(sampling.stages.to_dict(), indent=1) + "\n")
+    write_whole(folder.folder / PROFILE, (json.dumps(sampling.stages.to_dict(), indent=1) + "\n").encode())
     print(f"profile of rank 0 ({folder.folder / PROFILE}):\n{sampling.stages.table()}", flush=True)
 
 

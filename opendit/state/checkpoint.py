@@ -21,7 +21,6 @@ keyed by (seed, step, sample), so that data order, flips and noise follow from t
 
 import contextlib
 import os
-import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from opendit.common.safe_files import remove_tree, rename, sync_folder
 from opendit.common.strict_files import read_file
 from opendit.common.tensor_files import open_safetensors
 from opendit.data.base import DataError
@@ -47,7 +47,6 @@ from opendit.state.files import (
     point_to,
     root_of,
     step_of,
-    sync_folder,
     verified_files,
 )
 from opendit.state.names import SHARDS, WHOLE
@@ -274,42 +273,35 @@ def put_in_place(final: Path) -> OSError | None:
     Returns what kept ``latest`` from being moved, which takes nothing from the checkpoint; None if it was. Raises
     OSError if the checkpoint could not be put in its place.
     """
+    run = final.parent.parent
     if os.path.lexists(final):  # of an earlier attempt that went on from before this step; it may be damaged
-        _remove(_replaced(final))
-        final.rename(_replaced(final))
-    incomplete(final).rename(final)
+        remove_tree(_replaced(final), root=run)
+        rename(final, _replaced(final), root=run)
+    rename(incomplete(final), final, root=run)
     try:
         point_to(final.with_name(LATEST), final)
         problem = None
     except OSError as error:
         problem = error
-    sync_folder(final.parent)
-    _remove(_replaced(final))
+    sync_folder(final.parent, root=run)
+    remove_tree(_replaced(final), root=run)
     return problem
-
-
-def _remove(path: Path) -> None:
-    """Whatever it is; what can't be removed is left."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
 
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
     """Removes what a killed save or deletion left behind; returns where the checkpoint in use is now. Call on one rank,
     when nothing is being saved."""
+    run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
-        _remove(left)
+        remove_tree(left, root=run)
     for left in checkpoints.glob(".step_*.replaced"):
         final = step_folder(checkpoints, step_of(left))
         if left == in_use:  # what took its place is damaged, or was never complete
-            _remove(final)
+            remove_tree(final, root=run)
         if os.path.lexists(final):
-            _remove(left)
+            remove_tree(left, root=run)
         else:
-            left.rename(final)
+            rename(left, final, root=run)
             in_use = final if left == in_use else in_use
     return in_use
 
@@ -324,5 +316,5 @@ def prune(checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | No
         if old not in kept:
             gone = old.with_name(f".{old.name}.deleted")  # at once: half a folder would be a damaged checkpoint
             with contextlib.suppress(OSError):
-                old.rename(gone)
-                _remove(gone)
+                rename(old, gone, root=checkpoints.parent)
+                remove_tree(gone, root=checkpoints.parent)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from opendit.common.hashing import sha256_of
 from opendit.common.rules import read_bounded
+from opendit.common.safe_files import link_to, remove, rename, write_whole
 from opendit.common.strict_files import read_file
 from opendit.common.tensor_files import write_file
 from opendit.state.schema import MANIFEST_FILE
@@ -39,19 +40,10 @@ def _is_finite(tensor: Tensor) -> bool:
     return math.isfinite(lowest) and math.isfinite(highest)
 
 
-def sync_folder(path: Path) -> None:
-    """Makes a folder's entries (files made, renamed) survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_manifest(folder: Path, version: int, files: dict[str, dict[str, Any]]) -> None:
+def write_manifest(folder: Path, version: int, files: dict[str, dict[str, Any]], *, root: Path | None = None) -> None:
     """manifest.json with the size and checksum of every file, and a checksum of its own."""
     content = {"version": version, "files": files, "sha256": _sha256_of(files)}
-    write_file(folder / MANIFEST, iter([json.dumps(content, indent=1).encode()]))
+    write_file(folder / MANIFEST, iter([json.dumps(content, indent=1).encode()]), root=root)
 
 
 def _sha256_of(files: dict[str, dict[str, Any]]) -> str:
@@ -214,21 +206,21 @@ def point_to(latest: Path, final: Path) -> None:
     A folder in its place, as a copy has that knew no links, is set aside. Raises OSError if nothing can be made;
     ``latest`` is gone then, for a stale one would be followed.
     """
-    new = latest.with_name(f".{latest.name}.new")
+    new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
     try:
         if latest.is_dir() and not latest.is_symlink():
             aside = (latest.with_name(f"{latest.name}.before{number}") for number in itertools.count())
-            latest.rename(next(path for path in aside if not os.path.lexists(path)))
-        new.unlink(missing_ok=True)
+            rename(latest, next(path for path in aside if not os.path.lexists(path)), root=run)
+        remove(new, root=run)
         try:
-            new.symlink_to(final.name)
+            link_to(new, final.name, root=run)
         except OSError:
-            new.write_text(final.name)
-        os.replace(new, latest)
+            write_whole(new, final.name.encode(), root=run)
+        rename(new, latest, root=run, over_link=True)
     except OSError:
         for left in (new, latest):
             with contextlib.suppress(OSError):
-                left.unlink(missing_ok=True)
+                remove(left, root=run)
         raise
 
 

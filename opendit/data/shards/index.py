@@ -20,6 +20,7 @@ import numpy as np
 
 from opendit.common.errors import DataError
 from opendit.common.rules import MIB, listed, one_of, record, string, truth, whole
+from opendit.common.safe_files import replacing
 from opendit.common.strict_files import COUNT, FileKind, parse_text
 from opendit.common.tensor_files import write_file
 from opendit.data.retry import retried_disk
@@ -126,12 +127,8 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes) -> No
     text = json.dumps(asdict(header), sort_keys=True).encode()
     start = MAGIC + struct.pack("<I", len(text)) + text
     start += bytes(-len(start) % ALIGNMENT)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        write_file(partial, iter([start, rows.tobytes(), keys]))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path, temporary=f"{path.name}.{os.getpid()}.partial") as new:
+        write_file(new, iter([start, rows.tobytes(), keys]))
 
 
 class TarIndex:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.errors import DataError
+from opendit.common.safe_files import remove, replacing
 from opendit.common.tensor_files import write_file
 from opendit.data.base import name_few
 from opendit.data.energon.cooked import load_cooker
@@ -50,9 +51,8 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
     todo = [job for job in jobs if not is_done(job)]
     _remove_partial(folder)
     if class_names:
-        partial = folder / f"{CLASS_NAMES}.{os.getpid()}.partial"
-        write_file(partial, iter([json.dumps(class_names, indent=1).encode()]))
-        os.replace(partial, folder / CLASS_NAMES)
+        with replacing(folder / CLASS_NAMES, temporary=f"{CLASS_NAMES}.{os.getpid()}.partial") as new:
+            write_file(new, iter([json.dumps(class_names, indent=1).encode()]))
     done = sum(len(job.entries) for job in jobs) - sum(len(job.entries) for job in todo)
     with Progress(len(entries), "samples", initial=done, title="packing") as bar:
         for count in in_processes(write_job, todo, num_workers):
@@ -157,4 +157,4 @@ def _remove_partial(folder: Path) -> None:
     for path in folder.glob("*.partial"):
         found = re.fullmatch(r".+\.(?:tar|index|json)\.(\d+)\.partial", path.name)
         if found and not Path(f"/proc/{found[1]}").exists():
-            path.unlink(missing_ok=True)
+            remove(path)
