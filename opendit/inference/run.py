@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
-from opendit.common.safe_files import write_whole
+from opendit.common.safe_files import LinkRefused, refuse_links, write_whole
 from opendit.common.stages import Stages
 from opendit.data.progress import Progress
 from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
@@ -91,7 +91,10 @@ def open_parts(sampling: SamplingRun) -> tuple[Parts, bool]:
                 )
             if found is not None:
                 job = replace(job, samples_a_part=found.samples_a_part)
-        except ValueError as error:
+            refuse_links(output, set(files_of(sampling)) & set(os.listdir(output)))
+            if flags.npz:
+                refuse_links(Path(flags.npz).parent, [Path(flags.npz).name])
+        except (ValueError, LinkRefused) as error:
             problem = str(error)
     job, earlier, problem = mesh.broadcast_object((job, earlier, problem))
     if problem:
@@ -173,6 +176,8 @@ def draw(sampling: SamplingRun, parts: Parts, earlier: bool) -> None:
             if sampling.flags.profile:
                 write_profile(sampling, folder)
         mesh.barrier()
+    except LinkRefused:
+        raise
     except OSError as error:
         text = f"{error}; {what_is_there(sampling, parts, folder, error)}"
         if mesh.world_size == 1 and not parts.there():

@@ -37,15 +37,16 @@ from opendit.parallel.engines import MOMENTS
 from opendit.parallel.mesh import Mesh
 from opendit.state.copying import AVERAGE_SET, MODEL_SET
 from opendit.state.files import (
-    CHECKPOINTS,
     LATEST,
     MANIFEST,
     FileId,
     checkpoints_in,
     file_id,
     intact_before,
+    named_checkpoint,
     point_to,
     root_of,
+    run_of,
     step_of,
     verified_files,
 )
@@ -67,13 +68,16 @@ def newest_run(outputs: str, model: str | None = None, video: bool = False) -> P
     """The newest run folder (of ``model``, or of any clip model) that has a checkpoint, or None."""
     name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
     runs = reversed(run_folders(outputs, name))
-    return next((run for run in runs if newest_checkpoint(run) is not None), None)
+    return next((run for run in runs if checkpoints_in(run)), None)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
     """The checkpoint to go on from (it may be damaged): latest, or where a kill broke it the newest one there is; None
     without any."""
-    return next((folder.resolve() for folder in checkpoints_in(run)), None)
+    for folder in checkpoints_in(run):
+        with contextlib.suppress(ValueError):
+            return named_checkpoint(folder).resolve()
+    return None
 
 
 @dataclass(frozen=True)
@@ -81,18 +85,14 @@ class Checkpoint:
     """A checkpoint whose files are intact.
 
     folder: with no symbolic link in it. state: its counters. files: which files were verified, by name: those of the
-    manifest. damaged: why others, newer ones of the run, were not taken.
+    manifest. damaged: why others, newer ones of the run, were not taken. run: as of ``run_of``.
     """
 
     folder: Path
     state: dict[str, Any]
     files: dict[str, FileId]
     damaged: tuple[str, ...] = ()
-
-    @property
-    def run(self) -> Path | None:
-        """The folder of the run that it belongs to, None if it stands alone."""
-        return self.folder.parent.parent if self.folder.parent.name == CHECKPOINTS else None
+    run: Path | None = None
 
     @property
     def model(self) -> Path:
@@ -149,7 +149,7 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
                 raise ValueError(
                     f"--load {load}: {folder} is a checkpoint of {state['model']}, not of {model}; give its --model"
                 )
-            return Checkpoint(folder.resolve(), state, files, tuple(damaged))
+            return Checkpoint(folder.resolve(), state, files, tuple(damaged), run_of(folder))
         damaged.append(problem)
     if one:
         earlier = mesh.broadcast_object(intact_before(folders[0]) if mesh.is_main else None)
@@ -232,7 +232,7 @@ class AnotherVersion(ValueError):
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The counters of a checkpoint. Raises ValueError if they can't be read, AnotherVersion if they are of one."""
-    path = folder / STATE
+    path = named_checkpoint(folder) / STATE
     try:
         file_id(path, root_of(folder))
         version = read_file(path, ANY_STATE)["version"]

@@ -17,11 +17,11 @@ from opendit.common.tensor_files import write_file
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import Engine
 from opendit.parallel.supervisor import CLOSING
-from opendit.state.best import BEST_LINK, BestCheckpoint
+from opendit.state.best import BestCheckpoint
 from opendit.state.checkpoint import STATE, incomplete, prune, put_in_place, step_folder, tidy
 from opendit.state.copying import Files
 from opendit.state.ema import EMA
-from opendit.state.files import LATEST, not_finite, write_manifest
+from opendit.state.files import BEST_LINK, LATEST, not_finite, write_manifest
 from opendit.state.pretrained import METADATA_KEY
 from opendit.state.shards import ShardFiles
 from opendit.state.whole import WholeTensorFiles

@@ -130,10 +130,12 @@ class StepProfiler:
         with self._failures.survive("profile"):
             run = self.folder.parent
             write_whole(self.folder / "table.txt", (text + "\n").encode(), root=run, make=True)
-            with tempfile.NamedTemporaryFile(suffix=".json") as plain:  # the profiler takes a path alone
-                recorded.export_chrome_trace(plain.name)
+            with tempfile.TemporaryDirectory() as private:  # the profiler takes a path, and writes beside it
+                plain = Path(private, "trace.json")
+                recorded.export_chrome_trace(str(plain))
                 with replacing(self.folder / "trace.json.gz", root=run) as new, gzip.open(new, "wb") as packed:
-                    shutil.copyfileobj(plain, packed)
+                    with open(plain, "rb") as file:
+                        shutil.copyfileobj(file, packed)
             trace = f"(trace: {self.folder / 'trace.json.gz'})"
         where = "the device" if self.cuda else "the host"
         self.say(f"profile of {STEPS} steps, time on {where} {trace}:\n{text}")
