@@ -198,9 +198,13 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 def _folder(folder: Path, root: Path | None, make: bool) -> Iterator[int]:
     """Yield a descriptor of a folder that no link below ``root`` leads to. make: make what is missing of it."""
     root = folder if root is None else root
-    if make:
+    try:
+        at, here = root, os.open(root, _FOLDER | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if not make:
+            raise
         root.mkdir(parents=True, exist_ok=True)
-    at, here = root, os.open(root, _FOLDER | os.O_CLOEXEC)
+        at, here = root, os.open(root, _FOLDER | os.O_CLOEXEC)
     try:
         for name in folder.relative_to(root).parts:
             if name == "..":

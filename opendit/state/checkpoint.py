@@ -170,6 +170,7 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
             return [], False, None
         if folders := checkpoints_in(path):
             return folders, False, None
+        path = named_checkpoint(path)
         if path.is_dir() and (
             step_of(path.resolve()) >= 0
             or any((path / n).exists() for n in (MANIFEST, STATE, MODEL_SET + WHOLE, AVERAGE_SET + WHOLE))
@@ -180,6 +181,8 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
             looked_for = f"give the checkpoint's folder, {path.parent}"
     except OSError as error:
         looked_for = f"{error.filename}: {error.strerror}"
+    except ValueError as error:
+        return [], True, f"--load: {error}"
     return [], True, f"--load {load}: no checkpoint there ({looked_for})"
 
 
