@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from opendit.common.errors import DataError
-from opendit.common.safe_files import make_folder, write_whole
+from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.data.apart import run_apart
 from opendit.data.base import MediaDataset, name_few
 from opendit.data.blend import BlendedDataset
@@ -45,6 +45,7 @@ def run(
     num_workers: int = 2,
 ) -> None:
     """``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be read."""
+    refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE])
     dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker)
     found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames))
     if not found.looks:

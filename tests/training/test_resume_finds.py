@@ -221,19 +221,18 @@ def test_a_link_out_of_the_run_is_not_followed(run, tmp_path):
         read_newest(step(run, 2), "model")
 
 
-@pytest.mark.parametrize("name", ["latest", "best"])
 @pytest.mark.parametrize(
-    "text",
+    ("name", "text", "a_link"),
     [
-        "../../other/checkpoints/step_0000003",
-        "/other/step_0000003",
-        ".",
-        "step_0000003/",
-        "./step_0000003",
-        "step_3\n/x",
+        ("latest", "../../other/checkpoints/step_0000003", True),
+        ("latest", "../../other/checkpoints/step_0000003", False),
+        ("best", "../../other/checkpoints/step_0000003", True),
+        ("latest", "/other/step_0000003", True),
+        ("best", ".", True),
+        ("latest", "./step_0000003", True),
+        ("latest", "step_3\n/x", False),
     ],
 )
-@pytest.mark.parametrize("a_link", [True, False])
 def test_latest_and_best_are_names_and_no_way_elsewhere(name, text, a_link, run):
     """Whoever follows them would find an intact checkpoint there, of another run."""
     other = shutil.copytree(run, run.parent / "other", symlinks=True)

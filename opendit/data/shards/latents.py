@@ -30,7 +30,7 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.common.rules import parse_json
-from opendit.common.safe_files import remove, replacing
+from opendit.common.safe_files import refuse_links, remove, replacing
 from opendit.common.strict_files import parse_text
 from opendit.common.tensor_files import write_file
 from opendit.data.base import BadSample, Embedding
@@ -69,6 +69,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]
     """Writes a tar and then its index, each under another name first; returns the tar's SHA-256.
 
     tensors: moments (n, F, 2C, ...), labels and rows (n,), and those of ``text_cache`` where there are captions."""
+    refuse_links(path.parent, [path.name, index_of(path).name])
     for left in path.parent.glob(f"{index_of(path).name}.*.partial"):  # of a process that was killed
         remove(left)
     about = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True).encode()

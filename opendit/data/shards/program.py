@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.errors import DataError
-from opendit.common.safe_files import remove, replacing
+from opendit.common.safe_files import refuse_links, remove, replacing
 from opendit.common.tensor_files import write_file
 from opendit.data.base import name_few
 from opendit.data.energon.cooked import load_cooker
@@ -45,7 +45,9 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
         )
     folder = Path(output)
     jobs = plan_jobs(entries, folder, shard_size)
-    others = sorted({tar.name for tar in folder.glob("*.tar")} - {job.tar.name for job in jobs})
+    names = [job.tar.name for job in jobs]
+    refuse_links(folder, [CLASS_NAMES, *names, *(index_of(name).name for name in names)])
+    others = sorted({tar.name for tar in folder.glob("*.tar")} - set(names))
     if others:
         raise ValueError(f"--output {printable(output)} holds other tars: {name_few(others)}; name another folder")
     todo = [job for job in jobs if not is_done(job)]
