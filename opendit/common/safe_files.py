@@ -20,7 +20,7 @@ from typing import BinaryIO, cast
 
 from opendit.common.printable import printable
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY
+_FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH needs no permission to list the folder
 _MOST_SHOWN = 200  # characters of where a link leads
 
 
@@ -134,7 +134,11 @@ def make_folder(folder: Path, *, root: Path | None = None) -> None:
 def sync_folder(folder: Path, *, root: Path | None = None) -> None:
     """Make a folder's entries (files made, renamed) survive a power cut."""
     with _folder(folder, root, False) as here:
-        os.fsync(here)
+        handle = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=here)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def rename(path: Path, to: Path, *, root: Path | None = None, over_link: bool = False) -> None:
@@ -184,11 +188,18 @@ def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
                 _replace(os.path.join(parent, name), to / name, here)
 
 
-def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """Raise LinkRefused if one of these names in a folder is a link: before long work that ends with writing there."""
-    with contextlib.suppress(FileNotFoundError), _folder(folder, None, False) as here:
-        for name in names:
-            _refuse_link(folder / name, here)
+def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
+    """Raise LinkRefused if one of these names in a folder is a link: before long work that ends with writing there.
+
+    flag: that names the folder, for the message."""
+    try:
+        with _folder(folder, None, False) as here:
+            for name in names:
+                _refuse_link(folder / name, here)
+    except FileNotFoundError:  # the folder is still to be made
+        return
+    except LinkRefused as error:
+        raise LinkRefused(f"{flag}: {error}" if flag else str(error)) from None
 
 
 # ------------------------------------------------------------------------------------------ by descriptors

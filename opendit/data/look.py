@@ -45,7 +45,7 @@ def run(
     num_workers: int = 2,
 ) -> None:
     """``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be read."""
-    refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE])
+    refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE], "--output")
     dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker)
     found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames))
     if not found.looks:

@@ -97,7 +97,7 @@ def make_demo(
     folder = Path(folder)
     settings = {"version": 2, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}
     known = folder / SETTINGS
-    refuse_links(folder, [SETTINGS, TABLE, CLIPS])
+    refuse_links(folder, [SETTINGS, TABLE, CLIPS], "--output")
     if known.exists() and (found := _read_settings(known)) != settings:
         changes = ", ".join(f"{k} {found.get(k)} there, {v} now" for k, v in settings.items() if found.get(k) != v)
         raise ValueError(

@@ -91,9 +91,7 @@ def open_parts(sampling: SamplingRun) -> tuple[Parts, bool]:
                 )
             if found is not None:
                 job = replace(job, samples_a_part=found.samples_a_part)
-            refuse_links(output, set(files_of(sampling)) & set(os.listdir(output)))
-            if flags.npz:
-                refuse_links(Path(flags.npz).parent, [Path(flags.npz).name])
+            refuse_links(output, set(files_of(sampling)) & set(os.listdir(output)), "--output")
         except (ValueError, LinkRefused) as error:
             problem = str(error)
     job, earlier, problem = mesh.broadcast_object((job, earlier, problem))

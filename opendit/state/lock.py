@@ -183,12 +183,10 @@ def lock_folder(
     lock, problem = None, None
     if mesh.is_main:
         try:
-            refuse_links(folder, written)
+            refuse_links(folder, [LOCK, *written], flag)
             lock = FolderLock(folder, flag, fix, say=lambda text: print(text, file=sys.stderr, flush=True))
-        except Locked as error:
+        except (Locked, LinkRefused) as error:
             problem = error
-        except LinkRefused as error:
-            problem = LinkRefused(f"{flag}: {error}")
     problem = mesh.broadcast_object(problem)
     if problem:
         raise problem

@@ -122,12 +122,14 @@ def index_of(tar: str | Path) -> Path:
     return Path(f"{tar}{SUFFIX}")
 
 
-def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes) -> None:
-    """Writes an index under another name and renames it, so that one that exists is whole. Raises OSError."""
+def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root: Path | None = None) -> None:
+    """Writes an index under another name and renames it, so that one that exists is whole. Raises OSError.
+
+    root: the folder below which no link is followed (opendit/common/safe_files.py)."""
     text = json.dumps(asdict(header), sort_keys=True).encode()
     start = MAGIC + struct.pack("<I", len(text)) + text
     start += bytes(-len(start) % ALIGNMENT)
-    with replacing(path, temporary=f"{path.name}.{os.getpid()}.partial") as new:
+    with replacing(path, root=root, temporary=f"{path.name}.{os.getpid()}.partial") as new:
         write_file(new, iter([start, rows.tobytes(), keys]))
 
 

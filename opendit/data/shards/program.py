@@ -46,7 +46,7 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
     folder = Path(output)
     jobs = plan_jobs(entries, folder, shard_size)
     names = [job.tar.name for job in jobs]
-    refuse_links(folder, [CLASS_NAMES, *names, *(index_of(name).name for name in names)])
+    refuse_links(folder, [CLASS_NAMES, *names, *(index_of(name).name for name in names)], "--output")
     others = sorted({tar.name for tar in folder.glob("*.tar")} - set(names))
     if others:
         raise ValueError(f"--output {printable(output)} holds other tars: {name_few(others)}; name another folder")
@@ -97,7 +97,8 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
         )
     if not tars:
         raise ValueError(f"DIR {printable(root)} holds no .tar files")
-    indexes = index_tars(tars, fields, plan, num_workers=num_workers, force=force)
+    root_of_all = path if path.is_dir() else path.parent
+    indexes = index_tars(tars, fields, plan, num_workers=num_workers, force=force, root=root_of_all)
     for tar, index, count in zip(tars, indexes, counts, strict=False):
         check_count(tar, index, count, f"DIR {printable(root)}")
     headers = [index.header for index in indexes]
@@ -108,16 +109,18 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
 
 
 def index_tars(
-    tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool
+    tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
     """Makes the index of every tar that has none or a stale one, or one of another plan; says what is left out.
 
-    Raises as :func:`make_indexes`."""
+    root: the folder below which no link is followed (opendit/common/safe_files.py). Raises as :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]
+    for tar in todo:
+        refuse_links(tar.parent, [index_of(tar).name], "DIR")
     with Progress(len(tars), "tars", initial=len(tars) - len(todo), title="indexing") as bar:
-        for _ in in_processes(partial(_index, fields=fields, plan=plan), todo, num_workers):
+        for _ in in_processes(partial(_index, fields=fields, plan=plan, root=root), todo, num_workers):
             bar.update()
     indexes = [TarIndex(index_of(tar)) for tar in tars]
     headers = [index.header for index in indexes]
@@ -127,8 +130,8 @@ def index_tars(
     return indexes
 
 
-def _index(tar: Path, fields: Fields | None, plan: str) -> None:
-    write_index(index_of(tar), *scan(tar, fields, plan=plan))
+def _index(tar: Path, fields: Fields | None, plan: str, root: Path | None) -> None:
+    write_index(index_of(tar), *scan(tar, fields, plan=plan), root=root)
 
 
 def _is_current(tar: Path, plan: str) -> bool:

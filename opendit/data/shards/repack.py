@@ -13,12 +13,12 @@ from torch import Tensor
 
 from opendit.common.errors import DataError
 from opendit.common.hashing import sha256_of
-from opendit.common.safe_files import make_folder, replacing
+from opendit.common.safe_files import make_folder, refuse_links, replacing
 from opendit.common.tensor_files import open_safetensors
 from opendit.data.files import printable
 from opendit.data.latents import read_shard_header
 from opendit.data.latents_check import REPAIR
-from opendit.data.latents_index import TARS_VERSION, ShardForm, write_index
+from opendit.data.latents_index import INDEX, TARS_VERSION, ShardForm, write_index
 from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
 from opendit.data.shards.latents import HEADERS, tars_of
@@ -61,6 +61,7 @@ def repack_latents(folder: Path, index: dict[str, Any], output: Path, *, shard_s
     form = tars_of(index["image_size"])
     plans = list(_plan(folder, index, output, shard_size, form))
     make_folder(output)
+    refuse_links(output, [INDEX, EMPTY, *(plan.path.name for plan in plans)], "--output")
     if others := sorted({tar.name for tar in output.glob("*.tar")} - {plan.path.name for plan in plans}):
         raise ValueError(f"--output {printable(output)}: holds other tars, such as {others[0]}; name another folder")
     done = [plan for plan in plans if (found := form.header(plan.path)) is not None and found[1] == plan.settings]
