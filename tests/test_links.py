@@ -274,13 +274,21 @@ def test_what_a_link_is_deleted_for_stays(tmp_path, outside):
     (checkpoints / "step_0000004").mkdir()
     prune(checkpoints, 1, checkpoints / "step_0000004", ())
     assert sorted(os.listdir(checkpoints)) == ["latest", "step_0000004"]
-    shutil.rmtree(checkpoints)
-    checkpoints.symlink_to(outside)
-    (outside / "step_0000001").symlink_to("nothing")
-    tidy(checkpoints)
-    prune(checkpoints, 1, checkpoints / "step_0000004", ())
-    (outside / "step_0000001").unlink()
-    os.utime(outside, ns=(10**18, 10**18))
+
+
+def test_nothing_is_deleted_in_another_runs_checkpoints(tmp_path):
+    """``checkpoints`` is a link to them. (A run that goes on is refused before that.)"""
+    run, other = tmp_path / "run", tmp_path / "other" / "checkpoints"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(other)
+    names = [".step_0000001.incomplete", ".step_0000002.deleted", "step_0000003", "step_0000004"]
+    for name in names:
+        (other / name).mkdir(parents=True)
+    tidy(run / "checkpoints")
+    prune(run / "checkpoints", 1, run / "checkpoints" / "step_0000004", ())
+    with pytest.raises(LinkRefused, match="run/checkpoints is a symbolic link"):
+        point_to(run / "checkpoints" / "latest", run / "checkpoints" / "step_0000003")
+    assert sorted(os.listdir(other)) == names
 
 
 def test_a_lock_that_is_a_hard_link_out_of_the_folder(tmp_path, outside):

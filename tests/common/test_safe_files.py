@@ -65,6 +65,13 @@ def test_a_link_in_the_place_of_a_file_is_refused(writer, target, tmp_path, outs
     assert os.readlink(link) == str(outside / target) and os.listdir(tmp_path / "run") == ["name"]
 
 
+def test_a_link_is_refused_before_anything_is_written(tmp_path, outside):
+    (tmp_path / "link").symlink_to(outside / "file")
+    with pytest.raises(LinkRefused), replacing(tmp_path / "link"):
+        pytest.fail("begun")
+    assert not (tmp_path / "not there").exists()
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("writer", [*WRITERS, lambda path, root: sync_folder(path.parent, root=root)])
 def test_a_link_on_the_way_is_refused_wherever_it_is(writer, depth, tmp_path, outside):
