@@ -163,12 +163,13 @@ def remove(path: Path, *, root: Path | None = None) -> None:
 def remove_tree(path: Path, *, root: Path | None = None) -> None:
     """Delete a file, a link itself, or a folder with all that is in it; what can't be deleted is left."""
     with contextlib.suppress(OSError), _folder(path.parent, root, False) as here:
-        try:
-            os.unlink(path.name, dir_fd=here)
-        except FileNotFoundError:
-            return
-        except OSError:  # a folder; rmtree follows no link on the way down, nor at its top
-            shutil.rmtree(path.name, ignore_errors=True, dir_fd=here)
+        if not stat.S_ISDIR(os.lstat(path.name, dir_fd=here).st_mode):
+            return os.unlink(path.name, dir_fd=here)
+        # (shutil.rmtree takes a dir_fd from Python 3.11 on.)
+        for _, folders, files, at in os.fwalk(path.name, topdown=False, follow_symlinks=False, dir_fd=here):
+            for name in (*files, *folders):
+                _delete(name, at)
+        _delete(path.name, here)
 
 
 def remove_folder(path: Path, *, root: Path | None = None) -> None:
@@ -243,6 +244,14 @@ def _open(path: Path, flags: int, here: int, mode: int = 0o666) -> int:
     except OSError as error:
         _refuse_link(path, here)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _delete(name: str, here: int) -> None:
+    """Delete a file, a link or an empty folder, if that can be done."""
+    for delete in (os.unlink, os.rmdir):
+        with contextlib.suppress(OSError):
+            delete(name, dir_fd=here)
+            return
 
 
 def _open_regular(path: Path, flags: int, here: int, mode: int = 0o666) -> int:
