@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from opendit.cli.errors import OnThisMachine
+from opendit.common.safe_files import LinkRefused, refuse_links
 from opendit.data.names import check_address, inline_sources, is_address, named_sources
 
 MOST_NAMES = 10_000  # of a folder in which a mistyped one is looked for
@@ -67,15 +68,18 @@ def check_no_folder(file: str, flag_name: str) -> None:
 
 
 def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
-    """Raises ValueError unless a file of this name can be written: no folder itself, and in one that is there or, with
-    ``makes_folder``, is made."""
+    """Raises ValueError unless a file of this name can be written: no folder itself and no link, and in a folder that
+    is there or, with ``makes_folder``, is made."""
     check_no_folder(file, flag_name)
     path = Path(file)
     try:
+        refuse_links(path.parent, [path.name], flag_name)
         if path.exists() and not os.access(path, os.W_OK):
             raise OnThisMachine(f"{flag_name} {file}: it is there and can't be written; name another file")
         if not makes_folder and not path.absolute().parent.is_dir():
             raise OnThisMachine(f"{flag_name} {file}: its folder does not exist; make it, or name another file")
+    except LinkRefused as error:
+        raise OnThisMachine(str(error)) from error
     except OSError as error:
         raise OnThisMachine(f"{flag_name} {file}: can't write there ({_reason(error)}); name another file") from error
     check_can_be_made(path.absolute().parent, flag_name)

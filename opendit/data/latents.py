@@ -14,7 +14,6 @@ one is unfinished.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
+from opendit.common.safe_files import replacing
 from opendit.common.strict_files import parse_text
 from opendit.common.tensor_files import open_safetensors, write_tensors
 from opendit.data.base import Embedding, MediaDataset
@@ -44,12 +44,10 @@ def shard_name(shard: int, shards: int) -> str:
 def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], skipped: list[str]) -> str:
     """Writes a shard under another name and renames it, so that a shard that exists is complete; returns its SHA-256,
     made from what was in memory."""
-    partial = path.with_name(path.name + ".partial")
     metadata = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True)
     aligned = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    written = write_tensors(partial, aligned, {_KEY: metadata})
-    os.replace(partial, path)
-    return written["sha256"]
+    with replacing(path, temporary=path.name + ".partial") as new:
+        return write_tensors(new, aligned, {_KEY: metadata})["sha256"]
 
 
 def read_shard_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:

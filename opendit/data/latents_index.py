@@ -5,7 +5,6 @@ index for every size. It is written last: shards that no index names are unfinis
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.common.rules import read_json, shown
+from opendit.common.safe_files import replacing
 from opendit.common.strict_files import checked
 from opendit.common.tensor_files import write_file
 from opendit.data.base import MediaDataset, flip_note
@@ -90,10 +90,9 @@ def write_index(folder: Path, version: int, indexes: list[dict[str, Any]]) -> No
     plain = [{key: value for key, value in index.items() if key not in ("format", "version")} for index in indexes]
     content: dict[str, Any] = {"sizes": sorted(plain, key=lambda index: index["image_size"])}
     content = plain[0] if version == FILES_VERSION else content
-    partial = folder / (INDEX + ".partial")
     text = json.dumps({"format": FORMAT, "version": version, **content}, indent=1) + "\n"
-    write_file(partial, iter([text.encode()]))  # synced: else the new name may survive a power cut that it doesn't
-    os.replace(partial, folder / INDEX)
+    with replacing(folder / INDEX, temporary=INDEX + ".partial") as new:
+        write_file(new, iter([text.encode()]))  # synced: else the new name may survive a power cut that it doesn't
 
 
 class CachedLatents(MediaDataset):

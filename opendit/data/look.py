@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from opendit.common.errors import DataError
-from opendit.common.replace import replacing
+from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.data.apart import run_apart
 from opendit.data.base import MediaDataset, name_few
 from opendit.data.blend import BlendedDataset
@@ -45,17 +45,17 @@ def run(
     num_workers: int = 2,
 ) -> None:
     """``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be read."""
+    refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE], "--output")
     dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker)
     found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames))
     if not found.looks:
         raise DataError(f"no row of {data_path} can be read: {name_few(found.bad)}")
     folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     content = {SHEET: draw_sheet(found), HISTOGRAMS: draw_histograms(found)}
     content[PAGE] = make_page(found, content[SHEET], content[HISTOGRAMS]).encode("utf-8", "replace")
     for name, written in content.items():
-        with replacing(folder / name) as new:
-            new.write_bytes(written)
+        write_whole(folder / name, written)
     print(dataset.describe())
     print("\n".join([f"looked into {found.looked}", *found.of_captions]))
     for bad in found.bad[:10]:

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from opendit.common.hashing import sha256_of
+from opendit.common.safe_files import make_folder, refuse_links
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
 from opendit.data.captions import CaptionCount
 from opendit.data.latents import FILES
-from opendit.data.latents_folder import complete_shards, index_locked, put_index, take_index
-from opendit.data.latents_index import ShardForm
+from opendit.data.latents_folder import LOCK, complete_shards, index_locked, put_index, take_index
+from opendit.data.latents_index import INDEX, ShardForm
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
 from opendit.data.read_ahead import ReadAhead
@@ -102,7 +103,8 @@ def make_latents(
         dataset, lambda rows: _samples_of_a_tar(dataset, codec, settings, rows, encoder) if tar_bytes else shard_size
     )
     shards = len(plan)
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
+    refuse_links(output, [INDEX, LOCK, EMPTY, *(form.name(shard, shards) for shard in range(shards))], "--output")
     kept = complete_shards(output, settings, form)
     before = _take_index(output, settings, form, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, shards, world_size)}

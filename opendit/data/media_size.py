@@ -1,13 +1,12 @@
 """How large the media of a data set are, by their headers: looked up once and remembered on this machine."""
 
-import os
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from opendit.common.safe_files import replacing
 from opendit.data.base import BadSample
 from opendit.data.clips import clip_size
 from opendit.data.memory_file import as_file
@@ -37,9 +36,8 @@ def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: 
             return found
         found = _look_at_all(rows, look, threads)
         try:
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            with replacing(path) as file:
                 np.save(file, found)
-            os.replace(file.name, path)
         except OSError:
             return found
         again = _read(path, rows)

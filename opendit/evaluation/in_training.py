@@ -158,9 +158,8 @@ class RunEvaluation:
         shown = ", ".join(f"{row.metric} {figure_text(row.value)}" for row in finite)
         monitor.say(f"step {step}: {shown or 'no figure'} of {self.count:,} samples")
         folder = self._spec.folder / FOLDER
-        folder.mkdir(exist_ok=True)
         figures = dict.fromkeys(self._measuring.figure_names) | {row.metric: row.value for row in finite}
-        append_results(folder, finite)
+        append_results(folder, finite, root=self._spec.folder)
         return figures
 
 

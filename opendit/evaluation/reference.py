@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.hashing import sha256_of
-from opendit.common.replace import replacing
+from opendit.common.safe_files import replacing
 from opendit.data.files import printable
 from opendit.evaluation.digits import RealDigits, real_pictures
 from opendit.evaluation.extract import Extractor, Features, extract_media
@@ -156,5 +156,5 @@ def save_features(path: Path, features: Features, settings: dict[str, str], devi
     for name, rows in features.arrays.items():
         if name != "spatial":  # of which nobody asks for more than the statistics
             arrays[FEATURES + name] = rows.contiguous().numpy()
-    with replacing(path) as new, open(new, "wb") as file:
+    with replacing(path) as file:
         np.savez(file, **arrays)  # pyright: ignore[reportArgumentType] the names are none of its parameters'

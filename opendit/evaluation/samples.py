@@ -21,7 +21,7 @@ from opendit.evaluation.names import DIGITS
 from opendit.inference.given import drawn_without
 from opendit.inference.job import pixel_shape, settings_of
 from opendit.inference.loading import SOURCE_FPS
-from opendit.inference.prepare import SamplingRun, choose, prepare
+from opendit.inference.prepare import WRITTEN, SamplingRun, choose, prepare
 from opendit.inference.run import announce
 from opendit.parallel.mesh import Mesh
 from opendit.state.lock import lock_folder
@@ -78,7 +78,7 @@ def open_samples(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]
         with sampling.lock:
             yield _drawn(sampling, flags, say)
         return
-    lock, notes = lock_folder(Path(flags.output), mesh, "--output", FIX)
+    lock, notes = lock_folder(Path(flags.output), mesh, "--output", FIX, written=WRITTEN)
     with lock:
         for note in notes:
             say(note)

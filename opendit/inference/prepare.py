@@ -46,6 +46,9 @@ from opendit.training.from_flags import sequence_shape
 if TYPE_CHECKING:
     from opendit.cli.sample_flags import SampleConfig
 
+# What sample.py and opendit evaluate write in --output beside single samples.
+WRITTEN = (".samples.json", ".parts", "grid.png", "grid.gif", "profile.json", "results.jsonl", "sweep.csv")
+
 
 @dataclass
 class SamplingRun:
@@ -113,7 +116,8 @@ class SamplingRun:
 def prepare(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
     """Loads the model and its VAE. Raises ValueError or OSError with a message for the user."""
     flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
-    lock, more = lock_folder(Path(flags.output), mesh, "--output", "wait for its end, or give another --output")
+    fix = "wait for its end, or give another --output"
+    lock, more = lock_folder(Path(flags.output), mesh, "--output", fix, written=WRITTEN)
     try:
         return _load(flags, mesh, stages, lock, notes + more)
     except BaseException:

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from opendit.state.checkpoint import read_state, step_folder
-from opendit.state.files import point_to, step_of
+from opendit.state.files import BEST_LINK, point_to, step_of
 from opendit.state.names import BEST
-
-BEST_LINK = "best"
 
 
 class BestCheckpoint:

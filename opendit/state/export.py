@@ -8,6 +8,7 @@ every one of its blocks has its own copy of the timestep and label embedders.
 
 import io
 import json
+import tempfile
 from collections import ChainMap
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opendit.common.replace import replacing
+from opendit.common.safe_files import make_folder, move_into, replacing
 from opendit.common.tensor_files import write_file
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.folder import encoder_name
@@ -160,10 +161,14 @@ def export_diffusers(
     scheduler: Any = DDIMScheduler(**SCHEDULER)  # diffusers annotates an enum of its name
     pipeline = DiTPipeline(transformer, decoder, scheduler, id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
-    try:
-        pipeline.save_pretrained(output, max_shard_size=most_bytes)
-    except SafetensorError as error:  # of a full disk, too
-        raise OSError(f"--output {output}: can't be written ({error}); name another place") from error
+    make_folder(output)
+    # diffusers itself would follow links in a folder that is there.
+    with tempfile.TemporaryDirectory(prefix=".partial.", dir=output) as made:
+        try:
+            pipeline.save_pretrained(made, max_shard_size=most_bytes)
+        except SafetensorError as error:  # of a full disk, too
+            raise OSError(f"--output {output}: can't be written ({error}); name another place") from error
+        move_into(Path(made), output)
     return deviation
 
 

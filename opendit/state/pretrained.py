@@ -22,7 +22,7 @@ from opendit.parallel.layout import Layout
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.tensor import divide, layout_of, tensor_group
 from opendit.state.diffusers_folder import PIPELINE_INDEX, read_pipeline
-from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
+from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, named_checkpoint, not_finite
 from opendit.state.first_weights import FirstWeights, read_shard
 from opendit.state.foreign import infer_config
 from opendit.state.header import check_shapes, check_size, compare
@@ -46,11 +46,13 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
 
     Raises:
         FileNotFoundError: nothing of the kind is there; the message says what was looked for.
+        ValueError: it is a ``latest`` or ``best`` that leads elsewhere than to a checkpoint beside it.
     """
-    path = Path(path)
+    path = named_checkpoint(Path(path))
     if path.is_file():
         return path
-    for folder in (*checkpoints_in(path)[:1], path):
+    newest = next((folder for folder in checkpoints_in(path) if _elsewhere(folder) is None), path)
+    for folder in (newest, path):
         file = weights_in(folder, which)
         if file.is_file() or (folder / MANIFEST).is_file() or folder != path:
             return file
@@ -62,6 +64,15 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
         f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors or one "
         f"*{PARTS}, a run folder with checkpoints/latest, or a folder of diffusers' DiTPipeline"
     )
+
+
+def _elsewhere(folder: Path) -> str | None:
+    """What is wrong with a ``latest`` that leads elsewhere than to a checkpoint beside it; None of other folders."""
+    try:
+        named_checkpoint(folder)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def weights_in(folder: Path, which: str) -> Path:
@@ -91,9 +102,11 @@ def use_newest(
     being verified: what it makes of damaged ones, or raises, is dropped."""
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
-        return _use_intact(group.together(lambda: find_weights(path, which), OSError), group, use)
+        return _use_intact(group.together(lambda: find_weights(path, which), ValueError, OSError), group, use)
     for folder in folders:
-        problem, made = _use(weights_in(folder, which), group, use)
+        problem, made = _elsewhere(folder), None
+        if problem is None:
+            problem, made = _use(weights_in(folder, which), group, use)
         if problem:
             damaged.append(problem)
             continue

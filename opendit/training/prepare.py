@@ -41,7 +41,7 @@ from opendit.state.checkpoint import Checkpoint, find_checkpoint
 from opendit.state.ema import WARMUP
 from opendit.state.lock import lock_folder
 from opendit.state.pretrained import read_config, read_info
-from opendit.state.run_folders import new_run_folder
+from opendit.state.run_folders import WRITTEN, new_run_folder
 from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint, warmup_of
 from opendit.training.from_flags import (
     caption_notes,
@@ -144,7 +144,11 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     sharding = _sharding(samples, config, memory, mesh) if asked.plugin.plugin == "fsdp" else None
     folder = _folder(asked.save, asked.model.model, resume, mesh, notes)
     lock, lock_notes = lock_folder(
-        folder, mesh, f"--load {asked.save.load}", "stop it, or start a new run without --load"
+        folder,
+        mesh,
+        f"--load {asked.save.load}",
+        "stop it, or start a new run without --load",
+        written=WRITTEN,
     )
     notes += lock_notes
     last_step = last_step_of(batch, schedule)
@@ -242,7 +246,7 @@ def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, 
     if folder is None:
         folder = mesh.broadcast_object(new_run_folder(save.outputs, model) if mesh.is_main else None)
     if resume and not resume.run:
-        notes.append(f"--load: {resume.folder} lies in no run's checkpoints folder, so the run goes on in {folder}")
+        notes.append(f"--load: {resume.folder} lies in no run's own checkpoints folder, so the run goes on in {folder}")
     return folder
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from opendit.common.errors import DataError
 from opendit.common.rules import MIB, listed, one_of, open_regular, record, string, truth, whole
+from opendit.common.safe_files import replacing
 from opendit.common.strict_files import COUNT, FileKind, parse_text
 from opendit.common.tensor_files import write_file
 from opendit.data.files import printable
@@ -125,17 +126,15 @@ def index_of(tar: str | Path) -> Path:
     return Path(f"{tar}{SUFFIX}")
 
 
-def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes) -> None:
-    """Writes an index under another name and renames it, so that one that exists is whole. Raises OSError."""
+def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root: Path | None = None) -> None:
+    """Writes an index under another name and renames it, so that one that exists is whole. Raises OSError.
+
+    root: the folder below which no link is followed (opendit/common/safe_files.py)."""
     text = json.dumps(asdict(header), sort_keys=True).encode()
     start = MAGIC + struct.pack("<I", len(text)) + text
     start += bytes(-len(start) % ALIGNMENT)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        write_file(partial, iter([start, rows.tobytes(), keys]))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path, root=root, temporary=f"{path.name}.{os.getpid()}.partial") as new:
+        write_file(new, iter([start, rows.tobytes(), keys]))
 
 
 class TarIndex:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.common.rules import open_regular, parse_json
+from opendit.common.safe_files import refuse_links, remove, replacing
 from opendit.common.strict_files import parse_text
 from opendit.common.tensor_files import write_file
 from opendit.data.base import BadSample, Embedding
@@ -69,25 +70,22 @@ def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]
     """Writes a tar and then its index, each under another name first; returns the tar's SHA-256.
 
     tensors: moments (n, F, 2C, ...), labels and rows (n,), and those of ``text_cache`` where there are captions."""
+    refuse_links(path.parent, [path.name, index_of(path).name])
     for left in path.parent.glob(f"{index_of(path).name}.*.partial"):  # of a process that was killed
-        left.unlink(missing_ok=True)
+        remove(left)
     about = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True).encode()
-    partial_path = path.with_name(path.name + ".partial")
     count = len(tensors["rows"])
-    try:
-        sha256 = write_file(partial_path, _blocks(about, tensors))["sha256"]
+    with replacing(path, temporary=path.name + ".partial") as new:
+        sha256 = write_file(new, _blocks(about, tensors))["sha256"]
         if count:
-            found = scan(partial_path, FIELDS, plan=_plan(settings), sha256=sha256)
+            found = scan(Path(new.name), FIELDS, plan=_plan(settings), sha256=sha256)
             if found[0].rows != count:
                 raise ValueError(f"{path}: {found[0].left_out} samples can't be used: {found[0].examples[0]}")
         else:  # no file of it could be read
-            size = partial_path.stat().st_size
+            size = os.fstat(new.fileno()).st_size
             header = Header(0, 0, size, sha256, True, 0, "none", 0, [], [], plan=_plan(settings))
             found = header, np.zeros(0, ROW), b""
-        index_of(path).unlink(missing_ok=True)
-        os.replace(partial_path, path)
-    finally:
-        partial_path.unlink(missing_ok=True)
+        remove(index_of(path))
     write_index(index_of(path), *found)
     return sha256
 

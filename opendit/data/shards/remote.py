@@ -19,8 +19,8 @@ from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
 
 from opendit.common.errors import DataError
-from opendit.common.replace import replacing
 from opendit.common.rules import MIB
+from opendit.common.safe_files import make_folder, write_whole
 from opendit.data.files import printable
 from opendit.data.retry import retried
 from opendit.data.shards.ahead import ByteRange, FetchAhead, Ranges
@@ -334,12 +334,11 @@ def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) ->
         except DataError as error:
             fix = "python preprocess.py index FOLDER makes it, where the tars are"
             raise DataError(f"{error}; every tar needs its index beside it: {fix}") from error
-        with replacing(folder / file) as new:
-            new.write_bytes(content)
+        write_whole(folder / file, content, root=folder.parent)
         return folder / file
 
     def fetch_all(folder: Path) -> list[Path]:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, root=folder.parent)
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(partial(fetch, folder=folder), addresses))
 
