@@ -333,17 +333,18 @@ class PackSchedule(BatchSchedule):
         return EVERY * self.steps_per_window
 
     def _plan(self, begin: Beginning) -> _Window:
-        stages, step_tokens = self._stages(begin), int(self.global_batch * self.capacity * (1 + SPARE))
-        found = self._coming(begin, stages, step_tokens)
+        stages, waited, step_tokens = self._stages(begin), len(begin.carry), self._step_tokens
+        found = self._coming(begin, stages)
         levels, ends = found.levels(), np.cumsum(found.lengths)
         alike = int(np.argmax(levels > 0)) or len(levels)  # the first are of one pass over each source
-        steps = max(1, min(self.steps_per_window, int(ends[alike - 1]) // step_tokens))
-        count = min(len(levels), int(np.searchsorted(ends, steps * step_tokens)) + 1)
+        steps = min(self.steps_per_window, int(ends[alike - 1]) // step_tokens)
+        wanted = steps * step_tokens if steps else self._turn_tokens
+        steps, count = max(1, steps), min(len(levels), int(np.searchsorted(ends, wanted)) + 1)
         packs = steps * self.global_batch
         packer = Packer(packs, self.capacity, self._whole.least, self.attention)
-        left = self._fill(packer, found.of(slice(count)), levels[:count], len(begin.carry))
-        lengths, waits = found.lengths[:count], np.sort(np.array([*left, *range(count, len(begin.carry))], dtype=int))
-        position = begin.position + max(0, count - len(begin.carry))
+        left = self._fill(packer, found.of(slice(count)), levels[:count], waited)
+        lengths, waits = found.lengths[:count], np.sort(np.array([*left, *range(count, waited)], dtype=int))
+        position = begin.position + max(0, count - waited)
         place_of = np.empty(count, dtype=np.int64)  # by falling length
         place_of[np.argsort(-lengths, kind="stable")] = np.arange(count)
         by_length = place_of.tolist().__getitem__
@@ -365,27 +366,38 @@ class PackSchedule(BatchSchedule):
             waiting=waiting,
         )
 
-    def _coming(self, begin: Beginning, stages: tuple[int, ...], step_tokens: int) -> _Samples:
+    @property
+    def _step_tokens(self) -> int:
+        """Tokens of the samples from which a step of a window is filled."""
+        return int(self.capacity * self.global_batch * (1 + SPARE))
+
+    @property
+    def _turn_tokens(self) -> int:
+        """The same for a step where a pass ends: some packs' more, for what is left of that pass is no choice."""
+        packs = self.global_batch
+        return int(self.capacity * (packs + max(SPARE * packs, min(packs / 4, SPARE * WINDOW))))
+
+    def _coming(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
         """Return what waits and then the samples from ``begin`` on: enough for a whole window, or for a step where
         some source begins another pass before that."""
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
         parts = [self._waiting(begin, stages) if waiting is None else waiting]
         tokens, position = int(parts[0].lengths.sum()), begin.position
-        wanted = self.steps_per_window * step_tokens
+        few, wanted = self._turn_tokens, max(self._turn_tokens, self.steps_per_window * self._step_tokens)
         while tokens < wanted:
             some = self._read(stages, position, 1 + min(_CHUNK, int((wanted - tokens) / self._whole.mean)))
             position += len(some.rows)
             parts.append(some)
             tokens += int(some.lengths.sum())
-            if wanted > step_tokens and _joined(parts).levels().any():
-                wanted = step_tokens
+            if wanted > few and _joined(parts).levels().any():
+                wanted = few
         return _joined(parts)
 
     def _fill(self, packer: Packer, samples: _Samples, levels: np.ndarray, waited: int) -> list[int]:
         """Place samples, the first ``waited`` of which have waited, and return the numbers of those with no room."""
         stretch = np.stack([np.maximum.accumulate(levels), np.arange(len(levels)) >= waited])
         cuts = [0, *(1 + np.flatnonzero(np.diff(stretch).any(axis=0))).tolist(), len(levels)]
-        left, behind = [], np.full(int(samples.sources.max()) + 1, 2**62)
+        left, behind = [], np.full(int(samples.sources.max()) + 1, 2**62)  # the lowest level of those with no room
         for first, end in zip(cuts[:-1], cuts[1:], strict=True):
             numbers = np.arange(first, end)
             early = levels[numbers] >= behind[samples.sources[numbers]] + 2
