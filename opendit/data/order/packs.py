@@ -30,7 +30,7 @@ from opendit.data.order.schedule import KEYED, PARTS, BatchSchedule, Key
 WINDOW = 192  # packs that are planned together, or a step's if it has more
 SPARE = 0.02  # tokens of a window beyond what fills its packs, to choose from
 SAMPLED = 4  # windows whose fill is taken for that of all, at least
-COUNTED = 20_000  # samples whose steps are counted, not estimated, at least
+COUNTED = 10_000  # samples whose steps are counted, not estimated, at least
 KEPT = 16  # whole windows in memory
 EVERY = 64  # whole windows after which a beginning is remembered as well
 _CHUNK = 4096  # samples looked up at once
@@ -121,10 +121,7 @@ class PackSchedule(BatchSchedule):
 
     order = KEYED
     packed = True
-    passes = (
-        "every sample once each, but for the packs in flight at its end, which come first in the next; no sample is "
-        "ever seen over 2 times more often than another of its source"
-    )
+    passes = "every sample once, but for the packs in flight at its end, which come first in the next"
 
     # ------------------------------------------------------------------------------------------------- of a step
 
@@ -383,14 +380,14 @@ class PackSchedule(BatchSchedule):
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
         parts = [self._waiting(begin, stages) if waiting is None else waiting]
         tokens, position = int(parts[0].lengths.sum()), begin.position
-        few, wanted = self._turn_tokens, max(self._turn_tokens, self.steps_per_window * self._step_tokens)
-        while tokens < wanted:
-            some = self._read(stages, position, 1 + min(_CHUNK, int((wanted - tokens) / self._whole.mean)))
-            position += len(some.rows)
-            parts.append(some)
-            tokens += int(some.lengths.sum())
-            if wanted > few and _joined(parts).levels().any():
-                wanted = few
+        for wanted in (self._turn_tokens, self.steps_per_window * self._step_tokens):
+            while tokens < wanted:
+                some = self._read(stages, position, 1 + min(_CHUNK, int((wanted - tokens) / self._whole.mean)))
+                position += len(some.rows)
+                parts.append(some)
+                tokens += int(some.lengths.sum())
+                if tokens >= self._turn_tokens and _joined(parts).levels().any():
+                    return _joined(parts)
         return _joined(parts)
 
     def _fill(self, packer: Packer, samples: _Samples, levels: np.ndarray, waited: int) -> list[int]:
