@@ -30,7 +30,8 @@ from opendit.data.order.schedule import KEYED, PARTS, BatchSchedule, Key
 WINDOW = 192  # packs that are planned together, or a step's if it has more
 SPARE = 0.02  # tokens of a window beyond what fills its packs, to choose from
 SAMPLED = 4  # windows whose fill is taken for that of all, at least
-COUNTED = 10_000  # samples whose steps are counted, not estimated, at least
+PASSES = 16  # that say as much, where a window holds more
+COUNTED = 4096  # samples whose steps are counted, not estimated, at least
 KEPT = 16  # whole windows in memory
 EVERY = 64  # whole windows after which a beginning is remembered as well
 _CHUNK = 4096  # samples looked up at once
@@ -211,7 +212,8 @@ class PackSchedule(BatchSchedule):
             fresh, drawn, filled = copy(self), [np.zeros(1, dtype=np.int64)], 0
             fresh.begin_at(0)
             begin = fresh._beginnings[0]
-            while begin.step < SAMPLED * self.steps_per_window or drawn[-1][-1] < COUNTED:
+            windows, passes = SAMPLED * self.steps_per_window, PASSES * self.samples_of_a_pass
+            while drawn[-1][-1] < COUNTED or (begin.step < windows and drawn[-1][-1] < passes):
                 window = fresh._window(begin)
                 drawn.append(drawn[-1][-1] + np.cumsum([len(rows) for rows in window.rows]))
                 filled, begin = filled + window.filled, window.after
