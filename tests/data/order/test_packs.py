@@ -285,21 +285,22 @@ def test_a_damaged_checkpoint():
             PackSchedule(lengths, 100, 2, 1).restore(state | change, step)
 
 
-def test_a_checkpoint_of_windows_of_a_fixed_length():
-    """It goes on from the beginning of its window, with what waited then first."""
-    lengths = np.arange(1, 60)
+@pytest.mark.parametrize("packs", [8, 3])
+def test_a_checkpoint_of_windows_of_a_fixed_length(packs):
+    """It goes on from the beginning of its window, with what waited then."""
     old = {"window": 1, "origin": 0, "position": 200, "carry": [180, 199], "stages": [0]}
-    for packs in (8, 3):
-        schedule = PackSchedule(lengths, 100, packs, 1)
-        assert not schedule.restore({**old, "global_batch": 8, "capacity": 100}, 31)
-        assert schedule.drawn(31) == 198 and schedule.state(31)["step"] == 31
-        rows = BatchSchedule(59, 1, 1).rows_between(0, 200)
-        assert set(rows[[180, 199]].tolist()) <= set(flat(schedule, range(31, 33)))
+    schedule = PackSchedule(np.arange(1, 60), 100, packs, 1)
+    assert not schedule.restore({**old, "global_batch": 8, "capacity": 100}, 31)
+    assert schedule.drawn(31) == 198 and schedule.state(31)["step"] == 31
+    state = next(state for step in range(32, 99) if (state := schedule.state(step))["step"] == step)
+    rows = BatchSchedule(59, 1, 1).rows_between(0, state["position"])
+    drawn = Counter(flat(schedule, range(31, state["step"])) + rows[state["carry"]].tolist())
+    assert drawn == Counter(rows[[180, 199, *range(200, len(rows))]].tolist())
 
 
 def test_the_packs_never_change():
     schedule = PackSchedule([5, 3, 8, 1, 2, 9], 16, 2, 42, attention=10.0)
-    assert schedule.rows(3) == RECORDED_ROWS and list(schedule.ends(3)) == RECORDED_ENDS
+    assert schedule.rows(3) == [5, 0, 2, 1, 4, 4, 3] and list(schedule.ends(3)) == [2, 7]
 
 
 def test_what_cannot_be_packed():
