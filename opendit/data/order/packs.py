@@ -171,7 +171,7 @@ class PackSchedule(BatchSchedule):
         if self.sources is not None:
             order, waiting = self._after(step)
             counts = cast(BlendSchedule, self._order(order.stages)).consumed(order.position)
-            counts -= self.sources.count(self._waiting(replace(order, carry=tuple(waiting.tolist())), order.stages).rows)
+            counts -= self.sources.count(self._samples_at(waiting, order.stages).rows)
             found |= self.sources.log(counts)
         return found
 
@@ -186,8 +186,7 @@ class PackSchedule(BatchSchedule):
         begin, waiting = self._after(step)
         passes, rest = divmod(begin.position, self.dataset_size)
         counts = Counter({passes: self.dataset_size - rest, passes + 1: rest})
-        taken = replace(begin, carry=tuple(waiting.tolist()))
-        rows, missed = np.unique(self._waiting(taken, begin.stages).rows, return_counts=True)
+        rows, missed = np.unique(self._samples_at(waiting, begin.stages).rows, return_counts=True)
         first = passes * self.dataset_size
         here = np.ones(len(rows), dtype=bool)  # which of them the pass under way has had: all, if they wait since
         if len(waiting) and waiting[0] < first:
@@ -380,8 +379,10 @@ class PackSchedule(BatchSchedule):
         """Return what waits and then the samples from ``begin`` on: enough for a whole window, or for a step where
         some source begins another pass before that."""
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
-        parts = [self._waiting(begin, stages) if waiting is None else waiting]
-        tokens, position = int(parts[0].lengths.sum()), begin.position
+        if waiting is None:
+            waiting = self._samples_at(np.array(begin.carry, dtype=np.int64), stages)
+        parts = [waiting]
+        tokens, position = int(waiting.lengths.sum()), begin.position
         for wanted in (self._turn_tokens, self.steps_per_window * self._step_tokens):
             while tokens < wanted:
                 some = self._read(stages, position, 1 + min(_CHUNK, int((wanted - tokens) / self._whole.mean)))
@@ -430,9 +431,8 @@ class PackSchedule(BatchSchedule):
         rows, sources, passes = self._order(stages).passes_between(start, start + count)
         return _Samples(np.arange(start, start + count), rows, sources, passes, self.tokens[rows].astype(np.int64))
 
-    def _waiting(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
-        """Return the samples at ``begin``'s carry, which lie in few stretches."""
-        places = np.array(begin.carry, dtype=np.int64)
+    def _samples_at(self, places: np.ndarray, stages: tuple[int, ...]) -> _Samples:
+        """Return the samples at ``places`` (n,) int64 of the order, rising, which lie in few stretches."""
         chunks = places // _CHUNK
         parts = [self._read(stages, 0, 0)]
         for chunk in np.unique(chunks).tolist():
