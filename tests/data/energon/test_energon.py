@@ -24,7 +24,7 @@ from opendit.data.shards import cache
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.program import make_indexes
 from opendit.data.sources.base import NoSplit
-from opendit.data.sources.energon import _kept
+from opendit.data.sources.energon import kept_rows
 from opendit.training.specification import example_captions
 from tests.data.shards.tars import captioned, write_tar
 from tests.encoders.test_vae import small_vae
@@ -385,7 +385,7 @@ def test_rows_of_a_tar_within_a_range_and_without_keys(data):
     rows["number"] = numbers
     header = SimpleNamespace(rows=len(numbers), left_out=count - len(numbers))
     index = SimpleNamespace(header=header, rows=rows, key=lambda row: f"key {numbers[row]}", close=lambda: None)
-    kept = _kept(index, first, last, keys)
+    kept = kept_rows(index, first, last, keys)
     found = list(range(len(numbers))) if kept is None else kept.rows().tolist()
     assert found == [i for i, n in enumerate(numbers) if first <= n < last and f"key {n}" not in keys]
 
