@@ -122,3 +122,12 @@ def test_five_hundred_clips():
     in_flight = len(schedule.rows(steps))
     assert counts.max() <= 2 and (counts == 0).sum() <= in_flight < 20
     assert "every sample once" in schedule.passes
+
+
+def test_a_resume_after_many_windows_knows_the_steps_of_an_epoch():
+    """They are asked for at every start; after a resume the first windows are not the ones that are at hand."""
+    lengths = np.random.default_rng(0).integers(8, 64, 3000)
+    whole, resumed = PackSchedule(lengths, 150, 8, 0), PackSchedule(lengths, 150, 8, 0)
+    assert resumed.restore(whole.state(60), 60)
+    assert [resumed.steps(epochs) for epochs in (1, 3, 99)] == [whole.steps(epochs) for epochs in (1, 3, 99)]
+    assert resumed.fill == whole.fill and resumed.rows(61) == whole.rows(61)
