@@ -161,14 +161,13 @@ MANIFEST_FILE = FileKind(
 )
 _PACKS = record(
     {
-        "window": COUNT,
         "position": COUNT,
         "carry": listed(COUNT),
         "stages": listed(COUNT, least=1),
         "global_batch": whole(1),
         "capacity": whole(1),
     },
-    {"origin": COUNT},
+    {"step": COUNT, "window": COUNT, "origin": COUNT},  # the last two where windows had a fixed number of steps
 )
 ANY_STATE = FileKind(record({"version": COUNT}, others=plain(8)), 4 * MIB)  # of any version
 STATE_FILE = FileKind(

@@ -110,6 +110,11 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     if resume and isinstance(schedule, PackSchedule):
         if (packs := resume.state.get("packs")) is not None:
             schedule.restore(packs, resume.state["step"])
+            if "step" not in packs:
+                notes.append(
+                    "--pack_tokens: the checkpoint's packs were planned by another rule; the run goes on from where "
+                    "their last window began, so that some of its samples come once more"
+                )
         else:
             schedule.begin_at(resume.state["step"])
     if resume:

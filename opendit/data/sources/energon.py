@@ -127,7 +127,7 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
     shards, before = [], 0
     for (name, count), index in zip(prepared.tars, indexes, strict=True):
         path = str(prepared.folder / name)
-        kept = _kept(index, first - before, last - before, without.get(name, set()))
+        kept = kept_rows(index, first - before, last - before, without.get(name, set()))
         before += count
         if kept is None or len(kept):
             shards.append(IndexedTar(path, path, index, kept))
@@ -136,7 +136,7 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
     return shards
 
 
-def _kept(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
+def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
     """The rows of the tar's samples ``first`` to before ``last``, those left out counted, but for these keys."""
     rows, count = index.header.rows, index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:
