@@ -23,15 +23,14 @@ from opendit.data.container_header import ContainerHeader, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
 from opendit.data.mp4_header import MAX_FRAMES
 from opendit.data.video_readers import (
-    MAX_FRAME_PIXELS,
     OPENERS,
     Contents,
     DecordReader,
-    FrameTooLarge,
     NoVideo,
     PyAVReader,
     Reader,
     ShownFrames,
+    Timeline,
     choose_reader,
     crop_of,
     look_up,
@@ -40,6 +39,7 @@ from opendit.data.video_readers import (
     video_stream,
 )
 
+MAX_FRAME_PIXELS = 2**26  # about twice the largest frames that any level of H.264 and H.265 allows
 WINDOW = 2**28  # bytes of full-size frames that are in memory at once
 SHORT_CLIPS = ("skip", "interval")
 REMEMBERED = 4096  # files of each kind below
@@ -273,20 +273,20 @@ def decode_frames(
     With ``size`` frames that would take more than ``WINDOW`` bytes come cropped and resized to that size by
     ``resize_and_crop``: all of them are in memory at no time. reader: as of ``read_clip``.
     """
-    return decode_chosen(path, lambda file: choose(file.length), stop, size, reader)
+    return decode_chosen(path, lambda timeline: choose(len(timeline.seconds)), stop, size, reader)
 
 
 def decode_chosen(
     path: str,
-    choose: Callable[[Reader], list[int]],
+    choose: Callable[[Timeline], list[int]],
     stop: threading.Event,
     size: int | tuple[int, int] | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
-    """What ``decode_frames`` returns, of the frames ``choose(the opened file)``."""
+    """What ``decode_frames`` returns, of the frames ``choose(when each is shown)``."""
     file, by_number = _open(path, reader, stop)
     try:
-        indices = choose(file)
+        indices = choose(file.timeline())
         if by_number and file.declared <= MAX_FRAME_PIXELS:
             try:
                 together = max(1, WINDOW // max(1, file.declared * 3))
@@ -308,6 +308,11 @@ def _is_final(error: Exception) -> bool:
     """Whether nothing else is to be tried: the file is bad, or memory has run out. libav's error of that name is none
     of these: it says that a damaged file asks for an absurd amount."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
+
+
+def _check_size(path: str, height: int, width: int) -> None:
+    if height * width > MAX_FRAME_PIXELS:
+        raise BadSample(path, f"frames of {width:,} x {height:,} pixels, more than {MAX_FRAME_PIXELS:,}")
 
 
 def _shrink(frames: Tensor, size: int | tuple[int, int]) -> np.ndarray:
@@ -367,14 +372,14 @@ def _open_with(
     """count: of the frames of a file that only decoding counts."""
     if reader == "decord" and DecordReader.finds(header):
         try:
-            return DecordReader(name, header.track), True
+            return OPENERS[reader](name, header.track), True
         except Exception as error:
             if _is_final(error):
                 raise
-    contents = look_up(name, whole)
+    contents = look_up(name, whole=whole)
     if contents.seekable:
         try:
-            return OPENERS[reader if reader in OPENERS else "pyav"](name, contents), True
+            return OPENERS["pyav" if reader == "decord" else reader](name, contents), True
         except Exception as error:
             if _is_final(error):
                 raise
@@ -424,6 +429,8 @@ def _decode_in_order(
             stream.codec_context.thread_count = 1
             for count, frame in enumerate(container.decode(stream), 1):
                 if count - 1 in wanted:
+                    for height, width in ((frame.height, frame.width), convert.size(frame)):
+                        _check_size(path, height, width)
                     pixels = convert(frame)
                     if size is not None and pixels.size * len(wanted) > WINDOW:
                         pixels = _shrink(torch.from_numpy(pixels.copy())[None], size)[0]
@@ -433,8 +440,6 @@ def _decode_in_order(
         if len(kept) < len(wanted):
             raise BadSample(path, f"damaged: frame {max(wanted)} is needed, {count} frames can be decoded")
         return np.stack([kept[index] for index in indices])
-    except FrameTooLarge as error:
-        raise BadSample(path, error) from error
     except Exception as error:  # libav's errors, and frames that change their size
         if _is_final(error):
             raise

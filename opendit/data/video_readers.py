@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ READERS = ("torchcodec", "decord", "pyav")  # as auto prefers them: the fastest 
 CHOICES = ("auto", *READERS)
 # Containers that hold a clip itself. Playlists, descriptions and devices are none: they name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
-MAX_FRAME_PIXELS = 2**26  # about twice the largest frames that any level of H.264 and H.265 allows
 _OF_DECORD = ("avc1", "vp09", "av01")  # as MP4 files name their codecs
 _SEEKABLE = ("mov", "matroska", "avi")  # files of these have an index that leads to the frames it says
 _SMALLEST = 16  # bytes of a coded MPEG-4 frame; shorter packets repeat the frame before, and are not shown
@@ -53,11 +52,19 @@ class Contents:
     def seekable(self) -> bool:
         return self.counted and self.times is not None and self.container.split(",")[0] in _SEEKABLE
 
-    def seconds(self) -> np.ndarray:
-        """(length,) float64, when each frame is shown; of a file without times as its rate says."""
+    def timeline(self) -> "Timeline":
+        """When the frames are shown; of a file without times as its rate says."""
         if self.times is None:
-            return np.arange(self.length) / (self.rate or 1.0)
-        return self.times * float(self.time_base)
+            return Timeline(np.arange(self.length) / (self.rate or 1.0), 0.0)
+        return Timeline(self.times * float(self.time_base), float(self.time_base))
+
+
+class Timeline(NamedTuple):
+    """seconds: (frames,) float64, rising: when each frame of a clip is shown. tick: the unit in seconds to which a file
+    rounds them, 0 if it does not."""
+
+    seconds: np.ndarray
+    tick: float
 
 
 class NoVideo(ValueError):
@@ -65,18 +72,17 @@ class NoVideo(ValueError):
 
 
 class Reader(Protocol):
-    """A clip that was opened. length: its frames. tick: the unit of their times in seconds."""
+    """A clip that was opened. length: its frames."""
 
     length: int
-    tick: float
     declared: int  # pixels of a frame, as the file's header has it
 
     def size(self) -> tuple[int, int]:
         """(height, width) of the frames as they are shown."""
         ...
 
-    def seconds(self) -> np.ndarray:
-        """(length,) float64, rising: when each frame is shown."""
+    def timeline(self) -> Timeline:
+        """When the frames are shown."""
         ...
 
     def read(self, indices: Sequence[int]) -> Tensor:
@@ -104,7 +110,7 @@ def video_stream(file: Any) -> Any:
     return best
 
 
-def look_up(name: str, whole: bool = True) -> Contents:
+def look_up(name: str, *, whole: bool = True) -> Contents:
     """A file's contents by PyAV, with nothing decoded. whole: whether all of the file is there, and not only what tells
     of its frames.
 
@@ -201,23 +207,18 @@ class ToRgb:
 
 
 class ShownFrames:
-    """Frames of PyAV's stream as players show them.
-
-    crop: what the container hides. Raises FrameTooLarge when it meets a frame of more than ``MAX_FRAME_PIXELS``."""
+    """Frames of PyAV's stream as players show them. crop: what the container hides."""
 
     def __init__(self, stream: Any, crop: Crop):
         self._to_rgb, self._geometry = ToRgb(), Geometry(stream, crop)
 
+    def size(self, frame: Any) -> tuple[int, int]:
+        """(height, width)."""
+        return self._geometry.size(frame)
+
     def __call__(self, frame: Any) -> np.ndarray:
         """(H, W, 3) uint8."""
-        for height, width in ((frame.height, frame.width), self._geometry.size(frame)):
-            if height * width > MAX_FRAME_PIXELS:
-                raise FrameTooLarge(f"frames of {width:,} x {height:,} pixels, more than {MAX_FRAME_PIXELS:,}")
         return self._geometry(frame, self._to_rgb(frame))
-
-
-class FrameTooLarge(ValueError):
-    """A frame of more pixels than are read."""
 
 
 class TorchCodecReader:
@@ -228,7 +229,7 @@ class TorchCodecReader:
         decoders = import_torchcodec()
         self._contents = contents
         self._decoder = decoders.VideoDecoder(name, num_ffmpeg_threads=1, dimension_order="NHWC")
-        self.length, self.tick, told = contents.length, float(contents.time_base), self._decoder.metadata
+        self.length, told = contents.length, self._decoder.metadata
         self.declared: int = (told.width or 0) * (told.height or 0)
         if len(self._decoder) != self.length:
             raise ValueError(f"{len(self._decoder)} frames, {self.length} packets")
@@ -244,8 +245,8 @@ class TorchCodecReader:
         height, width = self._decoder[0].shape[:2]
         return height, width
 
-    def seconds(self) -> np.ndarray:
-        return self._contents.seconds()
+    def timeline(self) -> Timeline:
+        return self._contents.timeline()
 
     def read(self, indices: Sequence[int]) -> Tensor:
         times = self._contents.times
@@ -267,15 +268,15 @@ class PyAVReader:
         self._stream = video_stream(self._file)
         context = self._stream.codec_context
         context.thread_count = 1
-        self.length, self.tick = contents.length, float(contents.time_base)
+        self.length = contents.length
         self._coded = context.height, context.width
         self.declared = Geometry(self._stream, contents.crop).declared(*self._coded)
 
     def size(self) -> tuple[int, int]:
         return Geometry(self._stream, self._contents.crop).size(next(self._file.decode(self._stream)))
 
-    def seconds(self) -> np.ndarray:
-        return self._contents.seconds()
+    def timeline(self) -> Timeline:
+        return self._contents.timeline()
 
     def read(self, indices: Sequence[int]) -> Tensor:
         if self._contents.times is None or not self._contents.keys:
@@ -304,19 +305,19 @@ class DecordReader:
 
     track: of the file's header, of an MP4."""
 
-    def __init__(self, name: str, track: PlainTrack | None):
+    def __init__(self, name: str, track: PlainTrack | None = None):
         self._reader = import_decord().VideoReader(name, num_threads=1)
         self.length, self._track = len(self._reader), track
         if track is not None and len(track.times) != self.length:
             raise ValueError(f"{self.length} frames, {len(track.times)} in the header")
-        self.tick = float(track.time_base) if track is not None else 0.0
         height, width = self.size()
         self.declared = height * width
 
-    def seconds(self) -> np.ndarray:
+    def timeline(self) -> Timeline:
         if self._track is not None:
-            return self._track.times * float(self._track.time_base)
-        return np.arange(self.length) / self._reader.get_avg_fps()
+            tick = float(self._track.time_base)
+            return Timeline(self._track.times * tick, tick)
+        return Timeline(np.arange(self.length) / self._reader.get_avg_fps(), 0.0)
 
     def size(self) -> tuple[int, int]:
         height, width = self._reader.get_batch([]).shape[1:3]
@@ -349,7 +350,7 @@ def import_torchcodec() -> Any:
     return torchcodec.decoders
 
 
-OPENERS = {"torchcodec": TorchCodecReader, "pyav": PyAVReader}
+OPENERS: dict[str, Any] = {"torchcodec": TorchCodecReader, "decord": DecordReader, "pyav": PyAVReader}
 
 
 @cache
@@ -371,7 +372,7 @@ def problem_of(reader: str) -> str:
             write_mp4(path, frames, 24)
             contents = look_up(path)
             expected = PyAVReader(path, contents).read([1, 3])
-            found = DecordReader(path, None) if reader == "decord" else OPENERS[reader](path, contents)
+            found = DecordReader(path) if reader == "decord" else OPENERS[reader](path, contents)
             if torch.equal(found.read([1, 3]), expected):
                 return ""
             return "other pixels than PyAV's"
