@@ -226,8 +226,8 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
     )
     t = found.tokens
     how = (
-        f"At its own aspect ratio, scaled down to the area of {t.image_size} x {t.image_size} pixels, every "
-        f"{t.frame_interval}. frame up to {t.num_frames}; a token is {t.token_frames} x {t.token_pixels} x "
+        f"At its own aspect ratio, scaled down to the area of {t.image_size} x {t.image_size} pixels, "
+        f"{f'every {t.frame_interval}. frame' if t.fps is None else f'{t.fps:g} frames a second'} up to {t.num_frames}; a token is {t.token_frames} x {t.token_pixels} x "
         f"{t.token_pixels} of frames and pixels."
     )
     bad = "".join(f"<li>{_escaped(line)}</li>" for line in found.bad)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from opendit.data.container_header import IN_ORDER, ContainerHeader
 from opendit.data.frame_geometry import Crop, Geometry, container_crop
+from opendit.data.frame_times import Timeline
 from opendit.data.mp4_track import PlainTrack, begins_anew
 
 READERS = ("torchcodec", "decord", "pyav")  # as auto prefers them: the fastest first
@@ -66,19 +67,11 @@ class Contents:
     def seekable(self) -> bool:
         return self.counted and self.times is not None and self.container.split(",")[0] in _SEEKABLE
 
-    def timeline(self) -> "Timeline":
+    def timeline(self) -> Timeline:
         """When the frames are shown; of a file without times as its rate says."""
         if self.times is None:
             return Timeline(np.arange(self.length) / (self.rate or 1.0), 0.0)
         return Timeline(self.times * float(self.time_base), float(self.time_base))
-
-
-class Timeline(NamedTuple):
-    """seconds: (frames,) float64, rising: when each frame of a clip is shown. tick: the unit in seconds to which a file
-    rounds them, 0 if it does not."""
-
-    seconds: np.ndarray
-    tick: float
 
 
 class NoVideo(ValueError):

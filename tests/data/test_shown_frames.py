@@ -9,15 +9,10 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from opendit.data import clips
-from opendit.data.base import BadSample
 from opendit.data.check_csv import probe
 from opendit.data.clips import clip_size, clip_window, decode_frames
 from opendit.data.media_size import stored_clip_size
-from opendit.data.mp4_track import has_square_pixels, plain_track
 from opendit.data.open_medium import open_clip
 from opendit.data.video_readers import READERS, problem_of
 
