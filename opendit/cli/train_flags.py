@@ -262,10 +262,8 @@ class TrainConfig(
             idle |= dict.fromkeys(("sample_steps", "sample_cfg_scale"), why)
             if self.sample_every != 0:
                 idle["sample_every"] = why
-            idle |= dict.fromkeys(
-                ("random_flip", "frame_interval", "fps", "short_clips", "video_reader"),
-                "does nothing with --data_path mock",
-            )
+            of_files = ("random_flip", "frame_interval", "fps", "short_clips", "video_reader")
+            idle |= dict.fromkeys(of_files, "does nothing with --data_path mock")
         if self.data_path in named_sources():
             idle["max_bad"] = f"does nothing with --data_path {self.data_path}, which has no files"
         if self.pretrained and self.lora is None and self.load not in (None, "latest"):

@@ -12,8 +12,8 @@ BUDGETS = tuple(1024 * 2**i for i in range(8))  # tokens of a sequence: 1k to 12
 @dataclass(frozen=True)
 class MediumTokens:
     """Counts the tokens of a medium at its own aspect ratio and length: scaled down to the area of ``image_size``
-    squared, never up, every ``frame_interval``-th frame, or ``fps`` a second, ``num_frames`` at most; ``token_pixels`` rows and columns of
-    pixels and ``token_frames`` frames are a token."""
+    squared, never up, every ``frame_interval``-th frame, or ``fps`` a second, ``num_frames`` at most; ``token_pixels``
+    rows and columns of pixels and ``token_frames`` frames are a token."""
 
     image_size: int
     num_frames: int

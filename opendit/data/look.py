@@ -46,8 +46,8 @@ def run(
     num_workers: int = 2,
 ) -> None:
     """``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be read."""
-    dataset, video, rate = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker, fps)
-    found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames, rate))
+    dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker, fps)
+    found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames, fps))
     if not found.looks:
         raise DataError(f"no row of {data_path} can be read: {name_few(found.bad)}")
     folder = Path(output)
@@ -74,9 +74,9 @@ def open_any(
     split: str,
     energon_cooker: str | None = None,
     fps: float | None = None,
-) -> tuple[MediaDataset, tuple[int, int, int], float | None]:
-    """The data set of ``--data_path``, with its clips if it has any, (image_size, num_frames, frame_interval) and fps:
-    what was given, else what cached latents were made at, else 256, 16, 1 and None.
+) -> tuple[MediaDataset, tuple[int, int, int]]:
+    """The data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames, frame_interval): what
+    was given, else what cached latents were made at, else 256, 16, 1.
 
     Raises ValueError or FileNotFoundError, which name the flag."""
     made: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def open_any(
     if not _has_clips(dataset):
         with suppress(ValueError):  # of a cooker, whose clips no index tells
             dataset = build_dataset(data_path, size, use_video=False, **options)
-    return dataset, (size, frames, interval), rate
+    return dataset, (size, frames, interval)
 
 
 def _indexes(data_path: str) -> list[dict[str, Any]] | None:

@@ -12,10 +12,13 @@ from torch import Tensor
 _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 
+_ROUNDING = 1e-3  # seconds: the coarsest unit to which containers round the times of frames
+
+
 @dataclass(frozen=True)
 class Medium:
-    """What a file holds. A picture has one frame and no rate. duration: seconds that a clip is shown for, to which the
-    rounding of its times does not count; 0: as many as its frames take at its rate."""
+    """What a file holds. A picture has one frame and no rate. duration: seconds that a clip is shown for; 0: as many
+    as its frames take at its rate."""
 
     frames: int
     height: int
@@ -29,7 +32,7 @@ class Medium:
 
     def frames_at(self, fps: float | None) -> int:
         """How many frames it has at a rate; None: all of its own."""
-        return self.frames if fps is None or not self.fps else max(1, math.ceil(self.seconds * fps))
+        return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - _ROUNDING) * fps))
 
 
 def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:

@@ -31,5 +31,7 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     frames = decode_chosen(path, choose, threading.Event())
     height, width = frames.shape[1:3]
     [times] = found
-    duration = max(0.0, times.end - float(times.seconds[0]) - times.slack)
-    return Medium(len(times.seconds), height, width, times.rate, duration), frames
+    length, duration = len(times.seconds), times.end - float(times.seconds[0])
+    if times.rate and abs(length / times.rate - duration) <= times.slack:
+        duration = 0.0  # what the frames and their rate say
+    return Medium(length, height, width, times.rate, duration), frames

@@ -23,9 +23,9 @@ class PicturesAndClips(MediaDataset):
     """Pictures as (3, image_size, image_size) in [-1, 1]; with ``use_video`` clips as (3, num_frames, image_size,
     image_size), and pictures among them as clips of one frame. A picture run leaves the clips out.
 
-    num_frames, frame_interval, fps, short_clips: see ``read_clip``. video_reader: of ``video_readers.CHOICES``. training:
-    read each clip from a place drawn for the sample; else its middle. random_flip: None means no, for captions may
-    speak of left and right. seed, max_bad: see ``MediaDataset``.
+    num_frames, frame_interval, fps, short_clips: see ``read_clip``. video_reader: of ``video_readers.CHOICES``.
+    training: read each clip from a place drawn for the sample; else its middle. random_flip: None means no, for
+    captions may speak of left and right. seed, max_bad: see ``MediaDataset``.
 
     shortened: how many reads so far took a clip at a smaller interval than asked for (short_clips "interval").
 
@@ -124,7 +124,7 @@ class PicturesAndClips(MediaDataset):
         if self.fps is not None:
             interval = f", {self.fps:g} frames a second"
         if interval and self.short_clips == "interval":
-            interval += " (closer together where a clip is too short)"
+            interval += f" ({'smaller' if self.fps is None else 'more'} where a clip is too short)"
         return f"{interval}, read by {self.video_reader} ({self.why_reader})"
 
 

@@ -240,9 +240,8 @@ class ShardDataset(PicturesAndClips):
                 mine.store = copy.copy(self.store)
             return mine.media_size(row)
 
-        return known_sizes(
-            hash_parts("sizes as shown", self.identity(), self.sizes_key()), len(self), look, threads=self.size_threads
-        )
+        identity = hash_parts("sizes as shown", self.identity(), self.sizes_key())
+        return known_sizes(identity, len(self), look, threads=self.size_threads)
 
     def _picture(self, row: int, content: bytes, flip: bool, shape: Size) -> Tensor:
         try:  # the sample's name is looked up only if a message needs it
