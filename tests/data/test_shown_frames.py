@@ -9,10 +9,13 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from opendit.data.check_csv import probe
 from opendit.data.clips import clip_size, clip_window, decode_frames
 from opendit.data.media_size import stored_clip_size
+from opendit.data.mp4_track import is_closed
 from opendit.data.open_medium import open_clip
 from opendit.data.video_readers import READERS, problem_of
 
@@ -224,6 +227,13 @@ def test_frames_and_their_number_are_those_of_decoding_from_the_start(made, kind
     if found is None or len(found[1]) < 2:
         pytest.skip("no such file, or nothing in it that can be decoded")
     check(*found, seed=0)
+
+
+@given(st.permutations(range(8)), st.sets(st.integers(0, 7), min_size=1))
+def test_key_frames_that_part_what_is_before_from_what_is_after(order, sync):
+    order, sync = np.array(order), np.array(sorted(sync))
+    parted = all((order[:key] < order[key]).all() and (order[key + 1 :] > order[key]).all() for key in sync)
+    assert is_closed(order, sync) == parted and is_closed(None, sync)
 
 
 # ---------------------------------------------------------------- geometry
