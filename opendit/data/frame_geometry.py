@@ -82,7 +82,7 @@ def _matrix(frame: Any) -> tuple[int, int, int, int]:
 
 
 def _swaps(a: int, b: int, c: int, d: int) -> bool:
-    """Whether rows become columns; of a turn by no quarter the nearest one counts."""
+    """Whether rows become columns. A rotation by another angle counts as the nearest quarter."""
     return abs(b) + abs(c) > abs(a) + abs(d)
 
 
@@ -119,9 +119,9 @@ def _matroska_crops(file: BinaryIO) -> list[Crop | None]:
     for segment in (inside for kind, inside in _elements(data) if kind == _SEGMENT):
         for tracks in (inside for kind, inside in _elements(segment) if kind == _TRACKS):
             for track in (dict(_elements(inside)) for kind, inside in _elements(tracks) if kind == _TRACK):
-                if int.from_bytes(track.get(_KIND, b"")) == 1:
+                if int.from_bytes(track.get(_KIND, b""), "big") == 1:
                     video = dict(_elements(track.get(_VIDEO, b"")))
-                    left, right, top, bottom = (int.from_bytes(video.get(kind, b"")) for kind in _CROPS)
+                    left, right, top, bottom = (int.from_bytes(video.get(kind, b""), "big") for kind in _CROPS)
                     found.append((left, right, top, bottom))
     return found
 
@@ -131,11 +131,11 @@ def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at < len(data):
         length = 9 - data[at].bit_length()
-        identifier, at = int.from_bytes(data[at : at + length]), at + length
+        identifier, at = int.from_bytes(data[at : at + length], "big"), at + length
         if length > 4 or at >= len(data):
             return
         length = 9 - data[at].bit_length()
-        size = int.from_bytes(data[at : at + length]) & ((1 << 7 * length) - 1)
+        size = int.from_bytes(data[at : at + length], "big") & ((1 << 7 * length) - 1)
         at += length
         if size == (1 << 7 * length) - 1:  # not known: up to the end
             size = len(data) - at

@@ -245,7 +245,7 @@ def _units(sample: bytes, length: int) -> Iterator[bytes]:
         return
     at = 0
     while at + length < len(sample):
-        end = at + length + int.from_bytes(sample[at : at + length])
+        end = at + length + int.from_bytes(sample[at : at + length], "big")
         yield sample[at + length : end]
         if end <= at + length:
             return
@@ -300,6 +300,11 @@ class _Bits:
         zeros, self._at = end - self._at, end
         return self.number(zeros + 1) - 1
 
+    def skip(self, *kinds: str) -> None:
+        """Skips fields: "u" of one bit, "ue" an Exp-Golomb number."""
+        for kind in kinds:
+            self.flag() if kind == "u" else self.golomb()
+
     def slice_kind(self) -> int:
         self.golomb()  # its first macroblock
         return self.golomb()
@@ -317,7 +322,7 @@ def has_square_pixels(parameters: bytes) -> bool:
         chroma = bits.golomb()
         if chroma == 3:
             bits.flag()
-        bits.golomb(), bits.golomb(), bits.flag()
+        bits.skip("ue", "ue", "u")
         if bits.flag():
             return False  # scaling lists, which are rare: what follows them is not looked for
     bits.golomb()
@@ -325,10 +330,10 @@ def has_square_pixels(parameters: bytes) -> bool:
     if order == 0:
         bits.golomb()
     elif order == 1:
-        bits.flag(), bits.golomb(), bits.golomb()
+        bits.skip("u", "ue", "ue")
         for _ in range(min(bits.golomb(), 255)):
             bits.golomb()
-    bits.golomb(), bits.flag(), bits.golomb(), bits.golomb()
+    bits.skip("ue", "u", "ue", "ue")
     if not bits.flag():
         bits.flag()
     bits.flag()
