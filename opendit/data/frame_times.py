@@ -29,7 +29,7 @@ class Timeline(NamedTuple):
         gaps = np.diff(self.seconds)
         mean = (self.seconds[-1] - self.seconds[0]) / len(gaps)
         even = np.abs(gaps - mean).max() <= ROUNDING
-        return float(1 / (mean if even else np.median(gaps)))
+        return round(float(1 / (mean if even else np.median(gaps))), 6)
 
     def count(self, fps: float) -> int:
         """How many frames the clip has at ``fps`` frames a second."""
