@@ -1,5 +1,6 @@
 """What a picture or a clip is before anything is cropped or resized: its size, its length, and frames to look at."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,22 +8,30 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from opendit.data.frame_times import ROUNDING
+
 # Of latents: what is shown black and white, in shares of all values below, so that a few wild ones hide nothing.
 _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 
 @dataclass(frozen=True)
 class Medium:
-    """What a file holds. A picture has one frame and no rate."""
+    """What a file holds. A picture has one frame and no rate. duration: seconds that a clip is shown for; 0: as many
+    as its frames take at its rate."""
 
     frames: int
     height: int
     width: int
     fps: float = 0.0
+    duration: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.frames / self.fps if self.fps else 0.0
+        return self.duration or (self.frames / self.fps if self.fps else 0.0)
+
+    def frames_at(self, fps: float | None) -> int:
+        """How many frames it has at a rate; None: all of its own."""
+        return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - ROUNDING) * fps))
 
 
 def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:

@@ -4,6 +4,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 from opendit.cli.components import Components
@@ -55,6 +56,7 @@ def open_data(
         use_video=data.use_video,
         num_frames=data.num_frames,
         frame_interval=data.frame_interval,
+        fps=data.fps,
         short_clips=data.short_clips,
         video_reader=data.video_reader,
         energon_cooker=data.energon_cooker,
@@ -63,6 +65,21 @@ def open_data(
         text_encoder=captions.text_encoder or ("bytes" if captions.cross_attention else None),
         max_text_tokens=captions.max_text_tokens,
     )
+
+
+def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:
+    """(Frames a second of the clips that a model of these data draws, the notes to print): those of --fps, or those of
+    the files, of several rates the median, by the interval. None of pictures, and where the files tell nothing."""
+    rates = [] if not data.use_video or data.fps is not None else dataset.frame_rates()
+    if not rates:
+        return data.fps, []
+    drawn, low, high = median(rates) / data.frame_interval, min(rates), max(rates)
+    if high < 1.05 * low:
+        return drawn, []
+    return drawn, [
+        f"clips: of {low:.4g} to {high:.4g} frames a second, so that one motion has several speeds; drawn clips play "
+        f"at {drawn:.4g}, by the median. --fps reads all of them at one rate"
+    ]
 
 
 def held_out(asked: Components, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:

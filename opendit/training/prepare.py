@@ -46,6 +46,7 @@ from opendit.training.fingerprint import changes, fingerprint, stored_fingerprin
 from opendit.training.from_flags import (
     caption_notes,
     check_pretrained,
+    clip_fps,
     fit_captions,
     held_out,
     last_step_of,
@@ -191,6 +192,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         validation=validation,
         samples_at_once=samples,
     )
+    spec.clip_fps, note = mesh.broadcast_object(clip_fps(asked.data, dataset) if mesh.is_main else None)
+    notes += note
     spec.fingerprint = mesh.broadcast_object(fingerprint(spec) if mesh.is_main else None)
     if resume:
         notes += changes(stored, spec.fingerprint, first_step)

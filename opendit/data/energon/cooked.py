@@ -14,8 +14,10 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import BadSample
+from opendit.data.clips import clip_rate
 from opendit.data.media_size import Size
 from opendit.data.medium import Medium, of_picture
+from opendit.data.memory_file import as_file
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields, split_name, suffix_of
 from opendit.data.shards.tar_headers import BLOCK, members
@@ -150,6 +152,11 @@ class CookedDataset(ShardDataset):
         if not isinstance(content, bytes):
             return 1, content.height, content.width
         return self._size(not self._video, content)
+
+    def rate_at(self, row: int) -> float:
+        content = self._medium(row)
+        with as_file([(0, content)], len(content)) as path:
+            return clip_rate(path)
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
         content = self._medium(row)

@@ -191,6 +191,7 @@ class TarLatents(CachedLatents, ShardDataset):
         use_video: bool = False,
         num_frames: int = 16,
         frame_interval: int = 1,
+        fps: float | None = None,
         max_bad: float = 0.05,
     ):
         pairs = [(tar, shard) for tar, shard in zip(tars, index["shards"], strict=True) if shard["count"]]
@@ -204,7 +205,7 @@ class TarLatents(CachedLatents, ShardDataset):
             raise ValueError(
                 f"{name}: {INDEX} tells of {words[told]}, its tars have {words[self.conditioning]}; {REPAIR}"
             )
-        self._take(index, name, random_flip, use_video, num_frames, frame_interval)
+        self._take(index, name, random_flip, use_video, num_frames, frame_interval, fps)
         self.random_window, self.use_video = False, use_video
         self.empty_caption = empty_caption
         text = index.get("text")
