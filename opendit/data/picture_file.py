@@ -1,4 +1,4 @@
-"""One picture file, which may be of any kind and from anybody, to 8-bit RGB; and the crop of ADM and Meta's DiT."""
+"""One picture file, which may be of any kind and from anybody, to 8-bit sRGB; and the crop of ADM and Meta's DiT."""
 
 import io
 import math
@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 
 from opendit.data.base import BadSample
 from opendit.data.files import TIME_LIMIT, printable, problem
+from opendit.data.picture_colours import Convert, conversion_of, note_codes
 
 # Of one picture: where Pillow itself stops. Decoded they are 4 bytes each, and some modes need three times that for a
 # moment: 2 GiB.
@@ -129,7 +130,9 @@ class _File(io.BufferedReader):
 
 
 def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> Image.Image:
-    """A picture file as 8-bit RGB, upright, its transparent pixels blended onto white.
+    """A picture file as 8-bit sRGB, upright, its transparent pixels blended onto white.
+
+    Colours are converted as ``opendit.data.picture_colours`` says, HDR by the rule of ``opendit.data.colours``.
 
     16-bit greys are divided by 257. Greys of 32-bit integers are taken for 16-bit ones where they fit, those of
     floating-point numbers for numbers from 0 to 1, 255 or 65,535, whichever is the first that holds them all; where
@@ -143,6 +146,7 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
         raise BadSample(path, why)
     try:
         with _File(path, time_limit, content) as file, _open(file) as image:
+            note_codes(image, file)
             image.load()
             # 32-bit integers of a TIFF are unsigned unless it says otherwise; Pillow's are signed.
             tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
@@ -212,10 +216,10 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image, unsigned: bool) -> Image.Image:
-    key = image.info.get("transparency")
+    key, conversion = image.info.get("transparency"), conversion_of(image)
     if image.mode.startswith("I") or image.mode == "F":  # convert() would cut everything above 255 to white
         numbers = np.asarray(image).view(np.uint32) if unsigned else np.asarray(image)
-        grey = _to_bytes(numbers, image.mode)
+        grey = _to_bytes(numbers, image.mode, conversion)
         if isinstance(key, int):
             grey[numbers == key] = 255
         return Image.fromarray(grey).convert("RGB")
@@ -224,18 +228,36 @@ def _to_rgb(image: Image.Image, unsigned: bool) -> Image.Image:
         deep = isinstance(key, tuple) and any(value > 255 for value in key)
         image.info["transparency"] = tuple(value >> 8 for value in key) if deep else key
     if key is None and image.mode not in ("LA", "La", "PA", "RGBA", "RGBa"):
-        return image.convert("RGB")
+        return _converted(image, conversion)
     image = image.convert("RGBA")
     alpha = image.getchannel("A")
-    if alpha.getextrema() == (255, 255):
+    # Light is blended as signals of sRGB are, which is how browsers do it.
+    return on_white(_converted(image.convert("RGB"), conversion), alpha)
+
+
+def _converted(image: Image.Image, conversion: tuple[str, Convert] | None) -> Image.Image:
+    """A picture without alpha as RGB, its colours those of sRGB."""
+    if conversion is None:
         return image.convert("RGB")
-    blended = Image.new("RGB", image.size, WHITE)
-    blended.paste(image, mask=alpha)
+    mode, convert = conversion
+    return convert(image if image.mode == mode else image.convert(mode))
+
+
+def on_white(picture: Image.Image, alpha: Image.Image) -> Image.Image:
+    """Return an RGB picture blended onto white by ``alpha``, of mode "L"."""
+    if alpha.getextrema() == (255, 255):
+        return picture
+    blended = Image.new("RGB", picture.size, WHITE)
+    blended.paste(picture, mask=alpha)
     return blended
 
 
-def _to_bytes(numbers: np.ndarray, mode: str) -> np.ndarray:
+def _to_bytes(numbers: np.ndarray, mode: str, conversion: tuple[str, Convert] | None) -> np.ndarray:
     """(H, W) numbers of a deep grey picture to uint8; the scale: see ``read_picture``."""
+    levels = np.arange(256)
+    if conversion is not None:  # 256 greys are converted, and those between them lie between
+        ramp = Image.fromarray(np.arange(256, dtype=np.uint8)[None])
+        levels = np.asarray(_converted(ramp, conversion))[0, :, 1].astype(float)
     lowest, highest = numbers.min().item(), numbers.max().item()
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         raise ValueError("a picture with values that are not finite")
@@ -246,7 +268,8 @@ def _to_bytes(numbers: np.ndarray, mode: str) -> np.ndarray:
     for row in range(0, len(numbers), 256):  # not all at once: a large one would take gigabytes
         part = numbers[row : row + 256]
         if white == 65535:
-            out[row : row + 256] = (part.astype(np.float32) / 257).round()
+            scaled = part.astype(np.float32) / 257
         else:
-            out[row : row + 256] = ((part.astype(np.float64) - lowest) * (255 / (highest - lowest))).round()
+            scaled = (part.astype(np.float64) - lowest) * (255 / (highest - lowest))
+        out[row : row + 256] = (scaled if conversion is None else np.interp(scaled, np.arange(256), levels)).round()
     return out
