@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from opendit.data.base import BadSample, to_pixels
-from opendit.data.container_header import read_header
+from opendit.data.colours import is_high_definition
+from opendit.data.container_header import IN_ORDER, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
 from opendit.data.mp4_header import FRAGMENTED, MAX_FRAMES
 from opendit.data.video_readers import (
@@ -28,7 +29,9 @@ from opendit.data.video_readers import (
     PyAVReader,
     Reader,
     ToRgb,
+    UnknownColours,
     choose_reader,
+    decoded,
     look_up,
     open_container,
 )
@@ -331,6 +334,7 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
         if not os.path.exists(path):  # it vanished
             raise BadSample(path, os.strerror(2)) from error
         reason = "holds no video stream" if isinstance(error, NoVideo) else "not a video that can be decoded"
+        reason = str(error) if isinstance(error, UnknownColours) else reason
         _unopened.add(path, version, reason)
         raise BadSample(path, reason) from error
     if file.length > MAX_FRAMES:
@@ -345,14 +349,15 @@ def _open_with(reader: str, name: str, codec: str) -> tuple[Reader, bool]:
             file = DecordReader(name)
             # It finds frames by their times: those of a file without (MPEG programme streams) get mixed up.
             times = file.times()
-            return file, bool((times[1:] > times[:-1]).all())
+            if codec != IN_ORDER or not is_high_definition(*file.size()[::-1]):  # AVI names no matrix
+                return file, bool((times[1:] > times[:-1]).all())
         except Exception as error:
             if _is_final(error):
                 raise
     contents = look_up(name, packets=True)
-    if contents.seekable and reader != "decord":
+    if contents.seekable and (reader != "decord" or contents.converted):
         try:
-            return OPENERS[reader](name, contents), True
+            return OPENERS["pyav" if contents.converted else reader](name, contents), True
         except Exception as error:
             if _is_final(error):
                 raise
@@ -381,7 +386,7 @@ def _decode_in_order(
         with name_for_ffmpeg(path) as name, open_container(name) as container:
             stream = container.streams.video[0]
             stream.codec_context.thread_count = 1
-            for count, frame in enumerate(container.decode(stream), 1):
+            for count, frame in enumerate(decoded(container, stream), 1):
                 if count - 1 in wanted:
                     _check_size(path, frame.height, frame.width)
                     pixels = convert(frame)

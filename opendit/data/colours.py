@@ -33,6 +33,7 @@ _PRIMARIES = {
 _WIDE = {9: "BT.2020", 11: "DCI-P3", 12: "Display P3"}
 _GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # of transfers that are a power, of pictures
 # Matrices of HDR that FFmpeg's scaler does not have: it would show other colours.
+UNSPECIFIED = 2  # primaries, transfer or matrix
 _NO_MATRIX = {10: "BT.2020 with constant luminance", 11: "YDzDx", 12: "chromaticity-derived", 13: "chromaticity-derived"}
 _NO_MATRIX |= {14: "ICtCp", 15: "IPT-C2"}
 
@@ -50,6 +51,11 @@ def kind_of_colours(primaries: int, transfer: int) -> str:
 def unknown_matrix(matrix: int) -> str:
     """Return the name of a matrix of H.273 that can't be undone here; "" of all others."""
     return _NO_MATRIX.get(matrix, "")
+
+
+def is_high_definition(width: int, height: int) -> bool:
+    """Return whether a clip that does not name its matrix has BT.709's: players take smaller ones for BT.601."""
+    return width >= 1280 or height > 576
 
 
 class Conversion:

@@ -11,6 +11,8 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
+from opendit.data.sample_entry import dolby_profile, is_plain
+
 MAX_FRAMES = 2**22  # of a clip: 19 hours at 60 frames a second
 MAX_TABLES = 2**28  # bytes of all tables of a file; those of 19 hours have a fifth of that
 MAX_BOXES = 100_000  # at the top of a file, of which a fragmented one has two for every few seconds; and in one of them
@@ -28,7 +30,8 @@ _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 def read_tables(file: BinaryIO) -> tuple[str | None, str]:
     """(Why a file's tables can't be believed, or None: also for what is no MP4 or so broken that no table is found; the
     four letters of the only kind of frames of its only video track, ``FRAGMENTED`` of a file whose tables stand among
-    its frames, or nothing if there is no one such kind or the file does not begin as an MP4 has to).
+    its frames, or nothing if there is no one such kind, its colours are not plain SDR or the file does not begin as
+    an MP4 has to).
 
     Raises OSError if the file can't be read.
     """
@@ -128,7 +131,7 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 def _count(data: bytes) -> tuple[int, int, list[bytes]]:
     """The most samples that a table of any track declares, and of a video track; the kinds of all video frames.
 
-    Raises ValueError for a table with more entries than it has room for: FFmpeg takes what follows it for entries."""
+    Raises ValueError for colours that can't be converted, and for a table with more entries than it has room for: FFmpeg takes what follows it for entries."""
     most, video, codecs, left = 0, 0, [], MAX_BOXES
     todo = [(0, len(data), False)]
     while todo:
@@ -142,11 +145,23 @@ def _count(data: bytes) -> tuple[int, int, list[bytes]]:
             if kind in _CONTAINERS:
                 todo.append((begin, end, is_video))
             elif kind == b"stsd" and is_video:  # 4 bytes, how many kinds, and each one's length and letters
-                codecs += [letters for letters, _, _ in _boxes(data, begin + 8, end, left)]
+                codecs += [_letters(*entry) for entry in _described(data, begin + 8, end, left)]
             elif kind in _TABLES:
                 count = _declared(kind, data, begin, end)
                 most, video = max(most, count), max(video, count if is_video else 0)
     return most, video, codecs
+
+
+def _described(data: bytes, at: int, last: int, most: int) -> list[tuple[bytes, bytes]]:
+    return [(letters, data[begin:end]) for letters, begin, end in _boxes(data, at, last, most)]
+
+
+def _letters(codec: bytes, entry: bytes) -> bytes:
+    """The letters of a kind of frames; none where their colours take a closer look. Raises ValueError for colours that
+    nothing here converts."""
+    if (profile := dolby_profile(entry)) is not None:
+        raise ValueError(f"Dolby Vision of profile {profile}, whose colours can't be converted; make it HDR10 or SDR")
+    return codec if is_plain(entry) else b""
 
 
 def _boxes(data: bytes, at: int, last: int, most: int) -> list[tuple[bytes, int, int]]:

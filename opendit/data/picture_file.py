@@ -151,7 +151,8 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
             # 32-bit integers of a TIFF are unsigned unless it says otherwise; Pillow's are signed.
             tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
             unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
-            return _to_rgb(_upright(image), unsigned)
+            conversion = conversion_of(image)  # before it is turned: a copy no longer tells what file it is of
+            return _to_rgb(_upright(image), unsigned, conversion)
     except Exception as error:  # Pillow's decoders raise nearly every type there is on broken files
         raise BadSample(path, reason(error)) from error
 
@@ -215,8 +216,8 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _to_rgb(image: Image.Image, unsigned: bool) -> Image.Image:
-    key, conversion = image.info.get("transparency"), conversion_of(image)
+def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] | None) -> Image.Image:
+    key = image.info.get("transparency")
     if image.mode.startswith("I") or image.mode == "F":  # convert() would cut everything above 255 to white
         numbers = np.asarray(image).view(np.uint32) if unsigned else np.asarray(image)
         grey = _to_bytes(numbers, image.mode, conversion)

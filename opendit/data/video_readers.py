@@ -6,7 +6,7 @@ right is read by jumping to key frames; the rest is decoded from the start by Py
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -14,14 +14,18 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from opendit.data.colours import UNSPECIFIED, is_high_definition, kind_of_colours, of_clip, unknown_matrix
 from opendit.data.container_header import IN_ORDER
+from opendit.data.picture_file import on_white
 
 READERS = ("torchcodec", "decord", "pyav")  # as auto prefers them: the fastest first
 CHOICES = ("auto", *READERS)
 # Containers that hold a clip itself. Playlists, descriptions and devices are none: they name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
+_BT709, _BT2020 = 1, 9  # matrices of H.273
 _SEEKABLE = ("mov", "matroska", "avi")  # files of these have an index that leads to the frames it says
 # Of decord: codecs whose frames it finds. HEVC's leading pictures, and B frames of MPEG-2 and MPEG-4, shift the others.
 _OF_DECORD = ("h264", "vp8", "vp9", "av1", "mjpeg")
@@ -30,7 +34,9 @@ _OF_DECORD = ("h264", "vp8", "vp9", "av1", "mjpeg")
 @dataclass(frozen=True)
 class Contents:
     """What a file holds. times: of its frames in the order they are shown, or None if one of them has none or two have
-    the same. keys: (time shown, time decoded) of the frames that decoding can begin at."""
+    the same. keys: (time shown, time decoded) of the frames that decoding can begin at. converted: the frames are HDR,
+    of a wide gamut or transparent, or of high definition without a matrix, which :class:`ToRgb` alone shows as players
+    do."""
 
     container: str
     codec: str
@@ -39,6 +45,7 @@ class Contents:
     length: int
     times: np.ndarray | None
     keys: list[tuple[int, int]]
+    converted: bool = False
 
     @property
     def seekable(self) -> bool:
@@ -52,6 +59,10 @@ class Contents:
 
 class NoVideo(ValueError):
     """A file of sound or of subtitles alone."""
+
+
+class UnknownColours(ValueError):
+    """Colours that nothing here converts."""
 
 
 class Reader(Protocol):
@@ -79,7 +90,7 @@ def open_container(name: str) -> Any:
 def look_up(name: str, *, packets: bool) -> Contents:
     """A file's contents by PyAV, with nothing decoded; with ``packets`` the frames' times as well.
 
-    Raises NoVideo, or libav's errors."""
+    Raises NoVideo, UnknownColours, or libav's errors."""
     with open_container(name) as file:
         if not file.streams.video:
             raise NoVideo("no video stream")
@@ -93,11 +104,58 @@ def look_up(name: str, *, packets: bool) -> Contents:
             times = ordered if bool((np.diff(ordered) > 0).all()) else None
         keys = sorted((p.pts, p.pts if p.dts is None else p.dts) for p in found if p.is_keyframe and p.pts is not None)
         base = Fraction(stream.time_base or 1)
-        return Contents(file.format.name, context.name, bool(context.has_b_frames), base, len(found), times, keys)
+        if unknown := unknown_matrix(int(context.colorspace)):
+            raise UnknownColours(f"its colours are coded as {unknown}, which can't be converted; make it BT.2020 or SDR")
+        converted = bool(colours_of(stream)) or _shows_alpha(stream) or _needs_matrix(context)
+        order = bool(context.has_b_frames)
+        return Contents(file.format.name, context.name, order, base, len(found), times, keys, converted)
+
+
+def colours_of(stream: Any) -> str:
+    """What a stream's colours are, if they are converted, as of ``kind_of_colours``."""
+    context = stream.codec_context
+    return kind_of_colours(int(context.color_primaries), int(context.color_trc))
+
+
+def _needs_matrix(pictures: Any) -> bool:
+    """Whether a codec context or frame is large and of YUV, and does not name its matrix."""
+    if int(pictures.colorspace) != UNSPECIFIED or not is_high_definition(pictures.width, pictures.height):
+        return False
+    return pictures.format is not None and not pictures.format.is_rgb
+
+
+def _shows_alpha(stream: Any) -> bool:
+    pixels = stream.codec_context.format
+    return _alpha_aside(stream) or (pixels is not None and any(part.is_alpha for part in pixels.components))
+
+
+def _alpha_aside(stream: Any) -> bool:
+    """Whether a stream of VP8 or VP9 has its alpha as a second stream, which FFmpeg's own decoders pass over."""
+    told = {name.lower(): value for name, value in stream.metadata.items()}
+    return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
+
+
+_OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
+
+
+def decoded(file: Any, stream: Any) -> Iterator[Any]:
+    """Decode the frames of a stream of PyAV's container from where it was opened or sought to, with their alpha.
+
+    Raises libav's errors, among them one of a PyAV that was built without libvpx and a clip that needs it."""
+    if not _alpha_aside(stream):
+        yield from file.decode(stream)
+        return
+    import av
+
+    decoder = av.CodecContext.create(_OF_LIBVPX[stream.codec_context.name], "r")
+    decoder.thread_count = 1
+    for packet in file.demux(stream):
+        yield from decoder.decode(packet if packet.size else None)
 
 
 class ToRgb:
-    """Frames of PyAV to RGB with the pixels that decord and torchcodec give."""
+    """Frames of PyAV to RGB with the pixels that decord and torchcodec give; HDR and wide gamuts by the rule of
+    ``opendit.data.colours``, transparent ones on white."""
 
     def __init__(self):
         self._of: tuple[Any, ...] | None = None
@@ -105,22 +163,39 @@ class ToRgb:
 
     def __call__(self, frame: Any) -> np.ndarray:
         """(H, W, 3) uint8, turned as the camera was held."""
-        if max(part.bits for part in frame.format.components) > 8:
-            frame = self._scaled(frame)  # PyAV's own conversion of more bits has other colours
         # The other readers turn the frames themselves, PyAV says by how much: degrees counter-clockwise.
         turns = round(frame.rotation / 90)
-        return np.rot90(frame.to_ndarray(format="rgb24"), turns)
+        deep = max(part.bits for part in frame.format.components) > 8
+        alpha = any(part.is_alpha for part in frame.format.components)
+        conversion = of_clip(int(frame.color_primaries), int(frame.color_trc))
+        if conversion is not None and int(frame.colorspace) == UNSPECIFIED:
+            frame.colorspace = _BT2020
+        elif _needs_matrix(frame):
+            frame.colorspace = _BT709
+        if conversion is not None:
+            pixels = self._scaled(frame, "rgba64le" if alpha else "rgb48le").to_ndarray()
+            colours, mask = conversion(pixels[..., :3]), (pixels[..., 3] >> 8).astype(np.uint8) if alpha else None
+        elif not alpha:
+            # PyAV's own conversion of more bits has other colours.
+            frame = self._scaled(frame, "rgb24") if deep else frame
+            return np.rot90(frame.to_ndarray(format="rgb24"), turns)
+        else:
+            pixels = (self._scaled(frame, "rgba") if deep else frame).to_ndarray(format="rgba")
+            colours, mask = np.ascontiguousarray(pixels[..., :3]), pixels[..., 3]
+        if mask is not None:
+            colours = np.asarray(on_white(Image.fromarray(colours), Image.fromarray(mask)))
+        return np.rot90(colours, turns)
 
-    def _scaled(self, frame: Any) -> Any:
+    def _scaled(self, frame: Any, pixels: str) -> Any:
         from av.filter import Graph
 
-        of = (frame.width, frame.height, frame.format.name)
+        of = (frame.width, frame.height, frame.format.name, pixels)
         if self._of != of:
             graph = Graph()
             source = graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1)
             )
-            parts = [graph.add("scale", "flags=bicubic"), graph.add("format", "rgb24"), graph.add("buffersink")]
+            parts = [graph.add("scale", "flags=bicubic"), graph.add("format", pixels), graph.add("buffersink")]
             for first, second in zip([source, *parts], parts, strict=False):
                 first.link_to(second)
             graph.configure()
@@ -168,7 +243,7 @@ class PyAVReader:
         self.length, self.declared = contents.length, context.width * context.height
 
     def size(self) -> tuple[int, int]:
-        height, width = ToRgb()(next(self._file.decode(self._stream))).shape[:2]
+        height, width = ToRgb()(next(decoded(self._file, self._stream))).shape[:2]
         return height, width
 
     def read(self, indices: Sequence[int]) -> Tensor:
@@ -178,7 +253,7 @@ class PyAVReader:
         start = max((key for key in self._contents.keys if key[0] <= wanted[0]), default=self._contents.keys[0])
         self._file.seek(start[1], stream=self._stream)
         convert, found, left = ToRgb(), {}, set(wanted)
-        for frame in self._file.decode(self._stream):
+        for frame in decoded(self._file, self._stream):
             if frame.pts in left:
                 if frame.width * frame.height != self.declared:
                     raise ValueError("a frame of another size")
@@ -194,9 +269,10 @@ class DecordReader:
     number of frame widths but not three: with rows of 32 pixels those 8, 12, 16, 24, 48 or 72 wide, with rows of 64
     those 32, 96 or 144 wide as well. It says so, and they are decoded from the start.
 
-    KNOWN: codecs by whose names in a file's header :meth:`finds` is known to be true."""
+    KNOWN: codecs by whose names in a file's header :meth:`finds` is known to be true. Those of AV1 and of H.264 that
+    keeps its parameters with its frames ("avc3") do not tell the colours."""
 
-    KNOWN = ("avc1", "avc3", "vp08", "vp09", "av01", IN_ORDER)
+    KNOWN = ("avc1", "vp08", "vp09", IN_ORDER)
 
     def __init__(self, name: str, contents: Contents | None = None):  # as the others; it looks for itself
         self._reader = import_decord().VideoReader(name, num_threads=1)
@@ -219,7 +295,7 @@ class DecordReader:
     def finds(contents: Contents) -> bool:
         """Whether it is known to find the frames of such files by their numbers."""
         # It misses a transport stream's first frames and mixes up those of programme streams.
-        if contents.container.split(",")[0] not in _SEEKABLE or contents.guessed:
+        if contents.container.split(",")[0] not in _SEEKABLE or contents.guessed or contents.converted:
             return False
         return contents.codec in _OF_DECORD or (contents.codec == "mpeg4" and not contents.b_frames)
 
