@@ -1,7 +1,7 @@
 """Clips: which frames of a file are read, and reading them upright, resized and cropped.
 
 One of ``opendit.data.video_readers`` decodes only what the frames asked for need. Files that it is not known to get
-right, or that it fails on, PyAV decodes from the start.
+right, or that it fails on, PyAV reads, and where their frames have no times it decodes them from the start.
 """
 
 import os
@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,21 +20,26 @@ from torch.nn.functional import interpolate
 
 from opendit.data.base import BadSample, to_pixels
 from opendit.data.colours import is_high_definition
-from opendit.data.container_header import IN_ORDER, read_header
+from opendit.data.container_header import IN_ORDER, ContainerHeader, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
-from opendit.data.mp4_header import FRAGMENTED, MAX_FRAMES
+from opendit.data.mp4_header import MAX_FRAMES
 from opendit.data.video_readers import (
     OPENERS,
+    Contents,
     DecordReader,
     NoVideo,
     PyAVReader,
     Reader,
-    ToRgb,
+    ShownFrames,
+    Timeline,
     UnknownColours,
     choose_reader,
+    crop_of,
     decoded,
     look_up,
     open_container,
+    rising_times,
+    video_stream,
 )
 
 MAX_FRAME_PIXELS = 2**26  # about twice the largest frames that any level of H.264 and H.265 allows
@@ -71,8 +77,8 @@ class FileMemory:
 
 
 # Of this process. A file that hung would cost its time limit again in every epoch, and decord keeps about 1 KB of every
-# file that it fails to open, each time.
-_hung, _unopened = FileMemory(), FileMemory()
+# file that it fails to open, each time. Of files whose frames had to be counted by decoding them, how many those are.
+_hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
 def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
@@ -186,11 +192,13 @@ def _too_long(seconds: float) -> str:
     return f"not read within {seconds:g} seconds; not tried again"
 
 
-def clip_size(path: str, time_limit: float = TIME_LIMIT) -> tuple[int, int, int]:
-    """(frames, height, width) of a clip's file, upright. Raises BadSample."""
+def clip_size(path: str, time_limit: float = TIME_LIMIT, *, whole: bool = True) -> tuple[int, int, int]:
+    """(frames, height, width) of a clip's file as it is shown. whole: whether all of the file is there; else it may be
+    zeros but for an MP4's tables and the beginning of its first frame. Raises BadSample, also for a file of which all
+    is needed."""
 
     def look(stop: threading.Event) -> tuple[int, int, int]:
-        reader = _open(path)[0]
+        reader = _open(path, "auto", stop, whole)[0]
         try:
             return (reader.length, *reader.size())
         except Exception as error:
@@ -268,9 +276,20 @@ def decode_frames(
     With ``size`` frames that would take more than ``WINDOW`` bytes come cropped and resized to that size by
     ``resize_and_crop``: all of them are in memory at no time. reader: as of ``read_clip``.
     """
-    file, by_number = _open(path, reader)
+    return decode_chosen(path, lambda timeline: choose(len(timeline.seconds)), stop, size, reader)
+
+
+def decode_chosen(
+    path: str,
+    choose: Callable[[Timeline], list[int]],
+    stop: threading.Event,
+    size: int | tuple[int, int] | None = None,
+    reader: str = "auto",
+) -> np.ndarray:
+    """What ``decode_frames`` returns, of the frames ``choose(when each is shown)``."""
+    file, by_number = _open(path, reader, stop)
     try:
-        indices = choose(file.length)
+        indices = choose(file.timeline())
         if by_number and file.declared <= MAX_FRAME_PIXELS:
             try:
                 together = max(1, WINDOW // max(1, file.declared * 3))
@@ -304,8 +323,8 @@ def _shrink(frames: Tensor, size: int | tuple[int, int]) -> np.ndarray:
     return resize_and_crop(frames, size, as_bytes=True).permute(1, 2, 3, 0).numpy()
 
 
-def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
-    """A file, and whether its frames are found by their numbers; raises BadSample."""
+def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> tuple[Reader, bool]:
+    """A file, and whether its frames are found by their numbers; raises BadSample. whole: as of ``clip_size``."""
     reader, _ = choose_reader(reader)
     try:
         state = os.stat(path)
@@ -321,11 +340,19 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
             raise BadSample(path, header.problem)
     except OSError as error:
         raise BadSample(path, error.strerror or error) from error
-    if reader == "decord" and header.codec == FRAGMENTED:  # a damaged time in a fragment ends the process
-        reader = "pyav"
+
+    def count(name: str, contents: Contents) -> Contents:
+        if not whole:
+            raise BadSample(path, "its frames can't be counted without all of it")
+        known = _counts.get(path)
+        if known is None or known[0] != version:
+            known = version, count_frames(name, contents, stop)
+            _counts.add(path, *known)
+        return known[1]
+
     try:
         with name_for_ffmpeg(path) as name:
-            file, by_number = _open_with(reader, name, header.codec)
+            file, by_number = _open_with(reader, name, header, whole, count)
         if not file.length:
             raise ValueError("no frames")
     except Exception as error:  # RuntimeError, AssertionError, libav's and decord's own types
@@ -335,33 +362,52 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
             raise BadSample(path, os.strerror(2)) from error
         reason = "holds no video stream" if isinstance(error, NoVideo) else "not a video that can be decoded"
         reason = str(error) if isinstance(error, UnknownColours) else reason
-        _unopened.add(path, version, reason)
+        if whole:
+            _unopened.add(path, version, reason)
         raise BadSample(path, reason) from error
     if file.length > MAX_FRAMES:
         raise BadSample(path, f"{file.length:,} frames, more than {MAX_FRAMES:,}")
     return file, by_number
 
 
-def _open_with(reader: str, name: str, codec: str) -> tuple[Reader, bool]:
-    """codec: of the file's header; looking that up anew takes as long as decoding a frame or two."""
-    if reader == "decord" and (codec in DecordReader.KNOWN or DecordReader.finds(look_up(name, packets=False))):
+def _open_with(
+    reader: str, name: str, header: ContainerHeader, whole: bool, count: Callable[[str, Contents], Contents]
+) -> tuple[Reader, bool]:
+    """count: of the frames of a file that only decoding counts."""
+    if reader == "decord" and DecordReader.finds(header):
         try:
-            file = DecordReader(name)
-            # It finds frames by their times: those of a file without (MPEG programme streams) get mixed up.
-            times = file.times()
-            if codec != IN_ORDER or not is_high_definition(*file.size()[::-1]):  # AVI names no matrix
-                return file, bool((times[1:] > times[:-1]).all())
+            file = OPENERS[reader](name, header.track)
+            if header.codec != IN_ORDER or not is_high_definition(*file.size()[::-1]):  # AVI names no matrix
+                return file, True
         except Exception as error:
             if _is_final(error):
                 raise
-    contents = look_up(name, packets=True)
-    if contents.seekable and (reader != "decord" or contents.converted):
+    contents = look_up(name, whole=whole)
+    if contents.seekable:
         try:
-            return OPENERS["pyav" if contents.converted else reader](name, contents), True
+            return OPENERS["pyav" if reader == "decord" or contents.converted else reader](name, contents), True
         except Exception as error:
             if _is_final(error):
                 raise
-    return PyAVReader(name, contents), False
+    return PyAVReader(name, contents if contents.counted else count(name, contents)), False
+
+
+def count_frames(name: str, contents: Contents, stop: threading.Event) -> Contents:
+    """Decodes a file up to its end, or to the first frame that can't be decoded: its contents, with the frames that
+    there are and their times."""
+    times: list[int | None] = []
+    try:
+        with open_container(name) as container:
+            stream = video_stream(container)
+            stream.codec_context.thread_count = 1
+            for frame in decoded(container, stream):
+                times.append(frame.pts)
+                if stop.is_set() or len(times) > MAX_FRAMES:
+                    break
+    except Exception as error:
+        if _is_final(error):
+            raise
+    return replace(contents, length=len(times), times=rising_times(times))
 
 
 @contextmanager
@@ -381,14 +427,16 @@ def _decode_in_order(
 ) -> np.ndarray:
     """What ``decode_frames`` returns, by PyAV, from the first frame on."""
     kept: dict[int, np.ndarray] = {}
-    convert, wanted, count = ToRgb(), set(indices), 0
+    wanted, count = set(indices), 0
     try:
         with name_for_ffmpeg(path) as name, open_container(name) as container:
-            stream = container.streams.video[0]
+            stream = video_stream(container)
+            convert = ShownFrames(stream, crop_of(name, container, stream))
             stream.codec_context.thread_count = 1
             for count, frame in enumerate(decoded(container, stream), 1):
                 if count - 1 in wanted:
-                    _check_size(path, frame.height, frame.width)
+                    for height, width in ((frame.height, frame.width), convert.size(frame)):
+                        _check_size(path, height, width)
                     pixels = convert(frame)
                     if size is not None and pixels.size * len(wanted) > WINDOW:
                         pixels = _shrink(torch.from_numpy(pixels.copy())[None], size)[0]

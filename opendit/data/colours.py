@@ -32,10 +32,16 @@ _PRIMARIES = {
 }
 _WIDE = {9: "BT.2020", 11: "DCI-P3", 12: "Display P3"}
 _GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # of transfers that are a power, of pictures
-# Matrices of HDR that FFmpeg's scaler does not have: it would show other colours.
 UNSPECIFIED = 2  # primaries, transfer or matrix
-_NO_MATRIX = {10: "BT.2020 with constant luminance", 11: "YDzDx", 12: "chromaticity-derived", 13: "chromaticity-derived"}
-_NO_MATRIX |= {14: "ICtCp", 15: "IPT-C2"}
+# Matrices that FFmpeg's scaler does not have: it would show other colours.
+_NO_MATRIX = {
+    10: "BT.2020 with constant luminance",
+    11: "YDzDx",
+    12: "chromaticity-derived",
+    13: "chromaticity-derived",
+    14: "ICtCp",
+    15: "IPT-C2",
+}
 
 _BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
 Chromaticities = tuple[tuple[float, float], ...]

@@ -4,16 +4,19 @@ from typing import NamedTuple
 
 from opendit.data.avi_header import has_no_b_frames
 from opendit.data.mp4_header import read_tables
+from opendit.data.mp4_track import PlainTrack
 
 IN_ORDER = "MPEG-4 without B frames"
 
 
 class ContainerHeader(NamedTuple):
     """problem: why the file can't be believed, or None. codec: of an MP4 the four letters of its only video track,
-    ``IN_ORDER`` for an AVI file that says so; empty where that takes a closer look."""
+    ``IN_ORDER`` for an AVI file that says so; empty where that takes a closer look. track: the only video track of an
+    MP4 whose frames are found by their numbers."""
 
     problem: str | None
     codec: str = ""
+    track: PlainTrack | None = None
 
 
 def read_header(path: str) -> ContainerHeader:

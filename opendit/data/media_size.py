@@ -94,9 +94,9 @@ def stored_clip_size(name: str, size: int, read: Callable[[int, int], bytes]) ->
     if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
         try:
             with as_file(parts, size) as path:
-                return clip_size(path)
+                return clip_size(path, whole=False)
         except BadSample:
-            pass  # a decoder that wants all of the first frame
+            pass  # a decoder that wants all of the first frame, or a file whose frames only decoding counts
     with as_file([(0, read(0, size))], size) as path:
         return clip_size(path)
 
