@@ -47,7 +47,7 @@ def plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
     """
     try:
         return _plain_track(moov, read, size)
-    except (KeyError, IndexError, ValueError, ZeroDivisionError, struct.error):
+    except (KeyError, IndexError, ValueError, ZeroDivisionError, StopIteration, struct.error):
         return None
 
 
