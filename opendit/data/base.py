@@ -140,9 +140,9 @@ class MediaDataset(Dataset[Any]):
         ``sample_shape``."""
         if type(self).media_size is MediaDataset.media_size:
             return None
-        from opendit.data.media_size import known_sizes  # which reads files as this module's data sets do
+        from opendit.data.media_size import SIZES, known_sizes  # which reads files as this module's data sets do
 
-        identity = hash_parts("sizes", self.identity(), self.contents() or "")
+        identity = hash_parts(SIZES, self.identity(), self.contents() or "")
         return known_sizes(identity, len(self), self.media_size)
 
     def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:

@@ -11,7 +11,7 @@ from opendit.data.apart import run_apart
 from opendit.data.base import DataError, name_few
 from opendit.data.csv_table import TableRow, read_csv, write_csv
 from opendit.data.files import printable, problem
-from opendit.data.medium import Medium
+from opendit.data.medium import Medium, count_colours
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.progress import Progress
 
@@ -109,5 +109,7 @@ def run(
     if not kept:
         raise DataError(f"no row of {csv} is left; see the reasons above")
     print(table(media))
+    for line in count_colours(media):
+        print(line)
     write_csv(output, kept)
     print(f"wrote {output}: train with --data_path {output}")

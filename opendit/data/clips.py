@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from opendit.data.animations import AnimationReader
 from opendit.data.base import BadSample, to_pixels
 from opendit.data.colours import is_high_definition
-from opendit.data.container_header import IN_ORDER, ContainerHeader, read_header
+from opendit.data.container_header import ANIMATION, IN_ORDER, ContainerHeader, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
 from opendit.data.mp4_header import MAX_FRAMES
 from opendit.data.video_readers import (
@@ -34,6 +35,7 @@ from opendit.data.video_readers import (
     Timeline,
     UnknownColours,
     choose_reader,
+    colours_of,
     crop_of,
     decoded,
     look_up,
@@ -212,6 +214,16 @@ def clip_size(path: str, time_limit: float = TIME_LIMIT, *, whole: bool = True) 
         raise BadSample(path, _too_long(time_limit)) from None
 
 
+def rate_and_colours(path: str) -> tuple[float, str]:
+    """Return a clip's frames a second on average, 0 where its file says nothing, and what its colours are, if they are
+    converted: "HDR (PQ)" and the like. Raises an exception of any kind."""
+    if read_header(path).codec == ANIMATION:
+        return AnimationReader(path, MAX_FRAME_PIXELS).rate, ""
+    with name_for_ffmpeg(path) as name, open_container(name) as file:
+        stream = video_stream(file)
+        return float(stream.average_rate or 0), colours_of(stream)
+
+
 class _Helper:
     """A thread that does one piece of work after another; to start one for every clip takes 0.1 ms."""
 
@@ -340,6 +352,8 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
             raise BadSample(path, header.problem)
     except OSError as error:
         raise BadSample(path, error.strerror or error) from error
+    if header.codec == ANIMATION:
+        return AnimationReader(path, MAX_FRAME_PIXELS), True
 
     def count(name: str, contents: Contents) -> Contents:
         if not whole:

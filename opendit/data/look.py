@@ -18,6 +18,7 @@ from opendit.data.files import printable
 from opendit.data.fill import MediumTokens
 from opendit.data.latents_index import read_indexes
 from opendit.data.look_page import THUMBNAIL, Findings, Look, draw_histograms, draw_sheet, make_page
+from opendit.data.medium import count_colours
 from opendit.data.names import inline_sources, is_address
 from opendit.data.pictures_and_clips import PICTURE, PicturesAndClips
 from opendit.data.progress import Progress
@@ -58,6 +59,8 @@ def run(
             new.write_bytes(written)
     print(dataset.describe())
     print(f"looked into {found.looked}")
+    for line in count_colours(each.medium for each in found.looks):
+        print(line)
     for bad in found.bad[:10]:
         print(f"  {bad}")
     if len(found.bad) > 10:

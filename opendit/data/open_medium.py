@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 
-from opendit.data.clips import decode_frames, name_for_ffmpeg
+from opendit.data.clips import decode_frames, rate_and_colours
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import read_picture
 
@@ -27,9 +27,5 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
         return [0, length // 2, length - 1] if middle else [0, length - 1]
 
     frames = decode_frames(path, choose, threading.Event())
-    import av
-
-    with name_for_ffmpeg(path) as name, av.open(name) as file:
-        rate = float(file.streams.video[0].average_rate or 0)
     height, width = frames.shape[1:3]
-    return Medium(lengths[0], height, width, rate), frames
+    return Medium(lengths[0], height, width, *rate_and_colours(path)), frames

@@ -11,7 +11,8 @@ from PIL import Image, ImageOps
 
 from opendit.data.base import BadSample
 from opendit.data.files import TIME_LIMIT, printable, problem
-from opendit.data.picture_colours import Convert, conversion_of, note_codes
+from opendit.data.medium import COLOURS
+from opendit.data.picture_colours import Convert, conversion_of, kind_of_picture, note_codes
 
 # Of one picture: where Pillow itself stops. Decoded they are 4 bytes each, and some modes need three times that for a
 # moment: 2 GiB.
@@ -83,9 +84,8 @@ def picture_size(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
     if content is None and (why := problem(path)) is not None:
         raise BadSample(path, why)
     try:
-        with _File(path, time_limit, content) as file, _open(file) as image:
-            turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
-            return (image.width, image.height) if turned else (image.height, image.width)
+        with PictureFile(path, time_limit, content) as file, open_picture_file(file) as image:
+            return upright_size(image)
     except Exception as error:
         raise BadSample(path, reason(error)) from error
 
@@ -103,7 +103,7 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
     return image.resize((size, size), resample=Image.Resampling.BICUBIC, box=down)
 
 
-class _File(io.BufferedReader):
+class PictureFile(io.BufferedReader):
     """A file that gives up when its time is over, and never gives more memory than the file has bytes: decoders ask for
     as many as a header says."""
 
@@ -145,16 +145,25 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
     if content is None and (why := problem(path)) is not None:
         raise BadSample(path, why)
     try:
-        with _File(path, time_limit, content) as file, _open(file) as image:
+        with PictureFile(path, time_limit, content) as file, open_picture_file(file) as image:
             note_codes(image, file)
             image.load()
             # 32-bit integers of a TIFF are unsigned unless it says otherwise; Pillow's are signed.
             tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
             unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
             conversion = conversion_of(image)  # before it is turned: a copy no longer tells what file it is of
-            return _to_rgb(_upright(image), unsigned, conversion)
+            kind = kind_of_picture(image)
+            picture = _to_rgb(upright(image), unsigned, conversion)
+            picture.info[COLOURS] = kind
+            return picture
     except Exception as error:  # Pillow's decoders raise nearly every type there is on broken files
         raise BadSample(path, reason(error)) from error
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Return an opened picture as :func:`read_picture` does, but not turned. Raises an exception of any kind."""
+    image.load()
+    return _to_rgb(image, False, conversion_of(image))
 
 
 def check_header(path: str) -> str | None:
@@ -162,14 +171,16 @@ def check_header(path: str) -> str | None:
     try:
         why = problem(path)
         if why is None:
-            with _File(path, TIME_LIMIT) as file, _open(file):
+            with PictureFile(path, TIME_LIMIT) as file, open_picture_file(file):
                 pass
         return why
     except Exception as error:
         return reason(error)
 
 
-def _open(file: _File) -> Image.Image:
+def open_picture_file(file: PictureFile) -> Image.Image:
+    """Return Pillow's picture of a file, not decoded yet. Raises ValueError of one that is too large, and Pillow's
+    errors."""
     image = Image.open(file, formats=_formats())
     pixels = image.width * image.height
     if pixels > MAX_PIXELS:
@@ -181,7 +192,7 @@ def _open(file: _File) -> Image.Image:
     return image
 
 
-def _scans(file: _File) -> int:
+def _scans(file: PictureFile) -> int:
     """How many scans a JPEG file has; the file's position is kept."""
     at, count, last = file.tell(), 0, b""
     file.seek(0)
@@ -208,7 +219,13 @@ def reason(error: Exception) -> str:
     return printable(text)[:200] or type(error).__name__
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return (height, width) of a picture as :func:`upright` turns it."""
+    turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+    return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def upright(image: Image.Image) -> Image.Image:
     """Turned as the camera was held; a broken EXIF block is no reason to lose the picture."""
     try:
         return ImageOps.exif_transpose(image)

@@ -17,6 +17,7 @@ from opendit.common.hashing import hash_parts
 from opendit.data.base import BadSample
 from opendit.data.media_size import Size
 from opendit.data.medium import Medium, of_picture
+from opendit.data.picture_file import as_rgb, reason
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields, split_name, suffix_of
 
@@ -157,12 +158,20 @@ class CookedDataset(ShardDataset):
             return self._clip(row, content, flip, start, shape)
         if isinstance(content, bytes):
             return self._picture(row, content, flip, shape)
-        return self.picture_sample(content.convert("RGB"), flip, shape)
+        return self.picture_sample(self._rgb(row, content), flip, shape)
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         made = self._cook(row)
         content = made["video" if self._video else "image"]
-        return self._look(not self._video, content) if isinstance(content, bytes) else of_picture(content)
+        return (
+            self._look(not self._video, content) if isinstance(content, bytes) else of_picture(self._rgb(row, content))
+        )
+
+    def _rgb(self, row: int, image: Image.Image) -> Image.Image:
+        try:
+            return as_rgb(image)
+        except Exception as error:  # Pillow's decoders raise nearly every type there is
+            raise BadSample(self.source(row), reason(error)) from error
 
     def caption(self, row: int) -> str | None:
         return self._cook(row)["caption"].strip() if self.conditioning == "text" else None

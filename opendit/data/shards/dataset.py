@@ -1,6 +1,7 @@
 """The data set of a list of indexed tars."""
 
 import copy
+import io
 import threading
 import zlib
 from bisect import bisect_right
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from opendit.common.errors import DataError
 from opendit.common.hashing import hash_parts
+from opendit.data.animation_header import HEAD, is_animated, may_be_animation
 from opendit.data.base import BadSample, flip_note
 from opendit.data.clips import clip_size
 from opendit.data.files import allow_open_files, printable
-from opendit.data.folders import CLIPS
-from opendit.data.media_size import Size, known_sizes, stored_clip_size, stored_picture_size
+from opendit.data.media_size import SIZES, Size, known_sizes, stored_clip_size, stored_picture_size
 from opendit.data.medium import Medium
 from opendit.data.memory_file import as_file
 from opendit.data.open_medium import open_clip, open_picture
@@ -30,7 +31,7 @@ from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.row_arrays import next_of_key
 from opendit.data.shards.ahead import ByteRange, grouped
 from opendit.data.shards.fields import read_caption
-from opendit.data.shards.index import MOST_CLASSES, Record, TarIndex
+from opendit.data.shards.index import ANIMATED, MOST_CLASSES, Record, TarIndex, is_clip
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
@@ -64,7 +65,7 @@ class IndexedTar:
         header = self.index.header
         if header.pictures in (0, header.rows):
             return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
-        of_suffix = np.array([CLIP if suffix in CLIPS else PICTURE for suffix in header.suffixes], np.uint8)
+        of_suffix = np.array([CLIP if is_clip(suffix) else PICTURE for suffix in header.suffixes], np.uint8)
         shapes = of_suffix[self.index.rows["suffix"]]
         return shapes if self.kept is None else shapes[self.kept.rows()]
 
@@ -159,7 +160,8 @@ class ShardDataset(PicturesAndClips):
     def source(self, row: int) -> str:
         number, place, record = self.find_record(row)
         index = self._index(number)
-        return f"{self.shards[number].name}: {index.key(place)}{index.header.suffixes[record.suffix]}"
+        suffix = index.header.suffixes[record.suffix].removeprefix(ANIMATED)
+        return f"{self.shards[number].name}: {index.key(place)}{suffix}"
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
         number, _, record = self.find_record(row)
@@ -231,9 +233,12 @@ class ShardDataset(PicturesAndClips):
                 mine.store = copy.copy(self.store)
             return mine.media_size(row)
 
-        return known_sizes(hash_parts("sizes", self.identity()), len(self), look, threads=self.size_threads)
+        return known_sizes(hash_parts(SIZES, self.identity()), len(self), look, threads=self.size_threads)
 
     def _picture(self, row: int, content: bytes, flip: bool, shape: Size) -> Tensor:
+        if self.use_video and may_be_animation(content[:HEAD]) and is_animated(io.BytesIO(content)):
+            reason = "an animation that is taken for a picture; run preprocess.py index --force, or cook it as a video"
+            raise BadSample(self.source(row), reason)
         try:  # the sample's name is looked up only if a message needs it
             image = read_picture("", content=content)
         except BadSample as bad:
@@ -256,7 +261,7 @@ class ShardDataset(PicturesAndClips):
         return content
 
     def _is_picture(self, number: int, record: Record) -> bool:
-        return self.shards[number].index.header.suffixes[record.suffix] not in CLIPS
+        return not is_clip(self.shards[number].index.header.suffixes[record.suffix])
 
     def label(self, row: int) -> int:
         return max(0, self.find_record(row)[2].label) if self.conditioning == "label" else 0

@@ -22,6 +22,7 @@ from opendit.common.errors import DataError
 from opendit.common.rules import MIB, listed, one_of, record, string, truth, whole
 from opendit.common.strict_files import COUNT, FileKind, parse_text
 from opendit.common.tensor_files import write_file
+from opendit.data.folders import CLIPS
 from opendit.data.retry import retried_disk
 
 SUFFIX = ".index"  # behind the tar's whole name
@@ -29,6 +30,7 @@ MAGIC = b"ODSHARD1"
 VERSION = 1
 ALIGNMENT = 64
 NO_LABEL = -1
+ANIMATED = "animated"  # before the suffix of an animation in a header's ``suffixes``
 ROW = np.dtype(
     [
         ("medium_at", "<u8"),  # offset of the picture's or clip's first byte in the tar
@@ -96,9 +98,9 @@ class Header:
     tar_bytes, sha256: the tar's size and checksum; "" where nobody has read all of it. checked: whether records have
     the CRC-32 of their medium. pictures: how many samples are pictures; the others are clips. conditioning: "text" if
     samples have captions, "label" if classes, "none" if neither. num_classes: the largest label + 1. suffixes: of the
-    media, with their dots. captions: where a caption stands: the member's ending, then keys inside of its JSON.
-    left_out: samples of the tar that are in no record, of which examples says "key: why" of a few. plan: what the tar
-    was written from, "" if by another program.
+    media, with their dots; of animations with ``ANIMATED`` before them. captions: where a caption stands: the member's
+    ending, then keys inside of its JSON. left_out: samples of the tar that are in no record, of which examples says
+    "key: why" of a few. plan: what the tar was written from, "" if by another program.
     """
 
     rows: int
@@ -115,6 +117,11 @@ class Header:
     examples: tuple[str, ...] | list[str] = ()
     plan: str = ""
     version: int = VERSION
+
+
+def is_clip(suffix: str) -> bool:
+    """Whether media with this suffix, as a header has it, are clips."""
+    return suffix in CLIPS or suffix.startswith(ANIMATED)
 
 
 def index_of(tar: str | Path) -> Path:
