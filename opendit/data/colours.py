@@ -11,7 +11,7 @@ Colours are named as in ITU-T H.273: numbers for the primaries and for the trans
 5. Light becomes an SDR signal: by the power 1 / 2.4 for clips and by sRGB's curve for pictures.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -33,6 +33,9 @@ _PRIMARIES = {
 _WIDE = {9: "BT.2020", 11: "DCI-P3", 12: "Display P3"}
 _GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # of transfers that are a power, of pictures
 UNSPECIFIED = 2  # primaries, transfer or matrix
+# Matrix -> the shares of red and blue in luma.
+MATRICES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087)}
+MATRICES |= {9: (0.2627, 0.0593)}
 # Matrices that FFmpeg's scaler does not have: it would show other colours.
 _NO_MATRIX = {
     10: "BT.2020 with constant luminance",
@@ -87,19 +90,42 @@ class Conversion:
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """Convert (H, W, 3) uint8 or uint16, of which the largest number is a signal of 1, to uint8."""
-        if pixels.dtype not in self._tables:
-            most = np.iinfo(pixels.dtype).max
-            self._tables[pixels.dtype] = self._to_light(np.arange(most + 1) / most).astype(np.float32)
-        table, out = self._tables[pixels.dtype], np.empty(pixels.shape, np.uint8)
-        rows = max(1, _CHUNK // max(1, pixels.shape[1]))
-        for first in range(0, len(pixels), rows):
+        return self._by_rows(pixels.shape[:2], pixels.dtype, lambda rows: [pixels[rows, :, n] for n in range(3)])
+
+    def from_yuv(self, planes: Sequence[np.ndarray], bits: int, full: bool, matrix: int) -> np.ndarray:
+        """Convert three planes (H, W) of Y, Cb and Cr with so many bits to (H, W, 3) uint8. full: their range. matrix:
+        one of ``MATRICES``."""
+        red, blue = MATRICES[matrix]
+        unit = 1 << (bits - 8)
+        black, luma, chroma = (0, 256 * unit - 1, 256 * unit - 1) if full else (16 * unit, 219 * unit, 224 * unit)
+
+        def signals(rows: slice) -> list[np.ndarray]:
+            y, cb, cr = (plane[rows].astype(np.float32) for plane in planes)
+            y = (y - np.float32(black)) * np.float32(1 / luma)
+            r = y + (cr - np.float32(128 * unit)) * np.float32(2 * (1 - red) / chroma)
+            b = y + (cb - np.float32(128 * unit)) * np.float32(2 * (1 - blue) / chroma)
+            g = (y - np.float32(red) * r - np.float32(blue) * b) * np.float32(1 / (1 - red - blue))
+            return [(x * np.float32(65535) + np.float32(0.5)).clip(0, 65535).astype(np.uint16) for x in (r, g, b)]
+
+        return self._by_rows(planes[0].shape, np.dtype(np.uint16), signals)
+
+    def _by_rows(
+        self, shape: tuple[int, ...], dtype: np.dtype, signals: Callable[[slice], list[np.ndarray]]
+    ) -> np.ndarray:
+        if dtype not in self._tables:
+            most = np.iinfo(dtype).max
+            self._tables[dtype] = self._to_light(np.arange(most + 1) / most).astype(np.float32)
+        table, out = self._tables[dtype], np.empty((*shape, 3), np.uint8)
+        count = max(1, _CHUNK // max(1, shape[1]))
+        for first in range(0, shape[0], count):
+            rows = slice(first, first + count)
             # Plain sums of products and tables: the same bits on every machine.
-            light = [table[pixels[first : first + rows, :, colour]] for colour in range(3)]
+            light = [table[part] for part in signals(rows)]
             if self._ootf is not None:
                 gain = self._ootf[_bin(_weighted(light, _LUMINANCE))]
                 light = [part * gain for part in light]
             for colour, weights in enumerate(self._matrix):
-                out[first : first + rows, :, colour] = self._codes[_bin(_weighted(light, weights))]
+                out[rows, :, colour] = self._codes[_bin(_weighted(light, weights))]
         return out
 
 
@@ -121,6 +147,15 @@ def _bin(light: np.ndarray) -> np.ndarray:
 
 def _weighted(light: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
     return light[0] * weights[0] + light[1] * weights[1] + light[2] * weights[2]
+
+
+def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: int) -> int:
+    """Return a clip's matrix; where it names none, the one that players take."""
+    if matrix != UNSPECIFIED:
+        return matrix
+    if transfer in (PQ, HLG) or primaries == 9:
+        return 9
+    return 1 if is_high_definition(width, height) else 6
 
 
 @cache

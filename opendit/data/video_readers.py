@@ -19,7 +19,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from opendit.data.colours import UNSPECIFIED, is_high_definition, kind_of_colours, of_clip, unknown_matrix
+from opendit.data.colours import (
+    MATRICES,
+    UNSPECIFIED,
+    Conversion,
+    is_high_definition,
+    kind_of_colours,
+    matrix_of,
+    of_clip,
+    unknown_matrix,
+)
 from opendit.data.container_header import IN_ORDER, ContainerHeader
 from opendit.data.frame_geometry import Crop, Geometry, container_crop
 from opendit.data.mp4_track import PlainTrack
@@ -31,7 +40,7 @@ CHOICES = ("auto", *READERS)
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
 _OF_DECORD = ("avc1", "vp09", "av01")  # as MP4 files name their codecs
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
-_BT709, _BT2020 = 1, 9  # matrices of H.273
+_BT709, _FULL_RANGE = 1, 2  # as H.273 and FFmpeg number a matrix and a range
 _SEEKABLE = ("mov", "matroska", "avi")  # files of these have an index that leads to the frames it says
 _SMALLEST = 16  # bytes of a coded MPEG-4 frame; shorter packets repeat the frame before, and are not shown
 
@@ -244,22 +253,37 @@ class ToRgb:
         deep = max(part.bits for part in frame.format.components) > 8
         alpha = any(part.is_alpha for part in frame.format.components)
         conversion = of_clip(int(frame.color_primaries), int(frame.color_trc))
-        if conversion is not None and int(frame.colorspace) == UNSPECIFIED:
-            frame.colorspace = _BT2020
-        elif _needs_matrix(frame):
-            frame.colorspace = _BT709
         if conversion is not None:
-            pixels = self._scaled(frame, "rgba64le" if alpha else "rgb48le").to_ndarray()
-            shown, mask = conversion(pixels[..., :3]), pixels[..., 3:] >> 8
+            shown, mask = self._converted(frame, conversion, alpha)
         else:
+            if _needs_matrix(frame):
+                frame.colorspace = _BT709
             wanted = "rgba" if alpha else "rgb24"
             # PyAV's own conversion of more bits has other colours.
             pixels = (self._scaled(frame, wanted) if deep else frame).to_ndarray(format=wanted)
-            shown, mask = pixels[..., :3], pixels[..., 3:]
-        if not alpha:
+            shown, mask = pixels[..., :3], pixels[..., 3] if alpha else None
+        if mask is None:
             return shown
         opaque = Image.fromarray(np.ascontiguousarray(shown))
-        return np.asarray(on_white(opaque, Image.fromarray(mask[..., 0].astype(np.uint8))))
+        return np.asarray(on_white(opaque, Image.fromarray(np.ascontiguousarray(mask))))
+
+    def _converted(self, frame: Any, conversion: Conversion, alpha: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        """(H, W, 3) uint8 that were converted, and (H, W) uint8 of alpha, if there is any."""
+        codes = int(frame.color_primaries), int(frame.color_trc), int(frame.colorspace)
+        matrix, name = matrix_of(*codes, frame.width, frame.height), frame.format.name
+        parts = frame.format.components
+        if frame.format.is_rgb or matrix not in MATRICES or len({part.plane for part in parts}) < len(parts):
+            pixels = self._scaled(frame, "rgba64le" if alpha else "rgb48le").to_ndarray()
+            return conversion(pixels[..., :3]), (pixels[..., 3] >> 8).astype(np.uint8) if alpha else None
+        # Not by the scaler: from 4:2:0 it makes up to 1 % of another luma.
+        bits = parts[0].bits
+        kind = np.dtype(np.uint8 if bits == 8 else ">u2" if name.endswith("be") else "<u2")
+        planes = [_numbers(plane, kind, frame.height, frame.width) for plane in frame.planes]
+        mask = (planes.pop() >> (bits - 8)).astype(np.uint8) if alpha else None
+        if len(planes) == 1:
+            planes += [np.full_like(planes[0], 1 << (bits - 1))] * 2
+        full = int(frame.color_range) == _FULL_RANGE or name.startswith("yuvj")
+        return conversion.from_yuv(planes, bits, full, matrix), mask
 
     def _scaled(self, frame: Any, pixels: str) -> Any:
         from av.filter import Graph
@@ -277,6 +301,13 @@ class ToRgb:
             self._of, self._graph = of, graph
         self._graph.push(frame)
         return self._graph.pull()
+
+
+def _numbers(plane: Any, kind: np.dtype, height: int, width: int) -> np.ndarray:
+    """(height, width) of a plane of PyAV's frame; of one that is smaller each number stands for those around it."""
+    numbers = np.frombuffer(plane, kind).reshape(plane.height, -1)[:, : plane.width]
+    down, across = -(-height // plane.height), -(-width // plane.width)
+    return numbers.repeat(down, 0).repeat(across, 1)[:height, :width]
 
 
 class ShownFrames:
