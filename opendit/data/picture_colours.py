@@ -75,21 +75,25 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
     if profile[16:20] == b"RGB " and mode not in ("CMYK", "LAB"):
         wanted = "RGB"
     transform = _transform(profile, wanted) if wanted else None
-    return None if transform is None else (wanted, transform.apply)
+    return None if transform is None else (wanted, transform)
 
 
 @lru_cache(maxsize=16)
-def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+def _transform(profile: bytes, mode: str) -> Convert | None:
     """Return the transform of a profile, perceptual as Pillow's default is; None of one that is broken, and of one that
     moves no colour by more than one level of 255: sRGB's own profiles differ by that."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB")
+        # Of greys LittleCMS else makes a coarse table, which is wrong by 9 levels where a dark grey is light itself.
+        flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
+        made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB", flags=flags)
         if mode == "CMYK":
-            return made
+            return made.apply
         probe = _PROBES[mode]
-        moved = np.asarray(made.apply(probe)).astype(int) - np.asarray(probe.convert("RGB"))
-        return made if abs(moved).max() > 1 else None
+        found = np.asarray(made.apply(probe))
+        if abs(found.astype(int) - np.asarray(probe.convert("RGB"))).max() <= 1:
+            return None
+        return made.apply if mode == "RGB" else lambda image: Image.fromarray(found[0][np.asarray(image)])
     except Exception:  # LittleCMS refuses what it likes
         return None
 
