@@ -29,7 +29,7 @@ class AnimationReader:
     """
 
     def __init__(self, path: str, most_pixels: int, time_limit: float = TIME_LIMIT):
-        self._path, self._time_limit = path, time_limit
+        self._path, self._most_pixels, self._time_limit = path, most_pixels, time_limit
         with self._opened() as (file, image):
             self._first = int(bool(getattr(image, "default_image", False)))  # a PNG's picture for old browsers
             self.length, self.declared = count_frames(file, MAX_FRAMES + 1), image.width * image.height
@@ -37,9 +37,12 @@ class AnimationReader:
                 raise ValueError("a still picture, not a clip")
             if self.length > MAX_FRAMES:
                 raise ValueError(f"more than {MAX_FRAMES:,} frames")
-            if self.declared > most_pixels:
-                raise ValueError(f"frames of {image.width:,} x {image.height:,} pixels, more than {most_pixels:,}")
-            self._size = upright_size(image)
+            self._check_pixels(image)
+            self._canvas, self._size = image.size, upright_size(image)
+
+    def _check_pixels(self, image: Image.Image) -> None:
+        if image.width * image.height > self._most_pixels:
+            raise ValueError(f"frames of {image.width:,} x {image.height:,} pixels, more than {self._most_pixels:,}")
 
     def size(self) -> tuple[int, int]:
         """Return (height, width) of the frames as they are shown."""
@@ -72,7 +75,8 @@ class AnimationReader:
             conversion = conversion_of(image)
             for number, frame in enumerate(self._frames(file, image, max(wanted) + 1)):
                 if number in wanted:
-                    shown = upright(frame.convert("RGBA"))
+                    # Pillow makes room for a frame of a GIF that goes beyond the canvas; players cut it off.
+                    shown = upright(frame.convert("RGBA").crop((0, 0, *self._canvas)))
                     colours = shown.convert("RGB")
                     if conversion is not None:
                         colours = conversion[1](colours.convert(conversion[0]))
@@ -85,6 +89,7 @@ class AnimationReader:
                 raise TimeoutError(f"not read within {file.time_limit:g} seconds")
             try:
                 image.seek(self._first + number)
+                self._check_pixels(image)
                 image.load()
             except EOFError:
                 raise ValueError(f"damaged: frame {count - 1} is needed, {number} frames can be decoded") from None

@@ -16,7 +16,11 @@ from opendit.data.picture_file import as_rgb, read_picture
 from tests.data.test_colours import srgb, with_chunk
 
 SRGB = ImageCms.createProfile("sRGB")
-P3_PRIMARIES = {b"rXYZ": (0.5151, 0.2412, -0.0011), b"gXYZ": (0.2920, 0.6922, 0.0419), b"bXYZ": (0.1571, 0.0666, 0.7841)}
+P3_PRIMARIES = {
+    b"rXYZ": (0.5151, 0.2412, -0.0011),
+    b"gXYZ": (0.2920, 0.6922, 0.0419),
+    b"bXYZ": (0.1571, 0.0666, 0.7841),
+}
 
 
 def noise(*shape, seed=0):

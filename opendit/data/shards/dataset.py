@@ -54,18 +54,21 @@ class IndexedTar:
     def __len__(self) -> int:
         return self.index.header.rows if self.kept is None else len(self.kept)
 
-    def count_pictures(self) -> int:
+    def count_pictures(self, use_video: bool) -> int:
+        """How many samples are pictures. use_video: as of ``is_clip``."""
         header = self.index.header
-        if self.kept is None or header.pictures in (0, header.rows):
+        told = use_video or not any(suffix.startswith(ANIMATED) for suffix in header.suffixes)
+        if told and (self.kept is None or header.pictures in (0, header.rows)):
             return min(len(self), header.pictures)
-        return int((self.shapes() == PICTURE).sum())
+        return int((self.shapes(use_video) == PICTURE).sum())
 
-    def shapes(self) -> np.ndarray:
+    def shapes(self, use_video: bool) -> np.ndarray:
         """Which of the samples are pictures and which clips, a byte each; looked up only where there are both."""
         header = self.index.header
-        if header.pictures in (0, header.rows):
-            return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
-        of_suffix = np.array([CLIP if is_clip(suffix) else PICTURE for suffix in header.suffixes], np.uint8)
+        kinds = [CLIP if is_clip(suffix, use_video) else PICTURE for suffix in header.suffixes]
+        if len(set(kinds)) == 1:
+            return np.full(len(self), kinds[0], np.uint8)
+        of_suffix = np.array(kinds, np.uint8)
         shapes = of_suffix[self.index.rows["suffix"]]
         return shapes if self.kept is None else shapes[self.kept.rows()]
 
@@ -105,7 +108,7 @@ class ShardDataset(PicturesAndClips):
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
         self._found: tuple[Any, ...] = (None, None)  # the last row that was looked up, and what was found
-        self.pictures = sum(shard.count_pictures() for shard in self.shards)
+        self.pictures = sum(shard.count_pictures(self.use_video) for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
         self._kinds: np.ndarray | None = None
@@ -122,14 +125,15 @@ class ShardDataset(PicturesAndClips):
         """Which of all samples are pictures and which clips, a byte each; of many, mapped from a file."""
         if self._kinds is None:
             written = (str(shard.index.written) for shard in self.shards)  # an index may be made anew, of other samples
-            name = partial(hash_parts, "pictures and clips", *self._contents(), *written)
+            kinds = "pictures and clips" if self.use_video else "pictures, animations and clips"
+            name = partial(hash_parts, kinds, *self._contents(), *written)
             self._kinds = kept_array(int(self.starts[-1]), name, self._find_shapes)
         return self._kinds
 
     def _find_shapes(self) -> np.ndarray:
         found = np.empty(int(self.starts[-1]), np.uint8)
         for start, shard in zip(self._starts, self.shards, strict=False):
-            found[start : start + len(shard)] = shard.shapes()
+            found[start : start + len(shard)] = shard.shapes(self.use_video)
         return found
 
     def __len__(self) -> int:
@@ -261,7 +265,7 @@ class ShardDataset(PicturesAndClips):
         return content
 
     def _is_picture(self, number: int, record: Record) -> bool:
-        return not is_clip(self.shards[number].index.header.suffixes[record.suffix])
+        return not is_clip(self.shards[number].index.header.suffixes[record.suffix], self.use_video)
 
     def label(self, row: int) -> int:
         return max(0, self.find_record(row)[2].label) if self.conditioning == "label" else 0
@@ -307,7 +311,10 @@ class ShardDataset(PicturesAndClips):
         return [*contents, rows]
 
     def identity(self) -> str:
-        return hash_parts("shards", *self._contents(), "\0".join(self.class_names), str(self.used is not None))
+        animated = any(name.startswith(ANIMATED) for shard in self.shards for name in shard.index.header.suffixes)
+        kinds = [f"{self.pictures} pictures beside animations"] if animated else []
+        names = "\0".join(self.class_names)
+        return hash_parts("shards", *self._contents(), names, str(self.used is not None), *kinds)
 
     def verification(self, share: int, shares: int) -> Verification | None:
         known = {shard.path: shard.index.header.sha256 for shard in self.shards if shard.index.header.sha256}

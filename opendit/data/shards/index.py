@@ -119,9 +119,10 @@ class Header:
     version: int = VERSION
 
 
-def is_clip(suffix: str) -> bool:
-    """Whether media with this suffix, as a header has it, are clips."""
-    return suffix in CLIPS or suffix.startswith(ANIMATED)
+def is_clip(suffix: str, use_video: bool = True) -> bool:
+    """Whether media with this suffix, as a header has it, are clips. Without ``use_video`` the first frame of an
+    animation is a picture."""
+    return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
 
 
 def index_of(tar: str | Path) -> Path:
