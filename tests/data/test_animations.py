@@ -2,6 +2,7 @@
 
 import io
 import struct
+import tempfile
 import threading
 import time
 import zlib
@@ -134,13 +135,13 @@ def test_numbers_and_times_are_pillow_s(kind, tens, disposal, side, opaque):
     assert count_frames(file, 100) == (count if count > 1 or kind == "gif" else 0)
     assert is_animated(file) == (count > 1)
     if count > 1:
-        path = f"/tmp/opendit-animation-{threading.get_ident()}.{kind}"
-        with open(path, "wb") as copy:
+        with tempfile.NamedTemporaryFile() as copy:
             copy.write(file.getvalue())
-        reader = AnimationReader(path, 2**26)
-        assert reader.durations.tolist() == pytest.approx(wanted)
-        times = reader.timeline().seconds
-        assert times[0] == 0 and np.diff(times).tolist() == pytest.approx(wanted[:-1])
+            copy.flush()
+            reader = AnimationReader(copy.name, 2**26)
+            assert reader.durations.tolist() == pytest.approx(wanted)
+            times = reader.timeline().seconds
+            assert times[0] == 0 and np.diff(times).tolist() == pytest.approx(wanted[:-1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -340,7 +341,7 @@ def test_a_png_that_says_it_has_more_frames_than_it_has(tmp_path):
             assert length == counted and np.array_equal(found, shown(tmp_path / "a.png")[[0, 3]])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["gif", "webp", "png"]), st.integers(0, 10_000), st.binary(min_size=1, max_size=6))
 def test_damage_is_frames_or_a_bad_sample(kind, at, damage):
     file = io.BytesIO()
@@ -349,13 +350,13 @@ def test_damage_is_frames_or_a_bad_sample(kind, at, damage):
     data = bytearray(file.getvalue())
     at = 14 + at % (len(data) - 14)
     data[at : at + len(damage)] = damage
-    path = f"/tmp/opendit-animation-{threading.get_ident()}.{kind}"
-    with open(path, "wb") as copy:
+    with tempfile.NamedTemporaryFile() as copy:
         copy.write(data)
-    is_animation(path)
-    try:
-        reader = AnimationReader(path, 2**26)
-        reader.timeline()
-        assert reader.read([0, reader.length - 1]).shape[0] == 2
-    except BadSample as bad:
-        assert str(bad).startswith(path)
+        copy.flush()
+        is_animation(copy.name)
+        try:
+            reader = AnimationReader(copy.name, 2**22)
+            reader.timeline()
+            assert reader.read([0, reader.length - 1]).shape[0] == 2
+        except BadSample as bad:
+            assert str(bad).startswith(copy.name)
