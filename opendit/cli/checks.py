@@ -149,3 +149,10 @@ def _meant(path: str, known: Collection[str]) -> str:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+def check_rate(fps: float | None, given: Collection[str]) -> None:
+    """Raises ValueError where clips are to be read both at a rate and at an interval. given: the flags that stood on
+    the command line."""
+    if fps is not None and "frame_interval" in given:
+        raise ValueError(f"--fps {fps:g}: --frame_interval says which frames are read already; leave one of them out")

@@ -9,6 +9,7 @@ from opendit.cli.values import (
     ABOVE_0,
     BATCH,
     COUNT,
+    FPS,
     FRAMES,
     FROM_0,
     SCALE,
@@ -115,6 +116,7 @@ class DataFlags(Flags):
     use_video: bool = flag(False, "train a vDiT on clips", common=True)
     num_frames: int = flag(16, "frames of a clip", common=True, **FRAMES)
     frame_interval: int = flag(1, "every so many frames of the file", **FRAMES)
+    fps: float | None = flag(None, "frames a second, by the times in a clip's file: not every so many of them", **FPS)
     short_clips: str = flag(
         "skip", "interval: read clips that are too short at a smaller one", choices=("skip", "interval")
     )

@@ -13,10 +13,10 @@ from torch import Tensor
 from opendit.data.animation_header import count_frames, durations_of
 from opendit.data.base import BadSample
 from opendit.data.files import TIME_LIMIT
+from opendit.data.frame_times import Timeline
 from opendit.data.mp4_header import MAX_FRAMES
 from opendit.data.picture_colours import conversion_of, note_codes
 from opendit.data.picture_file import PictureFile, on_white, open_picture_file, reason, upright, upright_size
-from opendit.data.video_readers import Timeline
 
 _SHORTEST, _USUAL = 0.011, 0.1  # seconds: browsers show frames of 10 ms and less for 100 ms
 
@@ -62,11 +62,6 @@ class AnimationReader:
                 found = [frame.info.get("duration", 0) / 1000 for frame in self._frames(file, image, self.length)]
             durations = np.array(found[: self.length], np.float64)
             return np.where(durations < _SHORTEST, _USUAL, durations)
-
-    @property
-    def rate(self) -> float:
-        """Frames a second, on average."""
-        return self.length / float(self.durations.sum())
 
     def read(self, indices: Sequence[int]) -> Tensor:
         """Return these frames, ascending, as (T, H, W, 3) uint8."""

@@ -6,6 +6,7 @@ gives the same numbers in any process, on any number of GPUs and after any resum
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,8 +143,21 @@ class MediaDataset(Dataset[Any]):
             return None
         from opendit.data.media_size import SIZES, known_sizes  # which reads files as this module's data sets do
 
-        identity = hash_parts(SIZES, self.identity(), self.contents() or "")
+        identity = hash_parts(SIZES, self.identity(), self.contents() or "", self.sizes_key())
         return known_sizes(identity, len(self), self.media_size)
+
+    def sizes_key(self) -> str:
+        """What the sizes of the media depend on beside the media."""
+        return ""
+
+    def frame_rates(self) -> list[float]:
+        """Frames a second of some clips' files, spread evenly; none where there are no clips, or nothing is known."""
+        return []
+
+    def frame_rate(self) -> float | None:
+        """The median of :meth:`frame_rates`; None if there are none."""
+        rates = self.frame_rates()
+        return median(rates) if rates else None
 
     def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
         """Of cached latents: (where rows of one size end, their frames, height and width), from the first row on."""

@@ -102,6 +102,12 @@ class BlendedDataset(MediaDataset):
     def bytes_read(self) -> int:
         return sum(part.bytes_read for part in self.parts)
 
+    def sizes_key(self) -> str:
+        return " ".join(part.sizes_key() for part in self.parts)
+
+    def frame_rates(self) -> list[float]:
+        return [rate for part in self.parts for rate in part.frame_rates()]
+
     def source(self, row: int) -> str:
         source, row = self._find(row)
         return self.parts[source].source(row)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import flip_note, name_few
+from opendit.data.clips import clip_rate
 from opendit.data.contents import hash_files
 from opendit.data.csv_table import TableRow, read_csv
 from opendit.data.files import bytes_of, printable, problem
@@ -67,8 +68,13 @@ class CaptionedDataset(PicturesAndClips):
         return open_picture(self.paths[row]) if self.shape_key(row) == PICTURE else open_clip(self.paths[row])
 
     def media_size(self, row: int) -> tuple[int, int, int]:
-        told = tuple(self.told[row].tolist())
-        return told if min(told) > 0 else file_size(self.paths[row], self.shape_key(row) == PICTURE)
+        picture, told = self.shape_key(row) == PICTURE, tuple(self.told[row].tolist())
+        # The table tells how many frames a clip has, and not in how many seconds.
+        usable = min(told) > 0 and (picture or self.fps is None)
+        return told if usable else file_size(self.paths[row], picture, self.frames_of)
+
+    def rate_at(self, row: int) -> float:
+        return clip_rate(self.paths[row])
 
     def label(self, row: int) -> int:
         return 0

@@ -29,6 +29,7 @@ def check_rows(
     *,
     num_frames: int = 16,
     frame_interval: int = 1,
+    fps: float | None = None,
     image_size: int = 0,
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
@@ -65,8 +66,10 @@ def check_rows(
                     "too small",
                     f"{printable(rows[i].path)}: {result.width}x{result.height}, needs {image_size}",
                 )
-            elif result.frames < span and not pictures[i]:
-                faults[i] = ("too short", f"{printable(rows[i].path)}: {result.frames} frames, needs {span}")
+            elif result.frames_at(fps) < span and not pictures[i]:
+                found = f"{result.frames} frames" if fps is None else f"{result.seconds:.2f} s"
+                needs = f"{span}" if fps is None else f"{span} frames at {fps:g} a second"
+                faults[i] = ("too short", f"{printable(rows[i].path)}: {found}, needs {needs}")
             else:
                 media[i] = result
     for fault in faults:
@@ -95,12 +98,24 @@ def table(media: list[Medium]) -> str:
 
 
 def run(
-    csv: str, output: str, *, num_frames: int = 16, frame_interval: int = 1, image_size: int = 0, num_workers: int = 2
+    csv: str,
+    output: str,
+    *,
+    num_frames: int = 16,
+    frame_interval: int = 1,
+    fps: float | None = None,
+    image_size: int = 0,
+    num_workers: int = 2,
 ) -> None:
     """``preprocess.py check`` with its flags' values. Raises DataError, and writes nothing, if no row is left."""
     rows = read_csv(csv, name=printable(csv))
     kept, media, dropped = check_rows(
-        rows, num_frames=num_frames, frame_interval=frame_interval, image_size=image_size, num_workers=num_workers
+        rows,
+        num_frames=num_frames,
+        frame_interval=frame_interval,
+        fps=fps,
+        image_size=image_size,
+        num_workers=num_workers,
     )
     print(f"kept {len(kept):,} of {len(rows):,} rows, dropped {len(rows) - len(kept):,}")
     for reason, files in dropped.items():

@@ -23,6 +23,7 @@ from opendit.data.base import BadSample, to_pixels
 from opendit.data.colours import is_high_definition
 from opendit.data.container_header import ANIMATION, IN_ORDER, ContainerHeader, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
+from opendit.data.frame_times import Timeline, clip_window, timed_window, whole_clip
 from opendit.data.mp4_header import MAX_FRAMES
 from opendit.data.video_readers import (
     OPENERS,
@@ -32,7 +33,6 @@ from opendit.data.video_readers import (
     PyAVReader,
     Reader,
     ShownFrames,
-    Timeline,
     UnknownColours,
     choose_reader,
     colours_of,
@@ -56,10 +56,12 @@ Result = TypeVar("Result")
 
 
 class Clip(NamedTuple):
-    """What ``read_clip`` returns: the pixels, and the frame interval they were read at."""
+    """What ``read_clip`` returns: the pixels, the frame interval they were read at, and whether they are closer
+    together than asked for."""
 
     pixels: Tensor
     interval: int
+    shortened: bool
 
 
 class FileMemory:
@@ -81,18 +83,6 @@ class FileMemory:
 # Of this process. A file that hung would cost its time limit again in every epoch, and decord keeps about 1 KB of every
 # file that it fails to open, each time. Of files whose frames had to be counted by decoding them, how many those are.
 _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
-
-
-def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
-    """Indices of ``num_frames`` frames ``frame_interval`` apart in a clip of ``length`` frames; None if they don't fit.
-
-    start: a number in [0, 1) picks among all windows that fit, evenly; None takes the middle one.
-    """
-    last_start = length - 1 - (num_frames - 1) * frame_interval
-    if last_start < 0:
-        return None
-    first = last_start // 2 if start is None else min(int(start * (last_start + 1)), last_start)
-    return [first + i * frame_interval for i in range(num_frames)]
 
 
 def resize_and_crop(
@@ -119,11 +109,15 @@ def resize_and_crop(
     return pixels if as_bytes else to_pixels(pixels)
 
 
-def check_window(num_frames: int, frame_interval: int, short_clips: str) -> None:
+def check_window(num_frames: int, frame_interval: int, short_clips: str, fps: float | None = None) -> None:
     """Raises ValueError, naming the flag, unless such windows of clips can be read."""
     for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
         if value < 1:
             raise ValueError(f"--{flag} {value}: not positive; give 1 or more")
+    if fps is not None and not 0 < fps < float("inf"):
+        raise ValueError(f"--fps {fps}: no rate; give the frames of a second")
+    if fps is not None and frame_interval != 1:
+        raise ValueError(f"--fps {fps:g}: does not go with --frame_interval {frame_interval}; leave one of them out")
     if short_clips not in SHORT_CLIPS:
         raise ValueError(f"--short_clips {short_clips}: no such way; give one of {', '.join(SHORT_CLIPS)}")
 
@@ -135,6 +129,7 @@ def read_clip(
     size: int | tuple[int, int],
     *,
     start: float | None,
+    fps: float | None = None,
     short_clips: str = "skip",
     time_limit: float = TIME_LIMIT,
     as_bytes: bool = False,
@@ -145,18 +140,29 @@ def read_clip(
     """A window of a clip as (3, num_frames, size, size) float32 in [-1, 1], or uint8, turned as the camera was held,
     and the interval between its frames. size: a side in pixels, or (height, width). enlarge: as of ``resize_and_crop``.
 
-    Frames are taken by number, whatever their times. start: see ``clip_window``. short_clips: what becomes of a clip
-    too short for the window: "skip", or "interval": the largest interval that fits. name: what the file is known by,
+    Frames are taken by number, whatever their times; with ``fps`` by their times, see ``timed_window``. start: see
+    ``clip_window``. short_clips: what becomes of a clip too short for the window: "skip", or "interval": the largest
+    interval that fits. name: what the file is known by,
     where ``path`` is that of a copy for this once. reader: of ``video_readers.CHOICES``; all give the same pixels.
 
     Raises BadSample, naming the file and the reason, if the file can't be read within ``time_limit`` seconds or is
     too short. A file that once took too long fails at once from then on, as long as the process lives.
     """
-    check_window(num_frames, frame_interval, short_clips)
+    check_window(num_frames, frame_interval, short_clips, fps)
     name = path if name is None else name
     if (limit := _hung.get(name)) is not None:
         raise BadSample(name, _too_long(*limit))  # in the words of the first time: it is told once
-    interval = frame_interval
+    interval, shortened = frame_interval, False
+
+    def choose_timed(timeline: Timeline) -> list[int]:
+        nonlocal shortened
+        assert fps is not None
+        indices = timed_window(timeline, num_frames, fps, start)
+        if indices is None and short_clips == "interval" and len(timeline.seconds) >= num_frames:
+            indices, shortened = whole_clip(timeline, num_frames), True
+        if indices is None:
+            raise BadSample(path, _too_short_at(timeline, num_frames, fps))
+        return indices
 
     def choose(length: int) -> list[int]:
         nonlocal interval
@@ -168,7 +174,10 @@ def read_clip(
         return indices
 
     try:
-        frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size, reader))
+        if fps is None:
+            frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size, reader))
+        else:
+            frames = _within(time_limit, lambda stop: decode_chosen(path, choose_timed, stop, size, reader))
     except TimeoutError:
         _hung.add(name, time_limit)
         raise BadSample(name, _too_long(time_limit)) from None
@@ -176,7 +185,11 @@ def read_clip(
         if name == path:
             raise
         raise BadSample(name, str(bad).removeprefix(f"{printable(path)}: ")) from None
-    return Clip(resize_and_crop(torch.from_numpy(frames), size, as_bytes, enlarge), interval)
+    return Clip(
+        resize_and_crop(torch.from_numpy(frames), size, as_bytes, enlarge),
+        interval,
+        shortened or interval < frame_interval,
+    )
 
 
 def _too_short(length: int, num_frames: int, interval: int) -> str:
@@ -190,19 +203,35 @@ def _too_short(length: int, num_frames: int, interval: int) -> str:
     )
 
 
+def _too_short_at(timeline: Timeline, num_frames: int, fps: float) -> str:
+    length, seconds = len(timeline.seconds), timeline.end - timeline.seconds[0]
+    needed = (num_frames - 1) / fps
+    found = f"too short: {seconds:.2f} s, {num_frames} frames at --fps {fps:g} need more than {needed:.2f}"
+    if length < num_frames:
+        return f"{found}, and it has {length} frame{'s' * (length != 1)} in all"
+    return f"{found}; --short_clips interval reads it at a higher rate"
+
+
 def _too_long(seconds: float) -> str:
     return f"not read within {seconds:g} seconds; not tried again"
 
 
-def clip_size(path: str, time_limit: float = TIME_LIMIT, *, whole: bool = True) -> tuple[int, int, int]:
-    """(frames, height, width) of a clip's file as it is shown. whole: whether all of the file is there; else it may be
+def clip_size(
+    path: str,
+    time_limit: float = TIME_LIMIT,
+    *,
+    whole: bool = True,
+    count: Callable[[Timeline], int] | None = None,
+) -> tuple[int, int, int]:
+    """(frames, height, width) of a clip's file as it is shown. count: how many frames it counts for, if that is not how
+    many it has. whole: whether all of the file is there; else it may be
     zeros but for an MP4's tables and the beginning of its first frame. Raises BadSample, also for a file of which all
     is needed."""
 
     def look(stop: threading.Event) -> tuple[int, int, int]:
         reader = _open(path, "auto", stop, whole)[0]
         try:
-            return (reader.length, *reader.size())
+            return (reader.length if count is None else count(reader.timeline()), *reader.size())
         except Exception as error:
             raise BadSample(path, "not a video that can be decoded") from error
         finally:
@@ -214,14 +243,21 @@ def clip_size(path: str, time_limit: float = TIME_LIMIT, *, whole: bool = True) 
         raise BadSample(path, _too_long(time_limit)) from None
 
 
-def rate_and_colours(path: str) -> tuple[float, str]:
-    """Return a clip's frames a second on average, 0 where its file says nothing, and what its colours are, if they are
-    converted: "HDR (PQ)" and the like. Raises an exception of any kind."""
+def colours_in(path: str) -> str:
+    """Return what a clip's colours are, if they are converted: "HDR (PQ)" and the like. Raises an exception of any
+    kind."""
     if read_header(path).codec == ANIMATION:
-        return AnimationReader(path, MAX_FRAME_PIXELS).rate, ""
+        return ""
     with name_for_ffmpeg(path) as name, open_container(name) as file:
-        stream = video_stream(file)
-        return float(stream.average_rate or 0), colours_of(stream)
+        return colours_of(video_stream(file))
+
+
+def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
+    """Frames a second of a clip's file, by the times of its frames; 0 of a single frame. Raises BadSample."""
+    try:
+        return _within(time_limit, lambda stop: _open(path, "auto", stop)[0].timeline().rate)
+    except TimeoutError:
+        raise BadSample(path, _too_long(time_limit)) from None
 
 
 class _Helper:

@@ -70,7 +70,7 @@ class LatentDataset(CachedLatents, MediaDataset):
 
     vae: the ``--vae`` they were made with. scaling_factor, shift_factor: for ``encoders.vae.sample_moments``.
     text_encoder: whose embeddings of the captions are there, None without any; max_tokens: their length.
-    use_video, num_frames, frame_interval: of the run that reads them.
+    use_video, num_frames, frame_interval, fps: of the run that reads them.
     Raises ValueError if they were made for another ``image_size`` or other clips, hold no mirror images though
     ``random_flip`` asks for them, or miss a shard, and if the index or a shard's header says what can't be.
     """
@@ -85,6 +85,7 @@ class LatentDataset(CachedLatents, MediaDataset):
         use_video: bool = False,
         num_frames: int = 16,
         frame_interval: int = 1,
+        fps: float | None = None,
     ):
         self.folder = Path(folder)
         indexes = read_indexes(self.folder)
@@ -94,7 +95,7 @@ class LatentDataset(CachedLatents, MediaDataset):
             )
         index = choose_index(indexes, f"--data_path {folder}", image_size)
         self.seed = seed
-        self._take(index, f"--data_path {folder}", random_flip, use_video, num_frames, frame_interval)
+        self._take(index, f"--data_path {folder}", random_flip, use_video, num_frames, frame_interval, fps)
         counts = [shard["count"] for shard in index["shards"]]
         self.starts = np.cumsum([0, *counts])
         self.keys = np.repeat([shard.get("shape_key", 0) for shard in index["shards"]], counts)

@@ -109,6 +109,7 @@ class CachedLatents(MediaDataset):
         use_video: bool,
         num_frames: int,
         frame_interval: int,
+        fps: float | None,
     ) -> None:
         """Takes over what an index says. Raises ValueError, which begins with ``name``, for what a run asks for and the
         latents are not."""
@@ -120,12 +121,22 @@ class CachedLatents(MediaDataset):
                 else ("pictures; make them again with preprocess.py latents --use_video, or leave --use_video out")
             )
             raise ValueError(f"{name}: holds latents of {what}")
-        for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
-            if made and made[flag] != value:
-                raise ValueError(
-                    f"{name}: holds latents made at --{flag} {made[flag]}, but this run has --{flag} {value}; pass "
-                    f"--{flag} {made[flag]} or make latents for {value}"
+        for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval), ("fps", fps)):
+            if not made or (of_made := made.get(flag)) == value:
+                continue
+            if of_made is None or value is None:  # of a flag that one of them does not have
+                there, here, fix = (
+                    ("without", f"has --{flag} {value:g}", "leave it out")
+                    if of_made is None
+                    else (f"at --{flag} {of_made:g}", "does not have it", f"pass --{flag} {of_made:g}")
                 )
+                raise ValueError(
+                    f"{name}: holds latents made {there}, but this run {here}; {fix} or make latents for it"
+                )
+            raise ValueError(
+                f"{name}: holds latents made at --{flag} {of_made:g}, but this run has --{flag} {value:g}; pass "
+                f"--{flag} {of_made:g} or make latents for {value:g}"
+            )
         if random_flip and not index["flips"]:
             raise ValueError(f"{name}: holds no mirrored latents; make them again with --flip")
         self.index, self.vae = index, index["vae"]
@@ -137,6 +148,9 @@ class CachedLatents(MediaDataset):
         channels, *sides = index["latent_shape"]
         self.sample_shape = (2 * channels, *sides)
         self.conditioning = index.get("conditioning", "label")
+
+    def frame_rates(self) -> list[float]:
+        return [self.index["data_fps"]] if "data_fps" in self.index else []
 
     @property
     def checksums(self) -> dict[str, str]:

@@ -39,6 +39,7 @@ def run(
     image_size: int | None = None,
     num_frames: int | None = None,
     frame_interval: int | None = None,
+    fps: float | None = None,
     split: str = "train",
     energon_cooker: str | None = None,
     token_pixels: int = 16,
@@ -46,8 +47,8 @@ def run(
     num_workers: int = 2,
 ) -> None:
     """``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be read."""
-    dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker)
-    found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames))
+    dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker, fps)
+    found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames, fps))
     if not found.looks:
         raise DataError(f"no row of {data_path} can be read: {name_few(found.bad)}")
     folder = Path(output)
@@ -75,6 +76,7 @@ def open_any(
     frame_interval: int | None,
     split: str,
     energon_cooker: str | None = None,
+    fps: float | None = None,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
     """The data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames, frame_interval): what
     was given, else what cached latents were made at, else 256, 16, 1.
@@ -86,9 +88,12 @@ def open_any(
         made = {"image_size": index["image_size"], **(index.get("video") or {})}
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
+    rate = fps if fps is not None or frame_interval is not None else made.get("fps")
     # A bad file is to be found, not to end the search. One that has clips is asked for as such; one that has none says
     # so, or opens all the same, and what it says then of pictures is what is wrong, or what it is.
-    options: dict[str, Any] = dict(seed=0, split=split, max_bad=1.0, num_frames=frames, frame_interval=interval)
+    options: dict[str, Any] = dict(
+        seed=0, split=split, max_bad=1.0, num_frames=frames, frame_interval=interval, fps=rate
+    )
     options |= dict(short_clips="interval", energon_cooker=energon_cooker)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)

@@ -225,10 +225,10 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
         for each in (fill_of(columns["tokens"], budget) for budget in BUDGETS)
     )
     t = found.tokens
+    which = f"every {t.frame_interval}. frame" if t.fps is None else f"{t.fps:g} frames a second"
     how = (
-        f"At its own aspect ratio, scaled down to the area of {t.image_size} x {t.image_size} pixels, every "
-        f"{t.frame_interval}. frame up to {t.num_frames}; a token is {t.token_frames} x {t.token_pixels} x "
-        f"{t.token_pixels} of frames and pixels."
+        f"At its own aspect ratio, scaled down to the area of {t.image_size} x {t.image_size} pixels, {which} up to "
+        f"{t.num_frames}; a token is {t.token_frames} x {t.token_pixels} x {t.token_pixels} of frames and pixels."
     )
     colours = "".join(f"<p>{line}.</p>" for line in count_colours(each.medium for each in found.looks))
     bad = "".join(f"<li>{_escaped(line)}</li>" for line in found.bad)

@@ -204,6 +204,8 @@ def _settings(
     if _frames(dataset):
         names = ("num_frames", "frame_interval", "short_clips")
         settings["video"] = {name: getattr(dataset, name) for name in names}
+        if (fps := getattr(dataset, "fps", None)) is not None:
+            settings["video"]["fps"] = fps
     if dataset.conditioning == "text":
         settings["text"] = encoder and encoder.fingerprint()
     return settings
@@ -323,6 +325,8 @@ def _finish(
     }
     if "video" in settings:
         index["video"] = settings["video"]
+        if (rate := dataset.frame_rate()) is not None:
+            index["data_fps"] = rate
     if dataset.conditioning == "text":
         index["conditioning"] = "text"
     if encoder:

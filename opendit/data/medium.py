@@ -1,5 +1,6 @@
 """What a picture or a clip is before anything is cropped or resized: its size, its length, and frames to look at."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,19 +15,28 @@ COLOURS = "colours"  # in Image.info of a decoded picture: what it was, see Medi
 _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 
+_ROUNDING = 1e-3  # seconds: the coarsest unit to which containers round the times of frames
+
+
 @dataclass(frozen=True)
 class Medium:
-    """What a file holds. A picture has one frame and no rate. colours: "HDR (PQ)" and the like of what is not SDR."""
+    """What a file holds. A picture has one frame and no rate. duration: seconds that a clip is shown for; 0: as many
+    as its frames take at its rate. colours: "HDR (PQ)" and the like of what is not SDR."""
 
     frames: int
     height: int
     width: int
     fps: float = 0.0
+    duration: float = 0.0
     colours: str = ""
 
     @property
     def seconds(self) -> float:
-        return self.frames / self.fps if self.fps else 0.0
+        return self.duration or (self.frames / self.fps if self.fps else 0.0)
+
+    def frames_at(self, fps: float | None) -> int:
+        """How many frames it has at a rate; None: all of its own."""
+        return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - _ROUNDING) * fps))
 
 
 def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:

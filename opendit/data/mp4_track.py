@@ -25,6 +25,7 @@ _ONE = 1 << 16  # as matrices have it
 _UPRIGHT = (_ONE, 0, 0, _ONE)
 _QUARTER_TURNS = (_UPRIGHT, (0, _ONE, -_ONE, 0), (-_ONE, 0, 0, -_ONE), (0, -_ONE, _ONE, 0))
 _SLICES, _SLICE_OF_IDR, _MORE_INFORMATION = (1, 2, 3, 4), 5, 6  # kinds of NAL units of H.264
+_INTRA = (2, 4, 7, 9)  # kinds of slices
 _DISPLAY_ORIENTATION = 47  # a kind of supplemental enhancement information, by which a frame is shown turned
 _CHROMA_FOLLOWS = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)  # profiles
 _EXTENDED_SAR = 255
@@ -86,9 +87,12 @@ def _plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
     timescale, duration = _scale(media[b"mdhd"]), int(times[1] - times[0]) if len(times) > 1 else 0
     if b"edts" in track and not _shows_all(track[b"edts"], times, duration, Fraction(timescale, _scale(movie))):
         return None
-    sync = np.frombuffer(tables[b"stss"], ">u4", offset=8).astype(np.int64) - 1 if b"stss" in tables else None
-    if sync is None:
+    if b"stss" in tables:
+        sync = np.frombuffer(tables[b"stss"], ">u4", offset=8).astype(np.int64) - 1
+    elif b"avcC" in parts:  # whose samples are looked at
         sync = np.arange(len(times))
+    else:
+        return None
     if not len(sync) or sync[0] != 0 or not _closed(order, sync):
         return None
     places, sizes = _places(tables, size)
@@ -249,19 +253,34 @@ def _places(tables: dict[bytes, bytes], size: int) -> tuple[Callable[[int], int]
     return place, sizes
 
 
-def begins_anew(sample: bytes, length: int) -> bool:
-    """Whether an H.264 frame can be decoded without any before it, and is shown as it is. Its NAL units have their
-    sizes in ``length`` bytes before them; ``sample`` is at least the beginning of its first slice."""
+def begins_anew(sample: bytes, length: int, intra: bool = False) -> bool:
+    """Whether an H.264 frame can be decoded without any before it, and is shown as it is.
+
+    sample: at least the beginning of its first slice. length: bytes of the sizes before its NAL units; 0 of units that
+    follow start codes. intra: whether it is enough that the slice refers to no other, though later frames may refer to
+    what was before."""
+    for unit in _units(sample, length):
+        kind = unit[0] & 31
+        if kind == _SLICE_OF_IDR:
+            return True
+        if kind in _SLICES:
+            return intra and _Bits(unit[1:9]).slice_kind() in _INTRA
+        if kind == _MORE_INFORMATION and not intra and _DISPLAY_ORIENTATION in _messages(unit[1:]):
+            return False
+    return False
+
+
+def _units(sample: bytes, length: int) -> Iterator[bytes]:
+    if not length:
+        yield from (unit for unit in sample.split(b"\0\0\1")[1:] if unit)
+        return
     at = 0
     while at + length < len(sample):
         end = at + length + int.from_bytes(sample[at : at + length])
-        kind = sample[at + length] & 31
-        if kind in (_SLICE_OF_IDR, *_SLICES):
-            return kind == _SLICE_OF_IDR
-        if kind == _MORE_INFORMATION and _DISPLAY_ORIENTATION in _messages(sample[at + length + 1 : end]):
-            return False
+        yield sample[at + length : end]
+        if end <= at + length:
+            return
         at = end
-    return False
 
 
 def _messages(data: bytes) -> Iterator[int]:
@@ -311,6 +330,10 @@ class _Bits:
         end = self._bits.index("1", self._at)
         zeros, self._at = end - self._at, end
         return self.number(zeros + 1) - 1
+
+    def slice_kind(self) -> int:
+        self.golomb()  # its first macroblock
+        return self.golomb()
 
 
 class FrameDescription(NamedTuple):

@@ -31,7 +31,8 @@ from opendit.data.colours import (
 )
 from opendit.data.container_header import IN_ORDER, ContainerHeader
 from opendit.data.frame_geometry import Crop, Geometry, container_crop
-from opendit.data.mp4_track import PlainTrack
+from opendit.data.frame_times import Timeline
+from opendit.data.mp4_track import PlainTrack, begins_anew
 from opendit.data.picture_file import on_white
 
 READERS = ("torchcodec", "decord", "pyav")  # as auto prefers them: the fastest first
@@ -42,6 +43,20 @@ _OF_DECORD = ("avc1", "vp09", "av01")  # as MP4 files name their codecs
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
 _BT709, _FULL_RANGE = 1, 2  # as H.273 and FFmpeg number a matrix and a range
 _SEEKABLE = ("mov", "matroska", "avi")  # files of these have an index that leads to the frames it says
+# Codecs whose packets may all be key frames: of frames that refer to none, or looked at one by one.
+_KEYS_ONLY = (
+    "mjpeg",
+    "prores",
+    "dnxhd",
+    "ffv1",
+    "png",
+    "rawvideo",
+    "dvvideo",
+    "huffyuv",
+    "utvideo",
+    "jpeg2000",
+    "v210",
+)
 _SMALLEST = 16  # bytes of a coded MPEG-4 frame; shorter packets repeat the frame before, and are not shown
 
 
@@ -69,19 +84,11 @@ class Contents:
     def seekable(self) -> bool:
         return self.counted and self.times is not None and self.container.split(",")[0] in _SEEKABLE
 
-    def timeline(self) -> "Timeline":
+    def timeline(self) -> Timeline:
         """When the frames are shown; of a file without times as its rate says."""
         if self.times is None:
             return Timeline(np.arange(self.length) / (self.rate or 1.0), 0.0)
         return Timeline(self.times * float(self.time_base), float(self.time_base))
-
-
-class Timeline(NamedTuple):
-    """seconds: (frames,) float64, rising: when each frame of a clip is shown. tick: the unit in seconds to which a file
-    rounds them, 0 if it does not."""
-
-    seconds: np.ndarray
-    tick: float
 
 
 class NoVideo(ValueError):
@@ -131,6 +138,17 @@ def video_stream(file: Any) -> Any:
     return best
 
 
+class Packet(NamedTuple):
+    """What is kept of a packet that holds a frame. hidden: by an edit list. holds: whether it is what it says: a frame
+    that is shown, whole, and that decoding can begin at if it is a key frame."""
+
+    shown: int | None
+    decoded: int | None
+    key: bool
+    hidden: bool
+    holds: bool
+
+
 def look_up(name: str, *, whole: bool = True) -> Contents:
     """A file's contents by PyAV, with nothing decoded. whole: whether all of the file is there, and not only what tells
     of its frames.
@@ -141,28 +159,17 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
         context = stream.codec_context
         container, codec = file.format.name, context.name
         if unknown := unknown_matrix(int(context.colorspace)):
-            raise UnknownColours(
-                f"its colours are coded as {unknown}, which can't be converted; make it BT.2020 or SDR"
-            )
-        packets = [packet for packet in file.demux(stream) if packet.size]
-        shown = [packet for packet in packets if not packet.is_discard]
-        counted = bool(shown) and packets[0].is_keyframe and not any(packet.is_corrupt for packet in packets)
-        if codec in ("vp8", "vp9"):
-            counted &= whole
-            shown = [packet for packet in shown if not whole or not _is_hidden(codec, packet)]
-        if codec == "mpeg4":
-            counted &= min((packet.size for packet in packets), default=0) >= _SMALLEST
-        if context.field_order > 1 and container.split(",")[0] not in _SEEKABLE:
-            counted = False  # a packet may be half a frame
+            raise UnknownColours(f"its colours are coded as {unknown}, which can't be converted; make it HDR10 or SDR")
+        packets = _packets(file, stream, whole)
+        shown = [packet.shown for packet in packets if not packet.hidden]
+        times = rising_times(shown)
         # AVI has no times: those of frames that are stored in another order than they are shown are guesses.
         guessed = container == "avi" and (context.has_b_frames or codec not in ("mpeg4", "mjpeg"))
-        times = rising_times([packet.pts for packet in shown])
-        # A frame that is shown before the first key frame needs others that are not there.
-        if not guessed and (times is None or (times[0] != shown[0].pts and not packets[0].is_discard)):
-            counted = False
-        keys = sorted(
-            (p.pts, p.pts if p.dts is None else p.dts) for p in packets if p.is_keyframe and p.pts is not None
-        )
+        halves = context.field_order > 1 and container.split(",")[0] not in _SEEKABLE  # a packet may be half a frame
+        counted = not guessed and not halves and times is not None and _can_be_counted(packets, times, codec)
+        keys = [
+            (p.shown, p.shown if p.decoded is None else p.decoded) for p in packets if p.key and p.shown is not None
+        ]
         return Contents(
             container,
             codec,
@@ -170,7 +177,7 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
             len(shown),
             counted,
             None if guessed else times,
-            keys,
+            sorted(keys),
             float(stream.average_rate or 0),
             crop_of(name, file, stream),
             bool(colours_of(stream)) or _shows_alpha(stream) or _needs_matrix(context),
@@ -216,6 +223,44 @@ def decoded(file: Any, stream: Any) -> Iterator[Any]:
         yield from decoder.decode(packet if packet.size else None)
 
 
+def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
+    """Those of a stream that hold anything. whole: False leaves out what takes more than a packet's size, and says of
+    frames that would need it that they do not hold."""
+    codec, settings = stream.codec_context.name, stream.codec_context.extradata or b""
+    length = (settings[4] & 3) + 1 if settings[:1] == b"\1" and len(settings) > 6 else 0
+    found: list[Packet] = []
+    only_keys = True
+    for packet in file.demux(stream):
+        if not packet.size:
+            continue
+        holds = not packet.is_corrupt
+        only_keys &= packet.is_keyframe
+        if codec == "h264" and only_keys:
+            holds &= (whole or not found) and begins_anew(bytes(packet), length, intra=True)
+        elif codec in ("vp8", "vp9"):
+            holds &= whole and not _is_unseen(codec, packet)
+        elif codec == "mpeg4":
+            holds &= packet.size >= _SMALLEST
+        found.append(Packet(packet.pts, packet.dts, packet.is_keyframe, packet.is_discard, holds))
+    return found
+
+
+def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> bool:
+    """Whether decoding from the start gives a frame for each packet that no edit list hides."""
+    first = packets[0]
+    if not first.key or not all(packet.holds for packet in packets):
+        return False
+    if len(packets) > 1 and all(packet.key for packet in packets) and codec not in _KEYS_ONLY:
+        return False  # as a file says that has no list of its key frames
+    # A frame that is shown before the first key frame needs others that are not there.
+    if first.shown != times[0] and not first.hidden:
+        return False
+    # Of several edits a decoder starts anew within the file, and frames that refer to hidden ones are lost.
+    hidden = [packet.shown for packet in packets if packet.hidden]
+    stored = [packet.decoded for packet in packets if packet.decoded is not None]
+    return all(time is not None and not times[0] <= time <= times[-1] for time in hidden) and stored == sorted(stored)
+
+
 def crop_of(name: str, file: Any, stream: Any) -> Crop:
     """What the container of an open file hides of a video stream of it."""
     return container_crop(name, file.format.name, [each.index for each in file.streams.video].index(stream.index))
@@ -229,7 +274,7 @@ def rising_times(times: list[int | None]) -> np.ndarray | None:
     return ordered if bool((np.diff(ordered) > 0).all()) else None
 
 
-def _is_hidden(codec: str, packet: Any) -> bool:
+def _is_unseen(codec: str, packet: Any) -> bool:
     """Whether a packet of VP8 or VP9 holds only a frame that others refer to, and that is not shown."""
     data = memoryview(packet)
     if codec == "vp8":

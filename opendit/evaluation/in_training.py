@@ -62,7 +62,7 @@ class RunEvaluation:
             captions = [self._prompts[choice] for choice in self._choices.tolist()]
             asked = asked_of_captions(captions)
         side = shape[-2] if shape[-2] == shape[-3] else None
-        options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, spec.flags.frame_interval)
+        options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, spec.flags.frame_interval, spec.flags.fps)
         self._samples = DescribedSamples(self.count, shape, captions, self._told(), options, asked)
         folder = spec.folder / FOLDER
         try:

@@ -30,11 +30,17 @@ SAMPLES, LABELS = "arr_0", "arr_1"  # of an .npz, as sample.py and ADM write it
 @dataclass(frozen=True)
 class MediaOptions:
     """How files become pixels. image_size: every picture is cropped and resized to so many pixels as ADM did; None
-    leaves it as it is. num_frames, frame_interval: of a clip, read from its middle."""
+    leaves it as it is. num_frames, frame_interval, fps: of a clip, read from its middle."""
 
     image_size: int | None = None
     num_frames: int = 16
     frame_interval: int = 1
+    fps: float | None = None
+
+    def __str__(self) -> str:
+        """What decides the pixels; without fps as before there was one, so that features that were kept are found."""
+        shown = f"image_size={self.image_size}, num_frames={self.num_frames}, frame_interval={self.frame_interval}"
+        return f"MediaOptions({shown}{'' if self.fps is None else f', fps={self.fps!r}'})"
 
 
 @dataclass(frozen=True)
@@ -251,5 +257,5 @@ def _read_picture(file: str, options: MediaOptions) -> np.ndarray:
 def _read_clip(file: str, options: MediaOptions) -> np.ndarray:
     assert options.image_size is not None  # _folder and _table ask for it
     frames = (options.num_frames, options.frame_interval, options.image_size)
-    clip = read_clip(file, *frames, start=None, as_bytes=True)
+    clip = read_clip(file, *frames, start=None, fps=options.fps, as_bytes=True)
     return clip.pixels.permute(1, 2, 3, 0).contiguous().numpy()

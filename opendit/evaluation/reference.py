@@ -19,6 +19,7 @@ from opendit.evaluation.frechet import Gaussian, Moments
 from opendit.evaluation.media import SAMPLES, Media, MediaOptions, array_media, npz_member, npz_names, open_media
 from opendit.evaluation.moving_digits import ClipShape, real_clips
 from opendit.evaluation.names import DIGITS
+from opendit.inference.loading import SOURCE_FPS
 from opendit.parallel.mesh import Mesh
 
 # Names of a mean and a covariance in an .npz: of Inception's pooled and spatial features as ADM has them, of clips'.
@@ -105,7 +106,8 @@ def clip_shape(options: MediaOptions) -> ClipShape:
     """Raises ValueError for clips that are not square."""
     if options.image_size is None:
         raise ValueError("--features digits: moving digits are square, and these clips are not; give --reference")
-    return ClipShape(options.num_frames, options.frame_interval, options.image_size)
+    interval = options.frame_interval if options.fps is None else max(1, round(SOURCE_FPS / options.fps))
+    return ClipShape(options.num_frames, interval, options.image_size)
 
 
 def _pictures_of(path: Path) -> Media:

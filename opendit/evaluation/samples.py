@@ -20,7 +20,6 @@ from opendit.evaluation.media import MediaOptions, open_media
 from opendit.evaluation.names import DIGITS
 from opendit.inference.given import drawn_without
 from opendit.inference.job import pixel_shape, settings_of
-from opendit.inference.loading import SOURCE_FPS
 from opendit.inference.prepare import SamplingRun, choose, prepare
 from opendit.inference.run import announce
 from opendit.parallel.mesh import Mesh
@@ -86,7 +85,7 @@ def open_samples(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]
 
 
 def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> Samples:
-    options = MediaOptions(flags.image_size, flags.num_frames or FRAMES, flags.frame_interval)
+    options = MediaOptions(flags.image_size, flags.num_frames or FRAMES, flags.frame_interval, flags.fps)
     assert flags.samples is not None  # or samples are drawn
     media = open_media(flags.samples, "--samples", options)
     if flags.num_samples is not None:
@@ -145,8 +144,10 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
         "drawn": drawn_by(settings),
     }
     side = shape[-2] if shape[-2] == shape[-3] else None
-    interval = flags.frame_interval if "frame_interval" in flags.given else round(SOURCE_FPS / sampling.fps)
-    options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, interval)
+    interval, rate = sampling.frame_interval, sampling.trained_fps
+    if {"frame_interval", "fps"} & flags.given:
+        interval, rate = flags.frame_interval, flags.fps
+    options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, interval, rate)
 
     def extract(extractor: Extractor, first: int, output: Path) -> Features:
         every = sampling.flags, sampling.choices

@@ -288,6 +288,7 @@ class Pipeline:
     def _given(self, size: tuple[int, ...], image: Any, clip: Any, frames: int | None) -> Tensor | None:
         """The given frames of the samples, see :func:`given_latents`."""
         what = dict(image=image, clip=clip, frames=frames, interval=self.weights.info.get("frame_interval", 1))
+        what["fps"] = self.weights.info.get("fps")
         with arguments_named():
             return given_latents(self.config, self.codec, size, self.device, path=str(self.weights.path), **what)
 

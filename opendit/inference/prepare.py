@@ -67,6 +67,8 @@ class SamplingRun:
     names: list[str]  # of every class or prompt
     size: tuple[int, ...]  # of the latents
     fps: float
+    frame_interval: int  # of the clips' files that were trained on
+    trained_fps: float | None  # at which they were read instead
     source: Path
     lock: AbstractContextManager[Any]  # the right to write to --output
     notes: list[str]
@@ -181,6 +183,7 @@ def _load(
         clip=flags.clip or None,
         frames=flags.clip_frames,
         interval=flags.frame_interval or weights.info.get("frame_interval", 1),
+        fps=None if flags.frame_interval else weights.info.get("fps"),
         path=str(weights.path),
     )
     if len(choices) < replica.count:
@@ -205,6 +208,8 @@ def _load(
         names=names,
         size=size,
         fps=frames_per_second(weights, flags.frame_interval),
+        frame_interval=weights.info.get("frame_interval", 1),
+        trained_fps=weights.info.get("fps"),
         source=weights.path,
         lock=lock,
         notes=notes,

@@ -134,6 +134,8 @@ _METADATA = record(
         "image_size": whole(1, 1 << 20),
         "num_frames": whole(1, 1 << 20),
         "frame_interval": whole(1, 1 << 20),
+        "fps": number(0, 1e6, above=True),
+        "clip_fps": number(0, 1e6, above=True),
         "lora": LORA,
         "step": COUNT,
         "version": COUNT,

@@ -50,6 +50,7 @@ def open_data(
         use_video=data.use_video,
         num_frames=data.num_frames,
         frame_interval=data.frame_interval,
+        fps=data.fps,
         short_clips=data.short_clips,
         video_reader=data.video_reader,
         energon_cooker=data.energon_cooker,
@@ -58,6 +59,15 @@ def open_data(
         text_encoder=captions.text_encoder or ("bytes" if captions.cross_attention else None),
         max_text_tokens=captions.max_text_tokens,
     )
+
+
+def clip_fps(data: DataFlags, dataset: MediaDataset) -> float | None:
+    """Frames a second of the clips that a model of these data draws: those of --fps, or those of the files, of several
+    rates the median, by the interval. None of pictures, and where the files tell nothing."""
+    if not data.use_video or data.fps is not None:
+        return data.fps
+    rate = dataset.frame_rate()
+    return None if rate is None else rate / data.frame_interval
 
 
 def held_out(asked: Components, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:

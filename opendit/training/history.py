@@ -22,6 +22,7 @@ def write_config(spec: RunSpecification) -> None:
     path, start = spec.folder / CONFIG, describe_start(spec)
     starts = _earlier_starts(path, spec.notes)
     content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
+    content |= {"clip_fps": spec.clip_fps} if spec.clip_fps is not None else {}
     content |= {"model_config": spec.model_config.to_dict()}
     content |= {key: start[key] for key in ("steps_per_epoch", "last_step")}
     with replacing(path) as new, open(new, "w") as file:

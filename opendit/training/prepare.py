@@ -44,6 +44,7 @@ from opendit.state.run_folders import new_run_folder
 from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint
 from opendit.training.from_flags import (
     check_pretrained,
+    clip_fps,
     held_out,
     last_step_of,
     memory_setup,
@@ -166,6 +167,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         validation=validation,
         samples_at_once=samples,
     )
+    spec.clip_fps = mesh.broadcast_object(clip_fps(asked.data, dataset) if mesh.is_main else None)
     spec.fingerprint = mesh.broadcast_object(fingerprint(spec) if mesh.is_main else None)
     if resume:
         notes += changes(stored, spec.fingerprint, first_step)

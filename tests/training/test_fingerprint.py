@@ -59,7 +59,7 @@ def notes(text: str) -> list[str]:
 
 def test_every_flag_is_listed_once():
     """A flag that is new must be put into FREE, OF_THE_MODEL or MADE_INTO, or be known here to change the curve."""
-    known = {"image_size", "num_frames", "frame_interval", "short_clips", "label_drop", "lr", "lr_schedule",
+    known = {"image_size", "num_frames", "frame_interval", "fps", "short_clips", "label_drop", "lr", "lr_schedule",
              "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "grad_clip", "objective", "global_seed",
              *OBJECTIVE_FLAGS, "ema_warmup", "plugin", "mixed_precision", "compile", "deterministic",
              "data_parallel_replicate", "reduce_dtype", "tensor_parallel_size", "expert_parallel_size",

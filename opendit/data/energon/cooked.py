@@ -15,8 +15,10 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import BadSample
+from opendit.data.clips import clip_rate
 from opendit.data.media_size import Size
 from opendit.data.medium import Medium, of_picture
+from opendit.data.memory_file import as_file
 from opendit.data.picture_file import as_rgb, reason
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields, split_name, suffix_of
@@ -152,6 +154,11 @@ class CookedDataset(ShardDataset):
             return 1, content.height, content.width
         return self._size(not self._video, content)
 
+    def rate_at(self, row: int) -> float:
+        content = self._medium(row)
+        with as_file([(0, content)], len(content)) as path:
+            return clip_rate(path)
+
     def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
         content = self._medium(row)
         if self._video:
@@ -163,9 +170,9 @@ class CookedDataset(ShardDataset):
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         made = self._cook(row)
         content = made["video" if self._video else "image"]
-        return (
-            self._look(not self._video, content) if isinstance(content, bytes) else of_picture(self._rgb(row, content))
-        )
+        if isinstance(content, bytes):
+            return self._look(not self._video, content)
+        return of_picture(self._rgb(row, content))
 
     def _rgb(self, row: int, image: Image.Image) -> Image.Image:
         try:

@@ -19,7 +19,7 @@ from opendit.common.errors import DataError
 from opendit.common.hashing import hash_parts
 from opendit.data.animation_header import HEAD, is_animated, may_be_animation
 from opendit.data.base import BadSample, flip_note
-from opendit.data.clips import clip_size
+from opendit.data.clips import clip_rate, clip_size
 from opendit.data.files import allow_open_files, printable
 from opendit.data.media_size import SIZES, Size, known_sizes, stored_clip_size, stored_picture_size
 from opendit.data.medium import Medium
@@ -213,18 +213,27 @@ class ShardDataset(PicturesAndClips):
 
     def media_size(self, row: int) -> Size:
         number, _, record = self.find_record(row)
-        stored_size = stored_picture_size if self._is_picture(number, record) else stored_clip_size
+        stored_size: Any = stored_picture_size
+        if not self._is_picture(number, record):
+            stored_size = partial(stored_clip_size, count=self.frames_of)
         return stored_size(
             self.source(row),
             record.medium_bytes,
             lambda at, size: self._read(row, number, record.medium_at + at, size),
         )
 
+    rated = 8  # of clips that may have to be fetched
+
+    def rate_at(self, row: int) -> float:
+        content = self.read_medium(row)
+        with as_file([(0, content)], len(content)) as path:
+            return clip_rate(path)
+
     def _size(self, picture: bool, content: bytes) -> Size:
         if picture:
             return 1, *picture_size("", content=content)
         with as_file([(0, content)], len(content)) as path:
-            return clip_size(path)
+            return clip_size(path, count=self.frames_of)
 
     def media_sizes(self) -> np.ndarray:
         local = threading.local()
@@ -237,7 +246,8 @@ class ShardDataset(PicturesAndClips):
                 mine.store = copy.copy(self.store)
             return mine.media_size(row)
 
-        return known_sizes(hash_parts(SIZES, self.identity()), len(self), look, threads=self.size_threads)
+        identity = hash_parts(SIZES, self.identity(), self.sizes_key())
+        return known_sizes(identity, len(self), look, threads=self.size_threads)
 
     def _picture(self, row: int, content: bytes, flip: bool, shape: Size) -> Tensor:
         if self.use_video and may_be_animation(content[:HEAD]) and is_animated(io.BytesIO(content)):

@@ -29,6 +29,7 @@ def index_latents(
     use_video: bool = False,
     num_frames: int = 16,
     frame_interval: int = 1,
+    fps: float | None = None,
     num_workers: int = 4,
     force: bool = False,
 ) -> None:
@@ -73,6 +74,7 @@ def index_latents(
     }
     if use_video:
         index["video"] = {"num_frames": num_frames, "frame_interval": frame_interval, "short_clips": "skip"}
+        index["video"] |= {} if fps is None else {"fps": fps}
     check_indexes({"format": FORMAT, "version": TARS_VERSION, "sizes": [index]}, str(folder / INDEX))
     write_index(folder, TARS_VERSION, [index])
     size, arrays = "x".join(map(str, index["latent_shape"])), " and ".join(map(printable, names)) or ".npy files"

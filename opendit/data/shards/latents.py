@@ -190,6 +190,7 @@ class TarLatents(CachedLatents, ShardDataset):
         use_video: bool = False,
         num_frames: int = 16,
         frame_interval: int = 1,
+        fps: float | None = None,
         max_bad: float = 0.05,
     ):
         pairs = [(tar, shard) for tar, shard in zip(tars, index["shards"], strict=True) if shard["count"]]
@@ -198,7 +199,7 @@ class TarLatents(CachedLatents, ShardDataset):
             store = LocalTars([tar.path for tar in kept], [tar.index.header.tar_bytes for tar in kept])
         names = index["class_names"]
         super().__init__(name, kept, index["image_size"], store=store, class_names=names, seed=seed, max_bad=max_bad)
-        self._take(index, name, random_flip, use_video, num_frames, frame_interval)
+        self._take(index, name, random_flip, use_video, num_frames, frame_interval, fps)
         self.random_window, self.use_video = False, use_video
         self.empty_caption = empty_caption
         text = index.get("text")
