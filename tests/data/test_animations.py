@@ -154,6 +154,13 @@ def test_times_of_each_frame(tmp_path, kind):
     assert (medium.frames, len(frames)) == (6, 3) and medium.fps == pytest.approx(20)  # the median distance
 
 
+def test_windows_by_time_take_the_frames_that_are_shown(tmp_path):
+    path = save(tmp_path / "a.gif", frames_of(8), duration=[50, 50, 50, 50, 500, 500, 20, 300])
+    wanted = shown(path)[[0, 2, 4, 4, 4, 4]]
+    found = clips.read_clip(str(path), 6, 1, (32, 40), start=0.0, fps=10.0, as_bytes=True).pixels
+    assert np.abs(found.permute(1, 2, 3, 0).numpy().astype(int) - wanted).max() <= 1
+
+
 def test_frames_too_short_to_be_seen_take_what_browsers_give_them(tmp_path):
     save(tmp_path / "a.gif", duration=[0, 10, 20, 30, 40, 50])
     assert AnimationReader(str(tmp_path / "a.gif"), 2**26).durations.tolist() == [0.1, 0.1, 0.02, 0.03, 0.04, 0.05]

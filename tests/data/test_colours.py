@@ -121,7 +121,7 @@ def test_primaries_that_span_no_colours_are_refused():
 # ---------------------------------------------------------------- clips
 
 
-def encode(path, planes, pix_fmt, *, codec="libx264", colours_=(1, 1, 1), options=None, count=6, tagged=True):
+def encode(path, planes, pix_fmt, *, codec="libx264", colours_=(1, 1, 1), options=None, count=6, full=False):
     """The same frame, given as planes of numbers, ``count`` times. colours_: primaries, transfer, matrix."""
     height, width = planes[0].shape
     with av.open(str(path), "w") as file:
@@ -129,7 +129,7 @@ def encode(path, planes, pix_fmt, *, codec="libx264", colours_=(1, 1, 1), option
         stream.width, stream.height, stream.pix_fmt = width, height, pix_fmt
         context = stream.codec_context
         context.color_primaries, context.color_trc, context.colorspace = colours_
-        context.color_range = 1
+        context.color_range = 2 if full else 1
         for time in range(count):
             frame = av.VideoFrame(width, height, pix_fmt)
             for plane, numbers in zip(frame.planes, planes, strict=True):
@@ -137,7 +137,7 @@ def encode(path, planes, pix_fmt, *, codec="libx264", colours_=(1, 1, 1), option
                 rows[:, : numbers.shape[1]] = numbers
                 plane.update(rows.tobytes())
             frame.color_primaries, frame.color_trc, frame.colorspace = colours_
-            frame.color_range, frame.pts, frame.time_base = 1, time, Fraction(1, 24)
+            frame.color_range, frame.pts, frame.time_base = 2 if full else 1, time, Fraction(1, 24)
             file.mux(stream.encode(frame))
         file.mux(stream.encode())
     return path
@@ -186,6 +186,33 @@ def test_a_ramp_of_sdr_comes_back_from_hdr(tmp_path, reader, transfer, codec, en
     # A step of the 8 or 10 bits of the file, and one level.
     assert np.abs(found[0, 30, dim, 1] - 255 * ramp[dim]).max() <= (4 if bits == 8 else 1.6)
     assert (found[0, 30] >= 249).all(1).any() and found[0, 30, -1, 0] in (249, 250, 251)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("transfer", [PQ, HLG])
+def test_colours_of_clips_follow_the_standards(tmp_path, reader, transfer, full):
+    """Signals of BT.2020, taken to 10 bits by its equations in float64."""
+    signal = np.random.default_rng(transfer).uniform(0, 0.7, (32, 48, 3))
+    y = signal @ [0.2627, 0.6780, 0.0593]
+    cb, cr = (signal[..., 2] - y) / (2 * (1 - 0.0593)), (signal[..., 0] - y) / (2 * (1 - 0.2627))
+    if full:
+        coded = [1023 * y, 1023 * cb + 512, 1023 * cr + 512]
+    else:
+        coded = [4 * (219 * y + 16), 4 * (224 * cb + 128), 4 * (224 * cr + 128)]
+    coded = [each.round().clip(0, 1023) for each in coded]
+    planes = [each.astype(np.uint16) for each in coded]
+    path = encode(
+        tmp_path / "clip.mkv", planes, "yuv444p10le", codec="ffv1", colours_=(9, transfer, 9), count=2, full=full
+    )
+    if full:
+        y, cb, cr = coded[0] / 1023, (coded[1] - 512) / 1023, (coded[2] - 512) / 1023
+    else:
+        y, cb, cr = (coded[0] / 4 - 16) / 219, (coded[1] / 4 - 128) / 224, (coded[2] / 4 - 128) / 224
+    red, blue = y + 2 * (1 - 0.2627) * cr, y + 2 * (1 - 0.0593) * cb
+    signal = np.stack([red, (y - 0.2627 * red - 0.0593 * blue) / 0.6780, blue], -1).clip(0, 1)
+    wanted = tone_mapped((pq_to_nits if transfer == PQ else hlg_to_nits)(signal), bt1886)
+    error = np.abs(read(path, reader, [1])[0] - wanted)[wanted > 20]
+    assert error.max() < 0.8 and (error < 0.52).mean() > 0.98
 
 
 def test_hdr_is_found_by_the_stream_where_the_container_says_nothing(tmp_path, reader):

@@ -54,20 +54,23 @@ class IndexedTar:
     def __len__(self) -> int:
         return self.index.header.rows if self.kept is None else len(self.kept)
 
+    def _told(self, use_video: bool) -> bool:
+        """Whether the header counts the pictures as they are used: animations are clips to it."""
+        return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
+
     def count_pictures(self, use_video: bool) -> int:
         """How many samples are pictures. use_video: as of ``is_clip``."""
         header = self.index.header
-        told = use_video or not any(suffix.startswith(ANIMATED) for suffix in header.suffixes)
-        if told and (self.kept is None or header.pictures in (0, header.rows)):
+        if self._told(use_video) and (self.kept is None or header.pictures in (0, header.rows)):
             return min(len(self), header.pictures)
         return int((self.shapes(use_video) == PICTURE).sum())
 
     def shapes(self, use_video: bool) -> np.ndarray:
         """Which of the samples are pictures and which clips, a byte each; looked up only where there are both."""
         header = self.index.header
+        if self._told(use_video) and header.pictures in (0, header.rows):
+            return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
         kinds = [CLIP if is_clip(suffix, use_video) else PICTURE for suffix in header.suffixes]
-        if len(set(kinds)) == 1:
-            return np.full(len(self), kinds[0], np.uint8)
         of_suffix = np.array(kinds, np.uint8)
         shapes = of_suffix[self.index.rows["suffix"]]
         return shapes if self.kept is None else shapes[self.kept.rows()]
