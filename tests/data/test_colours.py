@@ -19,7 +19,7 @@ from opendit.data.medium import Medium, count_colours
 from opendit.data.mp4_track import dolby_profile
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import read_picture
-from opendit.data.video_readers import READERS, problem_of
+from opendit.data.video_readers import READERS, look_up, problem_of
 
 PQ, HLG, SDR = 16, 18, 1
 
@@ -231,6 +231,22 @@ def test_sdr_is_left_to_the_fastest_reader(tmp_path):
     for tags in ((1, 1, 1), (2, 2, 2), (6, 6, 6), (1, 13, 1)):
         path = encode(tmp_path / "sdr.mp4", grey_planes(np.linspace(0, 1, 96), 8), "yuv420p", colours_=tags)
         assert read_header(str(path)).track is not None, tags
+
+
+def test_what_other_readers_would_show_otherwise_is_left_to_pyav(tmp_path):
+    """Also where torchcodec, which would, is not installed."""
+    ramp, high = np.linspace(0, 0.7, 96), np.linspace(0, 0.7, 1280)
+    for signal, tags, converted in (
+        (ramp, (9, PQ, 9), True),
+        (ramp, (9, HLG, 9), True),
+        (ramp, (12, SDR, 1), True),
+        (high, (2, 2, 2), True),
+        (high, (1, 1, 1), False),
+        (ramp, (2, 2, 2), False),
+        (ramp, (1, 1, 1), False),
+    ):
+        path = encode(tmp_path / "clip.mkv", grey_planes(signal, 8), "yuv420p", colours_=tags, count=2)
+        assert look_up(str(path)).converted == converted, tags
 
 
 RED = (98, 107, 210)  # Y, Cb, Cr
