@@ -287,6 +287,34 @@ def unknown_colours(path: Path) -> None:
         file.mux(stream.encode())
 
 
+def hide_the_first_frames(path: Path) -> None:
+    """An edit list that begins a second later, as a cut without encoding leaves it."""
+    content = bytearray(path.read_bytes())
+    at = content.index(b"elst") + 4
+    length, start = struct.unpack_from(">Ii", content, at + 8)
+    ticks = struct.unpack_from(">I", content, content.index(b"mdhd") + 4 + 12)[0]
+    struct.pack_into(">Ii", content, at + 8, length - 1000, start + ticks)
+    path.write_bytes(content)
+
+
+@fault("clips of which an edit list hides half: as long as players show them", name="clip_hidden_frames")
+def hidden_frames(lab: Lab) -> None:
+    table = clips(lab)
+    for path in table.parent.rglob("*.mp4"):
+        hide_the_first_frames(path)
+    out = table.with_name("checked.csv")
+    flags = ("--output", out, "--num_frames", 30, "--num_workers", 1)
+    lab.ends(lab.start("preprocess.py", "check", table, *flags), {2}, "too short", within=60, anywhere=True)
+    train = "--model vDiT-Ti/222 --use_video --num_frames 4".split()
+    lab.goes_on(train_on(lab, table, *train), 0, "")
+
+
+@fault("clips read both at a rate and at an interval: refused in one line", name="clip_two_speeds")
+def two_speeds(lab: Lab) -> None:
+    flags = "--model vDiT-Ti/222 --use_video --num_frames 4 --fps 8 --frame_interval 2".split()
+    lab.ends(train_on(lab, clips(lab), *flags)[0], {1, 2}, "--fps 8: ", within=60)
+
+
 for _name, (_what, _harm) in {
     "clip_huge_animation": ("an animation of 65,535 x 65,535 pixels in it", huge_animation),
     "clip_unknown_colours": ("colours that nothing converts", unknown_colours),

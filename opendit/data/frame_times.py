@@ -4,15 +4,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-_ROUNDING = 1e-3  # seconds: the coarsest unit to which containers round the times of frames
+# Seconds by which a time may be too late: Matroska rounds them to milliseconds, and its files are copied into others.
+ROUNDING = 1e-3 + 1e-6
 
 
 class Timeline(NamedTuple):
-    """seconds: (frames,) float64, rising: when each frame of a clip is shown. tick: the unit in seconds to which a file
-    rounds them, 0 if it does not."""
+    """seconds: (frames,) float64, rising: when each frame of a clip is shown."""
 
     seconds: np.ndarray
-    tick: float = 0.0
 
     @property
     def end(self) -> float:
@@ -22,11 +21,6 @@ class Timeline(NamedTuple):
         return float(self.seconds[-1] + np.median(np.diff(self.seconds)))
 
     @property
-    def slack(self) -> float:
-        """Seconds by which a rounded time may be too late."""
-        return min(self.tick, _ROUNDING) + 1e-6
-
-    @property
     def rate(self) -> float:
         """Frames a second: all of them over the time that they take, where they are equally far apart but for rounding;
         of a variable rate that of the median distance. 0 of a single frame."""
@@ -34,17 +28,17 @@ class Timeline(NamedTuple):
             return 0.0
         gaps = np.diff(self.seconds)
         mean = (self.seconds[-1] - self.seconds[0]) / len(gaps)
-        even = np.abs(gaps - mean).max() <= self.slack
+        even = np.abs(gaps - mean).max() <= ROUNDING
         return float(1 / (mean if even else np.median(gaps)))
 
     def count(self, fps: float) -> int:
         """How many frames the clip has at ``fps`` frames a second."""
-        return max(1, int(np.ceil((self.end - self.seconds[0] - self.slack) * fps)))
+        return max(1, int(np.ceil((self.end - self.seconds[0] - ROUNDING) * fps)))
 
     def shown_at(self, times: np.ndarray) -> list[int]:
-        """The frame that a player shows at each time: the last one that is due by then, where a file's rounding of
-        times does not count."""
-        found = np.searchsorted(self.seconds, times + self.slack, side="right") - 1
+        """The frame that a player shows at each time: the last one that is due by then, or within a millisecond, to
+        which files round."""
+        found = np.searchsorted(self.seconds, times + ROUNDING, side="right") - 1
         return found.clip(0, len(self.seconds) - 1).tolist()
 
 
@@ -69,7 +63,7 @@ def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float |
     span = (num_frames - 1) / fps
     fitting = len(timeline.seconds)
     if num_frames > 1:
-        fitting = int(np.searchsorted(timeline.seconds, timeline.end - span - timeline.slack, side="left"))
+        fitting = int(np.searchsorted(timeline.seconds, timeline.end - span - ROUNDING, side="left"))
     if not fitting:
         return None
     first = (fitting - 1) // 2 if start is None else min(int(start * fitting), fitting - 1)

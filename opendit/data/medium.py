@@ -10,12 +10,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from opendit.data.frame_times import ROUNDING
+
 COLOURS = "colours"  # in Image.info of a decoded picture: what it was, see Medium
 # Of latents: what is shown black and white, in shares of all values below, so that a few wild ones hide nothing.
 _DARKEST, _BRIGHTEST = 0.02, 0.98
-
-
-_ROUNDING = 1e-3  # seconds: the coarsest unit to which containers round the times of frames
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Medium:
 
     def frames_at(self, fps: float | None) -> int:
         """How many frames it has at a rate; None: all of its own."""
-        return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - _ROUNDING) * fps))
+        return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - ROUNDING) * fps))
 
 
 def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:

@@ -93,7 +93,7 @@ def _plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
         sync = np.arange(len(times))
     else:
         return None
-    if not len(sync) or sync[0] != 0 or not _closed(order, sync):
+    if not len(sync) or sync[0] != 0 or not is_closed(order, sync):
         return None
     places, sizes = _places(tables, size)
     if len(sizes) != len(times):
@@ -207,7 +207,7 @@ def _times(tables: dict[bytes, bytes]) -> tuple[np.ndarray, np.ndarray | None]:
     return times, order
 
 
-def _closed(order: np.ndarray | None, sync: np.ndarray) -> bool:
+def is_closed(order: np.ndarray | None, sync: np.ndarray) -> bool:
     """Whether all that is stored before a sync sample is shown before it, and all that is stored after it later."""
     if order is None:
         return True

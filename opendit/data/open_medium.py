@@ -5,7 +5,7 @@ import threading
 import numpy as np
 
 from opendit.data.clips import colours_in, decode_chosen
-from opendit.data.frame_times import Timeline
+from opendit.data.frame_times import ROUNDING, Timeline
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import read_picture
 
@@ -32,6 +32,6 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     height, width = frames.shape[1:3]
     [times] = found
     length, duration = len(times.seconds), times.end - float(times.seconds[0])
-    if times.rate and abs(length / times.rate - duration) <= times.slack:
+    if times.rate and abs(length / times.rate - duration) <= ROUNDING:
         duration = 0.0  # what the frames and their rate say
     return Medium(length, height, width, times.rate, duration, colours_in(path)), frames

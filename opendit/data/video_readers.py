@@ -87,8 +87,8 @@ class Contents:
     def timeline(self) -> Timeline:
         """When the frames are shown; of a file without times as its rate says."""
         if self.times is None:
-            return Timeline(np.arange(self.length) / (self.rate or 1.0), 0.0)
-        return Timeline(self.times * float(self.time_base), float(self.time_base))
+            return Timeline(np.arange(self.length) / (self.rate or 1.0))
+        return Timeline(self.times * float(self.time_base))
 
 
 class NoVideo(ValueError):
@@ -464,9 +464,8 @@ class DecordReader:
 
     def timeline(self) -> Timeline:
         if self._track is not None:
-            tick = float(self._track.time_base)
-            return Timeline(self._track.times * tick, tick)
-        return Timeline(np.arange(self.length) / self._reader.get_avg_fps(), 0.0)
+            return Timeline(self._track.times * float(self._track.time_base))
+        return Timeline(np.arange(self.length) / self._reader.get_avg_fps())
 
     def size(self) -> tuple[int, int]:
         height, width = self._reader.get_batch([]).shape[1:3]

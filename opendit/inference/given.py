@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opendit.data.base import BadSample, name_few
 from opendit.data.clips import decode_chosen, decode_frames, resize_and_crop
-from opendit.data.frame_times import Timeline
+from opendit.data.frame_times import ROUNDING, Timeline
 from opendit.data.picture_file import read_picture
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
@@ -153,7 +153,7 @@ def _last_frames(given: Any, count: int, interval: int, fps: float | None) -> np
 
 def _last_at(name: str, timeline: Timeline, count: int, fps: float) -> list[int]:
     times = timeline.seconds[-1] - np.arange(count)[::-1] / fps
-    if times[0] < timeline.seconds[0] - timeline.slack:
+    if times[0] < timeline.seconds[0] - ROUNDING:
         seconds = timeline.end - timeline.seconds[0]
         raise BadSample(name, f"too short: {seconds:.2f} s, not {count} frames at {fps:g} a second")
     return timeline.shown_at(times)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 from opendit.cli.components import Components
@@ -61,13 +62,19 @@ def open_data(
     )
 
 
-def clip_fps(data: DataFlags, dataset: MediaDataset) -> float | None:
-    """Frames a second of the clips that a model of these data draws: those of --fps, or those of the files, of several
-    rates the median, by the interval. None of pictures, and where the files tell nothing."""
-    if not data.use_video or data.fps is not None:
-        return data.fps
-    rate = dataset.frame_rate()
-    return None if rate is None else rate / data.frame_interval
+def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:
+    """(Frames a second of the clips that a model of these data draws, the notes to print): those of --fps, or those of
+    the files, of several rates the median, by the interval. None of pictures, and where the files tell nothing."""
+    rates = [] if not data.use_video or data.fps is not None else dataset.frame_rates()
+    if not rates:
+        return data.fps, []
+    drawn, low, high = median(rates) / data.frame_interval, min(rates), max(rates)
+    if high < 1.05 * low:
+        return drawn, []
+    return drawn, [
+        f"clips: of {low:.4g} to {high:.4g} frames a second, so that one motion has several speeds; drawn clips play "
+        f"at {drawn:.4g}, by the median. --fps reads all of them at one rate"
+    ]
 
 
 def held_out(asked: Components, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:

@@ -167,7 +167,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         validation=validation,
         samples_at_once=samples,
     )
-    spec.clip_fps = mesh.broadcast_object(clip_fps(asked.data, dataset) if mesh.is_main else None)
+    spec.clip_fps, note = mesh.broadcast_object(clip_fps(asked.data, dataset) if mesh.is_main else None)
+    notes += note
     spec.fingerprint = mesh.broadcast_object(fingerprint(spec) if mesh.is_main else None)
     if resume:
         notes += changes(stored, spec.fingerprint, first_step)
