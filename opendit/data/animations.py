@@ -51,7 +51,7 @@ class AnimationReader:
     def timeline(self) -> Timeline:
         """Return when the frames are shown, by the time that the file gives each."""
         seconds = np.cumsum(self.durations) - self.durations
-        return Timeline(seconds, 0.001)
+        return Timeline(seconds)
 
     @cached_property
     def durations(self) -> np.ndarray:

@@ -74,12 +74,12 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
     wanted = {b"GRAY": "L" if grey else "", b"CMYK": "CMYK" if mode == "CMYK" else ""}.get(profile[16:20], "")
     if profile[16:20] == b"RGB " and mode not in ("CMYK", "LAB"):
         wanted = "RGB"
-    transform = _transform(profile, wanted) if wanted else None
+    transform = transform_of(profile, wanted) if wanted else None
     return None if transform is None else (wanted, transform)
 
 
 @lru_cache(maxsize=16)
-def _transform(profile: bytes, mode: str) -> Convert | None:
+def transform_of(profile: bytes, mode: str) -> Convert | None:
     """Return the transform of a profile, perceptual as Pillow's default is; None of one that is broken, and of one that
     moves no colour by more than one level of 255: sRGB's own profiles differ by that."""
     try:

@@ -319,8 +319,22 @@ def test_damaged_and_absurd_animations_are_bad_samples(tmp_path, monkeypatch):
         read(tmp_path / "bomb.gif", [0])
     bomb[6:10] = struct.pack("<HH", 12000, 8000)
     (tmp_path / "bomb.gif").write_bytes(bomb)
-    with pytest.raises(BadSample, match="frames of 12,000 x 8,000 pixels"):
-        read(tmp_path / "bomb.gif", [0])
+    for look in (lambda: read(tmp_path / "bomb.gif", [0]), lambda: file_size(str(tmp_path / "bomb.gif"), False)):
+        with pytest.raises(BadSample, match="frames of 12,000 x 8,000 pixels"):
+            look()
+
+
+def test_what_lies_beyond_the_canvas_is_cut_off(tmp_path):
+    frames = [Image.new("RGB", (16, 16), "red"), Image.new("RGB", (16, 16), "red")]
+    frames[1].paste("blue", (4, 4, 12, 12))
+    data = bytearray(save(tmp_path / "a.gif", frames).read_bytes())
+    at = data.index(b"!\xf9\x04", data.index(b"!\xf9\x04") + 1) + 8
+    assert data[at : at + 3] == b",\x04\0"  # the second picture begins at 4
+    data[at + 1] = 10
+    (tmp_path / "b.gif").write_bytes(data)
+    found, length = read(tmp_path / "b.gif", [0, 1])
+    assert length == 2 and found.shape == (2, 16, 16, 3)
+    assert (found[1, 4:12, 10:] == [0, 0, 255]).all() and (found[1, :, :10] == found[0, 0, 0]).all()
 
 
 def test_an_animation_that_takes_too_long_is_given_up(tmp_path, monkeypatch):

@@ -251,4 +251,4 @@ def test_what_png_says_in_several_ways(tmp_path):
 
 
 def test_the_caches_of_strangers_profiles_are_bounded():
-    assert picture_colours._transform.cache_info().maxsize * MAX_PROFILE <= 2**26
+    assert picture_colours.transform_of.cache_info().maxsize * MAX_PROFILE <= 2**26
