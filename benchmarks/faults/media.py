@@ -84,7 +84,23 @@ def deep(folder: Path) -> None:
     Image.new("RGBA", (20, 16), (255, 0, 0, 0)).save(folder / "transparent.png")
 
 
+def profiles(folder: Path) -> None:
+    picture = Image.new("RGB", (20, 16), (60, 200, 60))
+    picture.save(folder / "noise.png", icc_profile=random.Random(0).randbytes(3000))
+    picture.save(folder / "large.tif", icc_profile=bytes(1 << 24))
+
+
+def profile_bomb(folder: Path) -> None:
+    Image.new("RGB", (20, 16)).save(folder / "profile.png")
+    content, data = (folder / "profile.png").read_bytes(), b"name\0\0" + zlib.compress(bytes(1 << 26))
+    chunk = struct.pack(">I", len(data)) + b"iCCP" + data + struct.pack(">I", zlib.crc32(b"iCCP" + data))
+    at = content.index(b"IDAT") - 4
+    (folder / "profile.png").write_bytes(content[:at] + chunk + content[at:])
+
+
 ODD = {
+    "profiles": ("profiles of noise, and of 16 MiB", profiles, ""),
+    "profile_bomb": ("a profile of 64 MiB in 64 KiB", profile_bomb, "profile.png"),
     "png_1_by_60000": ("a PNG of 1 x 60,000 pixels and a few bytes", write("thin.png", png(1, 60_000)), ""),
     "png_60000_by_1": ("a PNG of 60,000 x 1 pixels", write("flat.png", png(60_000, 1)), ""),
     "png_bomb": ("a PNG of 30,000 x 30,000 pixels in 110 KB", write("bomb.png", png(30_000, 30_000)), "bomb.png"),
@@ -261,6 +277,26 @@ def pipe_instead(path: Path) -> None:
     os.mkfifo(path)
 
 
+def huge_animation(path: Path) -> None:
+    frames = [Image.new("P", (8, 8), number) for number in range(4)]
+    frames[0].save(path, "GIF", save_all=True, append_images=frames[1:], duration=40)
+    content = bytearray(path.read_bytes())
+    content[6:10] = struct.pack("<HH", 65535, 65535)
+    path.write_bytes(content)
+
+
+def unknown_colours(path: Path) -> None:
+    import av
+
+    with av.open(str(path), "w", format="matroska") as file:
+        stream = file.add_stream("ffv1", rate=24)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        stream.codec_context.colorspace = 14  # ICtCp, as H.273 numbers it
+        for _ in range(24):
+            file.mux(stream.encode(av.VideoFrame(32, 32, "yuv420p")))
+        file.mux(stream.encode())
+
+
 def hide_the_first_frames(path: Path) -> None:
     """An edit list that begins a second later, as a cut without encoding leaves it."""
     content = bytearray(path.read_bytes())
@@ -290,6 +326,8 @@ def two_speeds(lab: Lab) -> None:
 
 
 for _name, (_what, _harm) in {
+    "clip_huge_animation": ("an animation of 65,535 x 65,535 pixels in it", huge_animation),
+    "clip_unknown_colours": ("colours that nothing converts", unknown_colours),
     "clip_noise": ("noise in the middle of its file", noise_in_the_middle),
     "clip_half": ("half of its bytes", half_of_it),
     "clip_text": ("text in it", text_inside),

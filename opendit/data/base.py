@@ -145,9 +145,9 @@ class MediaDataset(Dataset[Any]):
         ``sample_shape``."""
         if type(self).media_size is MediaDataset.media_size:
             return None
-        from opendit.data.media_size import known_sizes  # which reads files as this module's data sets do
+        from opendit.data.media_size import SIZES, known_sizes  # which reads files as this module's data sets do
 
-        identity = hash_parts("sizes as shown", self.identity(), self.contents() or "", self.sizes_key())
+        identity = hash_parts(SIZES, self.identity(), self.contents() or "", self.sizes_key())
         return known_sizes(identity, len(self), self.media_size)
 
     def sizes_key(self) -> str:

@@ -12,7 +12,7 @@ from opendit.data.base import DataError, name_few
 from opendit.data.captions import count_texts, says_nothing
 from opendit.data.csv_table import TableRow, read_csv, write_csv
 from opendit.data.files import printable, problem
-from opendit.data.medium import Medium
+from opendit.data.medium import Medium, count_colours
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.progress import Progress
 
@@ -125,6 +125,7 @@ def run(
     if not kept:
         raise DataError(f"no row of {csv} is left; see the reasons above")
     found = count_texts(range(len(kept)), lambda i: kept[i].text, lambda i: str(kept[i].path), len(kept))
-    print("\n".join([table(media), *found.without_words(), *found.for_any_encoder()]))
+    lines = [table(media), *count_colours(media), *found.without_words(), *found.for_any_encoder()]
+    print("\n".join(lines))
     write_csv(output, kept)
     print(f"wrote {output}: train with --data_path {output}")

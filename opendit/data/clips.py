@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from opendit.data.animations import AnimationReader
 from opendit.data.base import BadSample, to_pixels
-from opendit.data.container_header import ContainerHeader, read_header
+from opendit.data.colours import is_high_definition
+from opendit.data.container_header import ANIMATION, IN_ORDER, ContainerHeader, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
 from opendit.data.frame_times import Timeline, clip_window, timed_window, whole_clip
 from opendit.data.mp4_header import MAX_FRAMES
@@ -31,8 +33,11 @@ from opendit.data.video_readers import (
     PyAVReader,
     Reader,
     ShownFrames,
+    UnknownColours,
     choose_reader,
+    colours_of,
     crop_of,
+    decoded,
     look_up,
     open_container,
     rising_times,
@@ -238,6 +243,15 @@ def clip_size(
         raise BadSample(path, _too_long(time_limit)) from None
 
 
+def colours_in(path: str) -> str:
+    """Return what a clip's colours are, if they are converted: "HDR (PQ)" and the like. Raises an exception of any
+    kind."""
+    if read_header(path).codec == ANIMATION:
+        return ""
+    with name_for_ffmpeg(path) as name, open_container(name) as file:
+        return colours_of(video_stream(file))
+
+
 def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
     """Frames a second of a clip's file, by the times of its frames; 0 of a single frame. Raises BadSample."""
     try:
@@ -374,6 +388,8 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
             raise BadSample(path, header.problem)
     except OSError as error:
         raise BadSample(path, error.strerror or error) from error
+    if header.codec == ANIMATION:
+        return AnimationReader(path, MAX_FRAME_PIXELS), True
 
     def count(name: str, contents: Contents) -> Contents:
         if not whole:
@@ -395,6 +411,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
         if not os.path.exists(path):  # it vanished
             raise BadSample(path, os.strerror(2)) from error
         reason = "holds no video stream" if isinstance(error, NoVideo) else "not a video that can be decoded"
+        reason = str(error) if isinstance(error, UnknownColours) else reason
         if whole:
             _unopened.add(path, version, reason)
         raise BadSample(path, reason) from error
@@ -409,14 +426,16 @@ def _open_with(
     """count: of the frames of a file that only decoding counts."""
     if reader == "decord" and DecordReader.finds(header):
         try:
-            return OPENERS[reader](name, header.track), True
+            file = OPENERS[reader](name, header.track)
+            if header.codec != IN_ORDER or not is_high_definition(*file.size()[::-1]):  # AVI names no matrix
+                return file, True
         except Exception as error:
             if _is_final(error):
                 raise
     contents = look_up(name, whole=whole)
     if contents.seekable:
         try:
-            return OPENERS["pyav" if reader == "decord" else reader](name, contents), True
+            return OPENERS["pyav" if reader == "decord" or contents.converted else reader](name, contents), True
         except Exception as error:
             if _is_final(error):
                 raise
@@ -431,7 +450,7 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
         with open_container(name) as container:
             stream = video_stream(container)
             stream.codec_context.thread_count = 1
-            for frame in container.decode(stream):
+            for frame in decoded(container, stream):
                 times.append(frame.pts)
                 if stop.is_set() or len(times) > MAX_FRAMES:
                     break
@@ -466,7 +485,7 @@ def _decode_in_order(
             stream = video_stream(container)
             convert = ShownFrames(stream, crop_of(name, container, stream))
             stream.codec_context.thread_count = 1
-            for count, frame in enumerate(container.decode(stream), 1):
+            for count, frame in enumerate(decoded(container, stream), 1):
                 if count - 1 in wanted:
                     for height, width in ((frame.height, frame.width), convert.size(frame)):
                         _check_size(path, height, width)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.safe_files import replacing
+from opendit.data.animation_header import SUFFIXES as ANIMATIONS
+from opendit.data.animation_header import is_animation
 from opendit.data.files import first_bytes, printable, problem
 from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.picture_file import picture_suffixes
@@ -44,12 +46,21 @@ class TableRow:
     extra: dict[str, str] = field(default_factory=dict)
 
     @property
-    def is_picture(self) -> bool:
-        """By the file's suffix and, only where that says nothing, by its first bytes. Else it is read as a clip."""
+    def is_named_picture(self) -> bool:
+        """Whether it is a picture by the file's suffix and, only where that says nothing, by its first bytes."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
             return suffix not in CLIPS
         return _SIGNATURES.match(first_bytes(self.path, 16)) is not None
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether it is a picture and no animation, for which files that may be one are opened. Else it is read as a
+        clip."""
+        if not self.is_named_picture:
+            return False
+        suffix = self.path.suffix.lower()
+        return (suffix in picture_suffixes() and suffix not in ANIMATIONS) or not is_animation(self.path)
 
 
 def read_csv(path: str | Path, name: str | None = None) -> list[TableRow]:

@@ -18,6 +18,7 @@ from opendit.data.files import printable
 from opendit.data.fill import MediumTokens
 from opendit.data.latents_index import read_indexes
 from opendit.data.look_page import THUMBNAIL, Findings, Look, draw_histograms, draw_sheet, make_page
+from opendit.data.medium import count_colours
 from opendit.data.names import inline_sources, is_address
 from opendit.data.pictures_and_clips import PICTURE, PicturesAndClips
 from opendit.data.progress import Progress
@@ -58,7 +59,8 @@ def run(
     for name, written in content.items():
         write_whole(folder / name, written)
     print(dataset.describe())
-    print("\n".join([f"looked into {found.looked}", *found.of_captions]))
+    colours = count_colours(each.medium for each in found.looks)
+    print("\n".join([f"looked into {found.looked}", *colours, *found.of_captions]))
     for bad in found.bad[:10]:
         print(f"  {bad}")
     if len(found.bad) > 10:

@@ -17,7 +17,7 @@ from opendit.data.captions import count_texts
 from opendit.data.files import printable
 from opendit.data.fill import BUDGETS, MediumTokens, fill_of
 from opendit.data.look_fonts import MISSING, families, font_of
-from opendit.data.medium import Medium
+from opendit.data.medium import Medium, count_colours
 
 THUMBNAIL = 160  # pixels of a thumbnail's longer side
 COLUMNS, OF_CLIP = 8, 3  # thumbnails in a line of the sheet, and of a clip
@@ -241,6 +241,7 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
         f"At its own aspect ratio, scaled down to the area of {t.image_size} x {t.image_size} pixels, {which} up to "
         f"{t.num_frames}; a token is {t.token_frames} x {t.token_pixels} x {t.token_pixels} of frames and pixels."
     )
+    colours = "".join(f"<p>{line}.</p>" for line in count_colours(each.medium for each in found.looks))
     bad = "".join(f"<li>{_escaped(line)}</li>" for line in found.bad)
     words = "".join(f"<li>{_escaped(each.words)} ({_size(each.medium)})</li>" for each in found.shown)
     pictures = (
@@ -253,6 +254,7 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
         "text-align:right}th{text-align:left}</style></head><body>"
         f"<p>{_escaped(found.dataset.describe())}</p>"
         f"<p>Looked into {_escaped(found.looked)}.</p>"
+        f"{colours}"
         + "".join(f"<p>{_escaped(line)}</p>" for line in found.of_captions)
         + f"<ul>{bad}</ul><table><tr><th></th><th>least</th><th>median</th><th>most</th></tr>{rows}</table>"
         f"<p>{how}</p><table><tr><th>tokens of a sequence</th><th>used</th><th>media too long</th></tr>{fills}</table>"

@@ -16,6 +16,7 @@ from opendit.data.picture_file import picture_size, picture_suffixes
 from opendit.data.progress import Progress
 from opendit.data.size_cache import locked
 
+SIZES = "sizes as shown, of animations as clips"  # goes into the names of what is kept: other words for other sizes
 HEAD = 1 << 16  # bytes of a picture within which its header nearly always ends
 _WHOLE = 4 * HEAD  # bytes up to which a clip is read at once
 _ROWS = 4096  # looked at between two steps of the progress bar

@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from opendit.data.mp4_track import PlainTrack, plain_track
+from opendit.data.mp4_track import PlainTrack, dolby_profile, plain_track
 
 MAX_FRAMES = 2**22  # of a clip: 19 hours at 60 frames a second
 MAX_TABLES = 2**28  # bytes of all tables of a file; those of 19 hours have a fifth of that
@@ -149,7 +149,8 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 def _count(data: bytes) -> tuple[int, int, list[bytes]]:
     """The most samples that a table of any track declares, and of a video track; the kinds of all video frames.
 
-    Raises ValueError for a table with more entries than it has room for: FFmpeg takes what follows it for entries."""
+    Raises ValueError for colours that can't be converted, and for a table with more entries than it has room for:
+    FFmpeg takes what follows it for entries."""
     most, video, codecs, left = 0, 0, [], MAX_BOXES
     todo = [(0, len(data), False)]
     while todo:
@@ -163,7 +164,12 @@ def _count(data: bytes) -> tuple[int, int, list[bytes]]:
             if kind in _CONTAINERS:
                 todo.append((begin, end, is_video))
             elif kind == b"stsd" and is_video:  # 4 bytes, how many kinds, and each one's length and letters
-                codecs += [letters for letters, _, _ in _boxes(data, begin + 8, end, left)]
+                for letters, first, last in _boxes(data, begin + 8, end, left):
+                    codecs.append(letters)
+                    if (profile := dolby_profile(data[first:last])) is not None:
+                        raise ValueError(
+                            f"Dolby Vision of profile {profile}, whose colours can't be converted; make it HDR10 or SDR"
+                        )
             elif kind in _TABLES:
                 count = _declared(kind, data, begin, end)
                 most, video = max(most, count), max(video, count if is_video else 0)

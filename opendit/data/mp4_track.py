@@ -1,8 +1,9 @@
 """Whether the only video track of an MP4 or MOV file is plain, found out from its tables alone.
 
 A plain track shows all of its frames, each once, upright or turned by quarter turns, with square pixels; it can be
-decoded from every frame that it calls a sync sample, and no frame shown later is stored before one. Of such a file the
-frames that a decoder finds by their numbers are those that decoding from the start gives. Boxes are named as in ISO/IEC
+decoded from every frame that it calls a sync sample, and no frame shown later is stored before one. Its colours are SDR
+of BT.709 or BT.601. Of such a file the frames that a decoder finds by their numbers are those that decoding from the
+start gives. Boxes are named as in ISO/IEC
 14496-12, fields of H.264 as in ITU-T H.264, 7.3.2.1 and E.1.1.
 """
 
@@ -13,6 +14,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+
+from opendit.data.colours import UNSPECIFIED, is_high_definition, kind_of_colours, unknown_matrix
 
 ReadAt = Callable[[int, int], bytes]  # (where, how many bytes) -> these bytes of the file
 Box = tuple[bytes, int, int]  # kind, where its contents begin and end
@@ -45,7 +48,7 @@ def plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
     """
     try:
         return _plain_track(moov, read, size)
-    except (KeyError, IndexError, ValueError, ZeroDivisionError, struct.error):
+    except (KeyError, IndexError, ValueError, ZeroDivisionError, StopIteration, struct.error):
         return None
 
 
@@ -69,7 +72,7 @@ def _clean_aperture(entry: bytes, parts: dict[bytes, bytes]) -> tuple[int, int, 
 
 def _plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
     (track, media, tables), *others = _video_tracks(moov)
-    _, parts = _entry(tables)
+    entry, parts = _entry(tables)
     movie = _inside(moov, b"mvhd")
     header = track[b"tkhd"]
     if others or _matrix(movie, 36 if movie[0] == 0 else 48) != _UPRIGHT:
@@ -77,6 +80,8 @@ def _plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
     if _matrix(header, 40 if header[0] == 0 else 52) not in _QUARTER_TURNS or b"clap" in parts:
         return None
     if b"pasp" in parts and len(set(struct.unpack_from(">2I", parts[b"pasp"]))) > 1:
+        return None
+    if not _has_plain_colours(entry, parts):
         return None
     times, order = _times(tables)
     timescale, duration = _scale(media[b"mdhd"]), int(times[1] - times[0]) if len(times) > 1 else 0
@@ -95,7 +100,7 @@ def _plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
         return None
     if b"avcC" in parts:
         length = (parts[b"avcC"][4] & 3) + 1
-        if not all(map(has_square_pixels, _parameter_sets(parts[b"avcC"]))):
+        if not all(describe_frames(each).square for each in _parameter_sets(parts[b"avcC"])):
             return None
         chosen = sync if len(sync) <= _LOOKED_AT else sync[np.linspace(0, len(sync) - 1, _LOOKED_AT).astype(np.int64)]
         for sample in chosen.tolist():
@@ -140,6 +145,32 @@ def _video_tracks(moov: bytes) -> list[tuple[dict[bytes, bytes], dict[bytes, byt
             if media.get(b"hdlr", b"")[8:12] == b"vide":
                 found.append((track, media, _named(_named(media.get(b"minf", b"")).get(b"stbl", b""))))
     return found
+
+
+def dolby_profile(entry: bytes) -> int | None:
+    """The profile of Dolby Vision whose pictures have no other form than Dolby's, by the description of a track's
+    frames; None of all others."""
+    parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
+    box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
+    return box[2] >> 1 if len(box) >= 5 and box[4] >> 4 == 0 else None
+
+
+def _has_plain_colours(entry: bytes, parts: dict[bytes, bytes]) -> bool:
+    """Whether a track's frames are SDR of BT.709 or BT.601 by their description, or it says nothing and they are small:
+    decoders then take them for BT.601's, as players do."""
+    codes = []
+    if parts.get(b"colr", b"")[:4] in (b"nclx", b"nclc"):
+        codes.append(struct.unpack_from(">3H", parts[b"colr"], 4))
+    elif b"av1C" in parts:  # they are in the stream
+        return False
+    if b"vpcC" in parts:
+        codes.append(struct.unpack_from("3B", parts[b"vpcC"], 7))
+    if b"avcC" in parts:
+        codes += [describe_frames(each).colours for each in _parameter_sets(parts[b"avcC"])]
+    if any(kind_of_colours(*each[:2]) or unknown_matrix(each[2]) for each in codes):
+        return False
+    width, height = struct.unpack_from(">HH", entry, 24)
+    return any(each[2] != UNSPECIFIED for each in codes) or not is_high_definition(width, height)
 
 
 def _entry(tables: dict[bytes, bytes]) -> tuple[bytes, dict[bytes, bytes]]:
@@ -310,10 +341,17 @@ class _Bits:
         return self.golomb()
 
 
+class FrameDescription(NamedTuple):
+    """square: whether pixels are. colours: primaries, transfer and matrix, as H.273 numbers them."""
+
+    square: bool
+    colours: tuple[int, int, int]
+
+
 @lru_cache(1024)
-def has_square_pixels(parameters: bytes) -> bool:
-    """Whether an H.264 sequence parameter set says that pixels are square, or nothing of it. Raises IndexError or
-    ValueError if it can't be read."""
+def describe_frames(parameters: bytes) -> FrameDescription:
+    """What an H.264 sequence parameter set says of the frames; pixels of which it says nothing are square. Raises
+    IndexError or ValueError if it can't be read."""
     bits = _Bits(parameters[1:].replace(b"\0\0\3", b"\0\0"))
     profile = bits.number(8)
     bits.number(16)
@@ -324,7 +362,7 @@ def has_square_pixels(parameters: bytes) -> bool:
             bits.flag()
         bits.skip("ue", "ue", "u")
         if bits.flag():
-            return False  # scaling lists, which are rare: what follows them is not looked for
+            raise ValueError("scaling lists")  # which are rare: what follows them is not looked for
     bits.golomb()
     order = bits.golomb()
     if order == 0:
@@ -340,10 +378,20 @@ def has_square_pixels(parameters: bytes) -> bool:
     if bits.flag():
         for _ in range(4):
             bits.golomb()
-    if not bits.flag() or not bits.flag():
-        return True
-    shape = bits.number(8)
-    if shape == _EXTENDED_SAR:
-        wide, high = bits.number(16), bits.number(16)
-        return wide == high or 0 in (wide, high)
-    return shape in (0, 1)
+    square, colours = True, (UNSPECIFIED, UNSPECIFIED, UNSPECIFIED)
+    if not bits.flag():
+        return FrameDescription(square, colours)
+    if bits.flag():
+        shape = bits.number(8)
+        if shape == _EXTENDED_SAR:
+            wide, high = bits.number(16), bits.number(16)
+            square = wide == high or 0 in (wide, high)
+        else:
+            square = shape in (0, 1)
+    if bits.flag():  # overscan
+        bits.flag()
+    if bits.flag():
+        bits.number(4)  # the format of before, and the range
+        if bits.flag():
+            colours = bits.number(8), bits.number(8), bits.number(8)
+    return FrameDescription(square, colours)

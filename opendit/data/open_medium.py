@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 
-from opendit.data.clips import decode_chosen
+from opendit.data.clips import colours_in, decode_chosen
 from opendit.data.frame_times import ROUNDING, Timeline
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import read_picture
@@ -34,4 +34,4 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     length, duration = len(times.seconds), times.end - float(times.seconds[0])
     if times.rate and abs(length / times.rate - duration) <= ROUNDING:
         duration = 0.0  # what the frames and their rate say
-    return Medium(length, height, width, times.rate, duration), frames
+    return Medium(length, height, width, times.rate, duration, colours_in(path)), frames

@@ -8,7 +8,7 @@ is decoded from the start by PyAV (``opendit.data.clips``).
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -16,18 +16,32 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from opendit.data.colours import (
+    MATRICES,
+    UNSPECIFIED,
+    Conversion,
+    is_high_definition,
+    kind_of_colours,
+    matrix_of,
+    of_clip,
+    unknown_matrix,
+)
 from opendit.data.container_header import IN_ORDER, ContainerHeader
 from opendit.data.frame_geometry import Crop, Geometry, container_crop
 from opendit.data.frame_times import Timeline
 from opendit.data.mp4_track import PlainTrack, begins_anew
+from opendit.data.picture_file import on_white
 
 READERS = ("torchcodec", "decord", "pyav")  # as auto prefers them: the fastest first
 CHOICES = ("auto", *READERS)
 # Containers that hold a clip itself. Playlists, descriptions and devices are none: they name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
 _OF_DECORD = ("avc1", "vp09", "av01")  # as MP4 files name their codecs
+_OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
+_BT709, _FULL_RANGE = 1, 2  # as H.273 and FFmpeg number a matrix and a range
 _SEEKABLE = ("mov", "matroska", "avi")  # files of these have an index that leads to the frames it says
 # Codecs whose packets may all be key frames: of frames that refer to none, or looked at one by one.
 _KEYS_ONLY = (
@@ -51,7 +65,9 @@ class Contents:
     """What a file holds. length: its frames. counted: whether FFmpeg gives as many; else only decoding them all tells,
     and none is found by its number. times: of the frames in the order they are shown, in units of time_base, or None
     if one of them has none or two have the same. keys: (time shown, time decoded) of the frames that decoding can begin
-    at. rate: frames a second as the container has it, 0 of one that says nothing. crop: what the container hides."""
+    at. rate: frames a second as the container has it, 0 of one that says nothing. crop: what the container hides.
+    converted: the frames are HDR, of a wide gamut or transparent, or of high definition without a matrix: only
+    :class:`ToRgb` shows them as players do."""
 
     container: str
     codec: str
@@ -62,6 +78,7 @@ class Contents:
     keys: list[tuple[int, int]]
     rate: float
     crop: Crop
+    converted: bool = False
 
     @property
     def seekable(self) -> bool:
@@ -76,6 +93,10 @@ class Contents:
 
 class NoVideo(ValueError):
     """A file of sound or of subtitles alone."""
+
+
+class UnknownColours(ValueError):
+    """Colours that nothing here converts."""
 
 
 class Reader(Protocol):
@@ -132,11 +153,13 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
     """A file's contents by PyAV, with nothing decoded. whole: whether all of the file is there, and not only what tells
     of its frames.
 
-    Raises NoVideo, or libav's errors."""
+    Raises NoVideo, UnknownColours, or libav's errors."""
     with open_container(name) as file:
         stream = video_stream(file)
         context = stream.codec_context
         container, codec = file.format.name, context.name
+        if unknown := unknown_matrix(int(context.colorspace)):
+            raise UnknownColours(f"its colours are coded as {unknown}, which can't be converted; make it HDR10 or SDR")
         packets = _packets(file, stream, whole)
         shown = [packet.shown for packet in packets if not packet.hidden]
         times = rising_times(shown)
@@ -157,7 +180,47 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
             sorted(keys),
             float(stream.average_rate or 0),
             crop_of(name, file, stream),
+            bool(colours_of(stream)) or _shows_alpha(stream) or _needs_matrix(context),
         )
+
+
+def colours_of(stream: Any) -> str:
+    """What a stream's colours are, if they are converted, as of ``kind_of_colours``."""
+    context = stream.codec_context
+    return kind_of_colours(int(context.color_primaries), int(context.color_trc))
+
+
+def _needs_matrix(pictures: Any) -> bool:
+    """Whether a codec context or frame is large and of YUV, and does not name its matrix."""
+    if int(pictures.colorspace) != UNSPECIFIED or not is_high_definition(pictures.width, pictures.height):
+        return False
+    return pictures.format is not None and not pictures.format.is_rgb
+
+
+def _shows_alpha(stream: Any) -> bool:
+    pixels = stream.codec_context.format
+    return _alpha_aside(stream) or (pixels is not None and any(part.is_alpha for part in pixels.components))
+
+
+def _alpha_aside(stream: Any) -> bool:
+    """Whether a stream of VP8 or VP9 has its alpha as a second stream, which FFmpeg's own decoders pass over."""
+    told = {name.lower(): value for name, value in stream.metadata.items()}
+    return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
+
+
+def decoded(file: Any, stream: Any) -> Iterator[Any]:
+    """Decode the frames of a stream of PyAV's container from where it was opened or sought to, with their alpha.
+
+    Raises libav's errors, among them one of a PyAV that was built without libvpx and a clip that needs it."""
+    if not _alpha_aside(stream):
+        yield from file.decode(stream)
+        return
+    import av
+
+    decoder = av.CodecContext.create(_OF_LIBVPX[stream.codec_context.name], "r")
+    decoder.thread_count = 1
+    for packet in file.demux(stream):
+        yield from decoder.decode(packet if packet.size else None)
 
 
 def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
@@ -223,7 +286,8 @@ def _is_unseen(codec: str, packet: Any) -> bool:
 
 
 class ToRgb:
-    """Frames of PyAV to RGB with the pixels that decord and torchcodec give."""
+    """Frames of PyAV to RGB with the pixels that decord and torchcodec give; HDR and wide gamuts by the rule of
+    ``opendit.data.colours``, transparent frames on white."""
 
     def __init__(self):
         self._of: tuple[Any, ...] | None = None
@@ -231,26 +295,64 @@ class ToRgb:
 
     def __call__(self, frame: Any) -> np.ndarray:
         """(H, W, 3) uint8, as the decoder gives it: neither cropped, nor stretched, nor turned."""
-        if max(part.bits for part in frame.format.components) > 8:
-            frame = self._scaled(frame)  # PyAV's own conversion of more bits has other colours
-        return frame.to_ndarray(format="rgb24")
+        deep = max(part.bits for part in frame.format.components) > 8
+        alpha = any(part.is_alpha for part in frame.format.components)
+        conversion = of_clip(int(frame.color_primaries), int(frame.color_trc))
+        if conversion is not None:
+            shown, mask = self._converted(frame, conversion, alpha)
+        else:
+            if _needs_matrix(frame):
+                frame.colorspace = _BT709
+            wanted = "rgba" if alpha else "rgb24"
+            # PyAV's own conversion of more bits has other colours.
+            pixels = (self._scaled(frame, wanted) if deep else frame).to_ndarray(format=wanted)
+            shown, mask = pixels[..., :3], pixels[..., 3] if alpha else None
+        if mask is None:
+            return shown
+        opaque = Image.fromarray(np.ascontiguousarray(shown))
+        return np.asarray(on_white(opaque, Image.fromarray(np.ascontiguousarray(mask))))
 
-    def _scaled(self, frame: Any) -> Any:
+    def _converted(self, frame: Any, conversion: Conversion, alpha: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        """(H, W, 3) uint8 that were converted, and (H, W) uint8 of alpha, if there is any."""
+        codes = int(frame.color_primaries), int(frame.color_trc), int(frame.colorspace)
+        matrix, name = matrix_of(*codes, frame.width, frame.height), frame.format.name
+        parts = frame.format.components
+        if frame.format.is_rgb or matrix not in MATRICES or len({part.plane for part in parts}) < len(parts):
+            pixels = self._scaled(frame, "rgba64le" if alpha else "rgb48le").to_ndarray()
+            return conversion(pixels[..., :3]), (pixels[..., 3] >> 8).astype(np.uint8) if alpha else None
+        # Not by the scaler: from 4:2:0 it makes up to 1 % of another luma.
+        bits = parts[0].bits
+        kind = np.dtype(np.uint8 if bits == 8 else ">u2" if name.endswith("be") else "<u2")
+        planes = [_numbers(plane, kind, frame.height, frame.width) for plane in frame.planes]
+        mask = (planes.pop() >> (bits - 8)).astype(np.uint8) if alpha else None
+        if len(planes) == 1:
+            planes += [np.full_like(planes[0], 1 << (bits - 1))] * 2
+        full = int(frame.color_range) == _FULL_RANGE or name.startswith("yuvj")
+        return conversion.from_yuv(planes, bits, full, matrix), mask
+
+    def _scaled(self, frame: Any, pixels: str) -> Any:
         from av.filter import Graph
 
-        of = (frame.width, frame.height, frame.format.name)
+        of = (frame.width, frame.height, frame.format.name, pixels)
         if self._of != of:
             graph = Graph()
             source = graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1)
             )
-            parts = [graph.add("scale", "flags=bicubic"), graph.add("format", "rgb24"), graph.add("buffersink")]
+            parts = [graph.add("scale", "flags=bicubic"), graph.add("format", pixels), graph.add("buffersink")]
             for first, second in zip([source, *parts], parts, strict=False):
                 first.link_to(second)
             graph.configure()
             self._of, self._graph = of, graph
         self._graph.push(frame)
         return self._graph.pull()
+
+
+def _numbers(plane: Any, kind: np.dtype, height: int, width: int) -> np.ndarray:
+    """(height, width) of a plane of PyAV's frame; of one that is smaller each number stands for those around it."""
+    numbers = np.frombuffer(plane, kind).reshape(plane.height, -1)[:, : plane.width]
+    down, across = -(-height // plane.height), -(-width // plane.width)
+    return numbers.repeat(down, 0).repeat(across, 1)[:height, :width]
 
 
 class ShownFrames:
@@ -320,7 +422,7 @@ class PyAVReader:
         self.declared = Geometry(self._stream, contents.crop).declared(*self._coded)
 
     def size(self) -> tuple[int, int]:
-        return Geometry(self._stream, self._contents.crop).size(next(self._file.decode(self._stream)))
+        return Geometry(self._stream, self._contents.crop).size(next(decoded(self._file, self._stream)))
 
     def timeline(self) -> Timeline:
         return self._contents.timeline()
@@ -332,7 +434,7 @@ class PyAVReader:
         start = max((key for key in self._contents.keys if key[0] <= wanted[0]), default=self._contents.keys[0])
         self._file.seek(start[1], stream=self._stream)
         convert, found, left = ShownFrames(self._stream, self._contents.crop), {}, set(wanted)
-        for frame in self._file.decode(self._stream):
+        for frame in decoded(self._file, self._stream):
             if frame.pts in left:
                 if (frame.height, frame.width) != self._coded:
                     raise ValueError("a frame of another size")

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from opendit.common.hashing import sha256_of
+from opendit.data.animation_header import SUFFIXES as ANIMATIONS
+from opendit.data.animation_header import is_animation
 from opendit.data.base import BadSample, name_few
 from opendit.data.clips import read_clip
 from opendit.data.contents import hash_files
 from opendit.data.csv_table import read_csv
 from opendit.data.files import printable
-from opendit.data.folders import CLIPS, Ignored, files_below
+from opendit.data.folders import CLIPS, Ignored, files_below, suffix_of
 from opendit.data.images import find_pictures
 from opendit.data.picture_file import center_crop, picture_suffixes, read_picture
 from opendit.inference.output import INDEX
@@ -203,8 +205,8 @@ def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
             files = list(files_below(str(path), CLIPS, Ignored()))
             if not files:
                 raise
-    clips = Path(files[0]).suffix.lower() in CLIPS
-    return _files(path.name or str(path), files, [clips] * len(files), None, options)
+    clips = [suffix_of(file) in CLIPS or (suffix_of(file) in ANIMATIONS and is_animation(file)) for file in files]
+    return _files(path.name or str(path), files, clips, None, options)
 
 
 def _drawn(path: Path) -> list[str]:

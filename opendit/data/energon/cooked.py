@@ -18,6 +18,7 @@ from opendit.data.clips import clip_rate
 from opendit.data.media_size import Size
 from opendit.data.medium import Medium, of_picture
 from opendit.data.memory_file import as_file
+from opendit.data.picture_file import as_rgb, reason
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields, split_name, suffix_of
 from opendit.data.shards.tar_headers import BLOCK, members
@@ -164,12 +165,20 @@ class CookedDataset(ShardDataset):
             return self._clip(row, content, flip, start, shape)
         if isinstance(content, bytes):
             return self._picture(row, content, flip, shape)
-        return self.picture_sample(content.convert("RGB"), flip, shape)
+        return self.picture_sample(self._rgb(row, content), flip, shape)
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         made = self._cook(row)
         content = made["video" if self._video else "image"]
-        return self._look(not self._video, content) if isinstance(content, bytes) else of_picture(content)
+        if isinstance(content, bytes):
+            return self._look(not self._video, content)
+        return of_picture(self._rgb(row, content))
+
+    def _rgb(self, row: int, image: Image.Image) -> Image.Image:
+        try:
+            return as_rgb(image)
+        except Exception as error:  # Pillow's decoders raise nearly every type there is
+            raise BadSample(self.source(row), reason(error)) from error
 
     def caption(self, row: int) -> str | None:
         return self._cook(row)["caption"].strip() if self.conditioning == "text" else None

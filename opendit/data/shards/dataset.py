@@ -1,6 +1,7 @@
 """The data set of a list of indexed tars."""
 
 import copy
+import io
 import threading
 import zlib
 from bisect import bisect_right
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from opendit.common.errors import DataError
 from opendit.common.hashing import hash_parts
+from opendit.data.animation_header import HEAD, is_animated, may_be_animation
 from opendit.data.base import BadSample, flip_note
 from opendit.data.clips import clip_rate, clip_size
 from opendit.data.files import allow_open_files, printable
-from opendit.data.folders import CLIPS
-from opendit.data.media_size import Size, known_sizes, stored_clip_size, stored_picture_size
+from opendit.data.media_size import SIZES, Size, known_sizes, stored_clip_size, stored_picture_size
 from opendit.data.medium import Medium
 from opendit.data.memory_file import as_file
 from opendit.data.open_medium import open_clip, open_picture
@@ -30,7 +31,7 @@ from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.row_arrays import next_of_key
 from opendit.data.shards.ahead import ByteRange, grouped
 from opendit.data.shards.fields import read_caption
-from opendit.data.shards.index import CLASS_NAMES, MOST_CLASSES, Record, TarIndex
+from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, Record, TarIndex, is_clip
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
@@ -55,18 +56,24 @@ class IndexedTar:
     def __len__(self) -> int:
         return self.index.header.rows if self.kept is None else len(self.kept)
 
-    def count_pictures(self) -> int:
-        header = self.index.header
-        if self.kept is None or header.pictures in (0, header.rows):
-            return min(len(self), header.pictures)
-        return int((self.shapes() == PICTURE).sum())
+    def _told(self, use_video: bool) -> bool:
+        """Whether the header counts the pictures as they are used: animations are clips to it."""
+        return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
 
-    def shapes(self) -> np.ndarray:
+    def count_pictures(self, use_video: bool) -> int:
+        """How many samples are pictures. use_video: as of ``is_clip``."""
+        header = self.index.header
+        if self._told(use_video) and (self.kept is None or header.pictures in (0, header.rows)):
+            return min(len(self), header.pictures)
+        return int((self.shapes(use_video) == PICTURE).sum())
+
+    def shapes(self, use_video: bool) -> np.ndarray:
         """Which of the samples are pictures and which clips, a byte each; looked up only where there are both."""
         header = self.index.header
-        if header.pictures in (0, header.rows):
+        if self._told(use_video) and header.pictures in (0, header.rows):
             return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
-        of_suffix = np.array([CLIP if suffix in CLIPS else PICTURE for suffix in header.suffixes], np.uint8)
+        kinds = [CLIP if is_clip(suffix, use_video) else PICTURE for suffix in header.suffixes]
+        of_suffix = np.array(kinds, np.uint8)
         shapes = of_suffix[self.index.rows["suffix"]]
         return shapes if self.kept is None else shapes[self.kept.rows()]
 
@@ -112,7 +119,7 @@ class ShardDataset(PicturesAndClips):
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
         self._found: tuple[Any, ...] = (None, None)  # the last row that was looked up, and what was found
-        self.pictures = sum(shard.count_pictures() for shard in self.shards)
+        self.pictures = sum(shard.count_pictures(self.use_video) for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
         self._kinds: np.ndarray | None = None
@@ -129,14 +136,15 @@ class ShardDataset(PicturesAndClips):
         """Which of all samples are pictures and which clips, a byte each; of many, mapped from a file."""
         if self._kinds is None:
             written = (str(shard.index.written) for shard in self.shards)  # an index may be made anew, of other samples
-            name = partial(hash_parts, "pictures and clips", *self._contents(), *written)
+            kinds = "pictures and clips" if self.use_video else "pictures, animations and clips"
+            name = partial(hash_parts, kinds, *self._contents(), *written)
             self._kinds = kept_array(int(self.starts[-1]), name, self._find_shapes)
         return self._kinds
 
     def _find_shapes(self) -> np.ndarray:
         found = np.empty(int(self.starts[-1]), np.uint8)
         for start, shard in zip(self._starts, self.shards, strict=False):
-            found[start : start + len(shard)] = shard.shapes()
+            found[start : start + len(shard)] = shard.shapes(self.use_video)
         return found
 
     def __len__(self) -> int:
@@ -167,7 +175,8 @@ class ShardDataset(PicturesAndClips):
     def source(self, row: int) -> str:
         number, place, record = self.find_record(row)
         index = self._index(number)
-        return f"{self.shards[number].name}: {index.key(place)}{index.header.suffixes[record.suffix]}"
+        suffix = index.header.suffixes[record.suffix].removeprefix(ANIMATED)
+        return f"{self.shards[number].name}: {index.key(place)}{suffix}"
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
         number, _, record = self.find_record(row)
@@ -248,10 +257,13 @@ class ShardDataset(PicturesAndClips):
                 mine.store = copy.copy(self.store)
             return mine.media_size(row)
 
-        identity = hash_parts("sizes as shown", self.identity(), self.sizes_key())
+        identity = hash_parts(SIZES, self.identity(), self.sizes_key())
         return known_sizes(identity, len(self), look, threads=self.size_threads)
 
     def _picture(self, row: int, content: bytes, flip: bool, shape: Size) -> Tensor:
+        if self.use_video and may_be_animation(content[:HEAD]) and is_animated(io.BytesIO(content)):
+            reason = "an animation that is taken for a picture; run preprocess.py index --force, or cook it as a video"
+            raise BadSample(self.source(row), reason)
         try:  # the sample's name is looked up only if a message needs it
             image = read_picture("", content=content)
         except BadSample as bad:
@@ -274,7 +286,7 @@ class ShardDataset(PicturesAndClips):
         return content
 
     def _is_picture(self, number: int, record: Record) -> bool:
-        return self.shards[number].index.header.suffixes[record.suffix] not in CLIPS
+        return not is_clip(self.shards[number].index.header.suffixes[record.suffix], self.use_video)
 
     def label(self, row: int) -> int:
         return max(0, self.find_record(row)[2].label) if self.conditioning == "label" else 0
@@ -324,7 +336,10 @@ class ShardDataset(PicturesAndClips):
         return [*contents, rows]
 
     def identity(self) -> str:
-        return hash_parts("shards", *self._contents(), "\0".join(self.class_names), str(self.used is not None))
+        animated = any(name.startswith(ANIMATED) for shard in self.shards for name in shard.index.header.suffixes)
+        kinds = [f"{self.pictures} pictures beside animations"] if animated else []
+        names = "\0".join(self.class_names)
+        return hash_parts("shards", *self._contents(), names, str(self.used is not None), *kinds)
 
     def verification(self, share: int, shares: int) -> Verification | None:
         known = {shard.path: shard.index.header.sha256 for shard in self.shards if shard.index.header.sha256}

@@ -34,6 +34,7 @@ ALIGNMENT = 64
 NO_LABEL = -1
 MAX_TEXT = 2**20  # bytes of a caption's or label's member
 _CHUNK = 1 << 16  # records that are checked at once
+ANIMATED = "animated"  # before the suffix of an animation in a header's ``suffixes``
 ROW = np.dtype(
     [
         ("medium_at", "<u8"),  # offset of the picture's or clip's first byte in the tar
@@ -101,9 +102,9 @@ class Header:
     tar_bytes, sha256: the tar's size and checksum; "" where nobody has read all of it. checked: whether records have
     the CRC-32 of their medium. pictures: how many samples are pictures; the others are clips. conditioning: "text" if
     samples have captions, "label" if classes, "none" if neither. num_classes: the largest label + 1. suffixes: of the
-    media, with their dots. captions: where a caption stands: the member's ending, then keys inside of its JSON.
-    left_out: samples of the tar that are in no record, of which examples says "key: why" of a few. plan: what the tar
-    was written from, "" if by another program.
+    media, with their dots; of animations with ``ANIMATED`` before them. captions: where a caption stands: the member's
+    ending, then keys inside of its JSON. left_out: samples of the tar that are in no record, of which examples says
+    "key: why" of a few. plan: what the tar was written from, "" if by another program.
     """
 
     rows: int
@@ -120,6 +121,12 @@ class Header:
     examples: tuple[str, ...] | list[str] = ()
     plan: str = ""
     version: int = VERSION
+
+
+def is_clip(suffix: str, use_video: bool = True) -> bool:
+    """Whether media with this suffix, as a header has it, are clips. Without ``use_video`` the first frame of an
+    animation is a picture."""
+    return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
 
 
 def index_of(tar: str | Path) -> Path:

@@ -5,16 +5,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from opendit.common.hashing import sha256_of
 from opendit.common.rules import open_regular
+from opendit.data.animation_header import SUFFIXES as ANIMATIONS
+from opendit.data.animation_header import is_animated
 from opendit.data.files import printable
-from opendit.data.folders import CLIPS
 from opendit.data.shards.fields import Fields, read_caption, read_label, split_name, suffix_of
-from opendit.data.shards.index import MAX_TEXT, NO_LABEL, ROW, Header
+from opendit.data.shards.index import ANIMATED, MAX_TEXT, NO_LABEL, ROW, Header, is_clip
 from opendit.data.shards.tar_headers import NoTar, TarError, members
 
 EXAMPLES, EXAMPLE_LETTERS = 5, 500
@@ -101,7 +102,10 @@ class _Rows:
         place, label, why_label = self._find(sample, file, self.fields.label, read_label)
         text_at, text_bytes = sample.parts[self.fields.caption[text][0]] if caption is not None else (0, 0)
         crc = _crc32(file, at, size) if checked else 0
-        suffix = self.suffixes.setdefault(suffix_of(ending), len(self.suffixes))
+        suffix = suffix_of(ending)
+        if suffix in ANIMATIONS and is_animated(cast(BinaryIO, _Member(file, at, size))):
+            suffix = ANIMATED + suffix
+        suffix = self.suffixes.setdefault(suffix, len(self.suffixes))
         self.keys.append(sample.key.encode("utf-8", "surrogateescape"))
         self.captions.append(caption is not None)
         self.why_not.append(why if why or label is not None else why_label)
@@ -131,6 +135,27 @@ class _Rows:
             except ValueError as error:
                 why = why or str(error)
         return 0, None, why
+
+
+class _Member:
+    """A member of a tar, as a file that is read."""
+
+    def __init__(self, file: BinaryIO, at: int, size: int):
+        self._file, self._start, self._size, self._at = file, at, size, 0
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        self._at = at + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if count < 0 else min(count, left))
+        self._at += len(data)
+        return data
 
 
 def _crc32(file, at: int, size: int) -> int:
@@ -178,7 +203,7 @@ def scan(
         raise ValueError(f"{printable(path)}: its keys have 4 GiB or more together; pack it into several tars")
     rows = rows[kept]
     rows["key_end"] = np.cumsum([len(key) for key in keys])
-    clips = np.array([suffix in CLIPS for suffix in found.suffixes])[rows["suffix"]]
+    clips = np.array([is_clip(suffix) for suffix in found.suffixes])[rows["suffix"]]
     header = Header(
         rows=len(rows),
         key_bytes=sum(map(len, keys)),
