@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -61,3 +62,22 @@ def refusal(no_ranks, monkeypatch, capsys):
         return error
 
     return of
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A folder with a file and a folder, neither of which may change; the test fails if they do."""
+    folder = tmp_path / "outside"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "file").write_text("precious")
+    (folder / "deep" / "file").write_text("precious, too")
+    for path in (folder / "file", folder / "deep" / "file", folder / "deep", folder):
+        os.utime(path, ns=(10**18, 10**18))
+    before = _state_of(folder)
+    yield folder
+    assert _state_of(folder) == before
+
+
+def _state_of(folder: Path) -> list:
+    paths = sorted([folder, *folder.rglob("*")])
+    return [(path, path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths]

@@ -3,7 +3,8 @@
 starter.py      a process that has imported what the programs import, and forks itself into them
 processes.py    programs under test: started, watched, killed; nothing of them may be left
 lab.py          a fault's surroundings, the undisturbed runs that it is compared with, and the verdict
-endings.py, signals.py, disks.py, checkpoints.py, shards.py, sharing.py, media.py, encoders.py, flags.py    the faults
+endings.py, signals.py, disks.py, checkpoints.py, shards.py, sharing.py, links.py, media.py, sets.py, encoders.py,
+flags.py        the faults
 """
 
 GROUPS = {
@@ -13,7 +14,9 @@ GROUPS = {
     "checkpoints": "Damaged and forged checkpoints",
     "shards": "Checkpoints of shards",
     "sharing": "Two programs in one folder",
+    "links": "Symbolic links in folders of strangers",
     "media": "Pictures, clips and tables from strangers",
+    "sets": "YAML, tars, indexes and addresses from strangers",
     "encoders": "Encoders, pickles and latents from strangers",
     "flags": "Flags",
 }

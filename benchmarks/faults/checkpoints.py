@@ -7,10 +7,14 @@ is refused in a line by all that reads it, before anything is allocated.
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.faults.lab import Lab, add, fault
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from benchmarks.faults.lab import RUN, Lab, add, differing, fault
 from opendit.state.files import MANIFEST, write_manifest
 
 MODEL, AVERAGE, MOMENTS, STATE = "model.safetensors", "ema.safetensors", "optimizer_000.safetensors", "state.json"
@@ -305,3 +309,38 @@ MANIFESTS = {
 }
 for _name, (_what, _change) in MANIFESTS.items():
     add(_name, "checkpoints", f"manifest.json {_what}", manifest(_change))
+
+
+# ------------------------------------------------------------------------------------------ tables and averages
+
+
+@fault("--pretrained with a position table that was rounded to bf16, and a resume")
+def rounded_table(lab: Lab) -> None:
+    """The run says that it computes the table, and a resume has the same one: bit for bit."""
+    given = lab.folder / "base.safetensors"
+    state, metadata = load_file(lab.prepared() / MODEL), {}
+    with safe_open(lab.run / "checkpoints" / "latest" / MODEL, "pt") as file:
+        metadata = file.metadata()
+    shutil.rmtree(lab.outputs)
+    state["pos_embed"] = state["pos_embed"].bfloat16().float()
+    save_file(state, given, metadata)
+    start = ("--pretrained", given)
+    says = "pos_embed is not the computed one"
+    lab.goes_on(lab.train(*start, "--max_steps", 8), 0, says)
+    whole = lab.folder / "whole"
+    shutil.move(lab.outputs, whole)
+    lab.goes_on(lab.train(*start, "--max_steps", 4), 0, says)
+    lab.goes_on(lab.train("--load", "latest", "--max_steps", 8), 0)
+    lab.require(differing(whole / RUN, lab.run) is None, "the resumed run is another one")
+
+
+@fault("a run of 12 steps whose average must not hold its initial weights")
+def short_average(lab: Lab) -> None:
+    newest = lab.prepared()
+    first, last, average = (
+        load_file(path) for path in (newest.parent / "step_0000004" / MODEL, newest / MODEL, newest / AVERAGE)
+    )
+    moved = sum(float((last[name] - first[name]).norm()) for name in last)
+    behind = sum(float((last[name] - average[name]).norm()) for name in last)
+    lab.require(behind < 0.5 * moved, f"the average lags by {behind / moved:.0%} of the way from step 4 to step 12")
+    lab.untouched()

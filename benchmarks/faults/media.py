@@ -84,7 +84,23 @@ def deep(folder: Path) -> None:
     Image.new("RGBA", (20, 16), (255, 0, 0, 0)).save(folder / "transparent.png")
 
 
+def profiles(folder: Path) -> None:
+    picture = Image.new("RGB", (20, 16), (60, 200, 60))
+    picture.save(folder / "noise.png", icc_profile=random.Random(0).randbytes(3000))
+    picture.save(folder / "large.tif", icc_profile=bytes(1 << 24))
+
+
+def profile_bomb(folder: Path) -> None:
+    Image.new("RGB", (20, 16)).save(folder / "profile.png")
+    content, data = (folder / "profile.png").read_bytes(), b"name\0\0" + zlib.compress(bytes(1 << 26))
+    chunk = struct.pack(">I", len(data)) + b"iCCP" + data + struct.pack(">I", zlib.crc32(b"iCCP" + data))
+    at = content.index(b"IDAT") - 4
+    (folder / "profile.png").write_bytes(content[:at] + chunk + content[at:])
+
+
 ODD = {
+    "profiles": ("profiles of noise, and of 16 MiB", profiles, ""),
+    "profile_bomb": ("a profile of 64 MiB in 64 KiB", profile_bomb, "profile.png"),
     "png_1_by_60000": ("a PNG of 1 x 60,000 pixels and a few bytes", write("thin.png", png(1, 60_000)), ""),
     "png_60000_by_1": ("a PNG of 60,000 x 1 pixels", write("flat.png", png(60_000, 1)), ""),
     "png_bomb": ("a PNG of 30,000 x 30,000 pixels in 110 KB", write("bomb.png", png(30_000, 30_000)), "bomb.png"),
@@ -155,13 +171,13 @@ def refused_table(text: str | bytes, says: str) -> Callable[[Lab], None]:
     return make
 
 
-def accepted_table(text: str) -> Callable[[Lab], None]:
-    """A table of captions that are odd, not wrong: training on it draws them, and ends well."""
+def accepted_table(text: str, says: str = "") -> Callable[[Lab], None]:
+    """A table of captions that are odd, not wrong: training on it draws them, and ends well. says: what it tells."""
 
     def make(lab: Lab) -> None:
         path = table(text)(lab)
         grids = "--sample_every 6 --sample_steps 2 --sample_cfg_scale 1".split()
-        lab.goes_on(train_on(lab, path, *grids), 0)
+        lab.goes_on(train_on(lab, path, *grids), 0, says)
         lab.require(list(lab.run.glob("samples/*.png")), "no grid was drawn")
 
     return make
@@ -195,6 +211,16 @@ CAPTIONS = {
 for _name, (_what, _text) in CAPTIONS.items():
     _all = _text.replace("{rows}", "") + _text.split("\n{rows}")[1] * 7
     add(_name, "media", f"captions with {_what}", accepted_table(_all))
+
+COUNTED = {  # what a run says of its captions before it starts
+    "caption_late": ("200 bytes that tell them apart after the 64th", "x" * 64 + "y" * 200, "bytes takes 320 tokens"),
+    "caption_cut": ("more bytes than the encoder takes", "long " * 200, "8 of 8 are longer than the 512 tokens .* cut"),
+    "caption_nan": ("nan, as a table writes what is missing", "nan", "8 of 8 are words for a missing value"),
+    "caption_blank": ("blanks that can't be seen", "\u200b \u3000", "8 of 8 are empty"),
+}
+for _name, (_what, _text, _says) in COUNTED.items():
+    _rows = "".join(f"cat/{number:02d}.png,{_text}\n" for number in range(8))
+    add(_name, "media", f"captions with {_what}", accepted_table(f"path,text\n{_rows}", f"note: captions: .*{_says}"))
 
 
 # ------------------------------------------------------------------------------------------ clips
@@ -251,7 +277,57 @@ def pipe_instead(path: Path) -> None:
     os.mkfifo(path)
 
 
+def huge_animation(path: Path) -> None:
+    frames = [Image.new("P", (8, 8), number) for number in range(4)]
+    frames[0].save(path, "GIF", save_all=True, append_images=frames[1:], duration=40)
+    content = bytearray(path.read_bytes())
+    content[6:10] = struct.pack("<HH", 65535, 65535)
+    path.write_bytes(content)
+
+
+def unknown_colours(path: Path) -> None:
+    import av
+
+    with av.open(str(path), "w", format="matroska") as file:
+        stream = file.add_stream("ffv1", rate=24)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        stream.codec_context.colorspace = 14  # ICtCp, as H.273 numbers it
+        for _ in range(24):
+            file.mux(stream.encode(av.VideoFrame(32, 32, "yuv420p")))
+        file.mux(stream.encode())
+
+
+def hide_the_first_frames(path: Path) -> None:
+    """An edit list that begins a second later, as a cut without encoding leaves it."""
+    content = bytearray(path.read_bytes())
+    at = content.index(b"elst") + 4
+    length, start = struct.unpack_from(">Ii", content, at + 8)
+    ticks = struct.unpack_from(">I", content, content.index(b"mdhd") + 4 + 12)[0]
+    struct.pack_into(">Ii", content, at + 8, length - 1000, start + ticks)
+    path.write_bytes(content)
+
+
+@fault("clips of which an edit list hides half: as long as players show them", name="clip_hidden_frames")
+def hidden_frames(lab: Lab) -> None:
+    table = clips(lab)
+    for path in table.parent.rglob("*.mp4"):
+        hide_the_first_frames(path)
+    out = table.with_name("checked.csv")
+    flags = ("--output", out, "--num_frames", 30, "--num_workers", 1)
+    lab.ends(lab.start("preprocess.py", "check", table, *flags), {2}, "too short", within=60, anywhere=True)
+    train = "--model vDiT-Ti/222 --use_video --num_frames 4".split()
+    lab.goes_on(train_on(lab, table, *train), 0, "")
+
+
+@fault("clips read both at a rate and at an interval: refused in one line", name="clip_two_speeds")
+def two_speeds(lab: Lab) -> None:
+    flags = "--model vDiT-Ti/222 --use_video --num_frames 4 --fps 8 --frame_interval 2".split()
+    lab.ends(train_on(lab, clips(lab), *flags)[0], {1, 2}, "--fps 8: ", within=60)
+
+
 for _name, (_what, _harm) in {
+    "clip_huge_animation": ("an animation of 65,535 x 65,535 pixels in it", huge_animation),
+    "clip_unknown_colours": ("colours that nothing converts", unknown_colours),
     "clip_noise": ("noise in the middle of its file", noise_in_the_middle),
     "clip_half": ("half of its bytes", half_of_it),
     "clip_text": ("text in it", text_inside),

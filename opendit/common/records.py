@@ -6,6 +6,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from opendit.common.safe_files import LinkRefused, open_to_append
+
 MOST_WAITING = 64 << 20  # bytes of records that wait for room on the disk: a week of log lines
 
 
@@ -15,12 +17,15 @@ class RecordFile:
     Nothing is opened before the first record. After an error there is no part of a record in the file, unless the file
     system refuses even to shorten it; then that is done before anything more is written.
 
+    Args:
+        root: the folder below which no link is followed, as of opendit/common/safe_files.py.
+
     Attributes:
         lost: records that were given up, since too many waited.
     """
 
-    def __init__(self, path: Path):
-        self.path, self.lost = path, 0
+    def __init__(self, path: Path, root: Path | None = None):
+        self.path, self.lost, self._root = path, 0, root
         self._waiting: deque[bytes] = deque()
         self._file: int | None = None
         self._size, self._torn = 0, False
@@ -44,6 +49,8 @@ class RecordFile:
                 self._waiting.popleft()
         except OSError as error:
             self._close()  # a network's file may be good again only when it is opened anew
+            if isinstance(error, LinkRefused):
+                raise
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     @property
@@ -65,8 +72,7 @@ class RecordFile:
                 os.close(file)
 
     def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        self._file = open_to_append(self.path, root=self._root, make=True)
         size = os.fstat(self._file).st_size
         if self._torn and size > self._size:
             os.ftruncate(self._file, self._size)

@@ -7,6 +7,7 @@ it. Rules build no object from what they look at, so a file costs no more than i
 duplicate keys or the size and depth of a file, and has errors of several lines. These are a few functions.)
 """
 
+import errno
 import json
 import math
 import os
@@ -42,17 +43,27 @@ def read_json(path: Path, most: int) -> Any:
 
 def read_bounded(path: Path, most: int) -> bytes:
     """The bytes of a regular file that has at most ``most``. Raises ValueError naming it, and OSError."""
-    # Opened without waiting, for a FIFO in the place of a file would keep its reader for ever.
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode):
+    with open(open_regular(path), "rb") as file:
+        content = file.read(most + 1)
+        size = os.fstat(file.fileno()).st_size
+    if len(content) > most:
+        raise ValueError(f"{path} has {max(size, len(content)):,} bytes; such a file has at most {most:,}")
+    return content
+
+
+def open_regular(path: str | Path) -> int:
+    """Return the descriptor of a regular file, opened for reading. Raises ValueError naming a path at which something
+    else is, such as a named pipe, whose opening would wait without end; OSError."""
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise ValueError(f"{path} is no regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError(f"{path} is no regular file")
-    with open(handle, "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"{path} has {max(found.st_size, len(content)):,} bytes; such a file has at most {most:,}")
-    return content
+    return handle
 
 
 def parse_json(content: bytes | str, source: str) -> Any:

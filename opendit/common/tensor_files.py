@@ -7,11 +7,13 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from opendit.common.safe_files import creating
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 MOST_HEADER_BYTES = 64 << 20
@@ -30,29 +32,39 @@ ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 _BLOCK = 16 << 20
 
 
-def write_file(path: Path, blocks: Iterator[bytes | memoryview]) -> dict[str, Any]:
+def write_file(
+    to: Path | BinaryIO, blocks: Iterator[bytes | memoryview], *, root: Path | None = None
+) -> dict[str, Any]:
     """Writes and syncs a file; returns its line of the manifest, made from memory and not read back from the disk.
 
+    to: the path of a file that is made anew below ``root`` (see opendit/common/safe_files.py), or an open, empty file.
     Raises OSError (a full disk, no permission), naming the file.
     """
-    digest, size = hashlib.sha256(), 0
+    if isinstance(to, Path):
+        with creating(to, root=root) as file:
+            return write_file(file, blocks)
+    digest, size, handle = hashlib.sha256(), 0, to.fileno()
     try:
-        with open(path, "wb", buffering=0) as file:
-            for block in blocks:
-                digest.update(block)
-                size += len(block)
-                while len(block):  # an unbuffered write may take a part
-                    block = memoryview(block)[file.write(block) :]
-            os.fsync(file.fileno())
+        for block in blocks:
+            digest.update(block)
+            size += len(block)
+            while len(block):  # a write may take a part
+                block = memoryview(block)[os.write(handle, block) :]
+        os.fsync(handle)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror, str(to.name)) from error
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds: Kinds | None = None
+    to: Path | BinaryIO,
+    tensors: Mapping[str, Tensor],
+    metadata: dict[str, str],
+    kinds: Kinds | None = None,
+    *,
+    root: Path | None = None,
 ) -> dict[str, Any]:
-    """Writes CPU tensors as a safetensors file; returns and raises as :func:`write_file`.
+    """Writes CPU tensors as a safetensors file; other arguments, result and errors as of :func:`write_file`.
 
     kinds: of those to write, where ``tensors`` reads each when it is asked for; all of them without it.
 
@@ -60,7 +72,7 @@ def write_tensors(
     """
     if kinds is None:
         kinds = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return write_file(path, _safetensors(tensors, metadata, kinds))
+    return write_file(to, _safetensors(tensors, metadata, kinds), root=root)
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
-from opendit.config.data_sources import inline_sources, is_address, named_sources
+from opendit.common.safe_files import LinkRefused, refuse_links
+from opendit.config.data_sources import check_address, inline_sources, is_address, named_sources
 from opendit.config.errors import OnThisMachine
 
 MOST_NAMES = 10_000  # of a folder in which a mistyped one is looked for
@@ -75,15 +76,18 @@ def check_no_folder(file: str, flag_name: str) -> None:
 
 
 def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
-    """Raises ValueError unless a file of this name can be written: no folder itself, and in one that is there or, with
-    ``makes_folder``, is made."""
+    """Raises ValueError unless a file of this name can be written: no folder itself and no link, and in a folder that
+    is there or, with ``makes_folder``, is made."""
     check_no_folder(file, flag_name)
     path = Path(file)
     try:
+        refuse_links(path.parent, [path.name], flag_name)
         if path.exists() and not os.access(path, os.W_OK):
             raise OnThisMachine(f"{flag_name} {file}: it is there and can't be written; name another file")
         if not makes_folder and not path.absolute().parent.is_dir():
             raise OnThisMachine(f"{flag_name} {file}: its folder does not exist; make it, or name another file")
+    except LinkRefused as error:
+        raise OnThisMachine(str(error)) from error
     except OSError as error:
         raise OnThisMachine(f"{flag_name} {file}: can't write there ({_reason(error)}); name another file") from error
     check_can_be_made(path.absolute().parent, flag_name)
@@ -115,7 +119,9 @@ def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = 
 def check_data(path: str | None, flag_name: str) -> None:
     """Raises ValueError unless a data set can be there: every source of several, a name, an address or a path."""
     for source, _ in inline_sources(path or "") or [(path, "")]:
-        if source is not None and source not in named_sources() and not is_address(source):
+        if source is not None and is_address(source):
+            check_address(source, flag_name)
+        elif source is not None and source not in named_sources():
             check_exists(source, flag_name, "digits, or a folder or CSV that does", tuple(named_sources()))
 
 
@@ -157,3 +163,10 @@ def _meant(path: str, known: Collection[str]) -> str:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
+
+
+def check_rate(fps: float | None, given: Collection[str]) -> None:
+    """Raises ValueError where clips are to be read both at a rate and at an interval. given: the flags that stood on
+    the command line."""
+    if fps is not None and "frame_interval" in given:
+        raise ValueError(f"--fps {fps:g}: --frame_interval says which frames are read already; leave one of them out")

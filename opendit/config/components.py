@@ -28,6 +28,7 @@ from opendit.config.values import (
     ABOVE_0,
     BATCH,
     COUNT,
+    FPS,
     FRAMES,
     FROM_0,
     GUIDANCE,
@@ -92,7 +93,11 @@ class CaptionFlags(Flags):
         unit="name",
     )
     max_text_tokens: int | None = flag(
-        None, "captions are cut to this (bytes: 64)", at_least=1, at_most=16_384, unit="tokens"
+        None,
+        "captions are cut to this (default: the encoder's; bytes: what fits the data, from 64 to 512)",
+        at_least=1,
+        at_most=16_384,
+        unit="tokens",
     )
     cross_attention: bool = flag(False, "attend to all caption tokens, not to the pooled one only")
 
@@ -132,6 +137,7 @@ class DataFlags(Flags):
     use_video: bool = flag(False, "train a vDiT on clips", common=True)
     num_frames: int = flag(16, "frames of a clip", common=True, **FRAMES)
     frame_interval: int = flag(1, "every so many frames of the file", **FRAMES)
+    fps: float | None = flag(None, "frames a second, by the times in a clip's file: not every so many of them", **FPS)
     short_clips: str = flag(
         "skip", "interval: read clips that are too short at a smaller one", choices=("skip", "interval")
     )
@@ -248,7 +254,9 @@ class OptimizerFlags(Flags):
         several=True,
         **SHARE,
     )
-    ema_warmup: bool = flag(False, "smaller decays at first: (1 + n) / (10 + n) after n updates")
+    ema_warmup: bool = flag(
+        True, "smaller decays at first: 1 - 10 / (n + 10) after n updates; a resume keeps its own rule"
+    )
 
     @property
     def ema_decays(self) -> list[float]:

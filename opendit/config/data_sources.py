@@ -7,10 +7,14 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+
+from opendit.common.printable import printable
 
 FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # of latents that other programs have written into tars
 FALLBACK = "pictures"  # what a folder is that no other source knows
 ADDRESSES = "shards"  # what addresses are
+_WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,24 @@ def named_sources() -> dict[str, str]:
 def is_address(data_path: str) -> bool:
     """Whether ``--data_path`` is an address (http://, s3://, ...) rather than a path or a name."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", data_path) is not None
+
+
+def check_address(address: str, flag: str = "--data_path") -> None:
+    """Raise ValueError, naming the flag, for an address that names no server, bucket or file."""
+    kind, _, rest = address.partition("://")
+    kind, shown = kind.lower(), f"{flag} {printable(address)[:200]}"
+    if not address.isprintable():
+        raise ValueError(f"{shown}: an address has no line breaks and the like; write it without")
+    if kind in ("http", "https"):
+        try:
+            parts = urlsplit(address)
+            host, _ = parts.hostname, parts.port  # which are checked when they are asked for
+        except ValueError as error:
+            raise ValueError(f"{shown}: is no address ({error}); give {kind}://HOST/FOLDER") from error
+        if not host or not host.strip("."):
+            raise ValueError(f"{shown}: names no server; give {kind}://HOST/FOLDER or {kind}://HOST/train.tar")
+    elif not rest.strip("/ ") or kind not in _WITHOUT_BUCKET and not rest.partition("/")[0].strip():
+        raise ValueError(f"{shown}: names no bucket; give {kind}://BUCKET/FOLDER or {kind}://BUCKET/train.tar")
 
 
 def inline_sources(data_path: str) -> list[tuple[str, str]] | None:

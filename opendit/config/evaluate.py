@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from opendit.config.checks import check_exists, check_no_folder, check_output_file, check_writable
+from opendit.config.checks import check_exists, check_no_folder, check_output_file, check_rate, check_writable
 from opendit.config.components import ParallelFlags, SpeedFlags
 from opendit.config.flags import Flags, check_values, flag, refuse_idle
 from opendit.config.metrics import DIGITS, LABELS, METRICS, PRECISIONS, RESIZES
@@ -18,7 +18,7 @@ from opendit.config.sample import (
     SampleConfig,
     SampleSpeedFlags,
 )
-from opendit.config.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SIDE
+from opendit.config.values import BATCH, FPS, FRAMES, GUIDANCE, SAMPLING_STEPS, SIDE
 
 GUIDING = {"cfg_interval", "cfg_channels", "guidance_every", "negative_prompt"}
 NEEDS_REFERENCE = tuple(name for name, needs in METRICS.items() if needs.reference)
@@ -46,6 +46,7 @@ class WhatFlags(Flags):
     metrics: list[str] = flag([], "all that can be computed when left out", choices=tuple(METRICS), common=True)
     num_frames: int | None = flag(None, "frames of a clip; 16 of files, and the checkpoint's", **FRAMES)
     frame_interval: int = flag(1, "from frame to frame, in files of clips", **FRAMES)
+    fps: float | None = flag(None, "frames a second, by the times in files of clips, instead", **FPS)
     intervals: bool = flag(True, "an interval for every Fréchet distance, from leaving out a tenth at a time")
 
 
@@ -150,6 +151,7 @@ class EvaluateConfig(
     def settled(self, world_size: int, has_gpu: bool) -> tuple["EvaluateConfig", list[str]]:
         """As :meth:`TrainConfig.settled`."""
         check_values(self)
+        check_rate(self.fps, self.given)
         notes = []
         reference = self.check_what()
         if self.feature_precision == "tf32" and not has_gpu:
@@ -225,6 +227,6 @@ class EvaluateConfig(
         names = {item.name for item in dataclasses.fields(SampleConfig)} & {
             item.name for item in dataclasses.fields(self)
         }
-        values = {name: getattr(self, name) for name in names - {"given", "frame_interval"}}
+        values = {name: getattr(self, name) for name in names - {"given", "frame_interval", "fps"}}
         given = self.given & names | {"save_png"}
         return SampleConfig(**values, save_png=False, given=given - {"frame_interval"})

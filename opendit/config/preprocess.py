@@ -9,6 +9,7 @@ from opendit.config.checks import (
     check_exists,
     check_file,
     check_output_file,
+    check_rate,
     check_vae,
     check_workers,
     check_writable,
@@ -17,11 +18,12 @@ from opendit.config.console import name_of
 from opendit.config.data_sources import FOREIGN_FORMS, check_inline, named_sources
 from opendit.config.flags import refuse_idle
 from opendit.config.parser import CommandLine
-from opendit.config.values import BATCH, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, whole
+from opendit.config.values import BATCH, FPS, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, whole
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
-NAME, FRAMES_OF_A_CLIP = Value(unit="name"), Value(int, **FRAMES)
-CLIP_FLAGS = ("num_frames", "frame_interval", "short_clips", "video_reader")
+NAME, FRAMES_OF_A_CLIP, RATE = Value(unit="name"), Value(int, **FRAMES), Value(float, **FPS)
+BY_TIME = "frames a second, by the times in a clip's file, instead"
+CLIP_FLAGS = ("num_frames", "frame_interval", "fps", "short_clips", "video_reader")
 ENERGON = ".nv-meta"  # in what Energon has prepared
 COOKER = "MODULE:FUNCTION of yours that reads the samples of an Energon folder"
 IN_AND_OUT = "Files: what is read and written"
@@ -72,6 +74,7 @@ def build_parser(doc: str) -> CommandLine:
     index.switch("--use_video", "they are of clips")
     index.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a clip", 16)
     index.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame", 1)
+    index.option("--fps", RATE, BY_TIME)
     return parser
 
 
@@ -83,6 +86,7 @@ def _add_check(check: CommandLine) -> None:
     check.heading("Samples: what training will take of a file")
     check.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a training clip", 16)
     check.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame", 1)
+    check.option("--fps", RATE, BY_TIME)
     check.option(
         "--image_size",
         whole(0, SIDE["at_most"], "pixels"),
@@ -105,6 +109,7 @@ def _add_look(look: CommandLine) -> None:
     look.option("--image_size", Value(int, **SIDE), "side of a picture (default: 256)")
     look.option("--num_frames", FRAMES_OF_A_CLIP, "most frames of a clip (default: 16)")
     look.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame (default: 1)")
+    look.option("--fps", RATE, BY_TIME)
     look.option("--token_pixels", whole(1, 4096, "pixels"), "side of a token: VAE x patch", 16)
     look.option("--token_frames", whole(1, 4096, "frames"), "of a token: VAE x patch", 1)
 
@@ -140,6 +145,7 @@ def _add_latents(latents: CommandLine) -> None:
     latents.switch("--use_video", "encode the clips of a CSV, and its pictures as such")
     latents.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a clip", 16)
     latents.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame", 1)
+    latents.option("--fps", RATE, BY_TIME)
     latents.option(
         "--short_clips",
         one_of(("skip", "interval")),
@@ -162,6 +168,7 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
     machine. ``given``: the flags that stood on the command line."""
     if "num_workers" in options:
         check_workers(options["num_workers"], "num_workers" in given)
+    check_rate(options.get("fps"), given)
     if command == "demo":
         check_writable(options["output"], "--output")
     elif command in ("ucf101", "folder"):
@@ -183,12 +190,12 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
         if not Path(options["root"], ENERGON).is_dir():
             refuse_idle(given, {"energon_cooker": f"does nothing with DIR {options['root']}, which has no {ENERGON}"})
         if options["latents"] is None:
-            of_latents = ("vae", "image_size", "use_video", "num_frames", "frame_interval")
+            of_latents = ("vae", "image_size", "use_video", "num_frames", "frame_interval", "fps")
             refuse_idle(given, dict.fromkeys(of_latents, "does nothing without --latents"))
         else:
             refuse_idle(given, {"energon_cooker": "does not go with --latents"})
             if not options["use_video"]:
-                clips = ("num_frames", "frame_interval")
+                clips = ("num_frames", "frame_interval", "fps")
                 refuse_idle(given, dict.fromkeys(clips, "does nothing without --use_video"))
             if options["vae"] == "none":
                 raise ValueError("--vae none: has no latents; give the VAE that they are of")

@@ -87,7 +87,7 @@ RECIPES = {
         "the DiT paper's setting: ImageNet at 256 px, 7 M steps of 256 pictures",
         f"--model DiT-XL/2 --data_path ./imagenet/train --image_size 256 --vae ema --random_flip --label_drop 0.1 "
         f"--global_batch_size 256 --batch_size 32 --lr 1e-4 --weight_decay 0 --grad_clip 0 --ema_decay 0.9999 "
-        f"--max_steps 7000000 --ckpt_every 50000 --sample_every 10000 {FAST}",
+        f"--no_ema_warmup --max_steps 7000000 --ckpt_every 50000 --sample_every 10000 {FAST}",
     ),
     **_stages("pretrain_l", "vDiT-L/122", EDM, batch=64, world=1024),
     **_stages("pretrain_xl", "vDiT-XL/122", EDM, batch=64, world=1024),

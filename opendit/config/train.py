@@ -9,6 +9,7 @@ from opendit.config.checks import (
     check_data,
     check_exists,
     check_loggers,
+    check_rate,
     check_vae,
     check_weights,
     check_workers,
@@ -113,6 +114,7 @@ class TrainConfig(
         flags, note = flags._settle_recompute()
         notes += note
         flags._check_optimizer()
+        check_rate(flags.fps, flags.given)
         flags._check_validation()
         flags._check_evaluation()
         if flags.lora is not None:
@@ -263,7 +265,7 @@ class TrainConfig(
             of_it = (item.name for item in fields(EvaluationFlags) if item.name != "evaluate_every")
             idle |= dict.fromkeys(of_it, "does nothing without --evaluate_every")
         if not self.use_video:
-            of_clips = ("num_frames", "frame_interval", "short_clips", "video_reader", "given_frames")
+            of_clips = ("num_frames", "frame_interval", "fps", "short_clips", "video_reader", "given_frames")
             idle |= dict.fromkeys(of_clips, "does nothing without --use_video")
         if not self.save:
             idle |= dict.fromkeys(("ckpt_keep", "checkpoint_format"), "does nothing with --no_save")
@@ -276,9 +278,8 @@ class TrainConfig(
             idle |= dict.fromkeys(("sample_steps", "sample_cfg_scale"), why)
             if self.sample_every != 0:
                 idle["sample_every"] = why
-            idle |= dict.fromkeys(
-                ("random_flip", "frame_interval", "short_clips", "video_reader"), "does nothing with --data_path mock"
-            )
+            of_files = ("random_flip", "frame_interval", "fps", "short_clips", "video_reader")
+            idle |= dict.fromkeys(of_files, "does nothing with --data_path mock")
         if self.data_path in named_sources():
             idle["max_bad"] = f"does nothing with --data_path {self.data_path}, which has no files"
         if self.pretrained and self.lora is None and self.load not in (None, "latest"):

@@ -20,6 +20,7 @@ BATCH: Bounds = {"at_least": 1, "at_most": 65_536, "unit": "samples"}
 SCALE: Bounds = {"at_least": 1, "at_most": 1000, "unit": "factor"}  # by which a picture is enlarged
 SIDE: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "pixels"}
 FRAMES: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "frames"}
+FPS: Bounds = {"above": 0, "at_most": 1000, "unit": "rate"}  # frames a second
 WORKERS: Bounds = {"at_least": 0, "at_most": 256, "unit": "processes"}
 # What torch's generators and the kernels' 64-bit keys take.
 SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1, "unit": "seed"}

@@ -5,7 +5,9 @@ sample is used. Everything random about the sample is keyed by it (see ``opendit
 gives the same numbers in any process, on any number of GPUs and after any resume.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +83,8 @@ class MediaDataset(Dataset[Any]):
     shortened: reads so far that took a clip's frames closer together than asked for, because it is too short.
     bytes_read: of files and tars, by reads so far; 0 where samples are made or lie in memory.
     on_read: called with a row right before it is read.
+    counted_captions: how many captions are looked up before a start; a data set that has them in memory raises it, and
+    one whose storage answers late lowers it.
     note: what else the log's line says. seed: the run's seed. max_bad: largest share of unreadable files that is
     skipped rather than an error.
     """
@@ -93,6 +97,7 @@ class MediaDataset(Dataset[Any]):
     random_window: bool = False
     as_bytes: bool = False
     enlarges: bool = True
+    counted_captions: int = 10_000
     shortened: int = 0
     bytes_read: int = 0
     on_read: Callable[[int], None] | None = None
@@ -140,10 +145,23 @@ class MediaDataset(Dataset[Any]):
         ``sample_shape``."""
         if type(self).media_size is MediaDataset.media_size:
             return None
-        from opendit.data.media_size import known_sizes  # which reads files as this module's data sets do
+        from opendit.data.media_size import SIZES, known_sizes  # which reads files as this module's data sets do
 
-        identity = hash_parts("sizes", self.identity(), self.contents() or "")
+        identity = hash_parts(SIZES, self.identity(), self.contents() or "", self.sizes_key())
         return known_sizes(identity, len(self), self.media_size)
+
+    def sizes_key(self) -> str:
+        """What the sizes of the media depend on beside the media."""
+        return ""
+
+    def frame_rates(self) -> list[float]:
+        """Frames a second of some clips' files, spread evenly; none where there are no clips, or nothing is known."""
+        return []
+
+    def frame_rate(self) -> float | None:
+        """The median of :meth:`frame_rates`; None if there are none."""
+        rates = self.frame_rates()
+        return median(rates) if rates else None
 
     def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
         """Of cached latents: (where rows of one size end, their frames, height and width), from the first row on."""
@@ -163,9 +181,28 @@ class MediaDataset(Dataset[Any]):
     def label(self, row: int) -> int:
         raise NotImplementedError
 
+    def largest_label(self) -> tuple[int, str] | None:
+        """Return the largest label and a sample that has it, for messages; None where that is not known."""
+        return None
+
     def caption(self, row: int) -> str | None:
         """The row's text; None where the conditioning is by label."""
         return None
+
+    def caption_rows(self, most: int | None = None) -> np.ndarray:
+        """The rows whose captions are counted before a start (``opendit.data.captions``), rising int64: all, or
+        ``counted_captions`` of many, and ``most`` at most, in lots of neighbours, which lie in one file, spread
+        evenly."""
+        count = self.counted_captions if most is None else min(most, self.counted_captions)
+        if len(self) <= count:
+            return np.arange(len(self))
+        lot = math.isqrt(count)
+        starts = np.linspace(0, len(self) - lot, count // lot).astype(np.int64)
+        return np.unique(starts[:, None] + np.arange(lot))
+
+    def cached_captions(self) -> list[str]:
+        """Lines on captions whose embeddings are cached, and which were cut when they were made."""
+        return []
 
     def embedding(self, row: int) -> Embedding | None:
         """The caption's embedding; None where none is cached."""

@@ -102,6 +102,12 @@ class BlendedDataset(MediaDataset):
     def bytes_read(self) -> int:
         return sum(part.bytes_read for part in self.parts)
 
+    def sizes_key(self) -> str:
+        return " ".join(part.sizes_key() for part in self.parts)
+
+    def frame_rates(self) -> list[float]:
+        return [rate for part in self.parts for rate in part.frame_rates()]
+
     def source(self, row: int) -> str:
         source, row = self._find(row)
         return self.parts[source].source(row)
@@ -120,6 +126,10 @@ class BlendedDataset(MediaDataset):
         how = row, flip and part.random_flip, start if part.random_window else None
         x = part.load_at(*how) if shape is None else part.load_sized(*how, shape)
         return x if self._alike else to_pixels(x) if x.dtype == torch.uint8 else x
+
+    def largest_label(self) -> tuple[int, str] | None:
+        found = [(part.largest_label(), labels) for part, labels in zip(self.parts, self._labels, strict=True)]
+        return max(((int(labels[one[0]]), one[1]) for one, labels in found if one and one[0] >= 0), default=None)
 
     def prefetch(self, rows: Sequence[int]) -> None:
         found = [self._find(row) for row in rows]
@@ -152,6 +162,15 @@ class BlendedDataset(MediaDataset):
     def caption(self, row: int) -> str | None:
         source, row = self._find(row)
         return self.parts[source].caption(row)
+
+    def caption_rows(self, most: int | None = None) -> np.ndarray:
+        """Those of every source."""
+        starts = self.ends - [len(part) for part in self.parts]
+        return np.concatenate([start + part.caption_rows(most) for start, part in zip(starts, self.parts, strict=True)])
+
+    def cached_captions(self) -> list[str]:
+        of = zip(self.names, self.parts, strict=True)
+        return [f"{name}: {line}" for name, part in of for line in part.cached_captions()]
 
     def embedding(self, row: int) -> Embedding | None:
         source, row = self._find(row)
@@ -217,14 +236,16 @@ def _merged(
     """The blend's classes, and each source's labels -> the blend's."""
     renamed = []
     for name, part, mapped in zip(names, parts, classes, strict=True):
-        if unknown := [key for key in mapped if key not in part.class_names]:
+        if unknown := sorted(mapped.keys() - set(part.class_names)):
             raise ValueError(f"{shown}: {name} has no class {unknown[0]!r}; it has {', '.join(part.class_names[:10])}")
         renamed.append([mapped.get(each, each) for each in part.class_names])
     merged = list(dict.fromkeys(each for of_part in renamed for each in of_part))
     for name, own in zip(names, renamed, strict=True):
-        if not union and (missing := [each for each in merged if each not in own]):
+        has = set(own)
+        if not union and (missing := [each for each in merged if each not in has]):
             raise ValueError(
                 f"{shown}: {name} has no class {missing[0]!r}, which another source has; give the classes that are the "
                 "same one name (classes: {its name: the other's} of a source), or write classes: union for all of them"
             )
-    return merged, [np.array([merged.index(each) for each in own], dtype=np.int64) for own in renamed]
+    number = {each: index for index, each in enumerate(merged)}
+    return merged, [np.array([number[each] for each in own], dtype=np.int64) for own in renamed]

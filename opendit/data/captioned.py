@@ -12,14 +12,15 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import flip_note, name_few
+from opendit.data.clips import clip_rate
 from opendit.data.contents import hash_files
-from opendit.data.csv_table import read_csv
+from opendit.data.csv_table import TableRow, read_csv
 from opendit.data.files import bytes_of, printable, problem
 from opendit.data.images import PathTable
 from opendit.data.media_size import Size, column_size, file_size
 from opendit.data.medium import Medium
 from opendit.data.open_medium import open_clip, open_picture
-from opendit.data.picture_file import read_picture
+from opendit.data.picture_file import picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.retry import retried_disk
 
@@ -34,10 +35,11 @@ class CaptionedDataset(PicturesAndClips):
     """
 
     conditioning = "text"
+    counted_captions = 1_000_000  # they are in memory
 
     def __init__(self, csv_path: str | Path, image_size: int, **options: Any):
         super().__init__(image_size, **options)
-        rows = [(row, row.is_picture) for row in read_csv(csv_path)]
+        rows = _told_apart(read_csv(csv_path), self.use_video)
         used = [(row, is_picture) for row, is_picture in rows if self.use_video or is_picture]
         if not used:
             raise ValueError(f"--data_path {printable(csv_path)}: holds clips only; add --use_video")
@@ -67,8 +69,13 @@ class CaptionedDataset(PicturesAndClips):
         return open_picture(self.paths[row]) if self.shape_key(row) == PICTURE else open_clip(self.paths[row])
 
     def media_size(self, row: int) -> tuple[int, int, int]:
-        told = tuple(self.told[row].tolist())
-        return told if min(told) > 0 else file_size(self.paths[row], self.shape_key(row) == PICTURE)
+        picture, told = self.shape_key(row) == PICTURE, tuple(self.told[row].tolist())
+        # The table tells how many frames a clip has, and not in how many seconds.
+        usable = min(told) > 0 and (picture or self.fps is None)
+        return told if usable else file_size(self.paths[row], picture, self.frames_of)
+
+    def rate_at(self, row: int) -> float:
+        return clip_rate(self.paths[row])
 
     def label(self, row: int) -> int:
         return 0
@@ -105,6 +112,15 @@ class CaptionedDataset(PicturesAndClips):
         return (
             f"{printable(self.csv_path)}: {' and '.join(parts)} with captions{note}, {shape}{window}, {flip_note(self)}"
         )
+
+
+def _told_apart(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, bool]]:
+    """Each row, and whether it is a picture. Without ``use_video`` the first frame of an animation is one."""
+    if not use_video:
+        return [(row, row.is_named_picture) for row in rows]
+    picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
+    with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
+        return list(zip(rows, pool.map(lambda row: row.is_picture, rows), strict=True))
 
 
 def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:

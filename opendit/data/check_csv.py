@@ -9,9 +9,10 @@ from statistics import median
 
 from opendit.data.apart import run_apart
 from opendit.data.base import DataError, name_few
+from opendit.data.captions import count_texts, says_nothing
 from opendit.data.csv_table import TableRow, read_csv, write_csv
 from opendit.data.files import printable, problem
-from opendit.data.medium import Medium
+from opendit.data.medium import Medium, count_colours
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.progress import Progress
 
@@ -29,6 +30,7 @@ def check_rows(
     *,
     num_frames: int = 16,
     frame_interval: int = 1,
+    fps: float | None = None,
     image_size: int = 0,
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
@@ -42,7 +44,7 @@ def check_rows(
     media: list[Medium | None] = [None] * len(rows)
     jobs = []
     for i, row in enumerate(rows):
-        if not row.text.strip():
+        if says_nothing(row.text):
             faults[i] = ("empty caption", printable(row.path))
         elif (why := problem(row.path)) is not None:
             faults[i] = ("missing", f"{printable(row.path)}: {why}")
@@ -65,8 +67,10 @@ def check_rows(
                     "too small",
                     f"{printable(rows[i].path)}: {result.width}x{result.height}, needs {image_size}",
                 )
-            elif result.frames < span and not pictures[i]:
-                faults[i] = ("too short", f"{printable(rows[i].path)}: {result.frames} frames, needs {span}")
+            elif result.frames_at(fps) < span and not pictures[i]:
+                found = f"{result.frames} frames" if fps is None else f"{result.seconds:.2f} s"
+                needs = f"{span}" if fps is None else f"{span} frames at {fps:g} a second"
+                faults[i] = ("too short", f"{printable(rows[i].path)}: {found}, needs {needs}")
             else:
                 media[i] = result
     for fault in faults:
@@ -95,12 +99,24 @@ def table(media: list[Medium]) -> str:
 
 
 def run(
-    csv: str, output: str, *, num_frames: int = 16, frame_interval: int = 1, image_size: int = 0, num_workers: int = 2
+    csv: str,
+    output: str,
+    *,
+    num_frames: int = 16,
+    frame_interval: int = 1,
+    fps: float | None = None,
+    image_size: int = 0,
+    num_workers: int = 2,
 ) -> None:
     """``preprocess.py check`` with its flags' values. Raises DataError, and writes nothing, if no row is left."""
     rows = read_csv(csv, name=printable(csv))
     kept, media, dropped = check_rows(
-        rows, num_frames=num_frames, frame_interval=frame_interval, image_size=image_size, num_workers=num_workers
+        rows,
+        num_frames=num_frames,
+        frame_interval=frame_interval,
+        fps=fps,
+        image_size=image_size,
+        num_workers=num_workers,
     )
     print(f"kept {len(kept):,} of {len(rows):,} rows, dropped {len(rows) - len(kept):,}")
     for reason, files in dropped.items():
@@ -108,6 +124,8 @@ def run(
             print(f"  {reason}: {len(files):,} ({name_few(files)})")
     if not kept:
         raise DataError(f"no row of {csv} is left; see the reasons above")
-    print(table(media))
+    found = count_texts(range(len(kept)), lambda i: kept[i].text, lambda i: str(kept[i].path), len(kept))
+    lines = [table(media), *count_colours(media), *found.without_words(), *found.for_any_encoder()]
+    print("\n".join(lines))
     write_csv(output, kept)
     print(f"wrote {output}: train with --data_path {output}")

@@ -1,7 +1,7 @@
 """Clips: which frames of a file are read, and reading them upright, resized and cropped.
 
 One of ``opendit.data.video_readers`` decodes only what the frames asked for need. Files that it is not known to get
-right, or that it fails on, PyAV decodes from the start.
+right, or that it fails on, PyAV reads, and where their frames have no times it decodes them from the start.
 """
 
 import os
@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,20 +18,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from opendit.data.animations import AnimationReader
 from opendit.data.base import BadSample, to_pixels
-from opendit.data.container_header import read_header
+from opendit.data.colours import is_high_definition
+from opendit.data.container_header import ANIMATION, IN_ORDER, ContainerHeader, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
-from opendit.data.mp4_header import FRAGMENTED, MAX_FRAMES
+from opendit.data.frame_times import Timeline, clip_window, timed_window, whole_clip
+from opendit.data.mp4_header import MAX_FRAMES
 from opendit.data.video_readers import (
     OPENERS,
+    Contents,
     DecordReader,
     NoVideo,
     PyAVReader,
     Reader,
-    ToRgb,
+    ShownFrames,
+    UnknownColours,
     choose_reader,
+    colours_of,
+    crop_of,
+    decoded,
     look_up,
     open_container,
+    rising_times,
+    video_stream,
 )
 
 MAX_FRAME_PIXELS = 2**26  # about twice the largest frames that any level of H.264 and H.265 allows
@@ -45,10 +56,12 @@ Result = TypeVar("Result")
 
 
 class Clip(NamedTuple):
-    """What ``read_clip`` returns: the pixels, and the frame interval they were read at."""
+    """What ``read_clip`` returns: the pixels, the frame interval they were read at, and whether they are closer
+    together than asked for."""
 
     pixels: Tensor
     interval: int
+    shortened: bool
 
 
 class FileMemory:
@@ -68,20 +81,8 @@ class FileMemory:
 
 
 # Of this process. A file that hung would cost its time limit again in every epoch, and decord keeps about 1 KB of every
-# file that it fails to open, each time.
-_hung, _unopened = FileMemory(), FileMemory()
-
-
-def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
-    """Indices of ``num_frames`` frames ``frame_interval`` apart in a clip of ``length`` frames; None if they don't fit.
-
-    start: a number in [0, 1) picks among all windows that fit, evenly; None takes the middle one.
-    """
-    last_start = length - 1 - (num_frames - 1) * frame_interval
-    if last_start < 0:
-        return None
-    first = last_start // 2 if start is None else min(int(start * (last_start + 1)), last_start)
-    return [first + i * frame_interval for i in range(num_frames)]
+# file that it fails to open, each time. Of files whose frames had to be counted by decoding them, how many those are.
+_hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
 def resize_and_crop(
@@ -108,11 +109,15 @@ def resize_and_crop(
     return pixels if as_bytes else to_pixels(pixels)
 
 
-def check_window(num_frames: int, frame_interval: int, short_clips: str) -> None:
+def check_window(num_frames: int, frame_interval: int, short_clips: str, fps: float | None = None) -> None:
     """Raises ValueError, naming the flag, unless such windows of clips can be read."""
     for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
         if value < 1:
             raise ValueError(f"--{flag} {value}: not positive; give 1 or more")
+    if fps is not None and not 0 < fps < float("inf"):
+        raise ValueError(f"--fps {fps}: no rate; give the frames of a second")
+    if fps is not None and frame_interval != 1:
+        raise ValueError(f"--fps {fps:g}: does not go with --frame_interval {frame_interval}; leave one of them out")
     if short_clips not in SHORT_CLIPS:
         raise ValueError(f"--short_clips {short_clips}: no such way; give one of {', '.join(SHORT_CLIPS)}")
 
@@ -124,6 +129,7 @@ def read_clip(
     size: int | tuple[int, int],
     *,
     start: float | None,
+    fps: float | None = None,
     short_clips: str = "skip",
     time_limit: float = TIME_LIMIT,
     as_bytes: bool = False,
@@ -134,18 +140,29 @@ def read_clip(
     """A window of a clip as (3, num_frames, size, size) float32 in [-1, 1], or uint8, turned as the camera was held,
     and the interval between its frames. size: a side in pixels, or (height, width). enlarge: as of ``resize_and_crop``.
 
-    Frames are taken by number, whatever their times. start: see ``clip_window``. short_clips: what becomes of a clip
-    too short for the window: "skip", or "interval": the largest interval that fits. name: what the file is known by,
+    Frames are taken by number, whatever their times; with ``fps`` by their times, see ``timed_window``. start: see
+    ``clip_window``. short_clips: what becomes of a clip too short for the window: "skip", or "interval": the largest
+    interval that fits. name: what the file is known by,
     where ``path`` is that of a copy for this once. reader: of ``video_readers.CHOICES``; all give the same pixels.
 
     Raises BadSample, naming the file and the reason, if the file can't be read within ``time_limit`` seconds or is
     too short. A file that once took too long fails at once from then on, as long as the process lives.
     """
-    check_window(num_frames, frame_interval, short_clips)
+    check_window(num_frames, frame_interval, short_clips, fps)
     name = path if name is None else name
     if (limit := _hung.get(name)) is not None:
         raise BadSample(name, _too_long(*limit))  # in the words of the first time: it is told once
-    interval = frame_interval
+    interval, shortened = frame_interval, False
+
+    def choose_timed(timeline: Timeline) -> list[int]:
+        nonlocal shortened
+        assert fps is not None
+        indices = timed_window(timeline, num_frames, fps, start)
+        if indices is None and short_clips == "interval" and len(timeline.seconds) >= num_frames:
+            indices, shortened = whole_clip(timeline, num_frames), True
+        if indices is None:
+            raise BadSample(path, _too_short_at(timeline, num_frames, fps))
+        return indices
 
     def choose(length: int) -> list[int]:
         nonlocal interval
@@ -157,7 +174,10 @@ def read_clip(
         return indices
 
     try:
-        frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size, reader))
+        if fps is None:
+            frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size, reader))
+        else:
+            frames = _within(time_limit, lambda stop: decode_chosen(path, choose_timed, stop, size, reader))
     except TimeoutError:
         _hung.add(name, time_limit)
         raise BadSample(name, _too_long(time_limit)) from None
@@ -165,7 +185,11 @@ def read_clip(
         if name == path:
             raise
         raise BadSample(name, str(bad).removeprefix(f"{printable(path)}: ")) from None
-    return Clip(resize_and_crop(torch.from_numpy(frames), size, as_bytes, enlarge), interval)
+    return Clip(
+        resize_and_crop(torch.from_numpy(frames), size, as_bytes, enlarge),
+        interval,
+        shortened or interval < frame_interval,
+    )
 
 
 def _too_short(length: int, num_frames: int, interval: int) -> str:
@@ -179,17 +203,35 @@ def _too_short(length: int, num_frames: int, interval: int) -> str:
     )
 
 
+def _too_short_at(timeline: Timeline, num_frames: int, fps: float) -> str:
+    length, seconds = len(timeline.seconds), timeline.end - timeline.seconds[0]
+    needed = (num_frames - 1) / fps
+    found = f"too short: {seconds:.2f} s, {num_frames} frames at --fps {fps:g} need more than {needed:.2f}"
+    if length < num_frames:
+        return f"{found}, and it has {length} frame{'s' * (length != 1)} in all"
+    return f"{found}; --short_clips interval reads it at a higher rate"
+
+
 def _too_long(seconds: float) -> str:
     return f"not read within {seconds:g} seconds; not tried again"
 
 
-def clip_size(path: str, time_limit: float = TIME_LIMIT) -> tuple[int, int, int]:
-    """(frames, height, width) of a clip's file, upright. Raises BadSample."""
+def clip_size(
+    path: str,
+    time_limit: float = TIME_LIMIT,
+    *,
+    whole: bool = True,
+    count: Callable[[Timeline], int] | None = None,
+) -> tuple[int, int, int]:
+    """(frames, height, width) of a clip's file as it is shown. count: how many frames it counts for, if that is not how
+    many it has. whole: whether all of the file is there; else it may be
+    zeros but for an MP4's tables and the beginning of its first frame. Raises BadSample, also for a file of which all
+    is needed."""
 
     def look(stop: threading.Event) -> tuple[int, int, int]:
-        reader = _open(path)[0]
+        reader = _open(path, "auto", stop, whole)[0]
         try:
-            return (reader.length, *reader.size())
+            return (reader.length if count is None else count(reader.timeline()), *reader.size())
         except Exception as error:
             raise BadSample(path, "not a video that can be decoded") from error
         finally:
@@ -197,6 +239,23 @@ def clip_size(path: str, time_limit: float = TIME_LIMIT) -> tuple[int, int, int]
 
     try:
         return _within(time_limit, look)
+    except TimeoutError:
+        raise BadSample(path, _too_long(time_limit)) from None
+
+
+def colours_in(path: str) -> str:
+    """Return what a clip's colours are, if they are converted: "HDR (PQ)" and the like. Raises an exception of any
+    kind."""
+    if read_header(path).codec == ANIMATION:
+        return ""
+    with name_for_ffmpeg(path) as name, open_container(name) as file:
+        return colours_of(video_stream(file))
+
+
+def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
+    """Frames a second of a clip's file, by the times of its frames; 0 of a single frame. Raises BadSample."""
+    try:
+        return _within(time_limit, lambda stop: _open(path, "auto", stop)[0].timeline().rate)
     except TimeoutError:
         raise BadSample(path, _too_long(time_limit)) from None
 
@@ -265,9 +324,20 @@ def decode_frames(
     With ``size`` frames that would take more than ``WINDOW`` bytes come cropped and resized to that size by
     ``resize_and_crop``: all of them are in memory at no time. reader: as of ``read_clip``.
     """
-    file, by_number = _open(path, reader)
+    return decode_chosen(path, lambda timeline: choose(len(timeline.seconds)), stop, size, reader)
+
+
+def decode_chosen(
+    path: str,
+    choose: Callable[[Timeline], list[int]],
+    stop: threading.Event,
+    size: int | tuple[int, int] | None = None,
+    reader: str = "auto",
+) -> np.ndarray:
+    """What ``decode_frames`` returns, of the frames ``choose(when each is shown)``."""
+    file, by_number = _open(path, reader, stop)
     try:
-        indices = choose(file.length)
+        indices = choose(file.timeline())
         if by_number and file.declared <= MAX_FRAME_PIXELS:
             try:
                 together = max(1, WINDOW // max(1, file.declared * 3))
@@ -301,8 +371,8 @@ def _shrink(frames: Tensor, size: int | tuple[int, int]) -> np.ndarray:
     return resize_and_crop(frames, size, as_bytes=True).permute(1, 2, 3, 0).numpy()
 
 
-def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
-    """A file, and whether its frames are found by their numbers; raises BadSample."""
+def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> tuple[Reader, bool]:
+    """A file, and whether its frames are found by their numbers; raises BadSample. whole: as of ``clip_size``."""
     reader, _ = choose_reader(reader)
     try:
         state = os.stat(path)
@@ -318,11 +388,21 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
             raise BadSample(path, header.problem)
     except OSError as error:
         raise BadSample(path, error.strerror or error) from error
-    if reader == "decord" and header.codec == FRAGMENTED:  # a damaged time in a fragment ends the process
-        reader = "pyav"
+    if header.codec == ANIMATION:
+        return AnimationReader(path, MAX_FRAME_PIXELS), True
+
+    def count(name: str, contents: Contents) -> Contents:
+        if not whole:
+            raise BadSample(path, "its frames can't be counted without all of it")
+        known = _counts.get(path)
+        if known is None or known[0] != version:
+            known = version, count_frames(name, contents, stop)
+            _counts.add(path, *known)
+        return known[1]
+
     try:
         with name_for_ffmpeg(path) as name:
-            file, by_number = _open_with(reader, name, header.codec)
+            file, by_number = _open_with(reader, name, header, whole, count)
         if not file.length:
             raise ValueError("no frames")
     except Exception as error:  # RuntimeError, AssertionError, libav's and decord's own types
@@ -331,32 +411,55 @@ def _open(path: str, reader: str = "auto") -> tuple[Reader, bool]:
         if not os.path.exists(path):  # it vanished
             raise BadSample(path, os.strerror(2)) from error
         reason = "holds no video stream" if isinstance(error, NoVideo) else "not a video that can be decoded"
-        _unopened.add(path, version, reason)
+        reason = str(error) if isinstance(error, UnknownColours) else reason
+        if whole:
+            _unopened.add(path, version, reason)
         raise BadSample(path, reason) from error
     if file.length > MAX_FRAMES:
         raise BadSample(path, f"{file.length:,} frames, more than {MAX_FRAMES:,}")
     return file, by_number
 
 
-def _open_with(reader: str, name: str, codec: str) -> tuple[Reader, bool]:
-    """codec: of the file's header; looking that up anew takes as long as decoding a frame or two."""
-    if reader == "decord" and (codec in DecordReader.KNOWN or DecordReader.finds(look_up(name, packets=False))):
+def _open_with(
+    reader: str, name: str, header: ContainerHeader, whole: bool, count: Callable[[str, Contents], Contents]
+) -> tuple[Reader, bool]:
+    """count: of the frames of a file that only decoding counts."""
+    if reader == "decord" and DecordReader.finds(header):
         try:
-            file = DecordReader(name)
-            # It finds frames by their times: those of a file without (MPEG programme streams) get mixed up.
-            times = file.times()
-            return file, bool((times[1:] > times[:-1]).all())
+            file = OPENERS[reader](name, header.track)
+            if header.codec != IN_ORDER or not is_high_definition(*file.size()[::-1]):  # AVI names no matrix
+                return file, True
         except Exception as error:
             if _is_final(error):
                 raise
-    contents = look_up(name, packets=True)
-    if contents.seekable and reader != "decord":
+    contents = look_up(name, whole=whole)
+    if contents.seekable:
         try:
-            return OPENERS[reader](name, contents), True
+            return OPENERS["pyav" if reader == "decord" or contents.converted else reader](name, contents), True
         except Exception as error:
             if _is_final(error):
                 raise
-    return PyAVReader(name, contents), False
+    return PyAVReader(name, contents if contents.counted else count(name, contents)), False
+
+
+def count_frames(name: str, contents: Contents, stop: threading.Event) -> Contents:
+    """Decodes a file up to its end, or to the first frame that can't be decoded: its contents, with the frames that
+    there are and their times."""
+    times: list[int | None] = []
+    try:
+        with open_container(name) as container:
+            stream = video_stream(container)
+            stream.codec_context.thread_count = 1
+            for frame in decoded(container, stream):
+                times.append(frame.pts)
+                if stop.is_set() or len(times) > MAX_FRAMES:
+                    break
+    except Exception as error:
+        if _is_final(error):
+            raise
+        if not times:
+            return contents  # reading finds the same, and says it
+    return replace(contents, length=len(times), times=rising_times(times))
 
 
 @contextmanager
@@ -376,14 +479,16 @@ def _decode_in_order(
 ) -> np.ndarray:
     """What ``decode_frames`` returns, by PyAV, from the first frame on."""
     kept: dict[int, np.ndarray] = {}
-    convert, wanted, count = ToRgb(), set(indices), 0
+    wanted, count = set(indices), 0
     try:
         with name_for_ffmpeg(path) as name, open_container(name) as container:
-            stream = container.streams.video[0]
+            stream = video_stream(container)
+            convert = ShownFrames(stream, crop_of(name, container, stream))
             stream.codec_context.thread_count = 1
-            for count, frame in enumerate(container.decode(stream), 1):
+            for count, frame in enumerate(decoded(container, stream), 1):
                 if count - 1 in wanted:
-                    _check_size(path, frame.height, frame.width)
+                    for height, width in ((frame.height, frame.width), convert.size(frame)):
+                        _check_size(path, height, width)
                     pixels = convert(frame)
                     if size is not None and pixels.size * len(wanted) > WINDOW:
                         pixels = _shrink(torch.from_numpy(pixels.copy())[None], size)[0]

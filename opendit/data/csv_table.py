@@ -5,6 +5,7 @@ commas, quotes and newlines, quoted the usual way. Names of files may hold bytes
 """
 
 import csv
+import io
 import os
 import re
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opendit.common.safe_files import replacing
+from opendit.data.animation_header import SUFFIXES as ANIMATIONS
+from opendit.data.animation_header import is_animation
 from opendit.data.files import first_bytes, printable, problem
 from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.picture_file import picture_suffixes
@@ -42,12 +46,21 @@ class TableRow:
     extra: dict[str, str] = field(default_factory=dict)
 
     @property
-    def is_picture(self) -> bool:
-        """By the file's suffix and, only where that says nothing, by its first bytes. Else it is read as a clip."""
+    def is_named_picture(self) -> bool:
+        """Whether it is a picture by the file's suffix and, only where that says nothing, by its first bytes."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
             return suffix not in CLIPS
         return _SIGNATURES.match(first_bytes(self.path, 16)) is not None
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether it is a picture and no animation, for which files that may be one are opened. Else it is read as a
+        clip."""
+        if not self.is_named_picture:
+            return False
+        suffix = self.path.suffix.lower()
+        return (suffix in picture_suffixes() and suffix not in ANIMATIONS) or not is_animation(self.path)
 
 
 def read_csv(path: str | Path, name: str | None = None) -> list[TableRow]:
@@ -221,11 +234,10 @@ class _Table:
 def write_csv(path: str | Path, rows: list[TableRow]) -> None:
     """Writes a CSV with a header, paths relative to its folder where they lie below it; replaced when complete."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     extra = list(dict.fromkeys(name for row in rows for name in row.extra))
     folder = path.parent.resolve()
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+    with replacing(path, make=True, temporary=path.name + ".partial") as new:
+        file = io.TextIOWrapper(new, encoding="utf-8", errors="surrogateescape", newline="")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["path", "text", *extra])
         for row in rows:
@@ -234,4 +246,4 @@ def write_csv(path: str | Path, rows: list[TableRow]) -> None:
             # What would be read as something else: a user's home, or a blank that is passed over.
             shown = f"./{shown}" if shown[0] == "~" or shown[0].isspace() else shown
             writer.writerow([shown, row.text, *(row.extra.get(name, "") for name in extra)])
-    os.replace(partial, path)
+        file.detach()

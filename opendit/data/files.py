@@ -5,6 +5,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from opendit.common.printable import printable as printable  # as its callers know it
+
 TIME_LIMIT = 30.0  # seconds that one file may take
 
 _KINDS = {
@@ -35,6 +37,15 @@ def problem(path: str | Path) -> str | None:
     except ValueError as error:  # a path with a NUL
         return str(error)
     return kind and f"{kind}, not a file"
+
+
+def expanded(path: str) -> Path:
+    """Return a path with the home folder that its ~ means. Raises ValueError if that is not known."""
+    try:
+        return Path(path).expanduser() if path.startswith("~") else Path(path)
+    except RuntimeError as error:
+        user = printable(path.partition("/")[0])
+        raise ValueError(f"the home folder of {user} is not known; write the path out, or ./ before it") from error
 
 
 def bytes_of(path: str | Path) -> int:
@@ -68,16 +79,3 @@ def first_bytes(path: str | Path, count: int) -> bytes:
             return file.read(count)
     except OSError:
         return b""
-
-
-def printable(text: str | Path) -> str:
-    """A name or a reason on one line that any UTF-8 output takes: control characters, and bytes that are not UTF-8,
-    become ``\\xNN`` and the like."""
-    text = str(text)
-    return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
-
-
-def _escape(c: str) -> str:
-    if "\udc80" <= c <= "\udcff":  # as Python has a byte that is not UTF-8
-        return f"\\x{ord(c) - 0xDC00:02x}"
-    return c.encode("unicode_escape").decode()

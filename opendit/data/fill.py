@@ -12,19 +12,20 @@ BUDGETS = tuple(1024 * 2**i for i in range(8))  # tokens of a sequence: 1k to 12
 @dataclass(frozen=True)
 class MediumTokens:
     """Counts the tokens of a medium at its own aspect ratio and length: scaled down to the area of ``image_size``
-    squared, never up, every ``frame_interval``-th frame, ``num_frames`` at most; ``token_pixels`` rows and columns of
-    pixels and ``token_frames`` frames are a token."""
+    squared, never up, every ``frame_interval``-th frame, or ``fps`` a second, ``num_frames`` at most; ``token_pixels``
+    rows and columns of pixels and ``token_frames`` frames are a token."""
 
     image_size: int
     num_frames: int
     frame_interval: int
     token_pixels: int
     token_frames: int
+    fps: float | None = None
 
     def __call__(self, medium: Medium) -> int:
         scale = min(1.0, self.image_size / (medium.height * medium.width) ** 0.5)
         rows, columns = (max(1, round(side * scale / self.token_pixels)) for side in (medium.height, medium.width))
-        frames = min(self.num_frames, -(-medium.frames // self.frame_interval))
+        frames = min(self.num_frames, -(-medium.frames_at(self.fps) // self.frame_interval))
         return rows * columns * -(-frames // self.token_frames)
 
 

@@ -117,6 +117,12 @@ class SomeRows(MediaDataset):
     def bytes_read(self) -> int:
         return self.whole.bytes_read
 
+    def sizes_key(self) -> str:
+        return self.whole.sizes_key()
+
+    def frame_rates(self) -> list[float]:
+        return self.whole.frame_rates()
+
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -204,6 +204,10 @@ class FolderDataset(MediaDataset):
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return of_picture(read_picture(self.paths[row]))
 
+    def largest_label(self) -> tuple[int, str]:
+        row = int(self.labels.argmax())
+        return int(self.labels[row]), self.source(row)
+
     def label(self, row: int) -> int:
         return int(self.labels[row])
 

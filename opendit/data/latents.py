@@ -14,7 +14,6 @@ one is unfinished.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
+from opendit.common.safe_files import replacing
 from opendit.common.strict_files import parse_text
 from opendit.common.tensor_files import open_safetensors, write_tensors
 from opendit.data.base import Embedding, MediaDataset
@@ -44,12 +44,10 @@ def shard_name(shard: int, shards: int) -> str:
 def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], skipped: list[str]) -> str:
     """Writes a shard under another name and renames it, so that a shard that exists is complete; returns its SHA-256,
     made from what was in memory."""
-    partial = path.with_name(path.name + ".partial")
     metadata = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True)
     aligned = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
-    written = write_tensors(partial, aligned, {_KEY: metadata})
-    os.replace(partial, path)
-    return written["sha256"]
+    with replacing(path, temporary=path.name + ".partial") as new:
+        return write_tensors(new, aligned, {_KEY: metadata})["sha256"]
 
 
 def read_shard_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
@@ -70,10 +68,12 @@ class LatentDataset(CachedLatents, MediaDataset):
 
     vae: the ``--vae`` they were made with. scaling_factor, shift_factor: for ``encoders.vae.sample_moments``.
     text_encoder: whose embeddings of the captions are there, None without any; max_tokens: their length.
-    use_video, num_frames, frame_interval: of the run that reads them.
+    use_video, num_frames, frame_interval, fps: of the run that reads them.
     Raises ValueError if they were made for another ``image_size`` or other clips, hold no mirror images though
     ``random_flip`` asks for them, or miss a shard, and if the index or a shard's header says what can't be.
     """
+
+    counted_captions = 1_000_000  # they are in memory
 
     def __init__(
         self,
@@ -85,6 +85,7 @@ class LatentDataset(CachedLatents, MediaDataset):
         use_video: bool = False,
         num_frames: int = 16,
         frame_interval: int = 1,
+        fps: float | None = None,
     ):
         self.folder = Path(folder)
         indexes = read_indexes(self.folder)
@@ -94,7 +95,7 @@ class LatentDataset(CachedLatents, MediaDataset):
             )
         index = choose_index(indexes, f"--data_path {folder}", image_size)
         self.seed = seed
-        self._take(index, f"--data_path {folder}", random_flip, use_video, num_frames, frame_interval)
+        self._take(index, f"--data_path {folder}", random_flip, use_video, num_frames, frame_interval, fps)
         counts = [shard["count"] for shard in index["shards"]]
         self.starts = np.cumsum([0, *counts])
         self.keys = np.repeat([shard.get("shape_key", 0) for shard in index["shards"]], counts)
@@ -157,6 +158,10 @@ class LatentDataset(CachedLatents, MediaDataset):
 
     def shape_keys(self) -> np.ndarray:
         return self.keys
+
+    def largest_label(self) -> tuple[int, str] | None:
+        row = int(self.labels.argmax())
+        return int(self.labels[row]), self.source(row)
 
     def label(self, row: int) -> int:
         return int(self.labels[row])

@@ -103,8 +103,13 @@ def _check_header(file: safe_open, rows: int, layout: ShardLayout) -> None:
 def _check_values(small: dict[str, np.ndarray], file: safe_open, layout: ShardLayout) -> None:
     """Raises ValueError for labels without a class, captions that are no UTF-8, and ends that are no ends."""
     labels = small["labels"]
-    if layout.classes and len(labels) and not (0 <= labels.min() and labels.max() < layout.classes):
-        raise ValueError(f"labels are {labels.min()} to {labels.max()}, of {layout.classes:,} classes")
+    wrong = (labels < 0) | (labels >= layout.classes)
+    if layout.classes and wrong.any():
+        first = int(wrong.argmax())
+        raise ValueError(
+            f"labels are {labels.min()} to {labels.max()}, of {layout.classes:,} classes (sample {first:,} has "
+            f"{labels[first]})"
+        )
     if not layout.classes:
         _check_ends("caption_ends", small["caption_ends"], len(small["captions"]))
         text, starts = small["captions"], small["caption_ends"][:-1]

@@ -2,11 +2,13 @@
 time, each for its own size of the pictures."""
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from opendit.common.safe_files import open_to_write, remove
 from opendit.data.latents_index import INDEX, TARS_VERSION, ShardForm, read_indexes, write_index
 
 LOCK = ".index.lock"
@@ -19,7 +21,7 @@ def index_locked(folder: Path, form: ShardForm) -> Iterator[None]:
     if form.version != TARS_VERSION:
         yield
         return
-    with open(folder / LOCK, "a") as lock:
+    with open(open_to_write(folder / LOCK, os.O_WRONLY | os.O_CREAT), "w") as lock:
         with suppress(OSError):  # of a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with the process, however that ends
         yield
@@ -35,7 +37,7 @@ def take_index(folder: Path, settings: dict[str, Any], form: ShardForm) -> dict[
         if others:
             write_index(folder, form.version, others)
         else:
-            (folder / INDEX).unlink(missing_ok=True)
+            remove(folder / INDEX)
     mine = [index for index in indexes if index not in others]
     return {shard["file"]: shard["sha256"] for index in mine for shard in index["shards"] if "sha256" in shard}
 

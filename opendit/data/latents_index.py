@@ -5,7 +5,6 @@ index for every size. It is written last: shards that no index names are unfinis
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.common.rules import read_json, shown
+from opendit.common.safe_files import replacing
 from opendit.common.strict_files import checked
 from opendit.common.tensor_files import write_file
 from opendit.data.base import MediaDataset, flip_note
@@ -90,10 +90,9 @@ def write_index(folder: Path, version: int, indexes: list[dict[str, Any]]) -> No
     plain = [{key: value for key, value in index.items() if key not in ("format", "version")} for index in indexes]
     content: dict[str, Any] = {"sizes": sorted(plain, key=lambda index: index["image_size"])}
     content = plain[0] if version == FILES_VERSION else content
-    partial = folder / (INDEX + ".partial")
     text = json.dumps({"format": FORMAT, "version": version, **content}, indent=1) + "\n"
-    write_file(partial, iter([text.encode()]))  # synced: else the new name may survive a power cut that it doesn't
-    os.replace(partial, folder / INDEX)
+    with replacing(folder / INDEX, temporary=INDEX + ".partial") as new:
+        write_file(new, iter([text.encode()]))  # synced: else the new name may survive a power cut that it doesn't
 
 
 class CachedLatents(MediaDataset):
@@ -109,6 +108,7 @@ class CachedLatents(MediaDataset):
         use_video: bool,
         num_frames: int,
         frame_interval: int,
+        fps: float | None,
     ) -> None:
         """Takes over what an index says. Raises ValueError, which begins with ``name``, for what a run asks for and the
         latents are not."""
@@ -120,12 +120,22 @@ class CachedLatents(MediaDataset):
                 else ("pictures; make them again with preprocess.py latents --use_video, or leave --use_video out")
             )
             raise ValueError(f"{name}: holds latents of {what}")
-        for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
-            if made and made[flag] != value:
-                raise ValueError(
-                    f"{name}: holds latents made at --{flag} {made[flag]}, but this run has --{flag} {value}; pass "
-                    f"--{flag} {made[flag]} or make latents for {value}"
+        for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval), ("fps", fps)):
+            if not made or (of_made := made.get(flag)) == value:
+                continue
+            if of_made is None or value is None:  # of a flag that one of them does not have
+                there, here, fix = (
+                    ("without", f"has --{flag} {value:g}", "leave it out")
+                    if of_made is None
+                    else (f"at --{flag} {of_made:g}", "does not have it", f"pass --{flag} {of_made:g}")
                 )
+                raise ValueError(
+                    f"{name}: holds latents made {there}, but this run {here}; {fix} or make latents for it"
+                )
+            raise ValueError(
+                f"{name}: holds latents made at --{flag} {of_made:g}, but this run has --{flag} {value:g}; pass "
+                f"--{flag} {of_made:g} or make latents for {value:g}"
+            )
         if random_flip and not index["flips"]:
             raise ValueError(f"{name}: holds no mirrored latents; make them again with --flip")
         self.index, self.vae = index, index["vae"]
@@ -138,6 +148,9 @@ class CachedLatents(MediaDataset):
         self.sample_shape = (2 * channels, *sides)
         self.conditioning = index.get("conditioning", "label")
 
+    def frame_rates(self) -> list[float]:
+        return [self.index["data_fps"]] if "data_fps" in self.index else []
+
     @property
     def checksums(self) -> dict[str, str]:
         """The SHA-256 of each file that the index has one of."""
@@ -145,10 +158,24 @@ class CachedLatents(MediaDataset):
         return of_shards | self.index.get("checksums", {})
 
     def identity(self) -> str:
-        # Without checksums: a cache that an earlier version made has none, and is the same one when it gets them.
+        # Without checksums and counts: a cache of an earlier version has none, and is the same one when it gets them.
         shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
-        index = {key: value for key, value in self.index.items() if key != "checksums"}
+        index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
         return hash_parts(json.dumps({**index, "shards": shards}, sort_keys=True))
+
+    def cached_captions(self) -> list[str]:
+        if self.text_encoder is None:
+            return []
+        most = f"the {self.max_tokens:,} tokens of --text_encoder {self.text_encoder}"
+        if (found := self.index.get("captions")) is None:
+            return [f"captions: an earlier version embedded them, and did not count those that it cut to {most}"]
+        if not found["cut"]:
+            return []
+        among = f"of the {found['counted']:,} looked at among {found['rows']:,}"
+        return [
+            f"captions: {found['cut']:,} {among} were cut to {most} when they were embedded; the longest had "
+            f"{found['longest']:,}"
+        ]
 
     def _looked(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
         """Latents in false colours; the medium is the picture or clip that they were made of."""

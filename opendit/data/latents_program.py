@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from opendit.config.parallel_sizes import find_place
-from opendit.data.base import DataError
+from opendit.data.base import DataError, MediaDataset
+from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
 from opendit.data.make_latents import inner, latent_shape, make_latents, noun_of
 from opendit.data.resolve import build_dataset
+from opendit.encoders.text import TextEncoder
 from opendit.encoders.vae import load_codec
 from opendit.encoders.vae_folder import HUB
 from opendit.encoders.video_vae import load_video_codec
@@ -34,6 +36,7 @@ def run(
     use_video: bool = False,
     num_frames: int = 16,
     frame_interval: int = 1,
+    fps: float | None = None,
     short_clips: str = "skip",
     video_reader: str = "auto",
     energon_cooker: str | None = None,
@@ -67,6 +70,7 @@ def run(
             use_video=use_video,
             num_frames=num_frames,
             frame_interval=frame_interval,
+            fps=fps,
             short_clips=short_clips,
             video_reader=video_reader,
             energon_cooker=energon_cooker,
@@ -93,6 +97,7 @@ def run(
             precision = str(inner(codec).dtype)[6:]
             captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
             print(f"{dataset.describe()}\nencoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
+        counted = _count_captions(dataset, encoder) if rank == 0 and dataset.conditioning == "text" else None
         if world_size > 1:
             # Only to wait for each other at the end, which may be long after the first rank is through.
             store = dist.PrefixStore("default", meet(place))
@@ -104,6 +109,7 @@ def run(
             image_size=image_size,
             flips=dataset.random_flip,
             encoder=encoder,
+            counted=counted,
             batch_size=batch_size,
             num_workers=num_workers,
             shard_size=shard_size,
@@ -120,6 +126,19 @@ def run(
             shards = f"{len(index['shards']):,} shard{'s'[: len(index['shards']) != 1]}"
             print(f"{index['count']:,} {noun} in {shards}{skipped}: train with --data_path {output}")
         return index
+
+
+def _count_captions(dataset: MediaDataset, encoder: TextEncoder | None) -> CaptionCount:
+    """The count of the captions, with lines printed on those that are cut and on those that say nothing."""
+    if encoder is None:
+        found = count_captions(dataset)
+        lines = found.for_any_encoder()
+    else:
+        found = count_captions(dataset, encoder.count_tokens, MOST_TOKENIZED)
+        lines = found.cut(encoder.max_tokens, encoder.name)
+    for line in (*found.without_words(), *lines):
+        print(line, flush=True)
+    return found
 
 
 def pick_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:

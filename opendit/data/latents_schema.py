@@ -4,7 +4,11 @@ from opendit.common.rules import MIB, either, listed, mapping, number, one_of, o
 from opendit.common.strict_files import COUNT, FILE, NAME, SHA256, FileKind
 from opendit.config.data_sources import FOREIGN_FORMS
 
-_CLIPS = record({"num_frames": whole(1, 1 << 20), "frame_interval": whole(1, 1 << 20), "short_clips": string(64)})
+_RATE = number(0, 1e6, above=True)
+_CLIPS = record(
+    {"num_frames": whole(1, 1 << 20), "frame_interval": whole(1, 1 << 20), "short_clips": string(64)},
+    {"fps": _RATE},
+)
 _LATENT_SHAPE = listed(whole(1, 1 << 16), 3, 4)
 LATENTS_SETTINGS = record(
     {
@@ -40,8 +44,11 @@ _MORE = {
     "settings": LATENTS_SETTINGS,
     "skipped": SKIPPED,
     "video": _CLIPS,
+    "data_fps": _RATE,  # of the files that the clips were read from
     "conditioning": one_of("label", "text"),
     "text": record({"encoder": NAME, "max_tokens": whole(1, 1 << 16)}),
+    # Of those that an encoder embedded: how many were looked at, were cut, and the tokens of the longest.
+    "captions": record({"rows": COUNT, "counted": COUNT, "cut": COUNT, "longest": COUNT}),
     "checksums": mapping(FILE, SHA256, 1000),  # of the files beside the shards
     # Of tars that another program made: what their arrays hold, and which they are.
     "foreign": record({"form": one_of(*FOREIGN_FORMS), "array": NAME}, {"mirrored": NAME}),

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from opendit.common.errors import DataError
-from opendit.common.replace import replacing
+from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.config.data_sources import inline_sources, is_address
 from opendit.data.apart import run_apart
 from opendit.data.base import MediaDataset, name_few
@@ -19,6 +19,7 @@ from opendit.data.files import printable
 from opendit.data.fill import MediumTokens
 from opendit.data.latents_index import read_indexes
 from opendit.data.look_page import THUMBNAIL, Findings, Look, draw_histograms, draw_sheet, make_page
+from opendit.data.medium import count_colours
 from opendit.data.pictures_and_clips import PICTURE, PicturesAndClips
 from opendit.data.progress import Progress
 from opendit.data.resolve import build_dataset
@@ -38,6 +39,7 @@ def run(
     image_size: int | None = None,
     num_frames: int | None = None,
     frame_interval: int | None = None,
+    fps: float | None = None,
     split: str = "train",
     energon_cooker: str | None = None,
     token_pixels: int = 16,
@@ -45,19 +47,20 @@ def run(
     num_workers: int = 2,
 ) -> None:
     """``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be read."""
-    dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker)
-    found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames))
+    refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE], "--output")
+    dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker, fps)
+    found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames, fps))
     if not found.looks:
         raise DataError(f"no row of {data_path} can be read: {name_few(found.bad)}")
     folder = Path(output)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     content = {SHEET: draw_sheet(found), HISTOGRAMS: draw_histograms(found)}
     content[PAGE] = make_page(found, content[SHEET], content[HISTOGRAMS]).encode("utf-8", "replace")
     for name, written in content.items():
-        with replacing(folder / name) as new:
-            new.write_bytes(written)
+        write_whole(folder / name, written)
     print(dataset.describe())
-    print(f"looked into {found.looked}")
+    colours = count_colours(each.medium for each in found.looks)
+    print("\n".join([f"looked into {found.looked}", *colours, *found.of_captions]))
     for bad in found.bad[:10]:
         print(f"  {bad}")
     if len(found.bad) > 10:
@@ -72,6 +75,7 @@ def open_any(
     frame_interval: int | None,
     split: str,
     energon_cooker: str | None = None,
+    fps: float | None = None,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
     """The data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames, frame_interval): what
     was given, else what cached latents were made at, else 256, 16, 1.
@@ -83,9 +87,12 @@ def open_any(
         made = {"image_size": index["image_size"], **(index.get("video") or {})}
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
+    rate = fps if fps is not None or frame_interval is not None else made.get("fps")
     # A bad file is to be found, not to end the search. One that has clips is asked for as such; one that has none says
     # so, or opens all the same, and what it says then of pictures is what is wrong, or what it is.
-    options: dict[str, Any] = dict(seed=0, split=split, max_bad=1.0, num_frames=frames, frame_interval=interval)
+    options: dict[str, Any] = dict(
+        seed=0, split=split, max_bad=1.0, num_frames=frames, frame_interval=interval, fps=rate
+    )
     options |= dict(short_clips="interval", energon_cooker=energon_cooker)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)

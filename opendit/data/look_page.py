@@ -1,6 +1,7 @@
 """The contact sheet, the histograms and the page of ``preprocess.py look``."""
 
 import base64
+import functools
 import html
 import io
 import warnings
@@ -12,10 +13,11 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from opendit.data.base import MediaDataset
+from opendit.data.captions import count_texts
 from opendit.data.files import printable
 from opendit.data.fill import BUDGETS, MediumTokens, fill_of
 from opendit.data.look_fonts import MISSING, families, font_of
-from opendit.data.medium import Medium
+from opendit.data.medium import Medium, count_colours
 
 THUMBNAIL = 160  # pixels of a thumbnail's longer side
 COLUMNS, OF_CLIP = 8, 3  # thumbnails in a line of the sheet, and of a clip
@@ -60,6 +62,15 @@ class Findings:
     def counted(self) -> str:
         """What figures count."""
         return "rows looked into" if self.dataset.source_rows() is None else "samples by weight"
+
+    @functools.cached_property
+    def of_captions(self) -> list[str]:
+        """Lines on captions that are long, and on those that say nothing, of the rows that were opened."""
+        if self.dataset.conditioning != "text":
+            return []
+        words = {each.row: each.words for each in self.looks}
+        found = count_texts([*words], words.__getitem__, self.dataset.source, len(self.dataset))
+        return [*found.without_words(), *found.for_any_encoder(), *self.dataset.cached_captions()]
 
     @property
     def looked(self) -> str:
@@ -225,11 +236,12 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
         for each in (fill_of(columns["tokens"], budget) for budget in BUDGETS)
     )
     t = found.tokens
+    which = f"every {t.frame_interval}. frame" if t.fps is None else f"{t.fps:g} frames a second"
     how = (
-        f"At its own aspect ratio, scaled down to the area of {t.image_size} x {t.image_size} pixels, every "
-        f"{t.frame_interval}. frame up to {t.num_frames}; a token is {t.token_frames} x {t.token_pixels} x "
-        f"{t.token_pixels} of frames and pixels."
+        f"At its own aspect ratio, scaled down to the area of {t.image_size} x {t.image_size} pixels, {which} up to "
+        f"{t.num_frames}; a token is {t.token_frames} x {t.token_pixels} x {t.token_pixels} of frames and pixels."
     )
+    colours = "".join(f"<p>{line}.</p>" for line in count_colours(each.medium for each in found.looks))
     bad = "".join(f"<li>{_escaped(line)}</li>" for line in found.bad)
     words = "".join(f"<li>{_escaped(each.words)} ({_size(each.medium)})</li>" for each in found.shown)
     pictures = (
@@ -242,7 +254,9 @@ def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
         "text-align:right}th{text-align:left}</style></head><body>"
         f"<p>{_escaped(found.dataset.describe())}</p>"
         f"<p>Looked into {_escaped(found.looked)}.</p>"
-        f"<ul>{bad}</ul><table><tr><th></th><th>least</th><th>median</th><th>most</th></tr>{rows}</table>"
+        f"{colours}"
+        + "".join(f"<p>{_escaped(line)}</p>" for line in found.of_captions)
+        + f"<ul>{bad}</ul><table><tr><th></th><th>least</th><th>median</th><th>most</th></tr>{rows}</table>"
         f"<p>{how}</p><table><tr><th>tokens of a sequence</th><th>used</th><th>media too long</th></tr>{fills}</table>"
         f"{''.join(pictures)}<p>On the contact sheet, line by line:</p><ol>{words}</ol></body></html>\n"
     )

@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from opendit.common.hashing import sha256_of
+from opendit.common.safe_files import make_folder, refuse_links
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
+from opendit.data.captions import CaptionCount
 from opendit.data.latents import FILES
-from opendit.data.latents_folder import complete_shards, index_locked, put_index, take_index
-from opendit.data.latents_index import ShardForm
+from opendit.data.latents_folder import LOCK, complete_shards, index_locked, put_index, take_index
+from opendit.data.latents_index import INDEX, ShardForm
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
 from opendit.data.read_ahead import ReadAhead
@@ -71,6 +73,7 @@ def make_latents(
     image_size: int,
     flips: bool,
     encoder: TextEncoder | None = None,
+    counted: CaptionCount | None = None,
     batch_size: int = 64,
     num_workers: int = 4,
     shard_size: int = 4096,
@@ -87,8 +90,9 @@ def make_latents(
 
     codec: of pictures, or of clips if the data set's items are. flips: also encode every picture's mirror image.
     patience, on_hang: of a file that takes for ever, see ``ReadAhead``.
-    encoder: a frozen text encoder (opendit.encoders.text) for the captions; without one they are kept as words. With
-    several ranks the default process group must exist.
+    encoder: a frozen text encoder (opendit.encoders.text) for the captions; without one they are kept as words.
+    counted: rank 0's count of the captions by the encoder's tokens, which the index keeps. With several ranks the
+    default process group must exist.
     Returns the index on rank 0, None elsewhere. Raises ValueError if ``output`` holds latents of other settings,
     DataError if more than ``max_bad`` of the files can't be read or a latent doesn't fit float16.
     """
@@ -99,7 +103,8 @@ def make_latents(
         dataset, lambda rows: _samples_of_a_tar(dataset, codec, settings, rows, encoder) if tar_bytes else shard_size
     )
     shards = len(plan)
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
+    refuse_links(output, [INDEX, LOCK, EMPTY, *(form.name(shard, shards) for shard in range(shards))], "--output")
     kept = complete_shards(output, settings, form)
     before = _take_index(output, settings, form, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, shards, world_size)}
@@ -143,7 +148,7 @@ def make_latents(
     if rank > 0:
         return None
     with index_locked(output, form):
-        index = _finish(output, dataset, codec, settings, plan, max_bad, encoder, checksums, form)
+        index = _finish(output, dataset, codec, settings, plan, max_bad, encoder, checksums, form, counted)
         put_index(output, settings, form, index)
     return index
 
@@ -204,6 +209,8 @@ def _settings(
     if _frames(dataset):
         names = ("num_frames", "frame_interval", "short_clips")
         settings["video"] = {name: getattr(dataset, name) for name in names}
+        if (fps := getattr(dataset, "fps", None)) is not None:
+            settings["video"]["fps"] = fps
     if dataset.conditioning == "text":
         settings["text"] = encoder and encoder.fingerprint()
     return settings
@@ -294,6 +301,7 @@ def _finish(
     encoder,
     checksums: dict[str, str],
     form: ShardForm,
+    counted: CaptionCount | None,
 ) -> dict[str, Any]:
     """The index once every shard is there; raises DataError if too many files were skipped."""
     entries, all_skipped = [], []
@@ -323,9 +331,14 @@ def _finish(
     }
     if "video" in settings:
         index["video"] = settings["video"]
+        if (rate := dataset.frame_rate()) is not None:
+            index["data_fps"] = rate
     if dataset.conditioning == "text":
         index["conditioning"] = "text"
     if encoder:
         index["text"] = {"encoder": encoder.name, "max_tokens": encoder.max_tokens}
+        if counted is not None:
+            names = {"rows": counted.rows, "counted": counted.counted, "longest": counted.longest}
+            index["captions"] = {**names, "cut": counted.over(encoder.max_tokens)}
         index["checksums"] = {EMPTY: write_empty_caption(output, encoder)}
     return index

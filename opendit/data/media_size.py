@@ -1,21 +1,22 @@
 """How large the media of a data set are, by their headers: looked up once and remembered on this machine."""
 
-import os
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from opendit.common.safe_files import replacing
 from opendit.data.base import BadSample
 from opendit.data.clips import clip_size
+from opendit.data.frame_times import Timeline
 from opendit.data.memory_file import as_file
 from opendit.data.mp4_header import table_parts
 from opendit.data.picture_file import picture_size, picture_suffixes
 from opendit.data.progress import Progress
 from opendit.data.size_cache import locked
 
+SIZES = "sizes as shown, of animations as clips"  # goes into the names of what is kept: other words for other sizes
 HEAD = 1 << 16  # bytes of a picture within which its header nearly always ends
 _WHOLE = 4 * HEAD  # bytes up to which a clip is read at once
 _ROWS = 4096  # looked at between two steps of the progress bar
@@ -37,9 +38,8 @@ def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: 
             return found
         found = _look_at_all(rows, look, threads)
         try:
-            with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            with replacing(path) as file:
                 np.save(file, found)
-            os.replace(file.name, path)
         except OSError:
             return found
         again = _read(path, rows)
@@ -74,9 +74,9 @@ def _look_at_all(rows: int, look: Callable[[int], Size], threads: int) -> np.nda
     return found
 
 
-def file_size(path: str, is_picture: bool) -> Size:
-    """Of a picture's or clip's file. Raises BadSample."""
-    return (1, *picture_size(path)) if is_picture else clip_size(path)
+def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | None = None) -> Size:
+    """Of a picture's or clip's file. count: see ``clip_size``. Raises BadSample."""
+    return (1, *picture_size(path)) if is_picture else clip_size(path, count=count)
 
 
 def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
@@ -89,16 +89,19 @@ def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes])
     return (1, *picture_size(name, content=read(0, size)))
 
 
-def stored_clip_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
-    """Of a clip, as of a picture: of an MP4 its tables suffice, and the beginning of its first frame."""
+def stored_clip_size(
+    name: str, size: int, read: Callable[[int, int], bytes], count: Callable[[Timeline], int] | None = None
+) -> Size:
+    """Of a clip, as of a picture: of an MP4 its tables suffice, and the beginning of its first frame. count: see
+    ``clip_size``."""
     if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
         try:
             with as_file(parts, size) as path:
-                return clip_size(path)
+                return clip_size(path, whole=False, count=count)
         except BadSample:
-            pass  # a decoder that wants all of the first frame
+            pass  # a decoder that wants all of the first frame, or a file whose frames only decoding counts
     with as_file([(0, read(0, size))], size) as path:
-        return clip_size(path)
+        return clip_size(path, count=count)
 
 
 def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:

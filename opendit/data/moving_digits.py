@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.digits import digits_split
 from opendit.data.progress import Progress
@@ -16,7 +17,7 @@ from opendit.data.video_file import write_mp4
 
 DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # x to the right, y down
-SETTINGS = "demo.json"
+SETTINGS, TABLE, CLIPS = "demo.json", "demo.csv", "clips"
 
 
 def caption(digit: int, direction: str) -> str:
@@ -96,6 +97,7 @@ def make_demo(
     folder = Path(folder)
     settings = {"version": 2, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}
     known = folder / SETTINGS
+    refuse_links(folder, [SETTINGS, TABLE, CLIPS], "--output")
     if known.exists() and (found := _read_settings(known)) != settings:
         changes = ", ".join(f"{k} {found.get(k)} there, {v} now" for k, v in settings.items() if found.get(k) != v)
         raise ValueError(
@@ -104,22 +106,22 @@ def make_demo(
         )
     images, labels = digits_split(split)
     of_digit = [images[labels == digit, 0] for digit in range(10)]
-    (folder / "clips").mkdir(parents=True, exist_ok=True)
-    known.write_text(json.dumps(settings) + "\n")
+    make_folder(folder / CLIPS, root=folder)
+    write_whole(known, (json.dumps(settings) + "\n").encode())
     pairs = [(digit, direction) for digit in range(10) for direction in DIRECTIONS]
     rows = []
     with Progress(clips, "clips", title="making") as bar:
         for i in range(clips):
             digit, direction = pairs[i % len(pairs)]
-            path = folder / "clips" / f"{i:05d}-{DIGIT_NAMES[digit]}-{direction}.mp4"
+            path = folder / CLIPS / f"{i:05d}-{DIGIT_NAMES[digit]}-{direction}.mp4"
             rows.append(TableRow(path, caption(digit, direction)))
             if not path.exists():
                 choice, jitter = np.random.default_rng([seed, i]).integers(2**31, size=2).tolist()
                 image = of_digit[digit][choice % len(of_digit[digit])]
-                write_mp4(path, render(image, direction, frames, size, jitter_seed=jitter), fps)
+                write_mp4(path, render(image, direction, frames, size, jitter_seed=jitter), fps, root=folder)
             bar.update()
-    write_csv(folder / "demo.csv", rows)
-    return folder / "demo.csv"
+    write_csv(folder / TABLE, rows)
+    return folder / TABLE
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

@@ -7,9 +7,12 @@ file of 2 KB can ask for gigabytes, and the error ends the process. Boxes are na
 import os
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import BinaryIO, cast
 
 import numpy as np
+
+from opendit.data.mp4_track import PlainTrack, dolby_profile, plain_track
 
 MAX_FRAMES = 2**22  # of a clip: 19 hours at 60 frames a second
 MAX_TABLES = 2**28  # bytes of all tables of a file; those of 19 hours have a fifth of that
@@ -25,15 +28,16 @@ _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 
 
-def read_tables(file: BinaryIO) -> tuple[str | None, str]:
+def read_tables(file: BinaryIO) -> tuple[str | None, str, PlainTrack | None]:
     """(Why a file's tables can't be believed, or None: also for what is no MP4 or so broken that no table is found; the
     four letters of the only kind of frames of its only video track, ``FRAGMENTED`` of a file whose tables stand among
-    its frames, or nothing if there is no one such kind or the file does not begin as an MP4 has to).
+    its frames, or nothing if there is no one such kind or the file does not begin as an MP4 has to; this track, if it
+    is plain).
 
     Raises OSError if the file can't be read.
     """
     size = os.fstat(file.fileno()).st_size
-    read, samples, frames, first, fragmented, codecs = 0, 0, 0, b"", False, []
+    read, samples, frames, first, fragmented, codecs, tables = 0, 0, 0, b"", False, [], b""
     try:
         for kind, begin, length in _top_boxes(file, size):
             first = first or kind
@@ -42,20 +46,37 @@ def read_tables(file: BinaryIO) -> tuple[str | None, str]:
             fragmented |= kind == b"moof"
             read += length
             if read > MAX_TABLES:
-                return f"tables of {read:,} bytes, more than {MAX_TABLES:,}", ""
+                return f"tables of {read:,} bytes, more than {MAX_TABLES:,}", "", None
             file.seek(begin)
-            more, shown, found = _count(file.read(length))
+            tables = file.read(length)
+            more, shown, found = _count(tables)
             # Of a fragmented file every fragment has samples of its own.
             samples, frames, codecs = samples + more, frames + shown, codecs + found
             if samples > size:
-                return f"declares {samples:,} samples, more than its {size:,} bytes", ""
+                return f"declares {samples:,} samples, more than its {size:,} bytes", "", None
             if frames > MAX_FRAMES:
-                return f"declares {frames:,} frames, more than {MAX_FRAMES:,}", ""
+                return f"declares {frames:,} frames, more than {MAX_FRAMES:,}", "", None
     except ValueError as error:
-        return str(error), ""
+        return str(error), "", None
     if fragmented:
-        return None, FRAGMENTED
-    return None, codecs[0].decode("latin-1") if first == b"ftyp" and len(codecs) == 1 else ""
+        return None, FRAGMENTED, None
+    if first != b"ftyp" or len(codecs) != 1:
+        return None, "", None
+    return None, codecs[0].decode("latin-1"), plain_track(tables, partial(_read_at, file), size)
+
+
+def read_movie(file: BinaryIO) -> bytes:
+    """The contents of an MP4's first ``moov`` box, nothing of what has none. Raises OSError, or ValueError after too
+    many boxes."""
+    for kind, begin, length in _top_boxes(file, os.fstat(file.fileno()).st_size):
+        if kind == b"moov":
+            file.seek(begin)
+            return file.read(min(length, MAX_TABLES))
+    return b""
+
+
+def _read_at(file: BinaryIO, at: int, count: int) -> bytes:
+    return os.pread(file.fileno(), count, at)
 
 
 class _Parts:
@@ -128,7 +149,8 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 def _count(data: bytes) -> tuple[int, int, list[bytes]]:
     """The most samples that a table of any track declares, and of a video track; the kinds of all video frames.
 
-    Raises ValueError for a table with more entries than it has room for: FFmpeg takes what follows it for entries."""
+    Raises ValueError for colours that can't be converted, and for a table with more entries than it has room for:
+    FFmpeg takes what follows it for entries."""
     most, video, codecs, left = 0, 0, [], MAX_BOXES
     todo = [(0, len(data), False)]
     while todo:
@@ -142,7 +164,12 @@ def _count(data: bytes) -> tuple[int, int, list[bytes]]:
             if kind in _CONTAINERS:
                 todo.append((begin, end, is_video))
             elif kind == b"stsd" and is_video:  # 4 bytes, how many kinds, and each one's length and letters
-                codecs += [letters for letters, _, _ in _boxes(data, begin + 8, end, left)]
+                for letters, first, last in _boxes(data, begin + 8, end, left):
+                    codecs.append(letters)
+                    if (profile := dolby_profile(data[first:last])) is not None:
+                        raise ValueError(
+                            f"Dolby Vision of profile {profile}, whose colours can't be converted; make it HDR10 or SDR"
+                        )
             elif kind in _TABLES:
                 count = _declared(kind, data, begin, end)
                 most, video = max(most, count), max(video, count if is_video else 0)

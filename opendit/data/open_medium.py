@@ -4,7 +4,8 @@ import threading
 
 import numpy as np
 
-from opendit.data.clips import decode_frames, name_for_ffmpeg
+from opendit.data.clips import colours_in, decode_chosen
+from opendit.data.frame_times import ROUNDING, Timeline
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import read_picture
 
@@ -18,18 +19,19 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     """A clip's first, middle and last frame (2 or 3, H, W, 3) uint8, without the ``middle`` one unless asked for.
 
     Raises an exception of any kind."""
-    lengths: list[int] = []
+    found: list[Timeline] = []
 
-    def choose(length: int) -> list[int]:
+    def choose(timeline: Timeline) -> list[int]:
+        length = len(timeline.seconds)
         if not length:
             raise ValueError("no frames")
-        lengths.append(length)
+        found.append(timeline)
         return [0, length // 2, length - 1] if middle else [0, length - 1]
 
-    frames = decode_frames(path, choose, threading.Event())
-    import av
-
-    with name_for_ffmpeg(path) as name, av.open(name) as file:
-        rate = float(file.streams.video[0].average_rate or 0)
+    frames = decode_chosen(path, choose, threading.Event())
     height, width = frames.shape[1:3]
-    return Medium(lengths[0], height, width, rate), frames
+    [times] = found
+    length, duration = len(times.seconds), times.end - float(times.seconds[0])
+    if times.rate and abs(length / times.rate - duration) <= ROUNDING:
+        duration = 0.0  # what the frames and their rate say
+    return Medium(length, height, width, times.rate, duration, colours_in(path)), frames

@@ -1,4 +1,4 @@
-"""One picture file, which may be of any kind and from anybody, to 8-bit RGB; and the crop of ADM and Meta's DiT."""
+"""One picture file, which may be of any kind and from anybody, to 8-bit sRGB; and the crop of ADM and Meta's DiT."""
 
 import io
 import math
@@ -11,6 +11,8 @@ from PIL import Image, ImageOps
 
 from opendit.data.base import BadSample
 from opendit.data.files import TIME_LIMIT, printable, problem
+from opendit.data.medium import COLOURS
+from opendit.data.picture_colours import Convert, conversion_of, kind_of_picture, note_codes
 
 # Of one picture: where Pillow itself stops. Decoded they are 4 bytes each, and some modes need three times that for a
 # moment: 2 GiB.
@@ -82,9 +84,8 @@ def picture_size(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
     if content is None and (why := problem(path)) is not None:
         raise BadSample(path, why)
     try:
-        with _File(path, time_limit, content) as file, _open(file) as image:
-            turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
-            return (image.width, image.height) if turned else (image.height, image.width)
+        with PictureFile(path, time_limit, content) as file, open_picture_file(file) as image:
+            return upright_size(image)
     except Exception as error:
         raise BadSample(path, reason(error)) from error
 
@@ -102,7 +103,7 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
     return image.resize((size, size), resample=Image.Resampling.BICUBIC, box=down)
 
 
-class _File(io.BufferedReader):
+class PictureFile(io.BufferedReader):
     """A file that gives up when its time is over, and never gives more memory than the file has bytes: decoders ask for
     as many as a header says."""
 
@@ -129,7 +130,9 @@ class _File(io.BufferedReader):
 
 
 def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> Image.Image:
-    """A picture file as 8-bit RGB, upright, its transparent pixels blended onto white.
+    """A picture file as 8-bit sRGB, upright, its transparent pixels blended onto white.
+
+    Colours are converted as ``opendit.data.picture_colours`` says, HDR by the rule of ``opendit.data.colours``.
 
     16-bit greys are divided by 257. Greys of 32-bit integers are taken for 16-bit ones where they fit, those of
     floating-point numbers for numbers from 0 to 1, 255 or 65,535, whichever is the first that holds them all; where
@@ -142,14 +145,25 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
     if content is None and (why := problem(path)) is not None:
         raise BadSample(path, why)
     try:
-        with _File(path, time_limit, content) as file, _open(file) as image:
+        with PictureFile(path, time_limit, content) as file, open_picture_file(file) as image:
+            note_codes(image, file)
             image.load()
             # 32-bit integers of a TIFF are unsigned unless it says otherwise; Pillow's are signed.
             tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
             unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
-            return _to_rgb(_upright(image), unsigned)
+            conversion = conversion_of(image)  # before it is turned: a copy no longer tells what file it is of
+            kind = kind_of_picture(image)
+            picture = _to_rgb(upright(image), unsigned, conversion)
+            picture.info[COLOURS] = kind
+            return picture
     except Exception as error:  # Pillow's decoders raise nearly every type there is on broken files
         raise BadSample(path, reason(error)) from error
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Return an opened picture as :func:`read_picture` does, but not turned. Raises an exception of any kind."""
+    image.load()
+    return _to_rgb(image, False, conversion_of(image))
 
 
 def check_header(path: str) -> str | None:
@@ -157,14 +171,16 @@ def check_header(path: str) -> str | None:
     try:
         why = problem(path)
         if why is None:
-            with _File(path, TIME_LIMIT) as file, _open(file):
+            with PictureFile(path, TIME_LIMIT) as file, open_picture_file(file):
                 pass
         return why
     except Exception as error:
         return reason(error)
 
 
-def _open(file: _File) -> Image.Image:
+def open_picture_file(file: PictureFile) -> Image.Image:
+    """Return Pillow's picture of a file, not decoded yet. Raises ValueError of one that is too large, and Pillow's
+    errors."""
     image = Image.open(file, formats=_formats())
     pixels = image.width * image.height
     if pixels > MAX_PIXELS:
@@ -176,7 +192,7 @@ def _open(file: _File) -> Image.Image:
     return image
 
 
-def _scans(file: _File) -> int:
+def _scans(file: PictureFile) -> int:
     """How many scans a JPEG file has; the file's position is kept."""
     at, count, last = file.tell(), 0, b""
     file.seek(0)
@@ -203,7 +219,13 @@ def reason(error: Exception) -> str:
     return printable(text)[:200] or type(error).__name__
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return (height, width) of a picture as :func:`upright` turns it."""
+    turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+    return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def upright(image: Image.Image) -> Image.Image:
     """Turned as the camera was held; a broken EXIF block is no reason to lose the picture."""
     try:
         return ImageOps.exif_transpose(image)
@@ -211,11 +233,11 @@ def _upright(image: Image.Image) -> Image.Image:
         return image
 
 
-def _to_rgb(image: Image.Image, unsigned: bool) -> Image.Image:
+def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] | None) -> Image.Image:
     key = image.info.get("transparency")
     if image.mode.startswith("I") or image.mode == "F":  # convert() would cut everything above 255 to white
         numbers = np.asarray(image).view(np.uint32) if unsigned else np.asarray(image)
-        grey = _to_bytes(numbers, image.mode)
+        grey = _to_bytes(numbers, image.mode, conversion)
         if isinstance(key, int):
             grey[numbers == key] = 255
         return Image.fromarray(grey).convert("RGB")
@@ -224,18 +246,36 @@ def _to_rgb(image: Image.Image, unsigned: bool) -> Image.Image:
         deep = isinstance(key, tuple) and any(value > 255 for value in key)
         image.info["transparency"] = tuple(value >> 8 for value in key) if deep else key
     if key is None and image.mode not in ("LA", "La", "PA", "RGBA", "RGBa"):
-        return image.convert("RGB")
+        return _converted(image, conversion)
     image = image.convert("RGBA")
     alpha = image.getchannel("A")
-    if alpha.getextrema() == (255, 255):
+    # Light is blended as signals of sRGB are, which is how browsers do it.
+    return on_white(_converted(image.convert("RGB"), conversion), alpha)
+
+
+def _converted(image: Image.Image, conversion: tuple[str, Convert] | None) -> Image.Image:
+    """A picture without alpha as RGB, its colours those of sRGB."""
+    if conversion is None:
         return image.convert("RGB")
-    blended = Image.new("RGB", image.size, WHITE)
-    blended.paste(image, mask=alpha)
+    mode, convert = conversion
+    return convert(image if image.mode == mode else image.convert(mode))
+
+
+def on_white(picture: Image.Image, alpha: Image.Image) -> Image.Image:
+    """Return an RGB picture blended onto white by ``alpha``, of mode "L"."""
+    if alpha.getextrema() == (255, 255):
+        return picture
+    blended = Image.new("RGB", picture.size, WHITE)
+    blended.paste(picture, mask=alpha)
     return blended
 
 
-def _to_bytes(numbers: np.ndarray, mode: str) -> np.ndarray:
+def _to_bytes(numbers: np.ndarray, mode: str, conversion: tuple[str, Convert] | None) -> np.ndarray:
     """(H, W) numbers of a deep grey picture to uint8; the scale: see ``read_picture``."""
+    levels = np.arange(256)
+    if conversion is not None:  # 256 greys are converted, and those between them lie between
+        ramp = Image.fromarray(np.arange(256, dtype=np.uint8)[None])
+        levels = np.asarray(_converted(ramp, conversion))[0, :, 1].astype(float)
     lowest, highest = numbers.min().item(), numbers.max().item()
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         raise ValueError("a picture with values that are not finite")
@@ -246,7 +286,8 @@ def _to_bytes(numbers: np.ndarray, mode: str) -> np.ndarray:
     for row in range(0, len(numbers), 256):  # not all at once: a large one would take gigabytes
         part = numbers[row : row + 256]
         if white == 65535:
-            out[row : row + 256] = (part.astype(np.float32) / 257).round()
+            scaled = part.astype(np.float32) / 257
         else:
-            out[row : row + 256] = ((part.astype(np.float64) - lowest) * (255 / (highest - lowest))).round()
+            scaled = (part.astype(np.float64) - lowest) * (255 / (highest - lowest))
+        out[row : row + 256] = (scaled if conversion is None else np.interp(scaled, np.arange(256), levels)).round()
     return out

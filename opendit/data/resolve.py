@@ -10,6 +10,7 @@ from opendit.config.data_sources import (
     ADDRESSES,
     FALLBACK,
     SOURCES,
+    check_address,
     check_inline,
     inline_sources,
     is_address,
@@ -37,6 +38,8 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
         from opendit.data.sources.several import open_inline  # which opens its sources by this function
 
         return open_inline(inline, Request(data_path, None, image_size, **options))
+    if is_address(data_path):
+        check_address(data_path)
     named = ADDRESSES if is_address(data_path) else named_sources().get(data_path)
     path = None if named else _locate(data_path)
     asked = Request(data_path, path, image_size, **options)

@@ -82,9 +82,10 @@ def shape_media(
         return _rows_and_keys(*_shapes_of_media(dataset, table, interval, upscale, flag))
 
     def name() -> str:
-        how = f"{interval} {upscale} {dataset.max_bad} {dataset.source(0)}"  # which name notes hold, too
+        # Notes hold the name of a file, too.
+        how = f"{interval} {upscale} {dataset.max_bad} {dataset.sizes_key()} {dataset.source(0)}"
         arrays = (array.tobytes() for array in (table.shapes, table.tokens, table.level))
-        return hash_parts("shapes", dataset.identity(), dataset.contents() or "", *arrays, how)
+        return hash_parts("shapes as shown", dataset.identity(), dataset.contents() or "", *arrays, how)
 
     return _shaped(dataset, find, table.shapes, table.tokens, name, large)
 

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from opendit.common.safe_files import creating, open_to_write, remove_tree, rename, write_whole
 
 FOLDER = "OPENDIT_SIZE_CACHE"  # of the environment
 DEFAULT_FOLDER = "~/.cache/opendit/sizes"
@@ -24,8 +25,8 @@ def locked(name: str) -> Iterator[Path | None]:
     written. A lock ends with its process, however that ends."""
     folder, lock = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser(), None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / f"{name}.lock", "a")
+        path = folder / f"{name}.lock"
+        lock = open(open_to_write(path, os.O_WRONLY | os.O_CREAT, make=True), "w")
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:
         folder = None
@@ -74,13 +75,14 @@ def _write(folder: Path, made: KeptArrays) -> None:
     work = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         for name, array in made.arrays.items():
-            np.save(work / f"{name}.npy", array)
+            with creating(work / f"{name}.npy") as file:
+                np.save(file, array)
         shapes = {name: [str(array.dtype), len(array)] for name, array in made.arrays.items()}
-        (work / _ABOUT).write_text(json.dumps({"arrays": shapes, "about": made.about}))
-        shutil.rmtree(folder, ignore_errors=True)  # one that is damaged
-        os.replace(work, folder)
+        write_whole(work / _ABOUT, json.dumps({"arrays": shapes, "about": made.about}).encode())
+        remove_tree(folder)  # one that is damaged
+        rename(work, folder)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        remove_tree(work)
 
 
 def _read(folder: Path) -> KeptArrays | None:

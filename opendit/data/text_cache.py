@@ -12,7 +12,6 @@ the last three only with an encoder. ``empty-caption.safetensors`` holds tokens 
 string, once a folder: a dropped caption becomes this.
 """
 
-import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -24,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from opendit.common.safe_files import replacing
 from opendit.common.tensor_files import open_safetensors, shapes_in, write_tensors
 from opendit.data.base import DataError, Embedding
 from opendit.encoders.text import TextEncoder
@@ -69,10 +69,8 @@ def pack_embeddings(parts: list[tuple[Tensor, Tensor]], width: int) -> dict[str,
 def write_empty_caption(folder: Path, encoder: TextEncoder) -> str:
     """Writes ``EMPTY``, whole or not at all; returns its SHA-256."""
     tokens, pooled = embed(encoder, [""])[0]
-    partial = folder / (EMPTY + ".partial")
-    written = write_tensors(partial, {"tokens": tokens, "pooled": pooled}, {})
-    os.replace(partial, folder / EMPTY)
-    return written["sha256"]
+    with replacing(folder / EMPTY, temporary=EMPTY + ".partial") as new:
+        return write_tensors(new, {"tokens": tokens, "pooled": pooled}, {})["sha256"]
 
 
 def read_empty_caption(folder: Path, max_tokens: int) -> Embedding:

@@ -6,18 +6,28 @@ from pathlib import Path
 
 import numpy as np
 
+from opendit.common.safe_files import path_of, replacing
+
 CRF = 18  # x264's quality: visually lossless
 _BT601, _LIMITED_RANGE = 6, 1  # FFmpeg's AVCOL_SPC_SMPTE170M and AVCOL_RANGE_MPEG
 
 
-def write_mp4(path: str | Path, frames: np.ndarray, fps: float | Fraction, comment: str | None = None) -> None:
+def write_mp4(
+    path: str | Path,
+    frames: np.ndarray,
+    fps: float | Fraction,
+    comment: str | None = None,
+    root: Path | None = None,
+) -> None:
     """Encodes RGB ``frames``, uint8 of shape (T, H, W, 3), and replaces ``path`` when the file is whole.
 
     H.264's 4:2:0 colours need even sizes: an odd height or width grows by one row or column, a copy of the last one.
     The same frames give the same bytes, in any process. ``comment`` is written into the file as the tag of that name.
+    root: the folder below which no link is followed (opendit/common/safe_files.py).
 
     Raises:
         ValueError: no frames, or frames of another shape or type, or ``fps`` not positive.
+        OSError: names ``path``.
     """
     import av  # its libraries take a while to load and reading data doesn't need them
 
@@ -33,11 +43,9 @@ def write_mp4(path: str | Path, frames: np.ndarray, fps: float | Fraction, comme
         frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
 
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with replacing(path, root=root, make=True, temporary=f"{path.name}.{os.getpid()}.partial") as new:
         # faststart: the index stands first, so that a browser plays the clip while it loads.
-        with av.open(str(partial), "w", format="mp4", options={"movflags": "+faststart"}) as file:
+        with av.open(path_of(new), "w", format="mp4", options={"movflags": "+faststart"}) as file:
             if comment is not None:
                 file.metadata["comment"] = comment
             # x264's fastest routines now and then code the same frames in other bytes, even on one thread.
@@ -51,6 +59,3 @@ def write_mp4(path: str | Path, frames: np.ndarray, fps: float | Fraction, comme
                 frame = frame.reformat(format="yuv420p", dst_colorspace=_BT601, dst_color_range=_LIMITED_RANGE)
                 file.mux(stream.encode(frame))
             file.mux(stream.encode())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

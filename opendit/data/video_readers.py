@@ -1,57 +1,102 @@
 """What decodes clips: torchcodec, decord or PyAV, behind one interface; all give the same pixels.
 
-Each has files that it gets wrong without a word: decord mixes up the frames of HEVC and of MPEG-2 and MPEG-4 with B
-frames, torchcodec those without times. So what a file holds is looked up first, and only what a reader is known to get
-right is read by jumping to key frames; the rest is decoded from the start by PyAV (``opendit.data.clips``).
+The frames of a file and their number are those that FFmpeg's decoding from the start gives. Each reader has files of
+which it gives others without a word: decord takes no notice of edit lists, of frames that are shown before the key
+frame that they are stored after, and of key frames from which a picture is complete some frames later only. So what a
+file holds is looked up first, and only what a reader is known to get right is read by jumping to key frames; the rest
+is decoded from the start by PyAV (``opendit.data.clips``).
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
-from opendit.data.container_header import IN_ORDER
+from opendit.data.colours import (
+    MATRICES,
+    UNSPECIFIED,
+    Conversion,
+    is_high_definition,
+    kind_of_colours,
+    matrix_of,
+    of_clip,
+    unknown_matrix,
+)
+from opendit.data.container_header import IN_ORDER, ContainerHeader
+from opendit.data.frame_geometry import Crop, Geometry, container_crop
+from opendit.data.frame_times import Timeline
+from opendit.data.mp4_track import PlainTrack, begins_anew
+from opendit.data.picture_file import on_white
 
 READERS = ("torchcodec", "decord", "pyav")  # as auto prefers them: the fastest first
 CHOICES = ("auto", *READERS)
 # Containers that hold a clip itself. Playlists, descriptions and devices are none: they name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
+_OF_DECORD = ("avc1", "vp09", "av01")  # as MP4 files name their codecs
+_OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
+_BT709, _FULL_RANGE = 1, 2  # as H.273 and FFmpeg number a matrix and a range
 _SEEKABLE = ("mov", "matroska", "avi")  # files of these have an index that leads to the frames it says
-# Of decord: codecs whose frames it finds. HEVC's leading pictures, and B frames of MPEG-2 and MPEG-4, shift the others.
-_OF_DECORD = ("h264", "vp8", "vp9", "av1", "mjpeg")
+# Codecs whose packets may all be key frames: of frames that refer to none, or looked at one by one.
+_KEYS_ONLY = (
+    "mjpeg",
+    "prores",
+    "dnxhd",
+    "ffv1",
+    "png",
+    "rawvideo",
+    "dvvideo",
+    "huffyuv",
+    "utvideo",
+    "jpeg2000",
+    "v210",
+)
+_SMALLEST = 16  # bytes of a coded MPEG-4 frame; shorter packets repeat the frame before, and are not shown
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds. times: of its frames in the order they are shown, or None if one of them has none or two have
-    the same. keys: (time shown, time decoded) of the frames that decoding can begin at."""
+    """What a file holds. length: its frames. counted: whether FFmpeg gives as many; else only decoding them all tells,
+    and none is found by its number. times: of the frames in the order they are shown, in units of time_base, or None
+    if one of them has none or two have the same. keys: (time shown, time decoded) of the frames that decoding can begin
+    at. rate: frames a second as the container has it, 0 of one that says nothing. crop: what the container hides.
+    converted: the frames are HDR, of a wide gamut or transparent, or of high definition without a matrix: only
+    :class:`ToRgb` shows them as players do."""
 
     container: str
     codec: str
-    b_frames: bool
     time_base: Fraction
     length: int
+    counted: bool
     times: np.ndarray | None
     keys: list[tuple[int, int]]
+    rate: float
+    crop: Crop
+    converted: bool = False
 
     @property
     def seekable(self) -> bool:
-        return self.times is not None and self.container.split(",")[0] in _SEEKABLE and not self.guessed
+        return self.counted and self.times is not None and self.container.split(",")[0] in _SEEKABLE
 
-    @property
-    def guessed(self) -> bool:
-        """Whether the times are guesses: AVI has none, which matters where frames are shown in another order."""
-        return self.container == "avi" and (self.b_frames or self.codec not in ("mpeg4", "mjpeg"))
+    def timeline(self) -> Timeline:
+        """When the frames are shown; of a file without times as its rate says."""
+        if self.times is None:
+            return Timeline(np.arange(self.length) / (self.rate or 1.0))
+        return Timeline(self.times * float(self.time_base))
 
 
 class NoVideo(ValueError):
     """A file of sound or of subtitles alone."""
+
+
+class UnknownColours(ValueError):
+    """Colours that nothing here converts."""
 
 
 class Reader(Protocol):
@@ -61,7 +106,11 @@ class Reader(Protocol):
     declared: int  # pixels of a frame, as the file's header has it
 
     def size(self) -> tuple[int, int]:
-        """(height, width) of the frames, upright."""
+        """(height, width) of the frames as they are shown."""
+        ...
+
+    def timeline(self) -> Timeline:
+        """When the frames are shown."""
         ...
 
     def read(self, indices: Sequence[int]) -> Tensor:
@@ -76,51 +125,221 @@ def open_container(name: str) -> Any:
     return av.open(name, options={"format_whitelist": _CONTAINERS, "protocol_whitelist": "file,fd,pipe"})
 
 
-def look_up(name: str, *, packets: bool) -> Contents:
-    """A file's contents by PyAV, with nothing decoded; with ``packets`` the frames' times as well.
+def video_stream(file: Any) -> Any:
+    """The stream of a container that players show: FFmpeg's best one, of those that are no cover. Raises NoVideo."""
+    from av.stream import Disposition
 
-    Raises NoVideo, or libav's errors."""
+    streams = file.streams.video
+    if not streams:
+        raise NoVideo("no video stream")
+    best = file.streams.best("video") or streams[0]
+    if Disposition.attached_pic in best.disposition:
+        return next((each for each in streams if Disposition.attached_pic not in each.disposition), best)
+    return best
+
+
+class Packet(NamedTuple):
+    """What is kept of a packet that holds a frame. hidden: by an edit list. holds: whether it is what it says: a frame
+    that is shown, whole, and that decoding can begin at if it is a key frame."""
+
+    shown: int | None
+    decoded: int | None
+    key: bool
+    hidden: bool
+    holds: bool
+
+
+def look_up(name: str, *, whole: bool = True) -> Contents:
+    """A file's contents by PyAV, with nothing decoded. whole: whether all of the file is there, and not only what tells
+    of its frames.
+
+    Raises NoVideo, UnknownColours, or libav's errors."""
     with open_container(name) as file:
-        if not file.streams.video:
-            raise NoVideo("no video stream")
-        stream = file.streams.video[0]
+        stream = video_stream(file)
         context = stream.codec_context
-        found = [p for p in file.demux(stream) if p.size] if packets else []
-        shown = [p.pts for p in found]
-        times = None
-        if found and None not in shown and not any(p.is_discard for p in found):
-            ordered = np.sort(np.array(shown, dtype=np.int64))
-            times = ordered if bool((np.diff(ordered) > 0).all()) else None
-        keys = sorted((p.pts, p.pts if p.dts is None else p.dts) for p in found if p.is_keyframe and p.pts is not None)
-        base = Fraction(stream.time_base or 1)
-        return Contents(file.format.name, context.name, bool(context.has_b_frames), base, len(found), times, keys)
+        container, codec = file.format.name, context.name
+        if unknown := unknown_matrix(int(context.colorspace)):
+            raise UnknownColours(f"its colours are coded as {unknown}, which can't be converted; make it HDR10 or SDR")
+        packets = _packets(file, stream, whole)
+        shown = [packet.shown for packet in packets if not packet.hidden]
+        times = rising_times(shown)
+        # AVI has no times: those of frames that are stored in another order than they are shown are guesses.
+        guessed = container == "avi" and (context.has_b_frames or codec not in ("mpeg4", "mjpeg"))
+        halves = context.field_order > 1 and container.split(",")[0] not in _SEEKABLE  # a packet may be half a frame
+        counted = not guessed and not halves and times is not None and _can_be_counted(packets, times, codec)
+        keys = [
+            (p.shown, p.shown if p.decoded is None else p.decoded) for p in packets if p.key and p.shown is not None
+        ]
+        return Contents(
+            container,
+            codec,
+            Fraction(stream.time_base or 1),
+            len(shown),
+            counted,
+            None if guessed else times,
+            sorted(keys),
+            float(stream.average_rate or 0),
+            crop_of(name, file, stream),
+            bool(colours_of(stream)) or _shows_alpha(stream) or _needs_matrix(context),
+        )
+
+
+def colours_of(stream: Any) -> str:
+    """What a stream's colours are, if they are converted, as of ``kind_of_colours``."""
+    context = stream.codec_context
+    return kind_of_colours(int(context.color_primaries), int(context.color_trc))
+
+
+def _needs_matrix(pictures: Any) -> bool:
+    """Whether a codec context or frame is large and of YUV, and does not name its matrix."""
+    if int(pictures.colorspace) != UNSPECIFIED or not is_high_definition(pictures.width, pictures.height):
+        return False
+    return pictures.format is not None and not pictures.format.is_rgb
+
+
+def _shows_alpha(stream: Any) -> bool:
+    pixels = stream.codec_context.format
+    return _alpha_aside(stream) or (pixels is not None and any(part.is_alpha for part in pixels.components))
+
+
+def _alpha_aside(stream: Any) -> bool:
+    """Whether a stream of VP8 or VP9 has its alpha as a second stream, which FFmpeg's own decoders pass over."""
+    told = {name.lower(): value for name, value in stream.metadata.items()}
+    return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
+
+
+def decoded(file: Any, stream: Any) -> Iterator[Any]:
+    """Decode the frames of a stream of PyAV's container from where it was opened or sought to, with their alpha.
+
+    Raises libav's errors, among them one of a PyAV that was built without libvpx and a clip that needs it."""
+    if not _alpha_aside(stream):
+        yield from file.decode(stream)
+        return
+    import av
+
+    decoder = av.CodecContext.create(_OF_LIBVPX[stream.codec_context.name], "r")
+    decoder.thread_count = 1
+    for packet in file.demux(stream):
+        yield from decoder.decode(packet if packet.size else None)
+
+
+def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
+    """Those of a stream that hold anything. whole: False leaves out what takes more than a packet's size, and says of
+    frames that would need it that they do not hold."""
+    codec, settings = stream.codec_context.name, stream.codec_context.extradata or b""
+    length = (settings[4] & 3) + 1 if settings[:1] == b"\1" and len(settings) > 6 else 0
+    found: list[Packet] = []
+    only_keys = True
+    for packet in file.demux(stream):
+        if not packet.size:
+            continue
+        holds = not packet.is_corrupt
+        only_keys &= packet.is_keyframe
+        if codec == "h264" and only_keys:
+            holds &= (whole or not found) and begins_anew(bytes(packet), length, intra=True)
+        elif codec in ("vp8", "vp9"):
+            holds &= whole and not _is_unseen(codec, packet)
+        elif codec == "mpeg4":
+            holds &= packet.size >= _SMALLEST
+        found.append(Packet(packet.pts, packet.dts, packet.is_keyframe, packet.is_discard, holds))
+    return found
+
+
+def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> bool:
+    """Whether decoding from the start gives a frame for each packet that no edit list hides."""
+    first = packets[0]
+    if not first.key or not all(packet.holds for packet in packets):
+        return False
+    if len(packets) > 1 and all(packet.key for packet in packets) and codec not in _KEYS_ONLY:
+        return False  # as a file says that has no list of its key frames
+    # A frame that is shown before the first key frame needs others that are not there.
+    if first.shown != times[0] and not first.hidden:
+        return False
+    # Of several edits a decoder starts anew within the file, and frames that refer to hidden ones are lost.
+    hidden = [packet.shown for packet in packets if packet.hidden]
+    stored = [packet.decoded for packet in packets if packet.decoded is not None]
+    return all(time is not None and not times[0] <= time <= times[-1] for time in hidden) and stored == sorted(stored)
+
+
+def crop_of(name: str, file: Any, stream: Any) -> Crop:
+    """What the container of an open file hides of a video stream of it."""
+    return container_crop(name, file.format.name, [each.index for each in file.streams.video].index(stream.index))
+
+
+def rising_times(times: list[int | None]) -> np.ndarray | None:
+    """These times in order; None if there are none, one is not known, or two are the same."""
+    if not times or None in times:
+        return None
+    ordered = np.sort(np.array(times, dtype=np.int64))
+    return ordered if bool((np.diff(ordered) > 0).all()) else None
+
+
+def _is_unseen(codec: str, packet: Any) -> bool:
+    """Whether a packet of VP8 or VP9 holds only a frame that others refer to, and that is not shown."""
+    data = memoryview(packet)
+    if codec == "vp8":
+        return not data[0] >> 4 & 1
+    header = f"{data[0]:08b}{data[1] if len(data) > 1 else 0:08b}"
+    at = 5 if header[2:4] == "11" else 4  # behind the profile
+    holds_several = data[-1] & 0xE0 == 0xC0
+    return not holds_several and header[at] == "0" and header[at + 2] == "0"
 
 
 class ToRgb:
-    """Frames of PyAV to RGB with the pixels that decord and torchcodec give."""
+    """Frames of PyAV to RGB with the pixels that decord and torchcodec give; HDR and wide gamuts by the rule of
+    ``opendit.data.colours``, transparent frames on white."""
 
     def __init__(self):
         self._of: tuple[Any, ...] | None = None
         self._graph: Any = None
 
     def __call__(self, frame: Any) -> np.ndarray:
-        """(H, W, 3) uint8, turned as the camera was held."""
-        if max(part.bits for part in frame.format.components) > 8:
-            frame = self._scaled(frame)  # PyAV's own conversion of more bits has other colours
-        # The other readers turn the frames themselves, PyAV says by how much: degrees counter-clockwise.
-        turns = round(frame.rotation / 90)
-        return np.rot90(frame.to_ndarray(format="rgb24"), turns)
+        """(H, W, 3) uint8, as the decoder gives it: neither cropped, nor stretched, nor turned."""
+        deep = max(part.bits for part in frame.format.components) > 8
+        alpha = any(part.is_alpha for part in frame.format.components)
+        conversion = of_clip(int(frame.color_primaries), int(frame.color_trc))
+        if conversion is not None:
+            shown, mask = self._converted(frame, conversion, alpha)
+        else:
+            if _needs_matrix(frame):
+                frame.colorspace = _BT709
+            wanted = "rgba" if alpha else "rgb24"
+            # PyAV's own conversion of more bits has other colours.
+            pixels = (self._scaled(frame, wanted) if deep else frame).to_ndarray(format=wanted)
+            shown, mask = pixels[..., :3], pixels[..., 3] if alpha else None
+        if mask is None:
+            return shown
+        opaque = Image.fromarray(np.ascontiguousarray(shown))
+        return np.asarray(on_white(opaque, Image.fromarray(np.ascontiguousarray(mask))))
 
-    def _scaled(self, frame: Any) -> Any:
+    def _converted(self, frame: Any, conversion: Conversion, alpha: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        """(H, W, 3) uint8 that were converted, and (H, W) uint8 of alpha, if there is any."""
+        codes = int(frame.color_primaries), int(frame.color_trc), int(frame.colorspace)
+        matrix, name = matrix_of(*codes, frame.width, frame.height), frame.format.name
+        parts = frame.format.components
+        if frame.format.is_rgb or matrix not in MATRICES or len({part.plane for part in parts}) < len(parts):
+            pixels = self._scaled(frame, "rgba64le" if alpha else "rgb48le").to_ndarray()
+            return conversion(pixels[..., :3]), (pixels[..., 3] >> 8).astype(np.uint8) if alpha else None
+        # Not by the scaler: from 4:2:0 it makes up to 1 % of another luma.
+        bits = parts[0].bits
+        kind = np.dtype(np.uint8 if bits == 8 else ">u2" if name.endswith("be") else "<u2")
+        planes = [_numbers(plane, kind, frame.height, frame.width) for plane in frame.planes]
+        mask = (planes.pop() >> (bits - 8)).astype(np.uint8) if alpha else None
+        if len(planes) == 1:
+            planes += [np.full_like(planes[0], 1 << (bits - 1))] * 2
+        full = int(frame.color_range) == _FULL_RANGE or name.startswith("yuvj")
+        return conversion.from_yuv(planes, bits, full, matrix), mask
+
+    def _scaled(self, frame: Any, pixels: str) -> Any:
         from av.filter import Graph
 
-        of = (frame.width, frame.height, frame.format.name)
+        of = (frame.width, frame.height, frame.format.name, pixels)
         if self._of != of:
             graph = Graph()
             source = graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1)
             )
-            parts = [graph.add("scale", "flags=bicubic"), graph.add("format", "rgb24"), graph.add("buffersink")]
+            parts = [graph.add("scale", "flags=bicubic"), graph.add("format", pixels), graph.add("buffersink")]
             for first, second in zip([source, *parts], parts, strict=False):
                 first.link_to(second)
             graph.configure()
@@ -129,8 +348,31 @@ class ToRgb:
         return self._graph.pull()
 
 
+def _numbers(plane: Any, kind: np.dtype, height: int, width: int) -> np.ndarray:
+    """(height, width) of a plane of PyAV's frame; of one that is smaller each number stands for those around it."""
+    numbers = np.frombuffer(plane, kind).reshape(plane.height, -1)[:, : plane.width]
+    down, across = -(-height // plane.height), -(-width // plane.width)
+    return numbers.repeat(down, 0).repeat(across, 1)[:height, :width]
+
+
+class ShownFrames:
+    """Frames of PyAV's stream as players show them. crop: what the container hides."""
+
+    def __init__(self, stream: Any, crop: Crop):
+        self._to_rgb, self._geometry = ToRgb(), Geometry(stream, crop)
+
+    def size(self, frame: Any) -> tuple[int, int]:
+        """(height, width)."""
+        return self._geometry.size(frame)
+
+    def __call__(self, frame: Any) -> np.ndarray:
+        """(H, W, 3) uint8."""
+        return self._geometry(frame, self._to_rgb(frame))
+
+
 class TorchCodecReader:
-    """By torchcodec, which needs FFmpeg's shared libraries."""
+    """By torchcodec, which needs FFmpeg's shared libraries. It turns frames itself, and neither stretches, mirrors nor
+    crops them."""
 
     def __init__(self, name: str, contents: Contents):
         decoders = import_torchcodec()
@@ -140,10 +382,20 @@ class TorchCodecReader:
         self.declared: int = (told.width or 0) * (told.height or 0)
         if len(self._decoder) != self.length:
             raise ValueError(f"{len(self._decoder)} frames, {self.length} packets")
+        with open_container(name) as file:
+            stream = video_stream(file)
+            frame = next(file.decode(stream))
+            # Where a file asks for more than a turn, another reader is right.
+            shown = Geometry(stream, contents.crop)
+            if shown.changes_more_than_turns(frame) or shown.size(frame) != self.size():
+                raise ValueError("frames that are shown otherwise")
 
     def size(self) -> tuple[int, int]:
         height, width = self._decoder[0].shape[:2]
         return height, width
+
+    def timeline(self) -> Timeline:
+        return self._contents.timeline()
 
     def read(self, indices: Sequence[int]) -> Tensor:
         times = self._contents.times
@@ -162,14 +414,18 @@ class PyAVReader:
 
     def __init__(self, name: str, contents: Contents):
         self._file, self._contents = open_container(name), contents
-        self._stream = self._file.streams.video[0]
+        self._stream = video_stream(self._file)
         context = self._stream.codec_context
         context.thread_count = 1
-        self.length, self.declared = contents.length, context.width * context.height
+        self.length = contents.length
+        self._coded = context.height, context.width
+        self.declared = Geometry(self._stream, contents.crop).declared(*self._coded)
 
     def size(self) -> tuple[int, int]:
-        height, width = ToRgb()(next(self._file.decode(self._stream))).shape[:2]
-        return height, width
+        return Geometry(self._stream, self._contents.crop).size(next(decoded(self._file, self._stream)))
+
+    def timeline(self) -> Timeline:
+        return self._contents.timeline()
 
     def read(self, indices: Sequence[int]) -> Tensor:
         if self._contents.times is None or not self._contents.keys:
@@ -177,10 +433,10 @@ class PyAVReader:
         wanted = self._contents.times[list(indices)].tolist()
         start = max((key for key in self._contents.keys if key[0] <= wanted[0]), default=self._contents.keys[0])
         self._file.seek(start[1], stream=self._stream)
-        convert, found, left = ToRgb(), {}, set(wanted)
-        for frame in self._file.decode(self._stream):
+        convert, found, left = ShownFrames(self._stream, self._contents.crop), {}, set(wanted)
+        for frame in decoded(self._file, self._stream):
             if frame.pts in left:
-                if frame.width * frame.height != self.declared:
+                if (frame.height, frame.width) != self._coded:
                     raise ValueError("a frame of another size")
                 found[frame.pts] = convert(frame)
                 left.discard(frame.pts)
@@ -190,22 +446,26 @@ class PyAVReader:
 
 
 class DecordReader:
-    """By decord, which takes frames for wider pixels where the bytes of a row, padded for the processor, are a whole
-    number of frame widths but not three: with rows of 32 pixels those 8, 12, 16, 24, 48 or 72 wide, with rows of 64
-    those 32, 96 or 144 wide as well. It says so, and they are decoded from the start.
+    """By decord, of files whose header says all of their frames: see ``finds``.
 
-    KNOWN: codecs by whose names in a file's header :meth:`finds` is known to be true."""
+    It takes frames for wider pixels where the bytes of a row, padded for the processor, are a whole number of frame
+    widths but not three: with rows of 32 pixels those 8, 12, 16, 24, 48 or 72 wide, with rows of 64 those 32, 96 or 144
+    wide as well. It says so, and they are decoded from the start.
 
-    KNOWN = ("avc1", "avc3", "vp08", "vp09", "av01", IN_ORDER)
+    track: of the file's header, of an MP4."""
 
-    def __init__(self, name: str, contents: Contents | None = None):  # as the others; it looks for itself
+    def __init__(self, name: str, track: PlainTrack | None = None):
         self._reader = import_decord().VideoReader(name, num_threads=1)
-        self.length = len(self._reader)
+        self.length, self._track = len(self._reader), track
+        if track is not None and len(track.times) != self.length:
+            raise ValueError(f"{self.length} frames, {len(track.times)} in the header")
         height, width = self.size()
         self.declared = height * width
 
-    def times(self) -> np.ndarray:
-        return self._reader.get_frame_timestamp(np.arange(self.length))[:, 0]
+    def timeline(self) -> Timeline:
+        if self._track is not None:
+            return Timeline(self._track.times * float(self._track.time_base))
+        return Timeline(np.arange(self.length) / self._reader.get_avg_fps())
 
     def size(self) -> tuple[int, int]:
         height, width = self._reader.get_batch([]).shape[1:3]
@@ -216,12 +476,9 @@ class DecordReader:
         return import_decord().bridge.to_torch(self._reader.get_batch(list(indices)))
 
     @staticmethod
-    def finds(contents: Contents) -> bool:
+    def finds(header: ContainerHeader) -> bool:
         """Whether it is known to find the frames of such files by their numbers."""
-        # It misses a transport stream's first frames and mixes up those of programme streams.
-        if contents.container.split(",")[0] not in _SEEKABLE or contents.guessed:
-            return False
-        return contents.codec in _OF_DECORD or (contents.codec == "mpeg4" and not contents.b_frames)
+        return header.codec == IN_ORDER or (header.track is not None and header.codec in _OF_DECORD)
 
 
 @cache
@@ -241,7 +498,7 @@ def import_torchcodec() -> Any:
     return torchcodec.decoders
 
 
-OPENERS = {"torchcodec": TorchCodecReader, "decord": DecordReader, "pyav": PyAVReader}
+OPENERS: dict[str, Any] = {"torchcodec": TorchCodecReader, "decord": DecordReader, "pyav": PyAVReader}
 
 
 @cache
@@ -261,9 +518,10 @@ def problem_of(reader: str) -> str:
         with tempfile.TemporaryDirectory() as folder:
             path = f"{folder}/clip.mp4"
             write_mp4(path, frames, 24)
-            contents = look_up(path, packets=True)
+            contents = look_up(path)
             expected = PyAVReader(path, contents).read([1, 3])
-            if torch.equal(OPENERS[reader](path, contents).read([1, 3]), expected):
+            found = DecordReader(path) if reader == "decord" else OPENERS[reader](path, contents)
+            if torch.equal(found.read([1, 3]), expected):
                 return ""
             return "other pixels than PyAV's"
     except Exception as error:

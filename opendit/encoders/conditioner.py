@@ -14,6 +14,7 @@ from torch import Tensor
 from opendit.common.errors import DataError
 from opendit.encoders.text import TextEncoder
 from opendit.models import Condition, TextCondition, TextConfig, encode_bytes, where
+from opendit.models.bytes_text import byte_tokens
 
 
 class Conditioner(ABC):
@@ -73,6 +74,17 @@ class CaptionConditioner(Conditioner):
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
         assert self.encoder is not None  # a text encoder beside the model
         return TextCondition(*self.encoder.encode(captions)).to(self.device)
+
+    def cut(self, captions: list[str], name: str) -> list[str]:
+        """A line on those captions that the encoder cuts; none if it cuts none. name: what the line begins with."""
+        most = self.text.max_tokens
+        count = byte_tokens if self.encoder is None else self.encoder.count_tokens
+        if not (over := [tokens for tokens in count(captions) if tokens > most]):
+            return []
+        return [
+            f"{name}: {len(over):,} of {len(captions):,} are longer than the {most:,} tokens that the model takes, and "
+            f"are cut; the longest has {max(over):,}"
+        ]
 
     def of_batch(self, batch: Any) -> Condition:
         if batch.embedding is not None and not self.text.inside:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from opendit.common.replace import replacing
+from opendit.common.safe_files import replacing
 
 
 def to_uint8(pixels: Tensor) -> np.ndarray:
@@ -63,20 +63,20 @@ def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFo
     return short[: max(4 + fits - 1, 3)] + "…"
 
 
-def save_grid(path: Path, pictures: np.ndarray, captions: list[str], columns: int | None = None) -> None:
-    """:func:`draw_grid` as a PNG."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new:
-        draw_grid(pictures, captions, columns).save(new)
+def save_grid(
+    path: Path, pictures: np.ndarray, captions: list[str], columns: int | None = None, root: Path | None = None
+) -> None:
+    """:func:`draw_grid` as a PNG below ``root`` (opendit/common/safe_files.py); folders are made."""
+    with replacing(path, root=root, make=True) as new:
+        draw_grid(pictures, captions, columns).save(new, "PNG")
 
 
 def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: float) -> None:
     """An endless GIF of clips (N, T, H, W, 3) uint8, all at once, each under its caption."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     columns = len(clips) if len(clips) <= 4 else None
     first, *others = (draw_grid(frame, captions, columns, smallest=120) for frame in clips.swapaxes(0, 1))
-    with replacing(path) as new:
-        first.save(new, save_all=True, append_images=others, duration=max(20, round(1000 / fps)), loop=0)
+    with replacing(path, make=True) as new:
+        first.save(new, "GIF", save_all=True, append_images=others, duration=max(20, round(1000 / fps)), loop=0)
 
 
 def grid_columns(captions: list[str]) -> int | None:
@@ -85,10 +85,12 @@ def grid_columns(captions: list[str]) -> int | None:
     return kinds if 4 <= kinds <= 12 else None
 
 
-def save_contact_sheet(path: Path, clips: np.ndarray, captions: list[str], frames: int = 8) -> None:
+def save_contact_sheet(
+    path: Path, clips: np.ndarray, captions: list[str], frames: int = 8, root: Path | None = None
+) -> None:
     """One PNG of clips (N, T, H, W, 3) uint8: a row a clip, its caption and up to ``frames`` frames spread over it."""
     shown = np.linspace(0, clips.shape[1] - 1, min(frames, clips.shape[1])).round().astype(int)
     pictures = clips[:, shown].reshape(-1, *clips.shape[2:])
     numbers = [f"{frame}" for frame in shown]
     labels = [text for caption in captions for text in (caption, *numbers[1:])]
-    save_grid(path, pictures, labels, columns=len(shown))
+    save_grid(path, pictures, labels, columns=len(shown), root=root)

@@ -30,6 +30,8 @@ from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import masked_mean
 
 BYTES = ("bytes", 128, 64)  # kind, width and tokens of the trained encoder unless flags say otherwise
+MOST_BYTES = 512  # tokens to which the bytes encoder of a new run is lengthened; its attention's memory is their square
+MOST_TEXT_TOKENS = 16_384  # that --max_text_tokens takes
 # Short name -> repository of the hub, its commit and its geometry. Flan-T5's repository has safetensors and a tokenizer
 # that needs no further package; T5's own have neither. CLIP's main branch has pickled weights only: the commit is that
 # of its safetensors beside them.
@@ -140,6 +142,12 @@ class TextEncoder:
         tokens = output.last_hidden_state
         return TextTokens(tokens, mask, output.pooler_output if self.kind == "clip" else masked_mean(tokens, mask))
 
+    def count_tokens(self, captions: list[str]) -> list[int]:
+        """How many tokens each caption has before it is cut, those of its begin and end included."""
+        if not captions:
+            return []
+        return [len(ids) for ids in self.tokenizer(captions, verbose=False).input_ids]
+
     def fingerprint(self) -> str:
         """A hash of the weights, the vocabulary and the length: of all that the embeddings depend on."""
         vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
@@ -155,6 +163,13 @@ def text_geometry(name: str) -> tuple[str, int, int]:
     if name in HUB:
         return HUB[name][2]
     return _geometry(_read_config(name, _folder(name, (CONFIG,), ())))
+
+
+def fitting_tokens(longest: int) -> int:
+    """Tokens that the ``bytes`` encoder of a new run takes for captions of up to ``longest`` tokens: the next multiple
+    of 64, and at most ``MOST_BYTES``."""
+    shortest = BYTES[2]
+    return min(MOST_BYTES, max(1, -(-longest // shortest)) * shortest)
 
 
 def check_tokens(name: str, kind: str, longest: int, tokens: int) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
+from opendit.common.safe_files import make_folder
 from opendit.data.progress import Progress
 from opendit.evaluation.media import Media
 from opendit.evaluation.networks import FeatureNetwork
@@ -229,7 +230,7 @@ class _Store:
         mesh: Mesh,
         say: Callable[[str], None],
     ):
-        self.layout, self.mesh, self.settings = layout, mesh, settings
+        self.layout, self.mesh, self.settings, self._output = layout, mesh, settings, output
         width = sum(math.prod(shape) for shape in layout.values())
         settings = {**settings, "layout": " ".join(f"{name} {shape}" for name, shape in layout.items())}
         size = samples_a_part(count, batch_size, 4 * width)
@@ -245,20 +246,20 @@ class _Store:
         job, missing, problem = mesh.broadcast_object((job, missing, problem))
         if problem:
             raise OSError(problem)
-        self.parts, self.missing = Parts(self.folder, job), missing
+        self.parts, self.missing = Parts(self.folder, job, output), missing
 
     def _begin(self, job: Job, say: Callable[[str], None]) -> tuple[Job, list[int]]:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder, root=self._output)
         try:
             found = find(self.folder)
         except ValueError:  # damaged: of what lies there nothing is known
             found = None
         if found is None or found.settings != job.settings or found.count != job.count:
-            parts, missing = Parts(self.folder, job), None
+            parts, missing = Parts(self.folder, job, self._output), None
             parts.remove()
         else:
             job = replace(job, samples_a_part=found.samples_a_part)
-            parts = Parts(self.folder, job)
+            parts = Parts(self.folder, job, self._output)
             missing, problems = parts.missing(lambda number: True)
             for line in problems[:10]:
                 say(line.replace("its samples are drawn again", "its features are computed again"))

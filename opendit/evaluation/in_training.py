@@ -62,7 +62,7 @@ class RunEvaluation:
             captions = [self._prompts[choice] for choice in self._choices.tolist()]
             asked = asked_of_captions(captions)
         side = shape[-2] if shape[-2] == shape[-3] else None
-        options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, spec.flags.frame_interval)
+        options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, spec.flags.frame_interval, spec.flags.fps)
         self._samples = DescribedSamples(self.count, shape, captions, self._told(), options, asked)
         folder = spec.folder / FOLDER
         try:
@@ -158,9 +158,8 @@ class RunEvaluation:
         shown = ", ".join(f"{row.metric} {figure_text(row.value)}" for row in finite)
         monitor.say(f"step {step}: {shown or 'no figure'} of {self.count:,} samples")
         folder = self._spec.folder / FOLDER
-        folder.mkdir(exist_ok=True)
         figures = dict.fromkeys(self._measuring.figure_names) | {row.metric: row.value for row in finite}
-        append_results(folder, finite)
+        append_results(folder, finite, root=self._spec.folder)
         return figures
 
 

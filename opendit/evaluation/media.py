@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from opendit.common.hashing import sha256_of
+from opendit.data.animation_header import SUFFIXES as ANIMATIONS
+from opendit.data.animation_header import is_animation
 from opendit.data.base import BadSample, name_few
 from opendit.data.clips import read_clip
 from opendit.data.contents import hash_files
 from opendit.data.csv_table import read_csv
 from opendit.data.files import printable
-from opendit.data.folders import CLIPS, Ignored, files_below
+from opendit.data.folders import CLIPS, Ignored, files_below, suffix_of
 from opendit.data.images import find_pictures
 from opendit.data.picture_file import center_crop, picture_suffixes, read_picture
 from opendit.inference.output import INDEX
@@ -28,11 +30,17 @@ SAMPLES, LABELS = "arr_0", "arr_1"  # of an .npz, as sample.py and ADM write it
 @dataclass(frozen=True)
 class MediaOptions:
     """How files become pixels. image_size: every picture is cropped and resized to so many pixels as ADM did; None
-    leaves it as it is. num_frames, frame_interval: of a clip, read from its middle."""
+    leaves it as it is. num_frames, frame_interval, fps: of a clip, read from its middle."""
 
     image_size: int | None = None
     num_frames: int = 16
     frame_interval: int = 1
+    fps: float | None = None
+
+    def __str__(self) -> str:
+        """What decides the pixels; without fps as before there was one, so that features that were kept are found."""
+        shown = f"image_size={self.image_size}, num_frames={self.num_frames}, frame_interval={self.frame_interval}"
+        return f"MediaOptions({shown}{'' if self.fps is None else f', fps={self.fps!r}'})"
 
 
 @dataclass(frozen=True)
@@ -197,8 +205,8 @@ def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
             files = list(files_below(str(path), CLIPS, Ignored()))
             if not files:
                 raise
-    clips = Path(files[0]).suffix.lower() in CLIPS
-    return _files(path.name or str(path), files, [clips] * len(files), None, options)
+    clips = [suffix_of(file) in CLIPS or (suffix_of(file) in ANIMATIONS and is_animation(file)) for file in files]
+    return _files(path.name or str(path), files, clips, None, options)
 
 
 def _drawn(path: Path) -> list[str]:
@@ -249,5 +257,5 @@ def _read_picture(file: str, options: MediaOptions) -> np.ndarray:
 def _read_clip(file: str, options: MediaOptions) -> np.ndarray:
     assert options.image_size is not None  # _folder and _table ask for it
     frames = (options.num_frames, options.frame_interval, options.image_size)
-    clip = read_clip(file, *frames, start=None, as_bytes=True)
+    clip = read_clip(file, *frames, start=None, fps=options.fps, as_bytes=True)
     return clip.pixels.permute(1, 2, 3, 0).contiguous().numpy()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opendit.common.replace import replacing
+from opendit.common.safe_files import write_whole
 from opendit.data.files import printable
 from opendit.evaluation.results import FILE as RESULTS
 from opendit.evaluation.results import Measurement, read_results, why_not_comparable
@@ -275,6 +275,4 @@ def _draw(found: Sequence[PlotPanel], output: Path) -> None:
         axes.set_visible(False)
     memory = io.BytesIO()
     figure.savefig(memory, format="png", dpi=100)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(output) as new:
-        new.write_bytes(memory.getvalue())
+    write_whole(output, memory.getvalue(), make=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.hashing import sha256_of
-from opendit.common.replace import replacing
+from opendit.common.safe_files import replacing
 from opendit.config.metrics import DIGITS
 from opendit.data.files import printable
 from opendit.evaluation.digits import RealDigits, real_pictures
@@ -19,6 +19,7 @@ from opendit.evaluation.extract import Extractor, Features, extract_media
 from opendit.evaluation.frechet import Gaussian, Moments
 from opendit.evaluation.media import SAMPLES, Media, MediaOptions, array_media, npz_member, npz_names, open_media
 from opendit.evaluation.moving_digits import ClipShape, real_clips
+from opendit.inference.loading import SOURCE_FPS
 from opendit.parallel.mesh import Mesh
 
 # Names of a mean and a covariance in an .npz: of Inception's pooled and spatial features as ADM has them, of clips'.
@@ -105,7 +106,8 @@ def clip_shape(options: MediaOptions) -> ClipShape:
     """Raises ValueError for clips that are not square."""
     if options.image_size is None:
         raise ValueError("--features digits: moving digits are square, and these clips are not; give --reference")
-    return ClipShape(options.num_frames, options.frame_interval, options.image_size)
+    interval = options.frame_interval if options.fps is None else max(1, round(SOURCE_FPS / options.fps))
+    return ClipShape(options.num_frames, interval, options.image_size)
 
 
 def _pictures_of(path: Path) -> Media:
@@ -156,5 +158,5 @@ def save_features(path: Path, features: Features, settings: dict[str, str], devi
     for name, rows in features.arrays.items():
         if name != "spatial":  # of which nobody asks for more than the statistics
             arrays[FEATURES + name] = rows.contiguous().numpy()
-    with replacing(path) as new, open(new, "wb") as file:
+    with replacing(path) as file:
         np.savez(file, **arrays)  # pyright: ignore[reportArgumentType] the names are none of its parameters'

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opendit.common.safe_files import open_to_append, refuse_links
 from opendit.config.metrics import DIGITS
 
 FILE = "results.jsonl"
@@ -174,12 +175,15 @@ def digits_line(rows: Sequence[Measurement]) -> str | None:
     return f"digits: {'; '.join(said)}" if said else None
 
 
-def append_results(folder: Path, rows: Iterable[Measurement]) -> Path:
-    """Adds lines to the folder's results; a figure that is there is not added again. Raises OSError."""
+def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None = None) -> Path:
+    """Adds lines to the folder's results; a figure that is there is not added again. Raises OSError.
+
+    root: the folder below which no link is followed (opendit/common/safe_files.py); folders below it are made."""
     path = folder / FILE
+    refuse_links(folder, [FILE])
     known = [without_time(row) for row in read_results(path)]
     rows = [row for row in rows if without_time(row) not in known]
-    with open(path, "a", encoding="utf-8") as file:
+    with open(open_to_append(path, root=root, make=root is not None), "a", encoding="utf-8") as file:
         file.write("".join(row.to_json() + "\n" for row in rows))
     return path
 

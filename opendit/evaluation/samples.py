@@ -20,8 +20,7 @@ from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_me
 from opendit.evaluation.media import MediaOptions, open_media
 from opendit.inference.given import drawn_without
 from opendit.inference.job import pixel_shape, settings_of
-from opendit.inference.loading import SOURCE_FPS
-from opendit.inference.prepare import SamplingRun, choose, prepare
+from opendit.inference.prepare import WRITTEN, SamplingRun, choose, prepare
 from opendit.inference.run import announce
 from opendit.parallel.mesh import Mesh
 from opendit.state.lock import lock_folder
@@ -78,7 +77,7 @@ def open_samples(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]
         with sampling.lock:
             yield _drawn(sampling, flags, say)
         return
-    lock, notes = lock_folder(Path(flags.output), mesh, "--output", FIX)
+    lock, notes = lock_folder(Path(flags.output), mesh, "--output", FIX, written=WRITTEN)
     with lock:
         for note in notes:
             say(note)
@@ -86,7 +85,7 @@ def open_samples(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]
 
 
 def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> Samples:
-    options = MediaOptions(flags.image_size, flags.num_frames or FRAMES, flags.frame_interval)
+    options = MediaOptions(flags.image_size, flags.num_frames or FRAMES, flags.frame_interval, flags.fps)
     assert flags.samples is not None  # or samples are drawn
     media = open_media(flags.samples, "--samples", options)
     if flags.num_samples is not None:
@@ -145,8 +144,10 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
         "drawn": drawn_by(settings),
     }
     side = shape[-2] if shape[-2] == shape[-3] else None
-    interval = flags.frame_interval if "frame_interval" in flags.given else round(SOURCE_FPS / sampling.fps)
-    options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, interval)
+    interval, rate = sampling.frame_interval, sampling.trained_fps
+    if {"frame_interval", "fps"} & flags.given:
+        interval, rate = flags.frame_interval, flags.fps
+    options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, interval, rate)
 
     def extract(extractor: Extractor, first: int, output: Path) -> Features:
         every = sampling.flags, sampling.choices

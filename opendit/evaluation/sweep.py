@@ -1,10 +1,11 @@
 """Figures over guidance and sampling steps: an evaluation for each pair, and a table of all."""
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from opendit.common.replace import replacing
+from opendit.common.safe_files import write_whole
 from opendit.evaluation.results import Measurement, figure_text
 
 FILE = "sweep.csv"
@@ -33,11 +34,12 @@ def sweep_table(rows: Sequence[Measurement]) -> str:
 def write_sweep(folder: Path, rows: Sequence[Measurement]) -> Path:
     """The same as ``sweep.csv`` in a folder: a line a figure. Raises OSError."""
     path = folder / FILE
-    with replacing(path) as new, open(new, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for row in rows:
-            low, high = row.interval or (None, None)
-            told = (row.metric, row.steps, row.guidance, row.value, low, high)
-            writer.writerow([*told, row.count, row.sampler, row.seed, row.samples])
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(COLUMNS)
+    for row in rows:
+        low, high = row.interval or (None, None)
+        told = (row.metric, row.steps, row.guidance, row.value, low, high)
+        writer.writerow([*told, row.count, row.sampler, row.seed, row.samples])
+    write_whole(path, text.getvalue().encode())
     return path

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from opendit.common.replace import replacing
+from opendit.common.safe_files import replacing
 from opendit.data.video_file import write_mp4
 
 
@@ -30,11 +30,10 @@ class VideoClip:
         if path.suffix.lower() == ".mp4":
             write_mp4(path, self.frames, self.fps)
         elif path.suffix.lower() == ".gif":
-            path.parent.mkdir(parents=True, exist_ok=True)
             first, *others = map(Image.fromarray, self.frames)
-            with replacing(path) as new:
+            with replacing(path, make=True) as new:
                 milliseconds = max(20, round(1000 / self.fps))  # viewers slow down what is faster
-                first.save(new, save_all=True, append_images=others, duration=milliseconds, loop=0)
+                first.save(new, "GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)
         else:
             raise ValueError(f"{path}: a clip is saved as .mp4 or .gif")
         return path

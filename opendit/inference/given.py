@@ -12,7 +12,8 @@ from torch import Tensor
 
 from opendit.config.architectures import parse_given
 from opendit.data.base import BadSample, name_few
-from opendit.data.clips import decode_frames, resize_and_crop
+from opendit.data.clips import decode_chosen, decode_frames, resize_and_crop
+from opendit.data.frame_times import ROUNDING, Timeline
 from opendit.data.picture_file import read_picture
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
@@ -46,12 +47,14 @@ def given_latents(
     clip: Any = None,
     frames: int | None = None,
     interval: int = 1,
+    fps: float | None = None,
     path: str,
 ) -> Tensor | None:
     """mask ++ given (n, 1 + C, T, H, W) fp32 on ``device``, of n pictures or clips; None if there are none.
 
     size: (t, h, w) of the latents. image, clip: one or a list: a file's name, a ``PIL.Image`` or a ``VideoClip``, or
-    uint8 (H, W, 3) or (T, H, W, 3). Of a clip its last frames are given, those of a file ``interval`` apart: as many
+    uint8 (H, W, 3) or (T, H, W, 3). Of a clip its last frames are given, those of a file ``interval`` apart, or those
+    that are shown ``fps`` times a second: as many
     as the model was trained on; of "random" ``frames``, or half of those that are drawn. path: of the model, for
     messages.
 
@@ -73,7 +76,7 @@ def given_latents(
     count = _latent_count(config.given_frames, flag, size[0], frames, codec.temporal_downscale, path)
     pixels = (count - 1) * codec.temporal_downscale + 1
     side = size[1] * codec.downscale
-    read = [_frames(flag, each, pixels, interval, side) for each in _listed(given)]
+    read = [_frames(flag, each, pixels, interval, fps, side) for each in _listed(given)]
     encoded = []
     for clip_pixels in read:
         mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)  # no noise around it
@@ -112,10 +115,10 @@ def _listed(given: Any) -> Sequence[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def _frames(flag: str, given: Any, count: int, interval: int, side: int) -> Tensor:
+def _frames(flag: str, given: Any, count: int, interval: int, fps: float | None, side: int) -> Tensor:
     """(3, count, side, side) fp32 in [-1, 1]: the picture, or the last frames of the clip."""
     try:
-        frames = _picture(given) if flag == "--image" else _last_frames(given, count, interval)
+        frames = _picture(given) if flag == "--image" else _last_frames(given, count, interval, fps)
     except BadSample as bad:
         raise ValueError(f"{flag}: {bad}; give another file") from bad
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or len(frames) != count:
@@ -129,7 +132,7 @@ def _picture(given: Any) -> np.ndarray:
     return np.asarray(given.convert("RGB") if isinstance(given, Image.Image) else given)[None]
 
 
-def _last_frames(given: Any, count: int, interval: int) -> np.ndarray:
+def _last_frames(given: Any, count: int, interval: int, fps: float | None) -> np.ndarray:
     name = fspath(given) if isinstance(given, str | PathLike) else "the clip"
 
     def choose(length: int) -> list[int]:
@@ -140,7 +143,17 @@ def _last_frames(given: Any, count: int, interval: int) -> np.ndarray:
         return list(range(first, length, interval))
 
     if isinstance(given, str | PathLike):
+        if fps is not None:
+            return decode_chosen(name, lambda timeline: _last_at(name, timeline, count, fps), threading.Event())
         return decode_frames(name, choose, threading.Event())
     frames = np.asarray(given.frames if isinstance(given, VideoClip) else given)
     interval = 1  # what was drawn has the frames of training already
     return frames[choose(len(frames))]
+
+
+def _last_at(name: str, timeline: Timeline, count: int, fps: float) -> list[int]:
+    times = timeline.seconds[-1] - np.arange(count)[::-1] / fps
+    if times[0] < timeline.seconds[0] - ROUNDING:
+        seconds = timeline.end - timeline.seconds[0]
+        raise BadSample(name, f"too short: {seconds:.2f} s, not {count} frames at {fps:g} a second")
+    return timeline.shown_at(times)

@@ -31,7 +31,7 @@ from opendit.state.checkpoint import newest_run
 from opendit.state.foreign import assumption
 from opendit.state.pretrained import ALONE, find_weights, load_pretrained, read_info
 
-SOURCE_FPS = 24  # of the files that clips were read from, as --frame_interval counts
+SOURCE_FPS = 24  # of the files that clips were read from, where weights do not say how fast theirs are shown
 
 
 def checkpoint_at(
@@ -254,5 +254,8 @@ def latent_size(
 
 
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
-    """Of the clips that are drawn, from the interval between the frames that were trained on."""
+    """Of the clips that are drawn: as the weights say, or from the interval between the frames that were trained on.
+    frame_interval: another interval."""
+    if (known := weights.info.get("clip_fps")) is not None:
+        return known * weights.info.get("frame_interval", 1) / (frame_interval or weights.info.get("frame_interval", 1))
     return max(1.0, SOURCE_FPS / (frame_interval or weights.info.get("frame_interval", 1)))

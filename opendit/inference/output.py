@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from opendit.common.replace import replacing
+from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.data.video_file import write_mp4
 from opendit.inference.parts import npy_header
 
@@ -50,19 +50,17 @@ class OutputFolder:
         names = set(self.names)
         for name in os.listdir(self.folder):
             if _unfinished(name) in names and not (self.folder / name).is_symlink():
-                (self.folder / name).unlink()
+                remove(self.folder / name)
 
     def begin(self) -> list[str]:
         """Takes away what an earlier run wrote here, and nothing else; returns notes for the user. Raises OSError."""
         earlier = self._earlier()
-        with replacing(self.folder / INDEX) as new:  # before the first file: a run that is killed is known, too
-            new.write_text(json.dumps({"files": sorted({*earlier, *self.names})}))
+        self._write_index({*earlier, *self.names})  # before the first file: a run that is killed is known, too
         for name in os.listdir(self.folder):
             path = self.folder / name
             if (name in earlier or _unfinished(name) in earlier) and path.is_file() and not path.is_symlink():
-                path.unlink()
-        with replacing(self.folder / INDEX) as new:
-            new.write_text(json.dumps({"files": sorted(self.names)}))
+                remove(path)
+        self._write_index(self.names)
         strange = sum(bool(re.fullmatch(r"\d{6,}(-.*)?\.(png|mp4)", name)) for name in os.listdir(self.folder))
         if strange:
             return [f"{self.folder} holds {strange:,} other files that look like samples; they are left alone"]
@@ -71,6 +69,9 @@ class OutputFolder:
     def there(self) -> int:
         """How many samples have a file of their own."""
         return sum((self.folder / name).is_file() for name in self.names if re.match(r"\d{6}", name))
+
+    def _write_index(self, names: Iterable[str]) -> None:
+        write_whole(self.folder / INDEX, json.dumps({"files": sorted(names)}).encode())
 
     def _earlier(self) -> set[str]:
         try:
@@ -117,4 +118,4 @@ def save_one(stem: Path, picture: np.ndarray, fps: float) -> None:
         write_mp4(stem.with_name(stem.name + ".mp4"), picture, fps)
     else:
         with replacing(stem.with_name(stem.name + ".png")) as new:
-            Image.fromarray(picture).save(new)
+            Image.fromarray(picture).save(new, "PNG")

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from opendit.common.hashing import hash_parts
-from opendit.common.replace import replacing
 from opendit.common.rules import MIB, mapping, record, string, whole
+from opendit.common.safe_files import make_folder, remove, remove_folder, replacing, write_whole
 from opendit.common.strict_files import SHA256, FileKind, read_file
 
 FOLDER, MANIFEST = ".parts", "manifest.json"
@@ -83,12 +83,15 @@ class DamagedPart(OSError):
 class Parts:
     """The parts of a job in the folder that it writes to.
 
+    Args:
+        root: the folder below which no link is followed (opendit/common/safe_files.py); ``output`` by default.
+
     Raises:
         ValueError: their folder is a symbolic link, and may be of anything.
     """
 
-    def __init__(self, output: Path, job: Job):
-        self.folder, self.job = output / FOLDER, job
+    def __init__(self, output: Path, job: Job, root: Path | None = None):
+        self.folder, self.job, self._root = output / FOLDER, job, root or output
         self.size = job.samples_a_part
         self.count = -(-job.count // self.size)
         if self.folder.is_symlink():
@@ -114,7 +117,7 @@ class Parts:
         header = self._header(part)
         data = np.ascontiguousarray(pixels).data.cast("B") if pixels.size else b""
         digest = self._digest(part)
-        with replacing(self.path(part)) as new, open(new, "wb") as file:
+        with replacing(self.path(part), root=self._root) as file:
             for piece in (header, data):
                 digest.update(piece)
                 file.write(piece)
@@ -172,11 +175,11 @@ class Parts:
 
     def begin(self) -> None:
         """Makes the folder and its manifest. Raises OSError."""
-        self.folder.mkdir(exist_ok=True)
+        make_folder(self.folder, root=self._root)
         job = self.job
         content = {"version": 1, "samples": job.count, "part": self.size, "settings": job.settings}
-        with replacing(self.folder / MANIFEST) as new:
-            new.write_text(json.dumps({**content, "sha256": _sha256_of(content)}))
+        text = json.dumps({**content, "sha256": _sha256_of(content)})
+        write_whole(self.folder / MANIFEST, text.encode(), root=self._root)
 
     def missing(self, finished: Callable[[int], bool]) -> tuple[list[int], list[str]]:
         """The parts that have to be drawn, and a line for every one that is there and of no use: damaged, or with a
@@ -220,15 +223,15 @@ class Parts:
             return
         names = sorted((name for name in os.listdir(self.folder) if _FILES.fullmatch(name)), key=lambda n: n[0] != "m")
         for name in names:
-            (self.folder / name).unlink(missing_ok=True)
+            remove(self.folder / name, root=self._root)
         with contextlib.suppress(OSError):  # somebody else has put something there
-            self.folder.rmdir()
+            remove_folder(self.folder, root=self._root)
 
     def remove_unfinished(self) -> None:
         """Deletes what a killed process was about to put in its place."""
         for name in os.listdir(self.folder):
             if _FILES.fullmatch(name) and name.startswith("."):
-                (self.folder / name).unlink(missing_ok=True)
+                remove(self.folder / name, root=self._root)
 
 
 class PartAssembly:

@@ -288,6 +288,7 @@ class Pipeline:
     def _given(self, size: tuple[int, ...], image: Any, clip: Any, frames: int | None) -> Tensor | None:
         """The given frames of the samples, see :func:`given_latents`."""
         what = dict(image=image, clip=clip, frames=frames, interval=self.weights.info.get("frame_interval", 1))
+        what["fps"] = self.weights.info.get("fps")
         with arguments_named():
             return given_latents(self.config, self.codec, size, self.device, path=str(self.weights.path), **what)
 
@@ -367,6 +368,8 @@ class Pipeline:
             if len(captions) < len(wanted):
                 strange = next(item for item in wanted if not isinstance(item, str))
                 raise ValueError(f"{strange!r}: {self.weights.path} is conditioned on captions; give text")
+            for line in self.conditioner.cut(captions, "captions"):
+                warnings.warn(line, stacklevel=3)
             return self.conditioner.encode(captions)
         return torch.tensor([self._class(item) for item in wanted], dtype=torch.int64, device=self.device)
 

@@ -45,6 +45,9 @@ from opendit.state.pretrained import find_weights, read_config
 if TYPE_CHECKING:
     from opendit.config.sample import SampleConfig
 
+# What sample.py and opendit evaluate write in --output beside single samples.
+WRITTEN = (".samples.json", ".parts", "grid.png", "grid.gif", "profile.json", "results.jsonl", "sweep.csv")
+
 
 @dataclass
 class SamplingRun:
@@ -66,6 +69,8 @@ class SamplingRun:
     names: list[str]  # of every class or prompt
     size: tuple[int, ...]  # of the latents
     fps: float
+    frame_interval: int  # of the clips' files that were trained on
+    trained_fps: float | None  # at which they were read instead
     source: Path
     lock: AbstractContextManager[Any]  # the right to write to --output
     notes: list[str]
@@ -112,7 +117,8 @@ class SamplingRun:
 def prepare(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
     """Loads the model and its VAE. Raises ValueError or OSError with a message for the user."""
     flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
-    lock, more = lock_folder(Path(flags.output), mesh, "--output", "wait for its end, or give another --output")
+    fix = "wait for its end, or give another --output"
+    lock, more = lock_folder(Path(flags.output), mesh, "--output", fix, written=WRITTEN)
     try:
         return _load(flags, mesh, stages, lock, notes + more)
     except BaseException:
@@ -171,6 +177,9 @@ def _load(
         conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)
         null = null_of(conditioner, flags.negative_prompt)
         conditions, choices, names = what_to_draw(flags, config, weights, conditioner)
+        if isinstance(conditioner, CaptionConditioner):
+            notes += conditioner.cut(names, "captions")
+            notes += conditioner.cut([flags.negative_prompt] if flags.negative_prompt else [], "--negative_prompt")
     given = given_latents(
         config,
         codec,
@@ -180,6 +189,7 @@ def _load(
         clip=flags.clip or None,
         frames=flags.clip_frames,
         interval=flags.frame_interval or weights.info.get("frame_interval", 1),
+        fps=None if flags.frame_interval else weights.info.get("fps"),
         path=str(weights.path),
     )
     if len(choices) < replica.count:
@@ -204,6 +214,8 @@ def _load(
         names=names,
         size=size,
         fps=frames_per_second(weights, flags.frame_interval),
+        frame_interval=weights.info.get("frame_interval", 1),
+        trained_fps=weights.info.get("fps"),
         source=weights.path,
         lock=lock,
         notes=notes,

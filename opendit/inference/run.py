@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
-from opendit.common.replace import replacing
+from opendit.common.safe_files import LinkRefused, refuse_links, write_whole
 from opendit.common.stages import Stages
 from opendit.config.console import print_block
 from opendit.config.parallel_sizes import find_place
@@ -91,7 +91,8 @@ def open_parts(sampling: SamplingRun) -> tuple[Parts, bool]:
                 )
             if found is not None:
                 job = replace(job, samples_a_part=found.samples_a_part)
-        except ValueError as error:
+            refuse_links(output, set(files_of(sampling)) & set(os.listdir(output)), "--output")
+        except (ValueError, LinkRefused) as error:
             problem = str(error)
     job, earlier, problem = mesh.broadcast_object((job, earlier, problem))
     if problem:
@@ -173,6 +174,8 @@ def draw(sampling: SamplingRun, parts: Parts, earlier: bool) -> None:
             if sampling.flags.profile:
                 write_profile(sampling, folder)
         mesh.barrier()
+    except LinkRefused:
+        raise
     except OSError as error:
         text = f"{error}; {what_is_there(sampling, parts, folder, error)}"
         if mesh.world_size == 1 and not parts.there():
@@ -327,8 +330,7 @@ def what_is_there(sampling: SamplingRun, parts: Parts, folder: OutputFolder, err
 
 def write_profile(sampling: SamplingRun, folder: OutputFolder) -> None:
     """Prints where rank 0's time went, and writes it."""
-    with replacing(folder.folder / PROFILE) as new:
-        new.write_text(json.dumps(sampling.stages.to_dict(), indent=1) + "\n")
+    write_whole(folder.folder / PROFILE, (json.dumps(sampling.stages.to_dict(), indent=1) + "\n").encode())
     print(f"profile of rank 0 ({folder.folder / PROFILE}):\n{sampling.stages.table()}", flush=True)
 
 

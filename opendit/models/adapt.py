@@ -32,8 +32,8 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 class Adaptation:
     """What becomes of a model's weights: the number of each parameter's and buffer's, by name.
 
-    new: initial values, nothing fitted. resized: partly taken over, ``why`` says how. recomputed: fixed tables of
-    another size. left_out: of the file, without a place in the model.
+    new: initial values, nothing fitted. resized: partly taken over, ``why`` says how. recomputed: fixed tables.
+    left_out: of the file, without a place in the model.
 
     stored: the name in the file of what is reused. made: the values of what is resized, in host memory.
     """
@@ -100,8 +100,8 @@ def adapt(
     others are fresh. Head: the channels of a learned variance are dropped, or added as zeros. Patches of several frames
     from a DiT's: its filter, spread over the frames; of given frames: zeros behind the filters of the others. Learned
     positions: interpolated linearly along each axis; between pictures and clips rows go to rows and columns to columns,
-    and the table of frames is fresh or left out. Sine-cosine tables are those of the new size, counted from 0 as
-    always: they are computed, not interpolated.
+    and the table of frames is fresh or left out. Sine-cosine tables are computed, as always: neither the file's nor
+    interpolated ones.
 
     Nothing is read of the file but what is resized: a label table, filters of patches, a head, learned positions.
 
@@ -115,6 +115,9 @@ def adapt(
         stored, shape, made, why = _stored_as(name, found, config), tuple(own.shape), None, None
         there = theirs[stored] if stored in unused else None
         unused.pop(stored, None)
+        if name in buffers:
+            done.recomputed[name] = own.numel()
+            continue
         if there is not None and other_words and name.startswith(("y_embedder.", "text_encoder.")):
             done.left_out[name], there = math.prod(there), None
         if there is not None and name == TABLE:
@@ -128,7 +131,7 @@ def adapt(
         elif there is not None and why is None:
             done.reused[name], done.stored[name] = own.numel(), stored
         else:
-            (done.recomputed if name in buffers else done.new)[name] = own.numel()
+            done.new[name] = own.numel()
     done.left_out.update((name, math.prod(theirs[name])) for name in unused)
     return done
 

@@ -34,6 +34,11 @@ def encode_bytes(captions: list[str], max_tokens: int) -> Tensor:
     return ids
 
 
+def byte_tokens(captions: list[str]) -> list[int]:
+    """How many tokens each caption has before it is cut: one of the beginning, and one for each byte of UTF-8."""
+    return [1 + len(caption.encode("utf-8", errors="replace")) for caption in captions]
+
+
 class BytesBlock(nn.Module):
     """A pre-norm Transformer block over the tokens that the mask keeps."""
 
@@ -56,7 +61,7 @@ class BytesEncoder(nn.Module):
     the mean took a little longer, and a convolution over neighbouring bytes below it made no difference.
     """
 
-    positions: Tensor
+    positions: Tensor  # (1, max_tokens, width), one of DiTConfig.tables
 
     def __init__(self, text: TextConfig):
         super().__init__()
@@ -64,11 +69,6 @@ class BytesEncoder(nn.Module):
         table = sincos_position_table(text.width, text.max_tokens, device=torch.get_default_device())
         self.register_buffer("positions", table.unsqueeze(0))
         self.blocks: nn.ModuleList = nn.ModuleList(BytesBlock(text.width) for _ in range(LAYERS))
-
-    def fill_tables(self) -> None:
-        """Computes the table of positions, in place: an encoder that was built on the meta device has none."""
-        _, length, width = self.positions.shape
-        self.positions.copy_(sincos_position_table(width, length, device=self.positions.device))
 
     def forward(self, ids: Tensor) -> TextCondition:
         mask = ids != PADDING

@@ -101,6 +101,22 @@ class DiTConfig:
         return math.prod(self.grid)
 
     @property
+    def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """The fixed tables of positions, by buffer: their width, and the sides of the grid that they are of.
+
+        They follow from the configuration alone, and every path computes them: what a file holds under these names is
+        not used (docs/checkpoints.md). The first has the name of Meta's frozen parameter.
+        """
+        tables: dict[str, tuple[int, tuple[int, ...]]] = {}
+        if self.positions == "sincos":
+            tables["pos_embed"] = self.hidden_size, self.grid[-2:]
+            if self.is_video:
+                tables["temporal_embed"] = self.hidden_size, self.grid[:1]
+        if self.text is not None and self.text.inside:
+            tables["text_encoder.positions"] = self.text.width, (self.text.max_tokens,)
+        return tables
+
+    @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 

@@ -105,7 +105,12 @@ class DiT(nn.Module):
         self.y_embedder: CaptionEmbedder | LabelEmbedder = (
             CaptionEmbedder(text, dim) if text else LabelEmbedder(*classes)
         )
-        self.register_positions()
+        # Positions of the configured size: learned ones, fixed tables, or none where heads are rotated.
+        self.learned_positions: LearnedPositions | None = (
+            LearnedPositions(config.grid, dim) if config.positions == "learned" else None
+        )
+        self.fill_tables()
+        self.register_load_state_dict_post_hook(_compute_tables)
         chunks = config.modulation_width // dim
         self.shared_modulation: nn.Sequential | None = (
             modulation(dim, chunks, Options(config.bias)) if config.shared_modulation else None
@@ -312,31 +317,17 @@ class DiT(nn.Module):
         in_blocks = positions if self.config.positions_in_blocks else None
         return TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
 
-    def register_positions(self) -> None:
-        """Makes the positions of the configured size: fixed tables, learned ones, or none where heads are rotated."""
-        dim, grid = self.config.hidden_size, self.config.grid
-        self.learned_positions: LearnedPositions | None = (
-            LearnedPositions(grid, dim) if self.config.positions == "learned" else None
-        )
-        # Buffers, the first under the name of Meta's frozen parameter: saved and loaded, never trained or sharded.
-        for name, sizes in self._tables().items():
-            table = sincos_position_table(dim, *sizes, device=torch.get_default_device())
-            self.register_buffer(name, table.unsqueeze(0))
-
-    def _tables(self) -> dict[str, tuple[int, ...]]:
-        """The fixed tables of positions, by buffer: the sides of the grid that they are of."""
-        if self.config.positions != "sincos":
-            return {}
-        grid = self.config.grid
-        return {"pos_embed": grid[-2:], **({"temporal_embed": grid[:1]} if self.config.is_video else {})}
-
-    def fill_tables(self) -> None:
-        """Computes the fixed tables of positions, in place: a model that was built on the meta device has none."""
-        for name, sizes in self._tables().items():
-            buffer = self.get_buffer(name)
-            buffer.copy_(sincos_position_table(self.config.hidden_size, *sizes, device=buffer.device))
-        if self.text_encoder is not None:
-            self.text_encoder.fill_tables()
+    def fill_tables(self, device: torch.device | None = None) -> None:
+        """Computes the fixed tables of positions, (1, N, D) in fp32 or their present dtype, on ``device`` (None: where
+        they are). A model that was built on the meta device has none, and a state dict may have brought others."""
+        for name, (dim, sizes) in self.config.tables.items():
+            module, _, attribute = name.rpartition(".")
+            owner = self.get_submodule(module)
+            old: Tensor | None = getattr(owner, attribute, None)
+            where, dtype = (device, None) if old is None else (device or old.device, old.dtype)
+            made = sincos_position_table(dim, *sizes, device=where or torch.get_default_device())
+            # A buffer is saved, but never trained or sharded. It is a new tensor: the old one may be a caller's.
+            owner.register_buffer(attribute, made.to(dtype or made.dtype).unsqueeze(0))
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
         """(1, N, D) positions of a grid of patches: fp32 tables, a clip's the sum of a temporal and a spatial one, both
@@ -393,6 +384,11 @@ class DiT(nn.Module):
         order = [axis for i in range(axes) for axis in (1 + i, 1 + axes + i)]  # row, row in patch, column, ...
         sides = (g * p for g, p in zip(grid, patch, strict=True))
         return x.permute(0, 1 + 2 * axes, *order).reshape(x.shape[0], self.config.out_channels, *sides)
+
+
+def _compute_tables(model: nn.Module, _: object) -> None:
+    """After ``load_state_dict``: tables are computed, whatever the state dict has."""
+    cast(DiT, model).fill_tables()
 
 
 ARCHITECTURE = DiTConfig, DiT

@@ -147,10 +147,7 @@ def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
         return model
     if parameters:
         model.to_empty(device=device)
-    for name, buffer in [*model.named_buffers()]:
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
-    model.fill_tables()
+    model.fill_tables(device)
     return model
 
 

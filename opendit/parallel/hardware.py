@@ -12,6 +12,8 @@ import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from opendit.common.safe_files import write_whole
+
 GIB = 2**30
 FORMAT = "opendit-hardware-1"  # of the file
 
@@ -124,11 +126,8 @@ def default_path() -> Path:
 
 def save(model: HardwareModel, path: Path) -> None:
     """Writes the file; its folder is made. Raises OSError if it can't."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, **asdict(model)}, indent=1) + "\n"
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    write_whole(path, text.encode(), make=True)
 
 
 def load(path: Path) -> HardwareModel:

@@ -6,9 +6,7 @@ from typing import Any
 
 from opendit.config.checkpoints import BEST
 from opendit.state.checkpoint import read_state, step_folder
-from opendit.state.files import point_to, step_of
-
-BEST_LINK = "best"
+from opendit.state.files import BEST_LINK, point_to, step_of
 
 
 class BestCheckpoint:

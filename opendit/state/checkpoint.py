@@ -21,7 +21,6 @@ keyed by (seed, step, sample), so that data order, flips and noise follow from t
 
 import contextlib
 import os
-import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 
 from safetensors import safe_open
 
+from opendit.common.safe_files import remove_tree, rename, sync_folder
 from opendit.common.strict_files import read_file
 from opendit.common.tensor_files import open_safetensors
 from opendit.config.checkpoints import SHARDS, WHOLE
@@ -38,17 +38,17 @@ from opendit.parallel.engines import MOMENTS
 from opendit.parallel.mesh import Mesh
 from opendit.state.copying import AVERAGE_SET, MODEL_SET
 from opendit.state.files import (
-    CHECKPOINTS,
     LATEST,
     MANIFEST,
     FileId,
     checkpoints_in,
     file_id,
     intact_before,
+    named_checkpoint,
     point_to,
     root_of,
+    run_of,
     step_of,
-    sync_folder,
     verified_files,
 )
 from opendit.state.run_folders import run_folders
@@ -68,13 +68,16 @@ def newest_run(outputs: str, model: str | None = None, video: bool = False) -> P
     """The newest run folder (of ``model``, or of any clip model) that has a checkpoint, or None."""
     name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
     runs = reversed(run_folders(outputs, name))
-    return next((run for run in runs if newest_checkpoint(run) is not None), None)
+    return next((run for run in runs if checkpoints_in(run)), None)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
     """The checkpoint to go on from (it may be damaged): latest, or where a kill broke it the newest one there is; None
     without any."""
-    return next((folder.resolve() for folder in checkpoints_in(run)), None)
+    for folder in checkpoints_in(run):
+        with contextlib.suppress(ValueError):
+            return named_checkpoint(folder).resolve()
+    return None
 
 
 @dataclass(frozen=True)
@@ -82,18 +85,14 @@ class Checkpoint:
     """A checkpoint whose files are intact.
 
     folder: with no symbolic link in it. state: its counters. files: which files were verified, by name: those of the
-    manifest. damaged: why others, newer ones of the run, were not taken.
+    manifest. damaged: why others, newer ones of the run, were not taken. run: as of ``run_of``.
     """
 
     folder: Path
     state: dict[str, Any]
     files: dict[str, FileId]
     damaged: tuple[str, ...] = ()
-
-    @property
-    def run(self) -> Path | None:
-        """The folder of the run that it belongs to, None if it stands alone."""
-        return self.folder.parent.parent if self.folder.parent.name == CHECKPOINTS else None
+    run: Path | None = None
 
     @property
     def model(self) -> Path:
@@ -150,7 +149,7 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
                 raise ValueError(
                     f"--load {load}: {folder} is a checkpoint of {state['model']}, not of {model}; give its --model"
                 )
-            return Checkpoint(folder.resolve(), state, files, tuple(damaged))
+            return Checkpoint(folder.resolve(), state, files, tuple(damaged), run_of(folder))
         damaged.append(problem)
     if one:
         earlier = mesh.broadcast_object(intact_before(folders[0]) if mesh.is_main else None)
@@ -171,6 +170,7 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
             return [], False, None
         if folders := checkpoints_in(path):
             return folders, False, None
+        path = named_checkpoint(path)
         if path.is_dir() and (
             step_of(path.resolve()) >= 0
             or any((path / n).exists() for n in (MANIFEST, STATE, MODEL_SET + WHOLE, AVERAGE_SET + WHOLE))
@@ -181,6 +181,8 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
             looked_for = f"give the checkpoint's folder, {path.parent}"
     except OSError as error:
         looked_for = f"{error.filename}: {error.strerror}"
+    except ValueError as error:
+        return [], True, f"--load: {error}"
     return [], True, f"--load {load}: no checkpoint there ({looked_for})"
 
 
@@ -233,7 +235,7 @@ class AnotherVersion(ValueError):
 
 def read_state(folder: Path) -> dict[str, Any]:
     """The counters of a checkpoint. Raises ValueError if they can't be read, AnotherVersion if they are of one."""
-    path = folder / STATE
+    path = named_checkpoint(folder) / STATE
     try:
         file_id(path, root_of(folder))
         version = read_file(path, ANY_STATE)["version"]
@@ -274,42 +276,35 @@ def put_in_place(final: Path) -> OSError | None:
     Returns what kept ``latest`` from being moved, which takes nothing from the checkpoint; None if it was. Raises
     OSError if the checkpoint could not be put in its place.
     """
+    run = final.parent.parent
     if os.path.lexists(final):  # of an earlier attempt that went on from before this step; it may be damaged
-        _remove(_replaced(final))
-        final.rename(_replaced(final))
-    incomplete(final).rename(final)
+        remove_tree(_replaced(final), root=run)
+        rename(final, _replaced(final), root=run)
+    rename(incomplete(final), final, root=run)
     try:
         point_to(final.with_name(LATEST), final)
         problem = None
     except OSError as error:
         problem = error
-    sync_folder(final.parent)
-    _remove(_replaced(final))
+    sync_folder(final.parent, root=run)
+    remove_tree(_replaced(final), root=run)
     return problem
-
-
-def _remove(path: Path) -> None:
-    """Whatever it is; what can't be removed is left."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
 
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
     """Removes what a killed save or deletion left behind; returns where the checkpoint in use is now. Call on one rank,
     when nothing is being saved."""
+    run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
-        _remove(left)
+        remove_tree(left, root=run)
     for left in checkpoints.glob(".step_*.replaced"):
         final = step_folder(checkpoints, step_of(left))
         if left == in_use:  # what took its place is damaged, or was never complete
-            _remove(final)
+            remove_tree(final, root=run)
         if os.path.lexists(final):
-            _remove(left)
+            remove_tree(left, root=run)
         else:
-            left.rename(final)
+            rename(left, final, root=run)
             in_use = final if left == in_use else in_use
     return in_use
 
@@ -324,5 +319,5 @@ def prune(checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | No
         if old not in kept:
             gone = old.with_name(f".{old.name}.deleted")  # at once: half a folder would be a damaged checkpoint
             with contextlib.suppress(OSError):
-                old.rename(gone)
-                _remove(gone)
+                rename(old, gone, root=checkpoints.parent)
+                remove_tree(gone, root=checkpoints.parent)

@@ -8,6 +8,11 @@ from torch import Tensor, nn
 
 from opendit.parallel.engines import Engine
 
+# What the decay of the update after n others is at most with a warm-up: 1 - RATE / (n + DELAY). Runs are begun with
+# WARMUP; those of earlier versions that were given --ema_warmup keep FIRST_WARMUP, (1 + n) / (10 + n). 0 is no warm-up.
+DELAY = 10
+WARMUP, FIRST_WARMUP = 10, 9
+
 
 class EMA:
     """Every rank averages its own shards of the masters: no communication in a step, and for each decay 4 bytes x
@@ -16,10 +21,11 @@ class EMA:
     Args:
         engine: holds the masters; the averages start at their present values.
         decays: share of the old average kept by one update, one average each; the first is the one to sample from.
-        warmup: early updates keep less (see :meth:`decay_now`).
+        warmup: the rate at which early updates forget: ``WARMUP`` of new runs, 0 for constant decays (see
+            :meth:`decays_after`).
     """
 
-    def __init__(self, engine: Engine, decays: float | Sequence[float], warmup: bool = False):
+    def __init__(self, engine: Engine, decays: float | Sequence[float], warmup: float = 0):
         self.engine, self.warmup = engine, warmup
         self.decays = tuple(decays) if isinstance(decays, Sequence) else (decays,)
         masters = engine.masters()
@@ -39,12 +45,15 @@ class EMA:
         return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
-        """The decays of the next update, (K,) float64: with warm-up min(decay, (1 + n) / (10 + n)) after n updates.
+        """The decays of the next update, (K,) float64.
 
-        That is tf.train.ExponentialMovingAverage's rule for ``num_updates``: the average spans about a tenth of the run
-        so far, so that it forgets the initial weights soon.
+        With a warm-up, after n updates (0-dim, skipped steps not counted) min(decay, 1 - 10 / (n + 10)). The first
+        update, n = 0, copies the weights: nothing of the initial ones is left. The average of n updates spans about a
+        tenth of them, until 10 / (n + 10) is less than 1 - decay.
         """
-        return torch.minimum(self._decays, (1 + updates) / (10 + updates.double())) if self.warmup else self._decays
+        if not self.warmup:
+            return self._decays
+        return torch.minimum(self._decays, 1 - self.warmup / (updates.double() + DELAY))
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:

@@ -8,14 +8,16 @@ every one of its blocks has its own copy of the timestep and label embedders.
 
 import io
 import json
+import tempfile
+from collections import ChainMap
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opendit.common.replace import replacing
+from opendit.common.safe_files import make_folder, move_into, replacing
 from opendit.common.tensor_files import write_file
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.folder import encoder_name
@@ -23,6 +25,7 @@ from opendit.encoders.vae_folder import HUB, IMAGE_CLASSES, load_vae
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import PLAIN
 from opendit.models.weights import Weights
+from opendit.models.zoo import empty_model
 from opendit.state.diffusers_folder import BLOCK, EMBEDDERS, OUTER, PIPELINE_INDEX, QKV, suffixes
 from opendit.state.foreign import assumption
 from opendit.state.pretrained import (
@@ -32,6 +35,7 @@ from opendit.state.pretrained import (
     load_pretrained,
     read_newest,
 )
+from opendit.state.tables import table_notes
 from opendit.state.tensor_set import is_set
 from opendit.state.weight_files import write_weights
 
@@ -157,10 +161,14 @@ def export_diffusers(
     scheduler: Any = DDIMScheduler(**SCHEDULER)  # diffusers annotates an enum of its name
     pipeline = DiTPipeline(transformer, decoder, scheduler, id2label=dict(enumerate(names)))
     pipeline.register_to_config(id2label={str(label): name for label, name in enumerate(names)})
-    try:
-        pipeline.save_pretrained(output, max_shard_size=most_bytes)
-    except SafetensorError as error:  # of a full disk, too
-        raise OSError(f"--output {output}: can't be written ({error}); name another place") from error
+    make_folder(output)
+    # diffusers itself would follow links in a folder that is there.
+    with tempfile.TemporaryDirectory(prefix=".partial.", dir=output) as made:
+        try:
+            pipeline.save_pretrained(made, max_shard_size=most_bytes)
+        except SafetensorError as error:  # of a full disk, too
+            raise OSError(f"--output {output}: can't be written ({error}); name another place") from error
+        move_into(Path(made), output)
     return deviation
 
 
@@ -196,6 +204,11 @@ def import_weights(
         ValueError, FileNotFoundError: it is neither, or no model of ours.
     """
     weights = _read(Path(ckpt), model)
+    assert weights.config is not None  # now of ours
+    if notes := table_notes(weights.config, weights.state, weights.path):
+        print("\n".join(f"note: {note}" for note in notes), flush=True)
+        computed = empty_model(weights.config, parameters=False).named_buffers()
+        weights.state = ChainMap(dict(computed), cast(dict[str, Tensor], weights.state))
     if vae is not None:
         weights.info["vae"] = _name_or_path(vae)
     metadata = {"format": "pt", METADATA_KEY: json.dumps(weights.info)}
@@ -217,7 +230,7 @@ def _read(path: Path, model: str | None) -> Weights:
     notes: list[str] = []
     weights = read_newest(path, notes=notes)
     if "lora" in weights.info or "config" not in weights.info:
-        network, found = load_pretrained(weights.path, model)
+        network, found = load_pretrained(weights.path, model, notes=notes)
         notes += assumption(found, network.config)
         info = {key: value for key, value in found.info.items() if key != "lora"}
         weights = Weights(network.state_dict(), found.path, info or _of_meta(model, network.config))

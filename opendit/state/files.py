@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from opendit.common.hashing import sha256_of
+from opendit.common.printable import printable
 from opendit.common.rules import read_bounded
+from opendit.common.safe_files import link_to, remove, rename, write_whole
 from opendit.common.strict_files import read_file
 from opendit.common.tensor_files import write_file
 from opendit.state.schema import MANIFEST_FILE
 
-MANIFEST, CHECKPOINTS, LATEST = "manifest.json", "checkpoints", "latest"
+MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
+_MOST_NAME = 255  # bytes of what stands in ``latest``
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
@@ -39,19 +42,10 @@ def _is_finite(tensor: Tensor) -> bool:
     return math.isfinite(lowest) and math.isfinite(highest)
 
 
-def sync_folder(path: Path) -> None:
-    """Makes a folder's entries (files made, renamed) survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_manifest(folder: Path, version: int, files: dict[str, dict[str, Any]]) -> None:
+def write_manifest(folder: Path, version: int, files: dict[str, dict[str, Any]], *, root: Path | None = None) -> None:
     """manifest.json with the size and checksum of every file, and a checksum of its own."""
     content = {"version": version, "files": files, "sha256": _sha256_of(files)}
-    write_file(folder / MANIFEST, iter([json.dumps(content, indent=1).encode()]))
+    write_file(folder / MANIFEST, iter([json.dumps(content, indent=1).encode()]), root=root)
 
 
 def _sha256_of(files: dict[str, dict[str, Any]]) -> str:
@@ -87,11 +81,27 @@ class FileId(NamedTuple):
 
 
 def root_of(folder: Path) -> Path:
-    """The folder that a checkpoint's files must not lie outside of: its run's, or its own if it stands in no run."""
-    folder = Path(os.path.abspath(folder))
+    """The folder that a checkpoint's files must not lie outside of: its run's, or its own if it stands in no run. Where
+    ``checkpoints`` is a link out of the run, which its user made to have them on another disk, that other folder."""
+    folder = _in_run(folder)
     if folder.parent.name != CHECKPOINTS:
-        folder = folder.resolve()
-    return folder.parent.parent.resolve() if folder.parent.name == CHECKPOINTS else folder
+        return folder
+    run, checkpoints = folder.parent.parent.resolve(), folder.parent.resolve()
+    return run if checkpoints.is_relative_to(run) else checkpoints
+
+
+def run_of(folder: Path) -> Path | None:
+    """The folder of the run that a checkpoint is in and that may be written to. None if the checkpoint stands alone, or
+    if ``checkpoints`` is a link: what it leads to is only read."""
+    folder = _in_run(folder)
+    own = folder.parent.name == CHECKPOINTS and not folder.parent.is_symlink()
+    return folder.parent.parent.resolve() if own else None
+
+
+def _in_run(folder: Path) -> Path:
+    """A checkpoint's folder as it is called if that is in a folder ``checkpoints``, else without links."""
+    folder = Path(os.path.abspath(folder))
+    return folder if folder.parent.name == CHECKPOINTS else folder.resolve()
 
 
 def file_id(path: Path, root: Path) -> FileId:
@@ -138,6 +148,7 @@ def verified_files(
     Raises:
         ValueError: says what is wrong, naming the file.
     """
+    named_checkpoint(folder)
     root, named = root_of(folder), str(folder)
     if folder.is_symlink():
         named += f" (a symbolic link to {os.readlink(folder)})"
@@ -192,20 +203,38 @@ def checkpoints_in(run: Path) -> list[Path]:
     latest = folder / LATEST
     if latest.is_dir() and not latest.is_symlink():
         return [latest, *steps]  # a copy that knew no links
-    newest = _named_by(latest)
-    if newest is None:
+    if not os.path.lexists(latest):
         return steps
+    try:
+        newest = step_of(named_checkpoint(latest))
+    except ValueError:
+        return [latest, *steps]  # damage to be told
     if newest not in map(step_of, steps):
-        steps.insert(0, latest)  # it leads to nothing, or elsewhere: damage to be told
+        steps.insert(0, latest)  # it names nothing that is there: likewise
     return sorted(steps, key=lambda path: path is not latest and step_of(path) > newest >= 0)
 
 
-def _named_by(latest: Path) -> int | None:
-    """The step that ``latest`` leads to, -1 if that is no checkpoint; None if it isn't there."""
+def named_checkpoint(folder: Path) -> Path:
+    """The checkpoint that a run's ``latest`` or ``best`` names; any other folder as it is.
+
+    These two, symbolic links or files with a name in them, are read as names and not followed. Raises ValueError, in
+    one line, for one that holds anything else than the name ``step_*`` of a folder beside it.
+    """
+    path = Path(os.path.abspath(folder))
+    if path.name not in (LATEST, BEST_LINK) or path.parent.name != CHECKPOINTS:
+        return folder
     try:
-        return step_of(Path(os.readlink(latest) if latest.is_symlink() else read_bounded(latest, 255).decode()))
-    except (OSError, ValueError):
-        return None
+        if not path.is_symlink() and (path.is_dir() or not path.exists()):
+            return folder  # a copy of the run that knew no links; or none at all
+        name = os.readlink(path) if path.is_symlink() else read_bounded(path, _MOST_NAME).decode().strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{printable(folder)} can't be read ({printable(str(error))}); remove it") from error
+    if not re.fullmatch("step_[0-9]+", name, re.ASCII):
+        raise ValueError(
+            f"{printable(folder)} names {printable(name[:_MOST_NAME])}, which is no checkpoint beside it, and is not "
+            "followed; remove it"
+        )
+    return folder.with_name(name)
 
 
 def point_to(latest: Path, final: Path) -> None:
@@ -214,26 +243,29 @@ def point_to(latest: Path, final: Path) -> None:
     A folder in its place, as a copy has that knew no links, is set aside. Raises OSError if nothing can be made;
     ``latest`` is gone then, for a stale one would be followed.
     """
-    new = latest.with_name(f".{latest.name}.new")
+    new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
     try:
         if latest.is_dir() and not latest.is_symlink():
             aside = (latest.with_name(f"{latest.name}.before{number}") for number in itertools.count())
-            latest.rename(next(path for path in aside if not os.path.lexists(path)))
-        new.unlink(missing_ok=True)
+            rename(latest, next(path for path in aside if not os.path.lexists(path)), root=run)
+        remove(new, root=run)
         try:
-            new.symlink_to(final.name)
+            link_to(new, final.name, root=run)
         except OSError:
-            new.write_text(final.name)
-        os.replace(new, latest)
+            write_whole(new, final.name.encode(), root=run)
+        rename(new, latest, root=run, over_link=True)
     except OSError:
         for left in (new, latest):
             with contextlib.suppress(OSError):
-                left.unlink(missing_ok=True)
+                remove(left, root=run)
         raise
 
 
 def intact_before(folder: Path, problem: Callable[[Path], str | None] = damage) -> Path | None:
     """The newest of a run's checkpoints before this one in which there is no ``problem``."""
-    folder = folder.resolve()
+    try:
+        folder = named_checkpoint(folder).resolve()
+    except ValueError:
+        return None
     earlier = [other for other in folder.parent.glob("step_*") if step_of(other) < step_of(folder)]
     return next((other for other in sorted(earlier, key=step_of, reverse=True) if problem(other) is None), None)

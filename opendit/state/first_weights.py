@@ -33,16 +33,8 @@ class FirstWeights:
         return shard.take(self._made[name]) if name in self._made else self._initial(name, shard)
 
     @torch.no_grad()
-    def fill_buffers(self, model: DiT) -> None:
-        """Fixed tables that the file has in the size of the model's are the file's."""
-        for name, buffer in model.named_buffers():
-            if name in self._stored:
-                buffer.copy_(self._state[self._stored[name]])
-
-    @torch.no_grad()
     def fill(self, model: DiT) -> None:
-        """Sets all parameters and buffers of a model that is whole and in memory."""
-        self.fill_buffers(model)
+        """Sets all parameters of a model that is whole and in memory."""
         for name, parameter in model.named_parameters():
             parameter.copy_(self(name, Shard(tuple(parameter.shape), ())))
 

@@ -10,9 +10,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from opendit.common.safe_files import LinkRefused, open_to_write, refuse_links, remove, touch
 
 if TYPE_CHECKING:
     from opendit.parallel.mesh import Mesh  # which imports torch
@@ -47,6 +49,7 @@ class FolderLock:
 
     Raises:
         Locked: another process has it.
+        LinkRefused: the lock is a symbolic link.
     """
 
     def __init__(self, folder: Path, flag: str, fix: str, say: Callable[[str], None] = print):
@@ -57,6 +60,8 @@ class FolderLock:
         try:
             while not self._take():
                 pass
+        except LinkRefused:
+            raise
         except OSError as error:  # a full or read-only disk is told, and does not keep a run from going on
             self.note = f"{self.path} can't be made ({error.strerror}): nothing keeps another process out of {folder}"
             return
@@ -80,16 +85,16 @@ class FolderLock:
             return
         with contextlib.suppress(OSError):
             if _is(file, self.path):
-                self.path.unlink()
+                remove(self.path)
         os.close(file)
 
     def _take(self) -> bool:
         """One attempt; False if the file changed under it, so that another has to be made."""
         try:
-            file, made = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644), True
+            file, made = open_to_write(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o644), True
         except FileExistsError:
             try:
-                file, made = os.open(self.path, os.O_RDWR | os.O_CLOEXEC), False
+                file, made = open_to_write(self.path, os.O_RDWR), False
             except FileNotFoundError:
                 return False
         try:
@@ -99,7 +104,7 @@ class FolderLock:
             if not made:
                 owner = _owner(file, wait=not flocked)
                 self.note = self._gone(owner, file, flocked)
-                if not flocked:
+                if not flocked or os.fstat(file).st_nlink > 1:  # its other name, a hard link, may be anywhere
                     self._remove(file)
                     return False
             os.ftruncate(file, 0)
@@ -115,16 +120,16 @@ class FolderLock:
         """Deletes a lock that is left over: this one, not one that another process has made in its place since."""
         busy = self.path.with_name(f"{LOCK}.removal")
         try:
-            os.close(os.open(busy, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+            os.close(open_to_write(busy, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:  # another process is at it, or was killed in these few lines
             time.sleep(0.05)
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - busy.stat().st_mtime > PATIENCE_S:
-                    busy.unlink()
+                if abs(time.time() - busy.lstat().st_mtime) > PATIENCE_S:
+                    remove(busy)
             return
         if _is(file, self.path):
-            self.path.unlink()
-        busy.unlink()
+            remove(self.path)
+        remove(busy)
 
     def _flock(self, file: int) -> bool:
         """Whether the file system knows locks; raises Locked if another process has this one."""
@@ -163,25 +168,28 @@ class FolderLock:
 
 
 def lock_folder(
-    folder: Path, mesh: "Mesh", flag: str, fix: str
+    folder: Path, mesh: "Mesh", flag: str, fix: str, written: Collection[str] = ()
 ) -> tuple[contextlib.AbstractContextManager[Any], list[str]]:
     """:class:`FolderLock` for all ranks of a job: rank 0 holds it. Call on every rank.
+
+    written: names that the job will write in the folder, none of which may be a symbolic link.
 
     Returns:
         a context manager, and notes for the user.
 
     Raises:
-        Locked: on every rank.
+        Locked, LinkRefused: on every rank.
     """
     lock, problem = None, None
     if mesh.is_main:
         try:
+            refuse_links(folder, [LOCK, *written], flag)
             lock = FolderLock(folder, flag, fix, say=lambda text: print(text, file=sys.stderr, flush=True))
-        except Locked as error:
-            problem = str(error)
+        except (Locked, LinkRefused) as error:
+            problem = error
     problem = mesh.broadcast_object(problem)
     if problem:
-        raise Locked(problem)
+        raise problem
     if lock is None:
         return contextlib.nullcontext(), []
     return lock, [lock.note] if lock.note else []
@@ -190,13 +198,13 @@ def lock_folder(
 def _touch(path: Path, released: threading.Event) -> None:
     while not released.wait(HEARTBEAT_S):
         with contextlib.suppress(OSError):
-            os.utime(path)
+            touch(path)
 
 
 def _is(file: int, path: Path) -> bool:
     """Whether an open file is the one that has this name now."""
     try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
+        return os.path.samestat(os.fstat(file), os.lstat(path))
     except FileNotFoundError:
         return False
 

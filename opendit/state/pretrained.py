@@ -23,12 +23,13 @@ from opendit.parallel.layout import Layout
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.tensor import divide, layout_of, tensor_group
 from opendit.state.diffusers_folder import PIPELINE_INDEX, read_pipeline
-from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, not_finite
+from opendit.state.files import MANIFEST, checkpoints_in, damage, intact_before, named_checkpoint, not_finite
 from opendit.state.first_weights import FirstWeights, read_shard
 from opendit.state.foreign import infer_config
 from opendit.state.header import check_shapes, check_size, compare
 from opendit.state.pickled import read_pickled
 from opendit.state.schema import checked_metadata
+from opendit.state.tables import table_notes
 from opendit.state.tensor_set import TensorSet, files_of, is_set, open_set
 
 METADATA_KEY = "opendit"
@@ -45,11 +46,13 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
 
     Raises:
         FileNotFoundError: nothing of the kind is there; the message says what was looked for.
+        ValueError: it is a ``latest`` or ``best`` that leads elsewhere than to a checkpoint beside it.
     """
-    path = Path(path)
+    path = named_checkpoint(Path(path))
     if path.is_file():
         return path
-    for folder in (*checkpoints_in(path)[:1], path):
+    newest = next((folder for folder in checkpoints_in(path) if _elsewhere(folder) is None), path)
+    for folder in (newest, path):
         file = weights_in(folder, which)
         if file.is_file() or (folder / MANIFEST).is_file() or folder != path:
             return file
@@ -61,6 +64,15 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
         f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors or one "
         f"*{PARTS}, a run folder with checkpoints/latest, or a folder of diffusers' DiTPipeline"
     )
+
+
+def _elsewhere(folder: Path) -> str | None:
+    """What is wrong with a ``latest`` that leads elsewhere than to a checkpoint beside it; None of other folders."""
+    try:
+        named_checkpoint(folder)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def weights_in(folder: Path, which: str) -> Path:
@@ -90,9 +102,11 @@ def use_newest(
     being verified: what it makes of damaged ones, or raises, is dropped."""
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
-        return _use_intact(group.together(lambda: find_weights(path, which), OSError), group, use)
+        return _use_intact(group.together(lambda: find_weights(path, which), ValueError, OSError), group, use)
     for folder in folders:
-        problem, made = _use(weights_in(folder, which), group, use)
+        problem, made = _elsewhere(folder), None
+        if problem is None:
+            problem, made = _use(weights_in(folder, which), group, use)
         if problem:
             damaged.append(problem)
             continue
@@ -230,13 +244,14 @@ def load_state(
     layout: Layout | None = None,
 ) -> None:
     """Strictly loads weights into a model. A parameter on the meta device gets memory on ``device``, in ``dtype``.
+    Buffers, which are fixed tables, must be in the file and stay as they are computed (see ``DiTConfig.tables``).
     layout: of a model that has parts of its parameters, which alone are read of the files.
     Raises ValueError naming the first differences."""
     own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()} | (layout.shapes if layout else {})
     compare(shapes, weights.shapes, weights.path)
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in model.named_parameters():
             shard = shards.get(name)
             stored = weights.state[name] if shard is None else read_shard(weights.state, name, shard)
             if not tensor.is_meta:
@@ -269,8 +284,9 @@ def load_pretrained(
     of ``path``. What it says of itself (classes, size, objective) holds for the model then. ``num_classes``: of a file
     that does not say (see :func:`infer_config`).
 
-    ``notes`` takes what :func:`read_newest` says. ``stage(name)`` is the context of a part of the work. ``mesh``: where
-    ranks of it divide layers, the model has this rank's part of every one (opendit.parallel.tensor).
+    ``notes`` takes what :func:`read_newest` says, and which fixed tables of the files are not used. ``stage(name)`` is
+    the context of a part of the work. ``mesh``: where ranks of it divide layers, the model has this rank's part of
+    every one (opendit.parallel.tensor).
 
     Raises:
         FileNotFoundError, ValueError: nothing there, unreadable, or another model.
@@ -282,7 +298,7 @@ def load_pretrained(
         added = read_newest(lora, which, notes)
         if "lora" not in added.info:
             raise ValueError(f"--lora {lora}: {added.path} holds a whole model, not what --lora trains; use --ckpt")
-        model, weights = _with_lora(read_newest(path, which, notes), added, name)
+        model, weights = _with_lora(read_newest(path, which, notes), added, name, notes)
         _divide(model, mesh)
         return model.place(device, dtype), weights
 
@@ -290,7 +306,7 @@ def load_pretrained(
         if num_classes is not None and "config" in weights.info:
             raise ValueError(says_itself)
         if "lora" in weights.info:
-            model, weights = _with_lora(_base_of(weights), weights, name)
+            model, weights = _with_lora(_base_of(weights), weights, name, notes)
             _divide(model, mesh)
             return model.place(device, dtype), weights
         config = weights.config
@@ -309,7 +325,10 @@ def load_pretrained(
             return model.place(device, dtype), weights
 
     with stage("checkpoint: found and verified"):
-        return use_newest(path, which, notes, ControlGroup(ALONE), made)
+        model, weights = use_newest(path, which, notes, ControlGroup(ALONE), made)
+    if notes is not None:
+        notes += table_notes(model.config, weights.state, weights.path)
+    return model, weights
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
@@ -336,13 +355,17 @@ def _base_of(added: Weights) -> Weights:
     return read_weights(base)
 
 
-def _with_lora(weights: Weights, added: Weights, name: str | None) -> tuple[DiT, Weights]:
+def _with_lora(
+    weights: Weights, added: Weights, name: str | None, notes: list[str] | None = None
+) -> tuple[DiT, Weights]:
     check_name(added, name)
     assert added.config is not None  # whatever has "lora" has one
     check_size(added.config, weights.shapes | added.shapes, added.path)
     check_lora(added)
     found = weights.config or infer_config(weights.state, added.info["model"], weights.path, weights.num_classes)
     check_same_blocks(found, added.config, weights.path)
+    if notes is not None:
+        notes += table_notes(found, weights.state, weights.path)
     model = empty_model(added.config)
     initial = InitialValues(model, seed=0)  # of what is new, which was trained too
     start = adapt(model, weights, found, added.info.get("class_names") or (), fresh=initial.whole)

@@ -5,7 +5,6 @@ that it holds (opendit/state/shards.py). Either way a checksum covers what was i
 """
 
 import json
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.records import WriteFailures
+from opendit.common.safe_files import make_folder, remove_tree, sync_folder
 from opendit.common.tensor_files import write_file
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import Engine
 from opendit.parallel.supervisor import CLOSING
-from opendit.state.best import BEST_LINK, BestCheckpoint
+from opendit.state.best import BestCheckpoint
 from opendit.state.checkpoint import STATE, incomplete, prune, put_in_place, step_folder, tidy
 from opendit.state.copying import Files
 from opendit.state.ema import EMA
-from opendit.state.files import LATEST, not_finite, sync_folder, write_manifest
+from opendit.state.files import BEST_LINK, LATEST, not_finite, write_manifest
 from opendit.state.pretrained import METADATA_KEY
 from opendit.state.shards import ShardFiles
 from opendit.state.whole import WholeTensorFiles
@@ -152,7 +152,7 @@ class Checkpoints:
             self._say(f"step {step}: saved {final} (held up {self.stall_s:.2f} s, written in {self.write_s:.1f} s)")
             return
         if self.mesh.is_main:
-            shutil.rmtree(incomplete(final), ignore_errors=True)
+            remove_tree(incomplete(final), root=self.folder.parent)
         self._failed(step, problem)
 
     def _failed(self, step: int, problem: str, then: str = "training goes on, ") -> None:
@@ -164,12 +164,12 @@ class Checkpoints:
         """What went wrong on any rank, the same text on all of them; None if the checkpoint is in its place."""
         info = {**self.info, "step": state["step"], "version": self._kind.version}
         metadata, folder = {"format": "pt", METADATA_KEY: json.dumps(info)}, incomplete(final)
-        step, written, problem = state["step"], {}, None
+        step, written, problem, run = state["step"], {}, None, self.folder.parent
         try:
             for name, tensors in files.items():
                 if bad := not_finite(tensors):
                     raise ValueError(f"{bad} in {name} is not finite")
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, root=run)
             written = self._kind.write(folder, files, step, metadata)
         except Exception as error:  # whatever it is: the other ranks must hear of it
             problem = f"rank {self.mesh.rank}: {error}"
@@ -179,9 +179,9 @@ class Checkpoints:
             try:
                 manifest = {name: entry for entries, _ in reports for name, entry in entries.items()}
                 manifest |= self._kind.finish(folder, step, metadata)
-                manifest[STATE] = write_file(folder / STATE, iter([json.dumps(state, indent=1).encode()]))
-                write_manifest(folder, self._kind.version, manifest)
-                sync_folder(folder)
+                manifest[STATE] = write_file(folder / STATE, iter([json.dumps(state, indent=1).encode()]), root=run)
+                write_manifest(folder, self._kind.version, manifest, root=run)
+                sync_folder(folder, root=run)
                 with self._write_failures.survive(f"checkpoints/{LATEST}", step):
                     if unlinked := put_in_place(final):
                         raise unlinked

@@ -134,6 +134,8 @@ _METADATA = record(
         "image_size": whole(1, 1 << 20),
         "num_frames": whole(1, 1 << 20),
         "frame_interval": whole(1, 1 << 20),
+        "fps": number(0, 1e6, above=True),
+        "clip_fps": number(0, 1e6, above=True),
         "lora": LORA,
         "step": COUNT,
         "version": COUNT,
@@ -161,14 +163,13 @@ MANIFEST_FILE = FileKind(
 )
 _PACKS = record(
     {
-        "window": COUNT,
         "position": COUNT,
         "carry": listed(COUNT),
         "stages": listed(COUNT, least=1),
         "global_batch": whole(1),
         "capacity": whole(1),
     },
-    {"origin": COUNT},
+    {"step": COUNT, "window": COUNT, "origin": COUNT},  # the last two where windows had a fixed number of steps
 )
 ANY_STATE = FileKind(record({"version": COUNT}, others=plain(8)), 4 * MIB)  # of any version
 STATE_FILE = FileKind(

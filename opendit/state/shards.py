@@ -93,7 +93,7 @@ class ShardFiles:
             name = self._file(which)
             if name in files:
                 said = shard_metadata(which, step, {key: self._mine[key] for key in files[name]})
-                written[name] = write_tensors(folder / name, files[name], said)
+                written[name] = write_tensors(folder / name, files[name], said, root=folder.parent.parent)
         return written
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
@@ -101,7 +101,8 @@ class ShardFiles:
         written = {}
         for which in self._sets:
             text = index_text(self._index(which, step, metadata if which in self._weights else {}))
-            written[which + SHARDS] = write_file(folder / (which + SHARDS), iter([text.encode()]))
+            path = folder / (which + SHARDS)
+            written[path.name] = write_file(path, iter([text.encode()]), root=folder.parent.parent)
         return written
 
     def _file(self, which: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from opendit.common.replace import replacing
+from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.common.tensor_files import DTYPES, Kinds, nbytes, write_tensors
 from opendit.config.checkpoints import PARTS, WHOLE
 from opendit.state.tensor_set import TensorSet
@@ -36,8 +36,8 @@ def write_weights(output: Path, state: Mapping[str, Tensor], metadata: dict[str,
             write_tensors(new, state, metadata, {key: kinds[key] for key in group})
     total = sum(nbytes(*kind) for kind in kinds.values())
     places = {key: name for name, group in zip(names, groups, strict=True) for key in group}
-    with replacing(index) as new:
-        new.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n")
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
+    write_whole(index, text.encode())
     written = [output.with_name(name) for name in names]
     _remove([output, *(path for path in old if path not in written)])
     return [index, *written]
@@ -73,4 +73,4 @@ def kinds_of(state: Mapping[str, Tensor]) -> Kinds:
 def _remove(paths: list[Path]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+            remove(path)

@@ -84,7 +84,8 @@ class WholeTensorFiles:
 
     def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
         """Writes this rank's files; returns their lines of the manifest. Raises OSError."""
-        return {name: write_tensors(folder / name, tensors, metadata) for name, tensors in files.items()}
+        run = folder.parent.parent
+        return {name: write_tensors(folder / name, tensors, metadata, root=run) for name, tensors in files.items()}
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
         """Writes on rank 0, when all ranks have written, what is left to be; returns as :meth:`write`."""

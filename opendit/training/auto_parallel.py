@@ -22,7 +22,7 @@ from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.hardware import HardwareModel, find_hardware
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import sequence_shape
-from opendit.training.from_flags import memory_setup, open_data, plan_model
+from opendit.training.from_flags import fit_captions, memory_setup, open_data, plan_model, text_before
 from opendit.training.host_memory import USABLE_OF_A_HOST, host_memory
 from opendit.training.memory import GIB, OFFLOADED, USABLE, Setup, card_memory, estimate, settle_sharding
 from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
@@ -132,9 +132,11 @@ class Search:
     """The candidates that flags leave open on a data set."""
 
     def __init__(self, flags: TrainConfig, dataset: MediaDataset, where: Circumstances):
-        self.flags, self.dataset, self.where = flags, dataset, where
+        self.dataset, self.where = dataset, where
         settled, _ = flags.settled(where.world, where.has_gpu)
         self.asked = Components(settled)
+        self.asked.captions, _ = fit_captions(self.asked, dataset, text_before(self.asked.start))
+        self.flags = flags.with_part(self.asked.captions)
         self.config: DiTConfig = plan_model(self.asked, dataset).config
         self.setup = memory_setup(self.asked, self.config, where.world)
         self.types = self.asked.parallel.sequence_types(

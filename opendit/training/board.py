@@ -17,12 +17,13 @@ class Board:
     Args:
         folder: of the event files.
         first_step: what earlier starts wrote from this step on is hidden: it is about to be done again.
+        root: of :class:`RecordFile`.
     """
 
-    def __init__(self, folder: Path, first_step: int):
+    def __init__(self, folder: Path, first_step: int, root: Path | None = None):
         made = _messages("event")
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file, self._written = RecordFile(folder / name), False
+        self._file, self._written = RecordFile(folder / name, root), False
         version = made.Event(wall_time=time.time(), file_version="brain.Event:2")
         log = made.SessionLog(status=made.SessionLog.START)
         start = made.Event(wall_time=time.time(), step=first_step, session_log=log)

@@ -137,7 +137,7 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
     with spec.lock:
         announce_memory(spec)
         engine = build_model_and_engine(spec)
-        ema = EMA(engine, flags.ema_decays, flags.ema_warmup)
+        ema = EMA(engine, flags.ema_decays, spec.ema_warmup)
         if spec.resume:
             load_checkpoint(spec.resume, engine, ema)
         pace = Pace(mesh, Progress.write)

@@ -114,9 +114,9 @@ class SampleGrids:
         path = spec.folder / "samples" / f"{step:07d}.png"
         with monitor.failures.survive("samples", step):
             if pictures.ndim == 5:
-                save_contact_sheet(path, pictures, captions)
+                save_contact_sheet(path, pictures, captions, root=spec.folder)
             else:
-                save_grid(path, pictures, captions, columns=grid_columns(captions))
+                save_grid(path, pictures, captions, columns=grid_columns(captions), root=spec.folder)
             monitor.say(f"step {step}: drew {path}")
             monitor.picture(path, step)
 

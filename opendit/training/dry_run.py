@@ -21,11 +21,13 @@ from opendit.parallel.sequence import sequence_shape
 from opendit.training.auto_parallel import Circumstances, choose, report
 from opendit.training.from_flags import (
     check_pretrained,
+    fit_captions,
     last_step_of,
     memory_setup,
     open_data,
     plan_model,
     saved_by_adaln_lora,
+    text_before,
 )
 from opendit.training.host_memory import save_buffers
 from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch, parts, settle_sharding
@@ -65,6 +67,8 @@ def _dry_run(flags: TrainConfig) -> None:
     flags, notes = flags.settled(world, has_gpu=True)
     asked = Components(flags)
     dataset = _data(asked, notes)
+    asked.captions, of_captions = fit_captions(asked, dataset, text_before(asked.start))
+    notes = notes + of_captions
     batch, start = asked.batch, asked.start
     plan = plan_model(asked, dataset)
     config, notes = plan.config, notes + plan.notes

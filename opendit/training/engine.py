@@ -65,6 +65,4 @@ def _first_values(spec: RunSpecification, model: DiT) -> Values:
     if spec.lora is not None:
         add_lora(model, spec.lora, start.untrained, seed)
         initial = InitialValues(model, seed)
-    first = FirstWeights(start, spec.initial.state, initial)
-    first.fill_buffers(model)
-    return first
+    return FirstWeights(start, spec.initial.state, initial)

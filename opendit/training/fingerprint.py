@@ -25,6 +25,7 @@ from opendit.data.contents import hash_files
 from opendit.diffusion import objective_from_dict
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae_folder import vae_folder
+from opendit.state.ema import FIRST_WARMUP
 from opendit.state.tensor_set import files_of
 from opendit.training.specification import RunSpecification
 from opendit.training.validation_data import number_of_losses
@@ -62,6 +63,7 @@ MADE_INTO = {
     "epochs": "last_step",
     "max_steps": "last_step",
     "ema_decay": "ema_decay",
+    "ema_warmup": "ema_warmup",
     "enable_modulate_kernel": "kernels",
     "enable_layernorm_kernel": "kernels",
     "enable_flashattn": "attention kernels",
@@ -129,6 +131,7 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
         "world_size": mesh.world_size,
         "last_step": spec.last_step if flags.lr_schedule == "cosine" else None,
         "ema_decay": flags.ema_decays,
+        "ema_warmup": spec.ema_warmup,
         "kernels": ops.replaced,
         "attention": spec.kernels.attend.backend,
         "fp8": ops.float8,
@@ -227,7 +230,15 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
         found |= {flag_of[setting]: value for setting, value in asdict(objective).items()}
     decays = list(state["ema"]["files"].values())
     found = {name: value for name, value in found.items() if name != "ema_decay"}
+    found["ema_warmup"] = warmup_of(found)
     return {**found, "ema_decay": decays} if decays else found
+
+
+def warmup_of(stored: dict[str, Any]) -> float:
+    """The warm-up of a checkpoint's averages, as :class:`opendit.state.ema.EMA` takes it. Earlier versions stored
+    whether there was one, or nothing, and then had none."""
+    value = stored.get("ema_warmup", 0)
+    return FIRST_WARMUP * value if isinstance(value, bool) else value
 
 
 def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
@@ -278,6 +289,8 @@ def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> 
         return None
     if name == "ema_decay":
         return _averages_line(then, value)
+    if name == "ema_warmup":
+        then, value = bool(then), bool(value)
     if name == "source":
         then, value = (f"{one.get('opendit')} ({one.get('commit') or 'no commit'})" for one in (stored, now))
     elif f"{name}_path" in now:  # hashes tell nobody anything

@@ -1,19 +1,23 @@
 """What the flags ask for, without making any of it: data, configuration, objective, steps, first weights."""
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 from opendit.cli.components import Components
 from opendit.common.errors import DataError
 from opendit.config.architectures import parse_given, patch_size
-from opendit.config.components import BatchFlags, CaptionFlags, DataFlags
+from opendit.config.components import BatchFlags, CaptionFlags, DataFlags, StartFlags
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
+from opendit.data.captions import MOST_TOKENIZED, count_captions, takes_whole
 from opendit.data.held_out import SEED, hold_out
+from opendit.data.mock import MockDataset
 from opendit.data.sources.base import NoSplit
 from opendit.diffusion import Objective, objective_from_flags
-from opendit.encoders.text import check_tokens, text_geometry
+from opendit.encoders.text import TextEncoder, check_tokens, fitting_tokens, text_geometry
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
 from opendit.models import DiTConfig, TextConfig, model_config
@@ -25,8 +29,10 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.stages import check_pipeline, idle_stages
 from opendit.parallel.rules import check_divisible
 from opendit.parallel.tensor import check_tensor_parallel
+from opendit.state.checkpoint import Checkpoint
 from opendit.state.foreign import assumption, infer_config
-from opendit.state.pretrained import ALONE, read_newest
+from opendit.state.pretrained import ALONE, find_weights, read_config, read_newest
+from opendit.state.tables import table_notes
 from opendit.training.memory import Setup
 
 
@@ -48,6 +54,7 @@ def open_data(
         use_video=data.use_video,
         num_frames=data.num_frames,
         frame_interval=data.frame_interval,
+        fps=data.fps,
         short_clips=data.short_clips,
         video_reader=data.video_reader,
         energon_cooker=data.energon_cooker,
@@ -56,6 +63,21 @@ def open_data(
         text_encoder=captions.text_encoder or ("bytes" if captions.cross_attention else None),
         max_text_tokens=captions.max_text_tokens,
     )
+
+
+def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:
+    """(Frames a second of the clips that a model of these data draws, the notes to print): those of --fps, or those of
+    the files, of several rates the median, by the interval. None of pictures, and where the files tell nothing."""
+    rates = [] if not data.use_video or data.fps is not None else dataset.frame_rates()
+    if not rates:
+        return data.fps, []
+    drawn, low, high = median(rates) / data.frame_interval, min(rates), max(rates)
+    if high < 1.05 * low:
+        return drawn, []
+    return drawn, [
+        f"clips: of {low:.4g} to {high:.4g} frames a second, so that one motion has several speeds; drawn clips play "
+        f"at {drawn:.4g}, by the median. --fps reads all of them at one rate"
+    ]
 
 
 def held_out(asked: Components, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
@@ -139,6 +161,66 @@ def settle_captions(
     return replace(captions, **unused), notes
 
 
+def text_before(start: StartFlags, resume: Checkpoint | None = None) -> TextConfig | None:
+    """How the model that a run continues (``resume``), or starts from, takes captions; None if there is none, or what
+    is wrong with its file is still to be told."""
+    if resume is None and start.pretrained is None:
+        return None
+    with suppress(OSError):
+        config = read_config(find_weights(cast(str, start.pretrained)) if resume is None else resume.model)
+        return config and config.text
+    return None
+
+
+def fit_captions(
+    asked: Components, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
+) -> tuple[CaptionFlags, list[str]]:
+    """The flags with the tokens that the ``bytes`` encoder takes, and notes on captions that it cuts and on those that
+    say nothing. The flags as they are where another encoder, or none, sees the captions.
+
+    The length is --max_text_tokens, where that is given; else that of ``keeps``, of the weights that a run continues or
+    starts from; else one that fits the data (``fitting_tokens``). Rank 0 counts; call it on every rank of ``mesh``.
+    Raises as :func:`settle_captions`.
+    """
+    path, given = asked.data.data_path, asked.captions.max_text_tokens
+    captions, _ = settle_captions(asked.captions, asked.model.num_classes, asked.run.recipe, path, dataset)
+    if captions.text_encoder != "bytes" or isinstance(dataset, MockDataset):
+        return asked.captions, []
+    found = count_captions(dataset) if mesh.is_main else None
+    longest = mesh.broadcast_object(found and found.longest)
+    kept = keeps.max_tokens if keeps is not None and keeps.inside else None
+    tokens = given or kept or fitting_tokens(longest)
+    notes = []
+    if found is not None:
+        notes += found.without_words()
+        if tokens > text_geometry("bytes")[2] and tokens not in (given, kept):
+            notes.append(
+                f"{found.name}: --text_encoder bytes takes {tokens:,} tokens, for the longest {found.among} has "
+                f"{longest:,} ({found.longest_at})"
+            )
+        notes += found.cut(tokens, "bytes", takes_whole(longest))
+    return replace(asked.captions, max_text_tokens=tokens), notes
+
+
+def caption_notes(
+    dataset: MediaDataset, text: TextConfig | None, encoder: TextEncoder | None, name: str = "captions"
+) -> list[str]:
+    """Notes on captions that the encoder cuts or, where their embeddings are cached, has cut, and on those that say
+    nothing.
+
+    text: of the model. encoder: a frozen one, where it is at hand. name: what the notes begin with."""
+    if text is None or isinstance(dataset, MockDataset):
+        return []
+    if text.inside:
+        found = count_captions(dataset, name=name)
+        return [*found.without_words(), *found.cut(text.max_tokens, text.name)]
+    if encoder is None or getattr(dataset, "text_encoder", None) is not None:
+        return [*count_captions(dataset, name=name).without_words(), *dataset.cached_captions()]
+    found = count_captions(dataset, encoder.count_tokens, MOST_TOKENIZED, name)
+    advice = "" if encoder.kind == "clip" else takes_whole(found.longest)
+    return [*found.without_words(), *found.cut(encoder.max_tokens, encoder.name, advice)]
+
+
 @dataclass(frozen=True)
 class ModelPlan:
     """What is to be trained on a data set.
@@ -214,7 +296,7 @@ def check_pretrained(
     found = weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
     config = config if resumed else of_revision(config, model, found.revision)
     check_same_blocks(found, config, weights.path)
-    notes += assumption(weights, found)
+    notes += [*assumption(weights, found), *table_notes(found, weights.state, weights.path)]
     return weights, found, config
 
 
@@ -269,12 +351,20 @@ def _condition(
         tokens = captions.max_text_tokens or (dataset.max_tokens if cached and name != "bytes" else longest)
         check_tokens(name, kind, longest, tokens)
         return {"text": TextConfig(kind, width, tokens, captions.cross_attention)}
-    if (num_classes or dataset.num_classes) < dataset.num_classes:
-        raise ValueError(
-            f"--num_classes {num_classes}: --data_path {data_path} has {dataset.num_classes} classes, "
-            f"labels 0 to {dataset.num_classes - 1}; leave the flag out or raise it"
-        )
+    check_classes(num_classes, data_path, dataset)
     return {"num_classes": num_classes or dataset.num_classes}
+
+
+def check_classes(num_classes: int | None, data_path: str, dataset: MediaDataset) -> None:
+    """Raise ValueError, naming a sample where it can be found, if ``num_classes`` has no row for each label."""
+    if not num_classes or num_classes >= dataset.num_classes:
+        return
+    found = dataset.largest_label()
+    sample = f" ({found[1]} has the label {found[0]})" if found and found[0] >= num_classes else ""
+    raise ValueError(
+        f"--num_classes {num_classes}: --data_path {data_path} has {dataset.num_classes} classes, "
+        f"labels 0 to {dataset.num_classes - 1}{sample}; leave the flag out or raise it"
+    )
 
 
 def _check_decodes(data: DataFlags, channels: int, side: int) -> None:

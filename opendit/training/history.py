@@ -7,10 +7,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from opendit.common.replace import replacing
+from opendit.common.safe_files import rename, replacing, sync_folder
 from opendit.common.strict_files import read_file
 from opendit.config.flags import overridden, to_dict
-from opendit.state.files import sync_folder
 from opendit.state.schema import RUN_CONFIG
 from opendit.training.specification import RunSpecification
 
@@ -22,10 +21,11 @@ def write_config(spec: RunSpecification) -> None:
     path, start = spec.folder / CONFIG, describe_start(spec)
     starts = _earlier_starts(path, spec.notes)
     content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
+    content |= {"clip_fps": spec.clip_fps} if spec.clip_fps is not None else {}
     content |= {"model_config": spec.model_config.to_dict()}
     content |= {key: start[key] for key in ("steps_per_epoch", "last_step")}
-    with replacing(path) as new, open(new, "w") as file:
-        json.dump({**content, "starts": [*starts, start]}, file, indent=1)
+    with replacing(path) as file:
+        file.write(json.dumps({**content, "starts": [*starts, start]}, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
     sync_folder(spec.folder)
@@ -56,7 +56,7 @@ def _earlier_starts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     try:
         content = read_file(path, RUN_CONFIG)
     except (OSError, ValueError) as error:
-        os.replace(path, path.with_name(DAMAGED))
+        rename(path, path.with_name(DAMAGED))
         notes.append(f"{error}: it is kept as {DAMAGED}, and {CONFIG} begins anew")
         return []
     if "starts" in content:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from opendit.common.records import RecordFile, WriteFailures
-from opendit.common.replace import replacing
+from opendit.common.safe_files import open_to_append, refuse_links, write_whole
 from opendit.data.progress import Progress
 from opendit.parallel.mesh import Mesh
 from opendit.training.board import Board
@@ -74,7 +73,7 @@ class Monitor:
             with failures.survive("log.jsonl"):
                 keep_up_to(folder / "log.jsonl", first_step)
             self.log_file = RecordFile(folder / "log.jsonl")
-            self.board = Board(folder / "tensorboard", first_step + 1)
+            self.board = Board(folder / "tensorboard", first_step + 1, root=folder)
             self.boards: dict[str, Board | RunLogger] = {"TensorBoard": self.board}
             for name, logger in loggers.items():
                 with self._survive(name):
@@ -215,15 +214,16 @@ class Monitor:
 def keep_up_to(log: Path, step: int) -> None:
     """Of a log that a killed run wrote past its last checkpoint, drops the lines that are about to be written again,
     and one that is not whole. Raises OSError."""
+    refuse_links(log.parent, [log.name])
     if not log.is_file():
         return
     lines = log.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if line.endswith(b"\n") and _is_up_to(line, step)]
     if kept == lines[: len(kept)]:
-        os.truncate(log, sum(map(len, kept)))  # which a full disk allows
+        with open(open_to_append(log), "a+b") as file:
+            file.truncate(sum(map(len, kept)))  # which a full disk allows
         return
-    with replacing(log) as new:
-        new.write_bytes(b"".join(kept))
+    write_whole(log, b"".join(kept))
 
 
 def _is_up_to(line: bytes, step: int) -> bool:

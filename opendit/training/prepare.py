@@ -36,18 +36,23 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.stages import mesh_stages
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel, sequence_shape
 from opendit.state.checkpoint import Checkpoint, find_checkpoint
+from opendit.state.ema import WARMUP
 from opendit.state.lock import lock_folder
 from opendit.state.pretrained import read_config, read_info
-from opendit.state.run_folders import new_run_folder
-from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint
+from opendit.state.run_folders import WRITTEN, new_run_folder
+from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint, warmup_of
 from opendit.training.from_flags import (
+    caption_notes,
     check_pretrained,
+    clip_fps,
+    fit_captions,
     held_out,
     last_step_of,
     memory_setup,
     open_data,
     plan_model,
     saved_by_adaln_lora,
+    text_before,
 )
 from opendit.training.host_memory import check_host, check_offload
 from opendit.training.memory import Setup, card_memory
@@ -74,9 +79,13 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     if asked.run.deterministic:
         make_deterministic()
     seed, batch = asked.run.global_seed, asked.batch
-    dataset = open_data(asked.data, asked.captions, asked.model.num_classes, asked.loader.max_bad, seed)
+    dataset = everything = open_data(asked.data, asked.captions, asked.model.num_classes, asked.loader.max_bad, seed)
     dataset, validation = held_out(asked, dataset)
+    validated_apart = validation if asked.validation.validate_path is not None else None
     global_batch = batch.batch_size * mesh.dp_size * batch.grad_accumulation
+    resume = _checkpoint(asked.save, asked.model.model, mesh, notes)
+    asked.captions, of_captions = fit_captions(asked, everything, text_before(asked.start, resume), mesh)
+    notes = notes + of_captions
     plan = plan_model(asked, dataset)
     flags, notes = flags.with_part(plan.captions), notes + plan.notes
     config, objective, captions, vae = plan.config, plan.objective, plan.captions, plan.vae
@@ -91,7 +100,6 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         check_offload(config, setup, samples, ranks, asked.save.save)
     sequence = _sequence(asked, config, mesh, samples, notes)
     stages = mesh_stages(mesh, config, asked.plugin.pipeline_schedule)
-    resume = _checkpoint(asked.save, asked.model.model, mesh, notes)
     stored = stored_fingerprint(resume.state) if resume else {}
     # Checkpoints from before there was another order do not name theirs.
     order = stored.get("order", SORTED) if resume else KEYED
@@ -100,6 +108,11 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     if resume and isinstance(schedule, PackSchedule):
         if (packs := resume.state.get("packs")) is not None:
             schedule.restore(packs, resume.state["step"])
+            if "step" not in packs:
+                notes.append(
+                    "--pack_tokens: the checkpoint's packs were planned by another rule; the run goes on from where "
+                    "their last window began, so that some of its samples come once more"
+                )
         else:
             schedule.begin_at(resume.state["step"])
     if resume:
@@ -112,11 +125,19 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         initial, initial_config, config = check_pretrained(
             asked.start.pretrained, asked.model.model, config, notes, mesh, resumed=resume is not None
         )
+    ema_warmup = _ema_warmup(flags, stored if resume else None)
+    flags = replace(flags, ema_warmup=bool(ema_warmup))
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
     lora = _lora(asked.start, initial, resume, notes) if asked.start.lora else None
     codec = _codec(asked.data, captions, dataset, vae, mesh, notes)
     conditioner = _conditioner(captions.text_encoder, config, dataset, mesh, for_grids=codec is not None)
+    if mesh.is_main:
+        encoder = getattr(conditioner, "encoder", None)
+        if not (config.text and config.text.inside):  # whose captions have been counted
+            notes += caption_notes(everything, config.text, encoder)
+        if validated_apart is not None:
+            notes += caption_notes(validated_apart, config.text, encoder, "captions of --validate_path")
     kernels = _kernels(asked, config, mesh, stored.get("attention"), notes)
     memory = replace(
         memory_setup(asked, config, mesh.world_size),
@@ -126,7 +147,11 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     sharding = _sharding(samples, config, memory, mesh) if asked.plugin.plugin == "fsdp" else None
     folder = _folder(asked.save, asked.model.model, resume, mesh, notes)
     lock, lock_notes = lock_folder(
-        folder, mesh, f"--load {asked.save.load}", "stop it, or start a new run without --load"
+        folder,
+        mesh,
+        f"--load {asked.save.load}",
+        "stop it, or start a new run without --load",
+        written=WRITTEN,
     )
     notes += lock_notes
     last_step = last_step_of(batch, schedule)
@@ -160,13 +185,26 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         initial_config=initial_config,
         lora=lora,
         notes=notes,
+        ema_warmup=ema_warmup,
         validation=validation,
         samples_at_once=samples,
     )
+    spec.clip_fps, note = mesh.broadcast_object(clip_fps(asked.data, dataset) if mesh.is_main else None)
+    notes += note
     spec.fingerprint = mesh.broadcast_object(fingerprint(spec) if mesh.is_main else None)
     if resume:
         notes += changes(stored, spec.fingerprint, first_step)
     return spec
+
+
+def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
+    """The warm-up of the averages. A resumed run keeps that of its checkpoint, whose fingerprint is ``stored``, unless
+    the command line turns it on or off."""
+    if stored is None:
+        return WARMUP if flags.ema_warmup else 0
+    if "ema_warmup" not in flags.given:
+        return warmup_of(stored)
+    return (warmup_of(stored) or WARMUP) if flags.ema_warmup else 0
 
 
 def make_deterministic() -> None:
@@ -213,7 +251,7 @@ def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, 
     if folder is None:
         folder = mesh.broadcast_object(new_run_folder(save.outputs, model) if mesh.is_main else None)
     if resume and not resume.run:
-        notes.append(f"--load: {resume.folder} lies in no run's checkpoints folder, so the run goes on in {folder}")
+        notes.append(f"--load: {resume.folder} lies in no run's own checkpoints folder, so the run goes on in {folder}")
     return folder
 
 

@@ -1,6 +1,9 @@
 """``--profile``: where the time of a training step goes, as a trace and as a table by kind of work."""
 
+import gzip
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from opendit.common.records import WriteFailures
-from opendit.common.replace import replacing
+from opendit.common.safe_files import replacing, write_whole
 
 WARMUP, STEPS = 8, 3  # steps that run before, and steps that are recorded; the profiler itself warms up in the last two
 
@@ -125,11 +128,14 @@ class StepProfiler:
             return
         text, trace = table(works_of(recorded, self.cuda), STEPS), "(no trace)"
         with self._failures.survive("profile"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self.folder / "table.txt") as new:
-                new.write_text(text + "\n")
-            with replacing(self.folder / "trace.json.gz") as new:
-                recorded.export_chrome_trace(str(new))
+            run = self.folder.parent
+            write_whole(self.folder / "table.txt", (text + "\n").encode(), root=run, make=True)
+            with tempfile.TemporaryDirectory() as private:  # the profiler takes a path, and writes beside it
+                plain = Path(private, "trace.json")
+                recorded.export_chrome_trace(str(plain))
+                with replacing(self.folder / "trace.json.gz", root=run) as new, gzip.open(new, "wb") as packed:
+                    with open(plain, "rb") as file:
+                        shutil.copyfileobj(file, packed)
             trace = f"(trace: {self.folder / 'trace.json.gz'})"
         where = "the device" if self.cuda else "the host"
         self.say(f"profile of {STEPS} steps, time on {where} {trace}:\n{text}")

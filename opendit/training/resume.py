@@ -6,6 +6,7 @@ from opendit.models.shapes import model_shapes
 from opendit.state.checkpoint import Checkpoint
 from opendit.state.header import compare
 from opendit.state.pretrained import read_info
+from opendit.state.tables import table_notes
 
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:
@@ -41,9 +42,11 @@ def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective
             f"--load: the model in {folder} learned another objective; repeat its {flags}, or give it to --pretrained "
             "to start from its weights"
         )
+    with checkpoint.open(checkpoint.model.name) as tensors:
+        notes = table_notes(config, tensors, checkpoint.model)
     if not checkpoint.damaged:
-        return []
-    return [f"--load: {'; '.join(checkpoint.damaged)}; going on from {folder}, the newest that is intact"]
+        return notes
+    return [*notes, f"--load: {'; '.join(checkpoint.damaged)}; going on from {folder}, the newest that is intact"]
 
 
 def _check_shapes(checkpoint: Checkpoint, config: DiTConfig) -> None:

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from opendit.common.safe_files import make_folder, write_whole
+
 PROJECT = "opendit"
 
 
@@ -45,6 +47,7 @@ class WandbLogger(RunLogger):
 
         self._wandb = wandb
         known = folder / "wandb" / "run_id"
+        make_folder(known.parent, root=folder)  # wandb itself would follow a link there
         run_id = known.read_text().strip() if known.is_file() else None
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -56,8 +59,7 @@ class WandbLogger(RunLogger):
             config=config,
             settings=wandb.Settings(console="off", silent=True),  # the output has a progress bar
         )
-        known.parent.mkdir(exist_ok=True)
-        known.write_text(self._run.id)
+        write_whole(known, self._run.id.encode(), root=folder)
         # By a column of their own, steps may be logged again after a resume from an earlier one.
         self._run.define_metric("*", step_metric="step")
         self.where = f"wandb sync {folder}/wandb/offline-run-*" if mode == "offline" else f"wandb ({mode})"
@@ -103,7 +105,7 @@ class MlflowLogger(RunLogger):
             client.update_run(run_id, status="RUNNING")
             return run_id
         run_id = client.create_run(experiment, run_name=folder.name).info.run_id
-        path.write_text(run_id)
+        write_whole(path, run_id.encode())
         return run_id
 
     def scalars(self, values: dict[str, float], step: int) -> None:

@@ -47,7 +47,7 @@ def shape_samples(asked: Components, dataset: MediaDataset, config: DiTConfig) -
         )
     except ValueError as error:
         raise ValueError(f"{flag} {error}") from error
-    interval = 1 if data.short_clips == "interval" else data.frame_interval
+    interval = 1 if data.short_clips == "interval" or data.fps is not None else data.frame_interval
     return shape_media(dataset, table, interval, data.max_upscale, flag)
 
 

@@ -55,8 +55,10 @@ class RunSpecification:
     initial_config: DiTConfig | None  # of the model that these weights are of
     lora: Lora | None
     notes: list[str]
+    ema_warmup: float  # of the averages, see opendit.state.ema.EMA
     samples_at_once: int  # of the model's configured size, in a rank's micro-batch, or as many tokens
     validation: MediaDataset | None = None  # what the held-out loss is of
+    clip_fps: float | None = None  # frames a second of the clips that the model draws; None: not known
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 
     @property
@@ -90,6 +92,8 @@ class RunSpecification:
             "text_encoder": _path_or_name(self.flags.text_encoder),
             "image_size": self.flags.image_size,
             "frame_interval": self.flags.frame_interval,
+            **({"fps": self.flags.fps} if self.flags.fps is not None else {}),
+            **({"clip_fps": self.clip_fps} if self.clip_fps is not None else {}),
             **({"lora": self.lora.to_dict()} if self.lora else {}),
         }
 

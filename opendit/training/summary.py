@@ -72,6 +72,7 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         "compile": spec.why_not_compiled or "blocks and final layer, when they first meet a shape",
         "batch": f"{flags.batch_size} x {mesh.dp_size} ranks x {flags.grad_accumulation} micro-batches = "
         f"{spec.schedule.global_batch}{_unit(flags)}; {spec.schedule.mean_steps_per_epoch:,.2f} steps an epoch",
+        **({"an epoch": spec.schedule.passes} if spec.schedule.passes else {}),
         "steps": f"{spec.first_step} to {spec.last_step}"
         + (f", resumed from {spec.resume.folder}" if spec.resume else ""),
         "run folder": str(spec.folder),

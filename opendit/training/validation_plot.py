@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opendit.common.replace import replacing
+from opendit.common.safe_files import write_whole
 
 MOST = 20  # % above a level's lowest loss that the heat map tells apart: losses of the first steps are many times it
 
@@ -74,9 +74,7 @@ def draw_losses(history: LossHistory, path: Path, title: str) -> None:
     figure.colorbar(image, ax=heat, label="%", extend="max")
     memory = io.BytesIO()
     figure.savefig(memory, format="png", dpi=100)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as new:
-        new.write_bytes(memory.getvalue())
+    write_whole(path, memory.getvalue(), make=True)
 
 
 def _colours(count: int) -> list[Any]:

@@ -110,7 +110,7 @@ TINY = "--model DiT-Ti/2 --image_size 8 --vae none --batch_size 4 --num_workers 
 PRETRAINED = "--pretrained weights.safetensors"
 CLIPS = f"{TINY.replace('DiT-Ti/2', 'vDiT-Ti/122')} --use_video --data_path clips.csv"
 BESIDE_OF_TRAIN = {
-    "num_frames": CLIPS, "frame_interval": CLIPS, "short_clips": CLIPS, "video_reader": CLIPS,
+    "num_frames": CLIPS, "frame_interval": CLIPS, "fps": CLIPS, "short_clips": CLIPS, "video_reader": CLIPS,
     "max_bad": f"{TINY} --data_path pictures",
     "lora": f"{TINY} {PRETRAINED}", "lora_alpha": f"{TINY} {PRETRAINED} --lora 4",
     "text_encoder": f"{TINY} --data_path mock", "max_text_tokens": f"{TINY} --data_path mock --text_encoder bytes",
@@ -128,7 +128,7 @@ BESIDE_OF_PREPROCESS = {
     "demo": "", "ucf101": "folder --output new.csv", "folder": "folder --output new.csv",
     "check": "clips.csv --output new.csv", "latents": "--data_path digits --output latents",
     "shards": "--data_path pictures --output shards", "index": "folder", "look": "digits",
-    "latents --num_frames": "--use_video", "latents --frame_interval": "--use_video",
+    "latents --num_frames": "--use_video", "latents --frame_interval": "--use_video", "latents --fps": "--use_video",
     "latents --short_clips": "--use_video", "latents --video_reader": "--use_video",
     "latents --max_text_tokens": "--text_encoder t5", "latents --max_bad": "--data_path pictures",
 }  # fmt: skip

@@ -95,7 +95,7 @@ def test_workers_read_what_the_schedule_says(folder, workers):
         ("sources: [{path: a, weight: 1}, {path: ./a, weight: 1}]", "twice .by path"),
         ("sources: [{path: a, wieght: 1}]", "unknown key 'wieght'; known here: path, name, weight"),
         ("sources: [{path: a, weight: 1}, {path: b, epochs: 1}]", "every source a weight, or every source epochs"),
-        ("sources: &s [*s]", "a source is like"),
+        ("sources: &s [*s]", r", line 1: \*s is inside of what it repeats"),
         ("sources: [{path: blend.yaml, weight: 1}]", "can't hold another blend"),
         ("sources: [{path: mock, weight: 1}]", "can't hold mock"),
         ("sources: [", "not YAML that can be read"),

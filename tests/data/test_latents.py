@@ -231,7 +231,7 @@ def test_shards_are_the_same_bytes_and_whole_or_absent(tmp_path, monkeypatch):
         write_shard(tmp_path / name, tensors, {"x": 1, "y": 2}, ["p: q"])
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
-    def fail(source, target):
+    def fail(source, target, **options):
         raise OSError("disk full")
 
     monkeypatch.setattr("os.replace", fail)

@@ -185,6 +185,16 @@ def test_kernel_distance_is_the_mean_over_pairs():
     assert value == pytest.approx(expected, rel=1e-10) and spread < 1e-12 * abs(expected) + 1e-12
 
 
+def test_the_spread_of_the_kernel_distance_is_that_of_its_subsets():
+    """Of two subsets half of how far they are apart: the deviation from their own mean, nothing corrected."""
+    x, y = features(23, 6, 1), features(23, 6, 2)
+    first, alone = kernel_distance(x, y, subsets=1, size=7)
+    value, spread = kernel_distance(x, y, subsets=2, size=7)
+    second = 2 * value - first
+    assert alone == 0 and first != second
+    assert spread == pytest.approx(abs(first - second) / 2)
+
+
 def test_kernel_distance_is_unbiased():
     """Of two draws from one distribution it is 0 on average, for small and for large subsets alike."""
     x, y = torch.randn(2, 2000, 5, generator=torch.Generator().manual_seed(3))
@@ -218,6 +228,15 @@ def test_precision_and_recall_by_brute_force(k, monkeypatch):
     got = precision_recall(torch.from_numpy(samples), torch.from_numpy(reference), k)
     assert got == pytest.approx(brute_force(samples, reference, k), abs=1e-12)
     assert got[0] != got[1]
+
+
+def test_the_surface_of_a_ball_belongs_to_it():
+    """As in the definition (Kynkaanniemi et al. 2019): at most as far as the k-th neighbour. All numbers are exact."""
+    reference = torch.tensor([[-3.0], [-1.0], [1.0], [3.0]], dtype=torch.float64)  # balls of a radius of 2
+    samples = torch.tensor([[5.0], [5.25], [-5.0], [-5.25]], dtype=torch.float64)  # of 0.25
+    assert precision_recall(samples, reference, 1) == (0.5, 0)
+    copies = reference[[0, 0, 3, 3]]  # balls of no size, around what is in the reference
+    assert precision_recall(copies, reference, 1) == (1, 0.5)
 
 
 def test_precision_without_recall():

@@ -9,7 +9,7 @@ import torch
 
 from opendit.config.approximations import Approximations, FirstBlockCache, TaylorCache, parse_cache
 from opendit.diffusion.samplers import SAMPLERS
-from opendit.inference.approximations import evaluated_steps, plan_steps
+from opendit.inference.approximations import ALL, FIRST, evaluated_steps, plan_steps
 from opendit.inference.block_stacks import weighted_sum
 from opendit.inference.engine import SamplingEngine
 from tests.inference.test_engine import LABELS, OBJECTIVES, fresh
@@ -35,6 +35,17 @@ def test_a_polynomial_of_the_steps_number_is_extrapolated_exactly(order, every):
         return found
 
     assert len(run(order)) >= 10 and not any(run(order)) and all(run(order + 1))
+
+
+def test_every_run_of_one_model_begins_with_a_whole_step():
+    """Steps are counted from where the model changes, not from the first step of all."""
+    starts = [True, False, False, True, False, False, False, True]
+    nulls = [step.mode.null for step in Approximations(guidance_every=2).plan(starts, [1.0] * 8)]
+    assert nulls == [True, False, True, True, False, True, False, True]
+    nulls = [step.mode.null for step in Approximations(guidance_every=3).plan(starts, [1.0] * 8)]
+    assert nulls == [True, False, False, True, False, False, True, True]
+    blocks = [step.mode.blocks for step in Approximations(cache=FirstBlockCache()).plan(starts, [1.0] * 8)]
+    assert blocks == [ALL if start else FIRST for start in starts]
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])

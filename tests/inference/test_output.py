@@ -136,12 +136,12 @@ def test_a_full_disk_says_what_is_there(how, tmp_path, ckpt, no_ranks, capsys, m
     if how == "single files":
         true_save, left = Image.Image.save, [5]
 
-        def save(self, path, *args, **options):
+        def save(self, file, *args, **options):
             left[0] -= 1
             if left[0] < 0:
-                Path(path).write_bytes(b"half")
+                file.write(b"half")
                 raise full
-            true_save(self, path, *args, **options)
+            true_save(self, file, *args, **options)
 
         monkeypatch.setattr(Image.Image, "save", save)
         expected = "5 of 9 samples are there and whole"

@@ -1,5 +1,6 @@
 """A sample.py that was killed, or that a disk stopped, goes on from its parts: the same bytes as without it."""
 
+import contextlib
 import errno
 import json
 import os
@@ -81,7 +82,7 @@ def kill_at(moment: str) -> None:
     elif moment == "third part":
         Parts.write = killed_after(Parts.write, 2, half_a_part)
     elif moment == "seventh picture":
-        half = lambda self, path, *args, **options: Path(path).write_bytes(b"half")  # noqa: E731
+        half = lambda self, file, *args, **options: os.write(file.fileno(), b"half")  # noqa: E731
         Image.Image.save = killed_after(Image.Image.save, 6, half)
     elif moment == "npz":
         inference.write_npz = killed_after(inference.write_npz, 0, half_an_npz)
@@ -280,16 +281,18 @@ def test_overwrite_draws_anew(unfinished, ckpt, capsys):
 
 def test_a_disk_that_is_full_in_a_part(tmp_path, ckpt, no_ranks, uninterrupted, monkeypatch, capsys):
     monkeypatch.setattr(parts_module, "FINE", 0)
-    folder, calls, true_write = tmp_path / "o", [], Path.open
+    folder, calls, true_replacing = tmp_path / "o", [], parts_module.replacing
 
-    def fails(path, mode="r", *args, **options):
-        calls.append(path)
-        if mode == "wb" and len(calls) > 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return true_write(path, mode, *args, **options)
+    @contextlib.contextmanager
+    def fails(path, **options):
+        with true_replacing(path, **options) as file:
+            calls.append(path)
+            if len(calls) > 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            yield file
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(parts_module, "open", fails, raising=False)
+        patch.setattr(parts_module, "replacing", fails)
         sample.main(argv(ckpt, folder, "--no_save_png"))
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert stop.value.code == 1 and line.startswith("error: [Errno 28] No space left on device: ")

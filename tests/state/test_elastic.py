@@ -11,7 +11,7 @@ from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.state.checkpoint import find_checkpoint
-from opendit.state.ema import EMA
+from opendit.state.ema import EMA, WARMUP
 from opendit.state.loading import load_checkpoint
 from opendit.state.saving import Checkpoints
 from tests.numbers import off_by
@@ -65,7 +65,7 @@ def built(mesh: Mesh, run: Run, **more) -> tuple[Mesh, Engine, EMA]:
     more["offload"] = {("fsdp", 2): "state", ("hsdp", 4): "average"}.get((run.plugin, run.world), "none")
     settings = dict(lr=LR, weight_decay=0.01, betas=BETAS, grad_clip=CLIP, sharding=Sharding(keep_gathered=False))
     engine = build_engine(build_model(), mesh, plugin=plugin, precision=run.precision, **settings, **more)
-    return mesh, engine, EMA(engine, DECAYS, warmup=True)
+    return mesh, engine, EMA(engine, DECAYS, WARMUP)
 
 
 def steps(engine: Engine, ema: EMA, mesh: Mesh, first: int, count: int) -> list[float]:
@@ -150,7 +150,7 @@ def uninterrupted() -> tuple[list[float], dict[str, Tensor]]:
         adam.zero_grad()
         losses.append(loss.item())
         for decay, average in zip(DECAYS, averages, strict=True):
-            decay = min(decay, (1 + step) / (10 + step))
+            decay = min(decay, 1 - 10 / (step + 10))
             for name, p in named.items():
                 average[name] = decay * average[name] + (1 - decay) * p.detach().double()
     state = {f"model.{name}": p.detach() for name, p in named.items()}

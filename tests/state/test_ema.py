@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from opendit.state.ema import EMA
+from opendit.state.ema import EMA, FIRST_WARMUP, WARMUP
 from tests.parallel.engines.test_engines import CONFIG, build_model, loss_of
 from tests.ranks import run_ranks
 
 STEPS, DECAYS = 4, (0.9, 0.5)
 
 
-def averaged(mesh, plugin: str, precision: str, warmup: bool):
+def averaged(mesh, plugin: str, precision: str, warmup: float):
     """Full averages after STEPS steps; the masters of every step; elements on this rank; the swap's effects."""
     from opendit.parallel.engines import build_engine
 
@@ -48,15 +48,15 @@ def swapped(mesh, engine, ema, average) -> tuple[bool, bool, bool]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_shards_are_the_parts_of_the_whole_average(world):
-    cases = [("zero2", "fp32", False), ("ddp", "fp32", True), ("gemini", "bf16", True), ("zero2", "bf16", False)]
-    cases += [("fsdp", "bf16", True)]
+    cases = [("zero2", "fp32", 0), ("ddp", "fp32", WARMUP), ("gemini", "bf16", WARMUP), ("zero2", "bf16", WARMUP)]
+    cases += [("fsdp", "bf16", FIRST_WARMUP)]
     for case, ranks in zip(cases, zip(*run_ranks(world, all_averaged, cases), strict=True), strict=True):
         warmup, parameters = case[2], CONFIG.parameters()
         averages, history, _, _ = ranks[0]
         for which, decay in enumerate(DECAYS):
             expected = {name: first.double() for name, first in history[0].items()}
             for n, masters in enumerate(history[1:]):  # the definition, in float64
-                d = min(decay, (1 + n) / (10 + n)) if warmup else decay
+                d = min(decay, 1 - warmup / (n + 10)) if warmup else decay
                 expected = {name: d * old + (1 - d) * masters[name].double() for name, old in expected.items()}
             for name, value in expected.items():
                 assert (averages[which][name] - value).abs().max() < 1e-6, (case, decay, name)
@@ -85,13 +85,13 @@ def test_warm_up_is_the_stated_rule():
         def attach_averages(self, *_):
             return False
 
-    ema = EMA(Engine(), 0.999, warmup=True)
-    decays = []
-    for _ in range(3):
-        decays.append(ema.decays_after(ema.updates).item())
-        ema.update(torch.tensor(True))
-    assert decays == [1 / 10, 2 / 11, 3 / 12]
-    ema.update(torch.tensor(False))
-    assert ema.updates == 3
-    assert ema.decays_after(torch.tensor(10**6)).item() == 0.999
+    for warmup, expected in ((WARMUP, [0, 1 / 11, 2 / 12]), (FIRST_WARMUP, [1 / 10, 2 / 11, 3 / 12])):
+        ema, decays = EMA(Engine(), 0.999, warmup), []
+        for _ in range(3):
+            decays.append(ema.decays_after(ema.updates).item())
+            ema.update(torch.tensor(True))
+        assert decays == pytest.approx(expected, rel=1e-15, abs=1e-15)
+        ema.update(torch.tensor(False))
+        assert ema.updates == 3
+        assert ema.decays_after(torch.tensor(10**6)).item() == 0.999
     assert EMA(Engine(), 0.999).decays_after(torch.tensor(0)).item() == 0.999

@@ -4,6 +4,7 @@ import errno
 import os
 from pathlib import Path
 
+from opendit.state import files
 from opendit.state.checkpoint import put_in_place, tidy
 
 
@@ -25,13 +26,20 @@ def test_a_checkpoint_takes_the_place_of_whatever_is_there(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def raises(error: OSError):
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
 def test_latest_that_can_not_be_moved_takes_nothing_from_the_checkpoint(tmp_path, monkeypatch):
     (tmp_path / "latest").symlink_to("step_0000001")
-    monkeypatch.setattr(Path, "symlink_to", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links here")))
+    monkeypatch.setattr(files, "link_to", raises(PermissionError(1, "no links here")))
     (tmp_path / ".step_0000002.incomplete").mkdir()
     assert put_in_place(tmp_path / "step_0000002") is None
     assert (tmp_path / "latest").read_text() == "step_0000002"
-    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(files, "write_whole", raises(OSError(28, "No space left on device")))
     (tmp_path / ".step_0000003.incomplete").mkdir()
     assert put_in_place(tmp_path / "step_0000003").errno == errno.ENOSPC
     assert (tmp_path / "step_0000003").is_dir() and not (tmp_path / "latest").exists()

@@ -102,10 +102,10 @@ def fails_at_step_1(mesh, outputs: Path, kind: str) -> int | None:
     module = opendit.state.whole if kind == "whole" else opendit.state.shards
     write = module.write_tensors
 
-    def full_at_step_1(path, *args):
+    def full_at_step_1(path, *args, **options):
         if mesh.rank == 1 and "step_0000001" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write(path, *args)
+        return write(path, *args, **options)
 
     module.write_tensors = full_at_step_1
     try:

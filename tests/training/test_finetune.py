@@ -56,8 +56,9 @@ def test_the_same_model_is_taken_over_whole(tmp_path):
     old, new = model(), model(seed=1)
     done = taken_over(new, weights(old, tmp_path, class_names=list("abcde")), old.config, list("abcde"))
     assert all(torch.equal(value, new.state_dict()[name]) for name, value in old.state_dict().items())
-    assert not done.untrained and not done.left_out and len(done.describe()) == 1
-    assert sum(done.reused.values()) == old.config.parameters() + old.pos_embed.numel()
+    assert not done.untrained and not done.left_out and len(done.describe()) == 2
+    assert sum(done.reused.values()) == old.config.parameters()
+    assert done.recomputed == {"pos_embed": old.pos_embed.numel()}
 
 
 def test_other_classes_keep_the_null_class_and_those_of_the_same_name(tmp_path):

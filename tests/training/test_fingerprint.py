@@ -59,9 +59,9 @@ def notes(text: str) -> list[str]:
 
 def test_every_flag_is_listed_once():
     """A flag that is new must be put into FREE, OF_THE_MODEL or MADE_INTO, or be known here to change the curve."""
-    known = {"image_size", "num_frames", "frame_interval", "short_clips", "label_drop", "lr", "lr_schedule",
+    known = {"image_size", "num_frames", "frame_interval", "fps", "short_clips", "label_drop", "lr", "lr_schedule",
              "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "grad_clip", "objective", "global_seed",
-             *OBJECTIVE_FLAGS, "ema_warmup", "plugin", "mixed_precision", "compile", "deterministic",
+             *OBJECTIVE_FLAGS, "plugin", "mixed_precision", "compile", "deterministic",
              "data_parallel_replicate", "reduce_dtype", "tensor_parallel_size", "expert_parallel_size",
              "pipeline_parallel_size", "pipeline_schedule", "bucket_tokens", "pack_tokens", "max_upscale"}  # fmt: skip
     lists = [FREE & FLAGS, OF_THE_MODEL, set(MADE_INTO), known]
@@ -109,7 +109,7 @@ CHANGED = {
     "an EMA more": ("", "--ema_decay 0.9999 0.9", "--ema_decay 0.9999 -> 0.9999 0.9", AVERAGES),
     "an EMA less": ("--ema_decay 0.9 0.99", "--ema_decay 0.9", "that of 0.99 ends with the checkpoint", AVERAGES),
     "another order": ("--ema_decay 0.9 0.99", "--ema_decay 0.99 0.9", "draws from that of 0.99", AVERAGES),
-    "ema_warmup": ("", "--ema_warmup", "--ema_warmup False -> True", AVERAGES),
+    "ema_warmup": ("", "--no_ema_warmup", "--ema_warmup True -> False", AVERAGES),
     "plugin": ("", "--plugin ddp", "--plugin zero2 -> ddp", ROUNDING),
     "mixed_precision": ("", "--mixed_precision bf16", "--mixed_precision fp32 -> bf16", ROUNDING),
     "compile": ("", "--compile", "--compile False -> True", ROUNDING),

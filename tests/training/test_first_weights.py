@@ -80,7 +80,7 @@ def stored(case: Case, folder: Path, *spoilt: str) -> Path:
     folder.mkdir()
     torch.manual_seed(3)
     model = randomised(build_model(case.found))
-    for table in model.buffers():  # the file's, which need not be what this version computes
+    for table in model.buffers():  # which are computed, whatever a file has
         table += 0.125
     state = {n: t.to(case.dtype).contiguous() for n, t in model.state_dict().items()}
     for name in spoilt:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 import sample
 import train
 from opendit.parallel.mesh import Mesh
-from opendit.state.checkpoint import find_checkpoint, prune
+from opendit.state.checkpoint import find_checkpoint, newest_checkpoint, prune, put_in_place
 from opendit.state.files import checkpoints_in, damage, read_manifest, write_manifest
-from opendit.state.pretrained import read_newest
+from opendit.state.pretrained import find_weights, read_newest
 from tests.ranks import run_ranks
 
 ARGV = (
@@ -200,7 +200,10 @@ def test_latest_that_leads_nowhere_or_elsewhere_is_told(run, tmp_path):
     shutil.move(step(run, 1), tmp_path / "elsewhere")
     latest.symlink_to(tmp_path / "elsewhere")
     checkpoint = found("latest", run)
-    assert checkpoint.folder == step(run, 2) and "leads out of the run's folder" in checkpoint.damaged[0]
+    assert checkpoint.folder == step(run, 2)
+    assert checkpoint.damaged[0] == (
+        f"{latest} names {tmp_path / 'elsewhere'}, which is no checkpoint beside it, and is not followed; remove it"
+    )
 
 
 def test_a_link_out_of_the_run_is_not_followed(run, tmp_path):
@@ -216,11 +219,62 @@ def test_a_link_out_of_the_run_is_not_followed(run, tmp_path):
     assert checkpoint.folder == step(run, 1) and f"{model} is a symbolic link out of {run}" in checkpoint.damaged[1]
     with pytest.raises(ValueError, match="symbolic link out of"):
         read_newest(step(run, 2), "model")
-    # The folder of all checkpoints elsewhere: what stands there is not the run's, either.
-    shutil.move(run / "checkpoints", tmp_path / "checkpoints")
-    (run / "checkpoints").symlink_to(tmp_path / "checkpoints")
-    with pytest.raises(ValueError, match="leads out of the run's folder"):
-        found(run, run)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "a_link"),
+    [
+        ("latest", "../../other/checkpoints/step_0000003", True),
+        ("latest", "../../other/checkpoints/step_0000003", False),
+        ("best", "../../other/checkpoints/step_0000003", True),
+        ("latest", "/other/step_0000003", True),
+        ("best", ".", True),
+        ("latest", "./step_0000003", True),
+        ("latest", "step_3\n/x", False),
+    ],
+)
+def test_latest_and_best_are_names_and_no_way_elsewhere(name, text, a_link, run):
+    """Whoever follows them would find an intact checkpoint there, of another run."""
+    other = shutil.copytree(run, run.parent / "other", symlinks=True)
+    link = run / "checkpoints" / name
+    link.unlink(missing_ok=True)
+    text = str(other / "checkpoints" / "step_0000003") if text.startswith("/") else text
+    link.symlink_to(text) if a_link else link.write_text(text)
+    shutil.rmtree(step(run, 3))
+    if name == "best":
+        (run / "checkpoints" / "latest").unlink()
+    with pytest.raises(ValueError, match="is no checkpoint beside it, and is not followed") as refused:
+        found(link, run)
+    assert str(refused.value).isprintable() and str(link) in str(refused.value)
+    for read in (find_weights, read_newest):
+        with pytest.raises(ValueError, match="is not followed"):
+            read(link)
+    notes = []
+    assert find_weights(run) == step(run, 2) / "ema.safetensors"
+    assert read_newest(run, notes=notes).path.parent == step(run, 2) == newest_checkpoint(run)
+    assert found("latest", run).folder == step(run, 2)
+    assert name == "best" or ("is not followed" in notes[0] and len(found("latest", run).damaged) == 1)
+
+
+def test_checkpoints_on_another_disk_are_read_and_not_written(run, tmp_path, no_ranks, capsys):
+    shutil.move(run / "checkpoints", tmp_path / "disk")
+    (run / "checkpoints").symlink_to(tmp_path / "disk")
+    before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "disk").rglob("*"))
+    for ckpt in (run, step(run, 3), run / "checkpoints" / "latest"):
+        assert read_newest(ckpt, notes=[]).path.resolve() == tmp_path / "disk" / "step_0000003" / "ema.safetensors"
+    checkpoint = found(run, run)
+    assert checkpoint.folder == tmp_path / "disk" / "step_0000003" and checkpoint.run is None
+    train_to(4, run.parent, "--load", str(run))
+    assert "so the run goes on in" in capsys.readouterr().out
+    assert damage(step(run.parent / "001-DiT-Ti-2", 4)) is None
+    model = tmp_path / "disk" / "step_0000002" / "ema.safetensors"
+    with pytest.raises(OSError, match=f"{run}/checkpoints is a symbolic link"):
+        put_in_place(step(run, 5))
+    assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "disk").rglob("*")) == before
+    shutil.move(model, tmp_path / "ema.safetensors")
+    model.symlink_to(tmp_path / "ema.safetensors")  # a second link, out of what the first one leads to
+    with pytest.raises(ValueError, match="symbolic link out of"):
+        read_newest(step(run, 2))
 
 
 def test_a_run_reached_over_a_link_is_the_run(run, tmp_path):

@@ -5,9 +5,8 @@ import io
 import json
 import os
 import sys
-import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -15,10 +14,14 @@ from torch import Tensor
 
 from opendit.common.hashing import hash_parts
 from opendit.data.base import BadSample
+from opendit.data.clips import clip_rate
 from opendit.data.media_size import Size
 from opendit.data.medium import Medium, of_picture
+from opendit.data.memory_file import as_file
+from opendit.data.picture_file import as_rgb, reason
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields, split_name, suffix_of
+from opendit.data.shards.tar_headers import BLOCK, members
 
 FLAG = "--energon_cooker"
 RETURNS = "a mapping or an object with image or video, and caption or label"
@@ -46,12 +49,11 @@ def load_cooker(name: str) -> Cooker:
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
     """The key of a sample and its members by ending, of their bytes as a tar has them."""
     key, parts = "", {}
-    with tarfile.open(fileobj=io.BytesIO(content + bytes(2 * tarfile.BLOCKSIZE)), mode="r:") as tar:
-        for member in tar:
-            if member.isreg() and (split := split_name(member.name, fields.exact)) is not None:
-                key, ending = split
-                if fields.takes(ending):
-                    parts[ending] = cast(IO[bytes], tar.extractfile(member)).read()
+    for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
+        if member.regular and (split := split_name(member.name, fields.exact)) is not None:
+            key, ending = split
+            if fields.takes(ending):
+                parts[ending] = content[member.at : member.at + member.size]
     return key, parts
 
 
@@ -77,6 +79,7 @@ class CookedDataset(ShardDataset):
     """
 
     size_threads = 1  # a user's function may not be ready for more
+    counted_captions = 100  # a sample is read whole for its caption
 
     def __init__(
         self,
@@ -151,18 +154,31 @@ class CookedDataset(ShardDataset):
             return 1, content.height, content.width
         return self._size(not self._video, content)
 
+    def rate_at(self, row: int) -> float:
+        content = self._medium(row)
+        with as_file([(0, content)], len(content)) as path:
+            return clip_rate(path)
+
     def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
         content = self._medium(row)
         if self._video:
             return self._clip(row, content, flip, start, shape)
         if isinstance(content, bytes):
             return self._picture(row, content, flip, shape)
-        return self.picture_sample(content.convert("RGB"), flip, shape)
+        return self.picture_sample(self._rgb(row, content), flip, shape)
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         made = self._cook(row)
         content = made["video" if self._video else "image"]
-        return self._look(not self._video, content) if isinstance(content, bytes) else of_picture(content)
+        if isinstance(content, bytes):
+            return self._look(not self._video, content)
+        return of_picture(self._rgb(row, content))
+
+    def _rgb(self, row: int, image: Image.Image) -> Image.Image:
+        try:
+            return as_rgb(image)
+        except Exception as error:  # Pillow's decoders raise nearly every type there is
+            raise BadSample(self.source(row), reason(error)) from error
 
     def caption(self, row: int) -> str | None:
         return self._cook(row)["caption"].strip() if self.conditioning == "text" else None

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from opendit.common.hashing import hash_parts
+from opendit.common.safe_files import open_to_write
 from opendit.data.energon.prepared import PreparedSet
 from opendit.data.files import printable
 from opendit.data.processes import in_processes
@@ -92,7 +93,6 @@ def _make_one(job: tuple[Path, Path], *, fields: Fields, plan: str) -> None:
 @contextmanager
 def _alone(folder: Path):
     """Nobody else on this machine is in here with this folder. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    with open(open_to_write(folder / "lock", os.O_WRONLY | os.O_CREAT, root=folder.parent, make=True), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with the process, however that ends
         yield

@@ -5,10 +5,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
+from opendit.common.rules import shown as short
 from opendit.config.data_sources import is_address
 from opendit.data.energon.prepared import COOKER, is_prepared
-from opendit.data.files import printable
+from opendit.data.files import expanded, printable
 from opendit.data.yaml_file import read_yaml
+
+MOST_FOLDERS, MOST_FILES = 1_000, 16  # prepared folders in all, and files that lead to each other
+LONGEST = 4096  # characters of a path, a name or a number
 
 ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # what the shares of leaves are
 
@@ -77,7 +81,8 @@ class NoSuchSplitThere(ValueError):
 
 class _Reader:
     def __init__(self, shown: str):
-        self.shown = shown
+        self.shown, self.folders = shown, 0
+        self._read: dict[Path, Any] = {}  # files may name one several times
 
     def file(
         self,
@@ -93,17 +98,20 @@ class _Reader:
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
             raise ValueError(f"{where} leads back to itself, over {' -> '.join(map(printable, (*above, place)))}")
-        content = read_yaml(path, where)
+        self._check(len(above) < MOST_FILES, where, f"more than {MOST_FILES} files lead to each other; name fewer")
+        if place not in self._read:
+            self._read[place] = read_yaml(path, where)
+        content = self._read[place]
         self._check(isinstance(content, dict) and isinstance(content.get("splits"), dict), where, "needs splits: {...}")
         self._known(content, ("__module__", "__class__", "path", "splits"), where)
         kind, module = content.get("__class__", "Metadataset"), content.get("__module__", "megatron.energon")
         if kind not in ("Metadataset", "MetadatasetV2") or not str(module).startswith("megatron.energon"):
             raise ValueError(
-                f"{where}: __class__ must be Metadataset or MetadatasetV2 of megatron.energon, not {kind!r}"
+                f"{where}: __class__ must be Metadataset or MetadatasetV2 of megatron.energon, not {short(kind)}"
             )
         chosen = next((name for name in splits if name in content["splits"]), None)
         if chosen is None:
-            there = ", ".join(map(str, content["splits"])) or "none"
+            there = ", ".join(printable(name[:60]) for name in list(content["splits"])[:20]) or "none"
             raise NoSuchSplitThere(f"{where} has no split {' or '.join(splits)}; it has {there}")
         node = content["splits"][chosen]
         where = f"{where}, split {chosen}"
@@ -152,7 +160,8 @@ class _Reader:
         return kind, leaves
 
     def _reference(self, node: dict[str, Any], where: str, at: "_At") -> tuple[str, list[Leaf]]:
-        self._check(isinstance(node.get("path"), str), where, "every data set needs a path")
+        right = isinstance(node.get("path"), str) and "\0" not in node["path"] and 0 < len(node["path"]) <= LONGEST
+        self._check(right, where, "every data set needs a path")
         if is_address(node["path"]):
             raise ValueError(f"{where}: {node['path']} is an address; a metadataset's folders must be on this machine")
         if node.get("aux"):
@@ -164,10 +173,17 @@ class _Reader:
         split = node.get("split_part") or at.split
         configs = {key: node.get(key) for key in ("dataset_config", "split_config")}
         for value in (split, *configs.values()):
-            self._check(value is None or isinstance(value, str), where, f"{node['path']}: {value!r} is no name")
+            right = value is None or isinstance(value, str) and len(value) <= LONGEST
+            self._check(right, where, f"{node['path']}: {short(value)} is no name")
+        for value in configs.values():  # of a file in .nv-meta
+            right = value is None or Path(value).name == value
+            self._check(right, where, f"{node['path']}: {short(value)} is no plain name of a file")
         subset = self._subset(node, where, at.subset)
-        path, flavors = at.folder / Path(node["path"]).expanduser(), {**named, **at.subflavors}
-        if path.is_file():
+        try:
+            path, flavors = at.folder / expanded(node["path"]), {**named, **at.subflavors}
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if path.exists() and not path.is_dir():
             if path.suffix.lower() == ".jsonl":
                 raise ValueError(f"{where}: {node['path']} holds texts alone; leave it out, or pack pictures with it")
             self._check(
@@ -178,6 +194,8 @@ class _Reader:
         if not is_prepared(path):
             what = "has not been prepared: run energon prepare" if path.is_dir() else "doesn't exist"
             raise ValueError(f"{where}: {printable(path)} {what}")
+        self.folders += 1
+        self._check(self.folders <= MOST_FOLDERS, where, f"leads to more than {MOST_FOLDERS:,} folders; name fewer")
         return ALONE, [Leaf(path, split, Fraction(1), subset, flavors, **configs)]
 
     def _subset(self, node: dict[str, Any], where: str, outer: Subset | None) -> Subset | None:
@@ -197,6 +215,7 @@ class _Reader:
         else:
             found = Subset(self._percent(first, where), self._percent(last, where))
             right = 0 <= found.start <= found.end <= 1
+        ends = f"[{short(first)}, {short(last)}]"
         self._check(right, where, f"subset: range {ends} must rise, within 0% and 100% or from 0 on")
         return found.within(outer)
 
@@ -206,7 +225,7 @@ class _Reader:
                 return float(value.strip().removesuffix("%")) / 100.0
         except ValueError:
             pass
-        raise ValueError(f"{where}: a subset's range is in percent, like 25%, or in whole numbers, not {value!r}")
+        raise ValueError(f"{where}: a subset's range is in percent, like 25%, or in whole numbers, not {short(value)}")
 
     def _relative(self, subset: Subset | None, where: str) -> None:
         counts = subset is not None and (subset.first, subset.last) != (0, None)
@@ -214,20 +233,20 @@ class _Reader:
 
     def _positive(self, value: Any, name: str, entry: dict[str, Any], where: str) -> Fraction:
         try:  # 1e3 is a text in YAML
-            number = float(value) if type(value) in (int, float, str) else 0.0
-            if 0 < number < 1e15:
+            number = float(value) if type(value) in (int, float, str) and len(str(value)) <= 100 else 0.0
+            if 1e-15 < number < 1e15:
                 return Fraction(str(value))
         except ValueError:
             pass
         raise ValueError(
-            f"{where}: {name} of {entry.get('path')} must be a number above 0, not {value!r}; leave it out to train "
-            "without"
+            f"{where}: {name} of {entry.get('path')} must be a number above 0, not {short(value)}; leave it out to "
+            "train without"
         )
 
     def _known(self, found: dict[str, Any], known: tuple[str, ...], where: str) -> None:
         if unknown := [key for key in found if key not in known]:
             more = f"; samples are read by {COOKER}" if unknown[0] in ("cooker", "joiner") else ""
-            raise ValueError(f"{where} has the unknown key {unknown[0]!r}; known here: {', '.join(known)}{more}")
+            raise ValueError(f"{where} has the unknown key {short(unknown[0])}; known here: {', '.join(known)}{more}")
 
     def _check(self, true: Any, where: str, message: str) -> None:
         if not true:

@@ -1,22 +1,25 @@
 """A folder that ``energon prepare`` has been in: what its ``.nv-meta/`` says."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from opendit.common.hashing import hash_parts
-from opendit.common.rules import MIB
+from opendit.common.rules import LARGEST, MIB
+from opendit.common.rules import shown as short
 from opendit.data.base import name_few
-from opendit.data.energon.braces import expand_braces
+from opendit.data.energon.braces import expand_all
 from opendit.data.files import printable
 from opendit.data.shards.fields import Fields, suffix_of
 from opendit.data.yaml_file import read_yaml
 
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
-MOST_BYTES = 256 * MIB  # of a list of tars
+MOST_BYTES = 64 * MIB  # of a list of tars
+LONGEST, MOST_FOLDERS = 4096, 64  # characters of a tar's name, and folders in it
+MOST_OPTIONS = 64  # places where one field may be, and steps to each
 COOKER = "--energon_cooker MODULE:FUNCTION"
 
 _CRUDE = "CrudeWebdataset"
@@ -61,7 +64,7 @@ class PreparedSet:
 
 
 def is_prepared(folder: Path) -> bool:
-    return any((folder / META / name).is_file() for name in INFO)
+    return any((folder / META / name).exists() for name in INFO)
 
 
 def read_prepared(
@@ -92,17 +95,23 @@ def all_tars(folder: Path, cooked: bool = False) -> PreparedSet:
 
 
 def _counts(meta: Path, shown: str) -> dict[str, int]:
-    path = next(meta / name for name in INFO if (meta / name).is_file())
+    path = next(meta / name for name in INFO if (meta / name).exists())
     content = read_yaml(path, f"{shown}: {path}", MOST_BYTES)  # JSON is YAML
     counts = content.get("shard_counts") if isinstance(content, dict) else None
     right = isinstance(counts, dict) and all(
-        isinstance(name, str) and type(count) is int and count >= 0 for name, count in counts.items()
+        isinstance(name, str) and type(count) is int and 0 <= count <= LARGEST for name, count in counts.items()
     )
     if not right or not counts:
         raise ValueError(f"{shown}: {path} has no shard_counts: {{TAR: SAMPLES}}; run energon prepare again")
     for name in counts:
         if name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"{shown}: {path} names {printable(name)}, which is not in the folder; prepare it again")
+            raise ValueError(
+                f"{shown}: {path} names {printable(name[:200])}, which is not in the folder; prepare it again"
+            )
+        if len(name) > LONGEST or name.count("/") > MOST_FOLDERS:
+            raise ValueError(
+                f"{shown}: {path} names {printable(name[:200])}..., which is too long for a path; prepare it again"
+            )
     return counts
 
 
@@ -111,9 +120,9 @@ def _split(
 ) -> tuple[list[str], frozenset[tuple[str, str]]]:
     """The tars of a split in their order, and the samples of them that are left out."""
     path = meta / (config or "split.yaml")
-    if config is None and not path.is_file():
+    if config is None and not path.exists():
         path = meta / "split.json"
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{shown}: {meta / (config or 'split.yaml')} doesn't exist; run energon prepare again")
     content = read_yaml(path, f"{shown}: {path}", MOST_BYTES)
     parts = content.get("split_parts") if isinstance(content, dict) else None
@@ -124,11 +133,11 @@ def _split(
         )
     chosen = next((name for name in splits if parts.get(name)), None)
     if chosen is None:
-        there = ", ".join(name for name, tars in parts.items() if tars) or "none"
+        there = ", ".join(printable(name[:60]) for name, tars in list(parts.items())[:20] if tars) or "none"
         raise NoSuchSplit(f"{shown}: has no split {' or '.join(splits)} in {path}; it has {there}")
     try:
-        left_out = {name for pattern in excluded for name in expand_braces(pattern)}
-        names = [name for pattern in parts[chosen] for name in expand_braces(pattern)]
+        left_out = set(expand_all(excluded))
+        names = expand_all(parts[chosen])
     except ValueError as error:
         raise ValueError(f"{shown}: {error} in {path}; correct it") from error
     names = [name for name in names if name not in left_out]
@@ -137,14 +146,14 @@ def _split(
             f"{shown}: {path} names {name_few(unknown)}, of which {INFO[0]} knows nothing; prepare it again"
         )
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name in names if name in seen or seen.add(name))
         raise ValueError(f"{shown}: {path} names {printable(twice)} twice in the split {chosen}; name it once")
     if not names:
         raise ValueError(f"{shown}: every tar of the split {chosen} is excluded in {path}; leave some")
     # TAR/KEY, both of which may have slashes.
-    samples = {
-        (tar, name[len(tar) + 1 :]) for name in left_out for tar in _prefixes(name) if tar in counts and tar != name
-    }
+    most = max(tar.count("/") for tar in counts)
+    samples = {(tar, name[len(tar) + 1 :]) for name in left_out for tar in _prefixes(name, most) if tar in counts}
     return names, frozenset(samples)
 
 
@@ -156,14 +165,19 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _prefixes(name: str) -> list[str]:
-    parts = name.split("/")
-    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+def _prefixes(name: str, most: int) -> Iterator[str]:
+    """Yield the folders above a name, the shortest first, up to one with ``most`` slashes."""
+    end = name.find("/")
+    for _ in range(most + 1):
+        if end < 0:
+            return
+        yield name[:end]
+        end = name.find("/", end + 1)
 
 
 def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any]]:
     """What a dataset.yaml says of a sample's members, and its subflavors."""
-    if not path.is_file():
+    if not path.exists():
         if cooked:
             return Fields(exact=True, whole=True), {}
         raise FileNotFoundError(
@@ -176,7 +190,7 @@ def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any
             f"{shown}: {path} is of another form; write sample_type: ..., field_map: {{image: jpg, caption: txt}}"
         )
     if unknown := [key for key in content if key not in _KNOWN]:
-        raise ValueError(f"{shown}: {path} has the unknown key {unknown[0]!r}; known here: {', '.join(_KNOWN)}")
+        raise ValueError(f"{shown}: {path} has the unknown key {short(unknown[0])}; known here: {', '.join(_KNOWN)}")
     subflavors = content.get("subflavors") or {}
     parts = content.get("part_filter")
     if not isinstance(subflavors, dict) or not (parts is None or isinstance(parts, str) or _are_names(parts)):
@@ -206,7 +220,12 @@ def _mapped(mapping: dict[str, str], where: str) -> Fields:
     found: dict[str, tuple[Any, ...]] = {"medium": (), "caption": (), "label": ()}
     for name in ("video", "image", "caption", "label"):
         if name in mapping:
-            found[_OF_FIELDS[name]] += tuple(_access(option) for option in mapping[name].split(","))
+            options = mapping[name].split(",")
+            found[_OF_FIELDS[name]] += tuple(_access(option) for option in options)
+            if len(options) > MOST_OPTIONS or any(len(path) > MOST_OPTIONS for path in found[_OF_FIELDS[name]]):
+                raise ValueError(
+                    f"{where}: its field_map has too many places of {name}; at most {MOST_OPTIONS} are read"
+                )
     media = found["medium"]
     if not media:
         raise ValueError(f"{where}: its field_map has neither image nor video ({', '.join(mapping)}); give {COOKER}")

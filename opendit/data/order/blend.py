@@ -169,6 +169,12 @@ class BlendSchedule(BatchSchedule):
     def rows_between(self, start: int, stop: int) -> np.ndarray:
         return rows_of(self._pools, *self._of_shape(0, start, stop))
 
+    def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As ``BatchSchedule.passes_between``, where units are samples and all of one shape."""
+        sources, numbers = self._of_shape(0, start, stop)
+        sizes = np.array(self.sources.sizes, dtype=np.int64)
+        return rows_of(self._pools, sources, numbers), sources, numbers // sizes[sources]
+
     def _steps(self, steps: range) -> list[StepRows]:
         if not self._shaped:
             return super()._steps(steps)

@@ -1,14 +1,21 @@
 """Which samples make the packs of a step: a deterministic fold over the order of samples.
 
-Samples come in the keyed order of every data set. A window of it fills a fixed number of packs, which make whole steps;
-what finds no room waits, and is placed before all others in the next window. So the packs of a step depend on the seed,
-the lengths and the packs of a step alone, and any number of ranks that divides these reads the same ones. Where a
-window begins in the order, and what waits then, is saved with every checkpoint: a run goes on from there without going
-through the windows before, to the same packs.
+Samples come in the keyed order of every data set: pass after pass over each source, each pass in another order. The
+fold cuts that order into windows, and a window fills whole steps of packs. What finds no room waits, and is placed
+before all others in the next window. So the packs of a step depend on the seed, the lengths and the packs of a step
+alone, and any number of ranks that divides these reads the same ones. A checkpoint keeps where the window under way
+begins in the order, and what waits then. A run goes on from there to the same packs without the windows before.
+
+A window takes its samples from one pass over each source, so its steps may come in any order. What is left of a pass
+when it fills no step makes a step together with samples of the next pass, and is placed first there. Should some of it
+still find no room, such steps follow until all of it has. No step takes a sample of a pass while one of the same source
+waits that the pass before the last should have had. So at any step each sample of a source was seen at most two times
+more often than any other.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -16,27 +23,52 @@ import numpy as np
 
 from opendit.data.order.blend import BlendSchedule, SourceRows
 from opendit.data.order.lengths import Lengths, summary_of
-from opendit.data.order.packing import fill_packs, work_of
+from opendit.data.order.packing import Packer, work_of
 from opendit.data.order.permutation import permuted
 from opendit.data.order.schedule import KEYED, PARTS, BatchSchedule, Key
 
 WINDOW = 192  # packs that are planned together, or a step's if it has more
 SPARE = 0.02  # tokens of a window beyond what fills its packs, to choose from
-SAMPLED = 4  # windows whose fill is taken for that of all
-KEPT = 16  # windows in memory
-EVERY = 64  # windows whose beginning is remembered as well
+SAMPLED = 4  # windows whose fill is taken for that of all, at least
+PASSES = 16  # that say as much, where a window holds more
+COUNTED = 4096  # samples whose steps are counted, not estimated, at least
+KEPT = 16  # whole windows in memory
+EVERY = 64  # whole windows after which a beginning is remembered as well
 _CHUNK = 4096  # samples looked up at once
+DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a window begins. position: in the order of samples. carry: the positions that wait, rising. stages: where
-    in the order the weights of a blend have changed so far, 0 the first."""
+    """Where a window begins. step: its first. position: in the order of samples. carry: the positions before it that
+    wait, rising. stages: where in the order the weights of a blend have changed so far, 0 the first."""
 
-    window: int
+    step: int
     position: int
-    carry: tuple[int, ...]
+    carry: tuple[int, ...] = ()
     stages: tuple[int, ...] = (0,)
+
+
+class _Samples(NamedTuple):
+    """Samples in their order, each a field of (n,) int64 arrays. passes: over the sample's source, from 0."""
+
+    places: np.ndarray
+    rows: np.ndarray
+    sources: np.ndarray
+    passes: np.ndarray
+    lengths: np.ndarray
+
+    def of(self, which: Any) -> "_Samples":
+        return _Samples(*(field[which] for field in self))
+
+    def levels(self) -> np.ndarray:
+        """Return how many passes each sample is ahead of the first one of its source, (n,) int64."""
+        _, first, source = np.unique(self.sources, return_index=True, return_inverse=True)
+        return self.passes - self.passes[first][source]
+
+
+def _joined(parts: list[_Samples]) -> _Samples:
+    return _Samples(*(np.concatenate(fields) for fields in zip(*parts, strict=True)))
 
 
 class _Window(NamedTuple):
@@ -44,8 +76,9 @@ class _Window(NamedTuple):
     ends: list[list[int]]  # of every step's packs
     places: list[np.ndarray]  # of every step: where its rows stand in the order of samples
     filled: int  # tokens of all packs
+    begin: Beginning
     after: Beginning
-    carried: np.ndarray  # the rows that wait then
+    waiting: _Samples  # those of ``after``'s carry
 
 
 class PackSchedule(BatchSchedule):
@@ -82,15 +115,14 @@ class PackSchedule(BatchSchedule):
             sources.check()
         self.dataset_size, self.global_batch, self.seed, self.sources = len(self.tokens), global_batch, seed, sources
         self.steps_per_window = -(-WINDOW // global_batch)
-        self._origin = 0  # the step that the first window begins with
-        self._beginnings = {0: Beginning(0, 0, ())}
-        self._windows: OrderedDict[int, _Window] = OrderedDict()
         self._base: tuple[tuple[int, ...], BatchSchedule] | None = None
-        self._fill: float | None = None
+        self._first_steps: tuple[np.ndarray, float] | None = None
         self._whole = whole
+        self.begin_at(0)
 
     order = KEYED
     packed = True
+    passes = "every sample once, but for the packs in flight at its end, which come first in the next"
 
     # ------------------------------------------------------------------------------------------------- of a step
 
@@ -116,24 +148,30 @@ class PackSchedule(BatchSchedule):
         return order.position - len(waiting)
 
     def steps(self, epochs: int) -> int:
-        """The steps of so many passes, at the fill of the first windows and the mean lengths of the blend's stages."""
-        samples, tokens = epochs * self.samples_of_a_pass, self.global_batch * self.capacity * self.fill
-        stages = self._mean_lengths()
-        for (start, mean), (end, _) in zip(stages, [*stages[1:], (float("inf"), 0.0)], strict=True):
+        """Return the whole steps in these passes, one at least: counted as far as the first windows go, and from there
+        on estimated by their fill and the mean lengths of the blend's stages."""
+        drawn, fill = self._counted()
+        samples, counted = float(epochs * self.samples_of_a_pass), len(drawn) - 1
+        if samples < drawn[-1]:
+            return max(1, int(np.searchsorted(drawn, samples, side="right")) - 1)
+        samples -= float(drawn[-1])
+        tokens, stages = self.global_batch * self.capacity * fill, self._mean_lengths()
+        for (first, mean), (end, _) in zip(stages, [*stages[1:], (float("inf"), 0.0)], strict=True):
+            start = max(first, counted)
             if start + samples * mean / tokens <= end:
                 return int(start + samples * mean / tokens)
-            samples -= (end - start) * tokens / mean
+            samples -= max(0.0, end - start) * tokens / mean
         raise AssertionError("the last stage has no end")
 
     def log(self, step: int) -> dict[str, Any]:
         """{"fill": share of the last step's packs that is no padding}, and of several sources "sources" as of
         ``BlendSchedule``."""
-        tokens = int(self.tokens[self.rows(max(self._origin, step - 1))].sum(dtype=np.int64))
+        tokens = int(self.tokens[self.rows(max(min(self._beginnings), step - 1))].sum(dtype=np.int64))
         found = {"fill": tokens / (self.global_batch * self.capacity)}
         if self.sources is not None:
             order, waiting = self._after(step)
             counts = cast(BlendSchedule, self._order(order.stages)).consumed(order.position)
-            counts -= self.sources.count(self._rows_at(waiting, order.stages))
+            counts -= self.sources.count(self._samples_at(waiting, order.stages).rows)
             found |= self.sources.log(counts)
         return found
 
@@ -148,7 +186,7 @@ class PackSchedule(BatchSchedule):
         begin, waiting = self._after(step)
         passes, rest = divmod(begin.position, self.dataset_size)
         counts = Counter({passes: self.dataset_size - rest, passes + 1: rest})
-        rows, missed = np.unique(self._rows_at(waiting, begin.stages), return_counts=True)
+        rows, missed = np.unique(self._samples_at(waiting, begin.stages).rows, return_counts=True)
         first = passes * self.dataset_size
         here = np.ones(len(rows), dtype=bool)  # which of them the pass under way has had: all, if they wait since
         if len(waiting) and waiting[0] < first:
@@ -164,11 +202,22 @@ class PackSchedule(BatchSchedule):
 
     @property
     def fill(self) -> float:
-        """Of the first windows: which share of their packs is no padding."""
-        if self._fill is None:
-            filled = sum(self._window(number).filled for number in range(SAMPLED))
-            self._fill = filled / (SAMPLED * self.steps_per_window * self.global_batch * self.capacity)
-        return self._fill
+        """The share of the first windows' packs that is no padding."""
+        return self._counted()[1]
+
+    def _counted(self) -> tuple[np.ndarray, float]:
+        """Return (the samples drawn before each of the first steps of a run, (steps + 1,) int64; their fill)."""
+        if self._first_steps is None:
+            fresh, drawn, filled = copy(self), [np.zeros(1, dtype=np.int64)], 0
+            fresh.begin_at(0)
+            begin = fresh._beginnings[0]
+            windows, passes = SAMPLED * self.steps_per_window, PASSES * self.samples_of_a_pass
+            while drawn[-1][-1] < COUNTED or (begin.step < windows and drawn[-1][-1] < passes):
+                window = fresh._window(begin)
+                drawn.append(drawn[-1][-1] + np.cumsum([len(rows) for rows in window.rows]))
+                filled, begin = filled + window.filled, window.after
+            self._first_steps = np.concatenate(drawn), filled / (begin.step * self.global_batch * self.capacity)
+        return self._first_steps
 
     def _mean_lengths(self) -> list[tuple[float, float]]:
         """(first step, mean tokens of a sample) of every stage of the blend."""
@@ -184,11 +233,10 @@ class PackSchedule(BatchSchedule):
     # ------------------------------------------------------------------------------------------- of a checkpoint
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after ``step`` steps keeps, as JSON: where the window of the next one begins."""
-        begin = self._beginning((step - self._origin) // self.steps_per_window)
+        """Return what a checkpoint after ``step`` steps keeps, as JSON: where the window of the next one begins."""
+        begin = self._beginning(step)
         return {
-            "origin": self._origin,
-            "window": begin.window,
+            "step": begin.step,
             "position": begin.position,
             "carry": list(begin.carry),
             "stages": list(begin.stages),
@@ -197,122 +245,178 @@ class PackSchedule(BatchSchedule):
         }
 
     def restore(self, state: dict[str, Any], step: int) -> bool:
-        """Goes on from what :meth:`state` gave after ``step`` steps. False: that was with packs of another size, or
-        another number of them a step, so that the samples which were not taken yet come in another order. Raises
-        ValueError for what can't have been given."""
-        packs, capacity = state["global_batch"], state["capacity"]
-        if (packs, capacity) != (self.global_batch, self.capacity):
-            how: dict[str, Any] = {"sources": self.sources, "attention": self.attention}
-            before = PackSchedule(self.tokens, max(capacity, self._whole.most), packs, self.seed, **how)
-            before.restore({**state, "capacity": before.capacity}, step)
-            order, waiting = before._after(step)
-            self.begin_at(step, replace(order, carry=tuple(waiting.tolist())))
-            return False
-        carry, stages, origin = tuple(state["carry"]), tuple(state["stages"]), state.get("origin", 0)
+        """Go on from what :meth:`state` gave after ``step`` steps; return whether the packs are those of a run that was
+        not stopped.
+
+        With packs of another size, or another number of them a step, the samples that were not taken yet come in
+        another order. So do they after a checkpoint of the releases whose windows had a fixed number of steps: it is
+        followed by the samples from the beginning of its window on. Raises ValueError for what can't have been given.
+        """
+        carry, stages, begins = tuple(state["carry"]), tuple(state["stages"]), state.get("step", step)
         changes = 1 if self.sources is None else len(self.sources.stages)
         if self.sources is not None and len(stages) > changes:
             raise ValueError(
                 f"--data_path: the blend's weights had changed {len(stages) - 1} times before the checkpoint, and it "
                 f"lists {changes - 1} changes now; give it those that have been"
             )
-        begin = Beginning(state["window"], state["position"], carry, stages)
+        begin = Beginning(begins, state["position"], carry, stages)
         risen = all(a < b for a, b in zip((-1, *carry), (*carry, begin.position), strict=True))
-        here = 0 <= origin <= step and begin.window == (step - origin) // self.steps_per_window
-        if not (here and risen and 0 < len(stages) <= changes):
-            raise ValueError("the checkpoint's packs are damaged: take an earlier checkpoint")
-        self._origin, self._beginnings = origin, {begin.window: begin}
-        return True
+        if not (risen and begins <= step and 0 < len(stages) <= changes):
+            raise ValueError(DAMAGED)
+        packs, capacity = state["global_batch"], state["capacity"]
+        if (packs, capacity) == (self.global_batch, self.capacity):
+            self._go_on(begin)
+            if begins < step and self._window(begin).after.step <= step:
+                raise ValueError(DAMAGED)
+            return "step" in state
+        if begins < step:
+            how: dict[str, Any] = {"sources": self.sources, "attention": self.attention}
+            before = PackSchedule(self.tokens, max(capacity, self._whole.most), packs, self.seed, **how)
+            before.restore({**state, "capacity": before.capacity}, step)
+            order, waiting = before._after(step)
+            begin = replace(order, step=step, carry=tuple(waiting.tolist()))
+        self._go_on(begin)
+        return False
 
-    def begin_at(self, step: int, order: Beginning = Beginning(0, 0, ())) -> None:
-        """Takes ``step`` for the first one, from a place of the order on: of a run that had no such packs before."""
-        self._origin, self._beginnings = step, {0: replace(order, window=0)}
-        self._windows.clear()
+    def begin_at(self, step: int) -> None:
+        """Take ``step`` for the first one: of a run that had no such packs before."""
+        self._go_on(Beginning(step, 0))
+
+    def _go_on(self, begin: Beginning) -> None:
+        self._beginnings = {begin.step: begin}
+        self._windows: OrderedDict[int, _Window] = OrderedDict()
+        self._planned = 0  # steps of all windows that are kept
 
     # ------------------------------------------------------------------------------------------------- the fold
 
     def _of_step(self, step: int) -> tuple[_Window, int]:
-        number, place = divmod(step - self._origin, self.steps_per_window)
-        return self._window(number), place
+        window = self._window(self._beginning(step))
+        return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Where the steps before ``step`` end in the order, and the places before it that none of them has taken."""
-        number, place = divmod(step - self._origin, self.steps_per_window)
-        order, coming = self._beginning(number), []
-        if place:
-            window = self._window(number)
-            order, coming = window.after, window.places[place:]
-        return order, np.sort(np.concatenate([np.array(order.carry, dtype=np.int64), *coming]))
+        """Return where the steps before ``step`` end in the order, and the places before it that none has taken."""
+        begin = self._beginning(step)
+        if begin.step == step:
+            return begin, np.array(begin.carry, dtype=np.int64)
+        window = self._window(begin)
+        carry = np.array(window.after.carry, dtype=np.int64)
+        return window.after, np.sort(np.concatenate([carry, *window.places[step - begin.step :]]))
 
-    def _beginning(self, number: int) -> Beginning:
-        if number in self._beginnings:
-            return self._beginnings[number]
-        known = max(each for each in (*self._beginnings, *(each + 1 for each in self._windows)) if each <= number)
-        if known == number:
-            return self._windows[number - 1].after
-        for each in range(known, number):
-            begin = self._window(each).after
+    def _beginning(self, step: int) -> Beginning:
+        """Return where the window of ``step`` begins."""
+        for window in reversed(self._windows.values()):
+            if window.begin.step <= step < window.after.step:
+                return window.begin
+        kept = (window.after for window in self._windows.values())
+        begin = max((each for each in (*self._beginnings.values(), *kept) if each.step <= step), key=lambda b: b.step)
+        while begin.step < step and (window := self._window(begin)).after.step <= step:
+            begin = window.after
         return begin
 
-    def _window(self, number: int) -> _Window:
-        if number not in self._windows:
-            made = self._plan(self._beginning(number))
-            self._windows[number] = made
-            while len(self._windows) > KEPT:
-                self._windows.popitem(last=False)
-            if number % EVERY == EVERY - 1:
-                self._beginnings[number + 1] = made.after
-        self._windows.move_to_end(number)
-        return self._windows[number]
+    def _window(self, begin: Beginning) -> _Window:
+        if begin.step not in self._windows:
+            made = self._plan(begin)
+            self._windows[begin.step] = made
+            self._planned += len(made.rows)
+            while len(self._windows) > 1 and self._planned > KEPT * self.steps_per_window:
+                self._planned -= len(self._windows.popitem(last=False)[1].rows)
+            if made.after.step // self._far > begin.step // self._far:
+                self._beginnings[made.after.step] = made.after
+        self._windows.move_to_end(begin.step)
+        return self._windows[begin.step]
+
+    @property
+    def _far(self) -> int:
+        """Steps after which a beginning is remembered."""
+        return EVERY * self.steps_per_window
 
     def _plan(self, begin: Beginning) -> _Window:
-        stages = self._stages(begin)
-        carry, packs = np.array(begin.carry, dtype=np.int64), self.steps_per_window * self.global_batch
-        before = self._windows.get(begin.window - 1)
-        rows = [self._rows_at(carry, stages) if before is None else before.carried]
-        missing = packs * self.capacity * (1 + SPARE) - self.tokens[rows[0]].sum(dtype=np.int64)
-        position = begin.position
-        while missing > 0:
-            some = self._order(stages).rows_between(
-                position, position + min(_CHUNK, 1 + int(missing / self._whole.mean))
-            )
-            ends = np.cumsum(self.tokens[some], dtype=np.int64)
-            count = min(len(some), int(np.searchsorted(ends, missing)) + 1)
-            rows.append(some[:count])
-            missing -= int(ends[count - 1])
-            position += count
-        rows, places = np.concatenate(rows), np.concatenate([carry, np.arange(begin.position, position)])
-        lengths = self.tokens[rows].astype(np.int64)
-        found = fill_packs(lengths, len(carry), packs, self.capacity, self.attention)
-        place_of = np.empty(len(rows), dtype=np.int64)  # by falling length
-        place_of[np.lexsort((np.arange(len(rows)), -lengths))] = np.arange(len(rows))
+        stages, waited, step_tokens = self._stages(begin), len(begin.carry), self._step_tokens
+        found = self._coming(begin, stages)
+        levels, ends = found.levels(), np.cumsum(found.lengths)
+        alike = int(np.argmax(levels > 0)) or len(levels)  # the first are of one pass over each source
+        steps = min(self.steps_per_window, int(ends[alike - 1]) // step_tokens)
+        wanted = steps * step_tokens if steps else self._turn_tokens
+        steps, count = max(1, steps), min(len(levels), int(np.searchsorted(ends, wanted)) + 1)
+        packs = steps * self.global_batch
+        packer = Packer(packs, self.capacity, self._whole.least, self.attention)
+        left = self._fill(packer, found.of(slice(count)), levels[:count], waited)
+        lengths, waits = found.lengths[:count], np.sort(np.array([*left, *range(count, waited)], dtype=int))
+        position = begin.position + max(0, count - waited)
+        place_of = np.empty(count, dtype=np.int64)  # by falling length
+        place_of[np.argsort(-lengths, kind="stable")] = np.arange(count)
         by_length = place_of.tolist().__getitem__
-        ordered = [sorted(pack, key=by_length) for pack in found.packs]
+        ordered = [sorted(pack, key=by_length) for pack in packer.packs]
         work = work_of(lengths, self.attention)
         cost = np.array([work[pack].sum() for pack in ordered])
-        by_cost = np.lexsort((np.arange(packs), -cost)).reshape(self.steps_per_window, self.global_batch)
-        shuffled = permuted(np.arange(self.steps_per_window), self.steps_per_window, self.seed, PARTS, begin.window)
-        steps = [[ordered[pack] for pack in by_cost[place]] for place in shuffled.tolist()]
+        by_cost = np.argsort(-cost, kind="stable").reshape(steps, self.global_batch)
+        shuffled = permuted(np.arange(steps), steps, self.seed, PARTS, begin.step)
+        of_steps = [[ordered[pack] for pack in by_cost[place]] for place in shuffled.tolist()]
+        numbers = [np.concatenate(step).astype(np.int64) for step in of_steps]
+        waiting = found.of(waits)
         return _Window(
-            rows=[rows[np.concatenate(step)].tolist() for step in steps],
-            ends=[np.cumsum([len(pack) for pack in step]).tolist() for step in steps],
-            places=[places[np.concatenate(step)] for step in steps],
-            filled=int(lengths.sum() - lengths[found.left].sum()),
-            after=Beginning(begin.window + 1, position, tuple(places[found.left].tolist()), stages),
-            carried=rows[found.left],
+            rows=[found.rows[each].tolist() for each in numbers],
+            ends=[np.cumsum([len(pack) for pack in step]).tolist() for step in of_steps],
+            places=[found.places[each] for each in numbers],
+            filled=int(sum(lengths[each].sum() for each in numbers)),
+            begin=begin,
+            after=Beginning(begin.step + steps, position, tuple(waiting.places.tolist()), stages),
+            waiting=waiting,
         )
 
+    @property
+    def _step_tokens(self) -> int:
+        """Tokens of the samples from which a step of a window is filled."""
+        return int(self.capacity * self.global_batch * (1 + SPARE))
+
+    @property
+    def _turn_tokens(self) -> int:
+        """The same for a step where a pass ends: some packs' more, for what is left of that pass is no choice."""
+        packs = self.global_batch
+        return int(self.capacity * (packs + max(SPARE * packs, min(packs / 4, SPARE * WINDOW))))
+
+    def _coming(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
+        """Return what waits and then the samples from ``begin`` on: enough for a whole window, or for a step where
+        some source begins another pass before that."""
+        waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
+        if waiting is None:
+            waiting = self._samples_at(np.array(begin.carry, dtype=np.int64), stages)
+        parts = [waiting]
+        tokens, position = int(waiting.lengths.sum()), begin.position
+        for wanted in (self._turn_tokens, self.steps_per_window * self._step_tokens):
+            while tokens < wanted:
+                some = self._read(stages, position, 1 + min(_CHUNK, int((wanted - tokens) / self._whole.mean)))
+                position += len(some.rows)
+                parts.append(some)
+                tokens += int(some.lengths.sum())
+                if tokens >= self._turn_tokens and _joined(parts).levels().any():
+                    return _joined(parts)
+        return _joined(parts)
+
+    def _fill(self, packer: Packer, samples: _Samples, levels: np.ndarray, waited: int) -> list[int]:
+        """Place samples, the first ``waited`` of which have waited, and return the numbers of those with no room."""
+        stretch = np.stack([np.maximum.accumulate(levels), np.arange(len(levels)) >= waited])
+        cuts = [0, *(1 + np.flatnonzero(np.diff(stretch).any(axis=0))).tolist(), len(levels)]
+        left, behind = [], np.full(int(samples.sources.max()) + 1, 2**62)  # the lowest level of those with no room
+        for first, end in zip(cuts[:-1], cuts[1:], strict=True):
+            numbers = np.arange(first, end)
+            early = levels[numbers] >= behind[samples.sources[numbers]] + 2
+            here = packer.place(numbers[~early], samples.lengths[numbers[~early]])
+            np.minimum.at(behind, samples.sources[here], levels[here])
+            left += [*here, *numbers[early].tolist()]
+        return left
+
     def _stages(self, begin: Beginning) -> tuple[int, ...]:
-        """Where the weights have changed, with those that change with this window: at the first one that begins at
-        their step or after it."""
+        """Return where the weights have changed, with those that change with this window: at the first one that begins
+        at their step or after it."""
         if self.sources is None:
             return begin.stages
-        first = self._origin + begin.window * self.steps_per_window
-        due = sum(step <= first for step, _ in self.sources.stages)
+        due = sum(step <= begin.step for step, _ in self.sources.stages)
         # Two changes in one window: the later one counts, and the one before it is of no sample.
         return begin.stages + (begin.position,) * (due - len(begin.stages))
 
     def _order(self, stages: tuple[int, ...]) -> BatchSchedule:
-        """The order of samples, one by one."""
+        """Return the order of samples, one by one."""
         if self._base is None or self._base[0] != stages:
             if self.sources is None:
                 made = BatchSchedule(self.dataset_size, 1, self.seed)
@@ -323,13 +427,15 @@ class PackSchedule(BatchSchedule):
             self._base = stages, made
         return self._base[1]
 
-    def _rows_at(self, positions: np.ndarray, stages: tuple[int, ...]) -> np.ndarray:
-        """The rows at single positions, which lie in few stretches."""
-        if len(positions) == 0:
-            return np.empty(0, dtype=np.int64)
-        order, chunks = self._order(stages), positions // _CHUNK
-        parts = []
+    def _read(self, stages: tuple[int, ...], start: int, count: int) -> _Samples:
+        rows, sources, passes = self._order(stages).passes_between(start, start + count)
+        return _Samples(np.arange(start, start + count), rows, sources, passes, self.tokens[rows].astype(np.int64))
+
+    def _samples_at(self, places: np.ndarray, stages: tuple[int, ...]) -> _Samples:
+        """Return the samples at ``places`` (n,) int64 of the order, rising, which lie in few stretches."""
+        chunks = places // _CHUNK
+        parts = [self._read(stages, 0, 0)]
         for chunk in np.unique(chunks).tolist():
             start = chunk * _CHUNK
-            parts.append(order.rows_between(start, start + _CHUNK)[positions[chunks == chunk] - start])
-        return np.concatenate(parts)
+            parts.append(self._read(stages, start, _CHUNK).of(places[chunks == chunk] - start))
+        return _joined(parts)

@@ -43,6 +43,7 @@ class BatchSchedule:
 
     order = KEYED
     packed = False  # whether a micro-batch's samples are of any sizes
+    passes: str | None = None  # what an epoch has, where the start of a run says so
 
     def __init__(self, dataset_size: int, global_batch: int, seed: int):
         if global_batch < 1:
@@ -127,6 +128,12 @@ class BatchSchedule:
         """Where units are samples: the rows at places of the run, counted over its steps, int64."""
         pool = Pool(self.dataset_size, self.seed, POOLS, lambda numbers: numbers)
         return pool.rows(np.arange(start, stop))
+
+    def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (:meth:`rows_between`, the source of each, the pass over that source which it is of, from 0), each
+        (stop - start,) int64."""
+        places = np.arange(start, stop)
+        return self.rows_between(start, stop), np.zeros_like(places), places // self.dataset_size
 
     def _of_step(self, step: int) -> StepRows:
         if step not in self._computed[0]:

@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from opendit.common.safe_files import remove, replacing, touch
 from opendit.common.sizes import read_size
 
 FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # of the environment
@@ -43,7 +44,7 @@ class FileCache:
         path = self.path(name)
         try:
             content = path.read_bytes()
-            os.utime(path)
+            touch(path)
         except OSError:
             return None
         return content
@@ -53,16 +54,14 @@ class FileCache:
         if self._off or len(content) > self.limit:
             return
         path = self.path(name)
-        partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+        partial = f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(content)
-            os.replace(partial, path)
+            with replacing(path, root=self.folder, make=True, temporary=partial) as file:
+                file.write(content)
         except OSError as error:
             self._off = True
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            print(f"note: {self.folder}: {error.strerror}; what is read is not kept there", file=sys.stderr, flush=True)
+            why = error.strerror or error
+            print(f"note: {self.folder}: {why}; what is read is not kept there", file=sys.stderr, flush=True)
             return
         self._written += len(content)
         if self._written >= self.limit // 100:
@@ -70,7 +69,7 @@ class FileCache:
             self._evict()
 
     def forget(self, name: str) -> None:
-        self.path(name).unlink(missing_ok=True)
+        remove(self.path(name), root=self.folder)
 
     def _evict(self) -> None:
         found = []
@@ -89,5 +88,5 @@ class FileCache:
             if used <= self.limit * 9 // 10:
                 return
             with suppress(OSError):
-                os.unlink(path)
+                remove(Path(path), root=self.folder)
             used -= size

@@ -1,6 +1,7 @@
 """The data set of a list of indexed tars."""
 
 import copy
+import io
 import threading
 import zlib
 from bisect import bisect_right
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from opendit.common.errors import DataError
 from opendit.common.hashing import hash_parts
+from opendit.data.animation_header import HEAD, is_animated, may_be_animation
 from opendit.data.base import BadSample, flip_note
-from opendit.data.clips import clip_size
+from opendit.data.clips import clip_rate, clip_size
 from opendit.data.files import allow_open_files, printable
-from opendit.data.folders import CLIPS
-from opendit.data.media_size import Size, known_sizes, stored_clip_size, stored_picture_size
+from opendit.data.media_size import SIZES, Size, known_sizes, stored_clip_size, stored_picture_size
 from opendit.data.medium import Medium
 from opendit.data.memory_file import as_file
 from opendit.data.open_medium import open_clip, open_picture
@@ -30,13 +31,15 @@ from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.row_arrays import next_of_key
 from opendit.data.shards.ahead import ByteRange, grouped
 from opendit.data.shards.fields import read_caption
-from opendit.data.shards.index import MOST_CLASSES, Record, TarIndex
+from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, Record, TarIndex, is_clip
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.remote import RemoteTars
 from opendit.data.shards.store import MOST_OPEN, LocalTars
 from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
 
+CHECKED = 1 << 22  # samples whose records are checked at the start
+REMOTE_CAPTIONS = 64  # that are fetched, one after the other, to be counted before a start
 OPEN_A_THREAD = 16  # indexes, and as many tars, of each thread that looks for sizes
 
 
@@ -53,18 +56,24 @@ class IndexedTar:
     def __len__(self) -> int:
         return self.index.header.rows if self.kept is None else len(self.kept)
 
-    def count_pictures(self) -> int:
-        header = self.index.header
-        if self.kept is None or header.pictures in (0, header.rows):
-            return min(len(self), header.pictures)
-        return int((self.shapes() == PICTURE).sum())
+    def _told(self, use_video: bool) -> bool:
+        """Whether the header counts the pictures as they are used: animations are clips to it."""
+        return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
 
-    def shapes(self) -> np.ndarray:
+    def count_pictures(self, use_video: bool) -> int:
+        """How many samples are pictures. use_video: as of ``is_clip``."""
+        header = self.index.header
+        if self._told(use_video) and (self.kept is None or header.pictures in (0, header.rows)):
+            return min(len(self), header.pictures)
+        return int((self.shapes(use_video) == PICTURE).sum())
+
+    def shapes(self, use_video: bool) -> np.ndarray:
         """Which of the samples are pictures and which clips, a byte each; looked up only where there are both."""
         header = self.index.header
-        if header.pictures in (0, header.rows):
+        if self._told(use_video) and header.pictures in (0, header.rows):
             return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
-        of_suffix = np.array([CLIP if suffix in CLIPS else PICTURE for suffix in header.suffixes], np.uint8)
+        kinds = [CLIP if is_clip(suffix, use_video) else PICTURE for suffix in header.suffixes]
+        of_suffix = np.array(kinds, np.uint8)
         shapes = of_suffix[self.index.rows["suffix"]]
         return shapes if self.kept is None else shapes[self.kept.rows()]
 
@@ -80,6 +89,7 @@ class ShardDataset(PicturesAndClips):
     """
 
     size_threads = 8  # that look for the sizes of media
+    names_file = CLASS_NAMES  # which messages name
     empty_captions = False  # whether a caption may be empty
 
     def __init__(
@@ -99,12 +109,17 @@ class ShardDataset(PicturesAndClips):
         self.shown, self.shards = shown, list(shards)
         headers = [shard.index.header for shard in self.shards]
         self.conditioning = _conditioning(shown, self.shards)
-        self.class_names = _class_names(shown, self.shards, class_names) if self.conditioning == "label" else []
+        _check_records(shown, self.shards)
+        self.class_names = (
+            classes_of(shown, self.shards, class_names, self.names_file) if self.conditioning == "label" else []
+        )
         self.store = store or LocalTars([shard.path for shard in shards], [header.tar_bytes for header in headers])
+        if isinstance(self.store, RemoteTars):
+            self.counted_captions = REMOTE_CAPTIONS
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
         self._found: tuple[Any, ...] = (None, None)  # the last row that was looked up, and what was found
-        self.pictures = sum(shard.count_pictures() for shard in self.shards)
+        self.pictures = sum(shard.count_pictures(self.use_video) for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
         self._kinds: np.ndarray | None = None
@@ -121,14 +136,15 @@ class ShardDataset(PicturesAndClips):
         """Which of all samples are pictures and which clips, a byte each; of many, mapped from a file."""
         if self._kinds is None:
             written = (str(shard.index.written) for shard in self.shards)  # an index may be made anew, of other samples
-            name = partial(hash_parts, "pictures and clips", *self._contents(), *written)
+            kinds = "pictures and clips" if self.use_video else "pictures, animations and clips"
+            name = partial(hash_parts, kinds, *self._contents(), *written)
             self._kinds = kept_array(int(self.starts[-1]), name, self._find_shapes)
         return self._kinds
 
     def _find_shapes(self) -> np.ndarray:
         found = np.empty(int(self.starts[-1]), np.uint8)
         for start, shard in zip(self._starts, self.shards, strict=False):
-            found[start : start + len(shard)] = shard.shapes()
+            found[start : start + len(shard)] = shard.shapes(self.use_video)
         return found
 
     def __len__(self) -> int:
@@ -159,7 +175,8 @@ class ShardDataset(PicturesAndClips):
     def source(self, row: int) -> str:
         number, place, record = self.find_record(row)
         index = self._index(number)
-        return f"{self.shards[number].name}: {index.key(place)}{index.header.suffixes[record.suffix]}"
+        suffix = index.header.suffixes[record.suffix].removeprefix(ANIMATED)
+        return f"{self.shards[number].name}: {index.key(place)}{suffix}"
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
         number, _, record = self.find_record(row)
@@ -207,18 +224,27 @@ class ShardDataset(PicturesAndClips):
 
     def media_size(self, row: int) -> Size:
         number, _, record = self.find_record(row)
-        stored_size = stored_picture_size if self._is_picture(number, record) else stored_clip_size
+        stored_size: Any = stored_picture_size
+        if not self._is_picture(number, record):
+            stored_size = partial(stored_clip_size, count=self.frames_of)
         return stored_size(
             self.source(row),
             record.medium_bytes,
             lambda at, size: self._read(row, number, record.medium_at + at, size),
         )
 
+    rated = 8  # of clips that may have to be fetched
+
+    def rate_at(self, row: int) -> float:
+        content = self.read_medium(row)
+        with as_file([(0, content)], len(content)) as path:
+            return clip_rate(path)
+
     def _size(self, picture: bool, content: bytes) -> Size:
         if picture:
             return 1, *picture_size("", content=content)
         with as_file([(0, content)], len(content)) as path:
-            return clip_size(path)
+            return clip_size(path, count=self.frames_of)
 
     def media_sizes(self) -> np.ndarray:
         local = threading.local()
@@ -231,9 +257,13 @@ class ShardDataset(PicturesAndClips):
                 mine.store = copy.copy(self.store)
             return mine.media_size(row)
 
-        return known_sizes(hash_parts("sizes", self.identity()), len(self), look, threads=self.size_threads)
+        identity = hash_parts(SIZES, self.identity(), self.sizes_key())
+        return known_sizes(identity, len(self), look, threads=self.size_threads)
 
     def _picture(self, row: int, content: bytes, flip: bool, shape: Size) -> Tensor:
+        if self.use_video and may_be_animation(content[:HEAD]) and is_animated(io.BytesIO(content)):
+            reason = "an animation that is taken for a picture; run preprocess.py index --force, or cook it as a video"
+            raise BadSample(self.source(row), reason)
         try:  # the sample's name is looked up only if a message needs it
             image = read_picture("", content=content)
         except BadSample as bad:
@@ -256,10 +286,14 @@ class ShardDataset(PicturesAndClips):
         return content
 
     def _is_picture(self, number: int, record: Record) -> bool:
-        return self.shards[number].index.header.suffixes[record.suffix] not in CLIPS
+        return not is_clip(self.shards[number].index.header.suffixes[record.suffix], self.use_video)
 
     def label(self, row: int) -> int:
         return max(0, self.find_record(row)[2].label) if self.conditioning == "label" else 0
+
+    def largest_label(self) -> tuple[int, str]:
+        label, tar, key = _largest_label(self.shards)
+        return label, f"{tar}: {key}"
 
     def caption(self, row: int) -> str | None:
         if self.conditioning != "text":
@@ -302,7 +336,10 @@ class ShardDataset(PicturesAndClips):
         return [*contents, rows]
 
     def identity(self) -> str:
-        return hash_parts("shards", *self._contents(), "\0".join(self.class_names), str(self.used is not None))
+        animated = any(name.startswith(ANIMATED) for shard in self.shards for name in shard.index.header.suffixes)
+        kinds = [f"{self.pictures} pictures beside animations"] if animated else []
+        names = "\0".join(self.class_names)
+        return hash_parts("shards", *self._contents(), names, str(self.used is not None), *kinds)
 
     def verification(self, share: int, shares: int) -> Verification | None:
         known = {shard.path: shard.index.header.sha256 for shard in self.shards if shard.index.header.sha256}
@@ -345,17 +382,45 @@ def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:
     return "text" if "text" in kinds else "label"
 
 
-def _class_names(shown: str, shards: Sequence[IndexedTar], names: Sequence[str]) -> list[str]:
+def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
+    """Check the records of the first ``CHECKED`` samples before any is used; others are checked when they are read.
+
+    Raises ValueError."""
+    left = CHECKED
+    for shard in shards:
+        left -= shard.index.header.rows
+        if left < 0:
+            return
+        try:
+            shard.index.check()
+        except DataError as error:
+            raise ValueError(f"{shown}: {printable(str(error))}") from error
+
+
+def _largest_label(shards: Sequence[IndexedTar]) -> tuple[int, str, str]:
+    """Return the largest label of tars with classes, and the tar and the key of a sample that has it."""
+    shard = max(shards, key=lambda shard: shard.index.header.num_classes)
+    label, row = shard.index.largest_label()
+    return label, printable(shard.name), printable(shard.index.key(row)[:200])
+
+
+def classes_of(
+    shown: str, shards: Sequence[IndexedTar], names: Sequence[str], names_file: str = CLASS_NAMES
+) -> list[str]:
+    """Return the names of the classes of tars: ``names``, those of ``names_file``, or where there are none the numbers.
+
+    Raises ValueError, which names the tar and the sample, for a label that has no name, or is beyond all bounds."""
     headers = [shard.index.header for shard in shards]
     count = max(1, *(header.num_classes for header in headers)) if headers else 1
     if names and len(names) < count:
+        label, tar, key = _largest_label(shards)
         raise ValueError(
-            f"{shown}: class_names.json names {len(names):,} classes, the labels go to {count - 1:,}; name all"
+            f"{shown}: {names_file} names {len(names):,} classes, the labels go to {label:,} ({tar}: {key}); name all"
         )
     if not names and count > MOST_CLASSES:
-        tar = max(shards, key=lambda shard: shard.index.header.num_classes).name
+        label, tar, key = _largest_label(shards)
         raise ValueError(
-            f"{shown}: a sample of {printable(tar)} has the class {count - 1:,}; at most {MOST_CLASSES:,} classes, "
-            "numbered from 0, are trained on"
+            f"{shown}: a sample of {tar} has the class {label:,}; at most {MOST_CLASSES:,} classes, numbered from 0, "
+            f"are trained on ({key} has it)"
         )
     return list(names) or [str(label) for label in range(count)]

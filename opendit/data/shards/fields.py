@@ -9,9 +9,7 @@ from typing import Any
 from opendit.data.folders import CLIPS
 from opendit.data.picture_file import picture_suffixes
 
-# WebDataset's rule: a name is cut at the first dot behind the last slash. Members that it does not fit belong to no
-# sample, and neither do those of which the whole name is in double underscores.
-_NAME = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+# Members of which a folder or the whole name is in double underscores belong to no sample.
 _META = re.compile(r"__[^/]*__($|/)")
 
 Path = tuple[str, ...]  # a member's ending, then keys or numbers inside of its JSON
@@ -49,11 +47,23 @@ class Fields:
 
 
 def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
-    """A member's key and ending, in lower case unless ``exact``; None for one that belongs to no sample."""
-    found = None if _META.match(name) else _NAME.match(name)
-    if found is None:
+    """Return a member's key and ending, in lower case unless ``exact``; None for one that belongs to no sample.
+
+    WebDataset's rule, the expression ``^((?:.*/|)[^.]+)[.]([^/]*)$``, in linear time: a name is cut at the first dot
+    behind the last slash. That expression takes quadratic time for names with many slashes."""
+    last = name.rfind("/")
+    dot = name.find(".", last + 1)
+    if dot < 0 or _META.match(name):
         return None
-    return found.group(1), found.group(2) if exact else found.group(2).lower()
+    # The [^.]+ may begin behind any slash before the first line break, which ``.`` does not match.
+    line = name.find("\n", 0, dot)
+    before = name.rfind("/", 0, dot if line < 0 else line)
+    if before + 1 == dot:  # nothing is left for it: it takes more
+        before = name.rfind("/", 0, max(0, before))
+    if before + 1 == dot or "." in name[before + 1 : dot]:
+        return None
+    ending = name[dot + 1 :]
+    return name[:dot], ending if exact else ending.lower()
 
 
 def suffix_of(ending: str) -> str:

@@ -19,9 +19,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from opendit.common.errors import DataError
-from opendit.common.rules import MIB, listed, one_of, record, string, truth, whole
+from opendit.common.rules import MIB, listed, one_of, open_regular, record, string, truth, whole
+from opendit.common.safe_files import replacing
 from opendit.common.strict_files import COUNT, FileKind, parse_text
 from opendit.common.tensor_files import write_file
+from opendit.data.files import printable
+from opendit.data.folders import CLIPS
 from opendit.data.retry import retried_disk
 
 SUFFIX = ".index"  # behind the tar's whole name
@@ -29,6 +32,9 @@ MAGIC = b"ODSHARD1"
 VERSION = 1
 ALIGNMENT = 64
 NO_LABEL = -1
+MAX_TEXT = 2**20  # bytes of a caption's or label's member
+_CHUNK = 1 << 16  # records that are checked at once
+ANIMATED = "animated"  # before the suffix of an animation in a header's ``suffixes``
 ROW = np.dtype(
     [
         ("medium_at", "<u8"),  # offset of the picture's or clip's first byte in the tar
@@ -96,9 +102,9 @@ class Header:
     tar_bytes, sha256: the tar's size and checksum; "" where nobody has read all of it. checked: whether records have
     the CRC-32 of their medium. pictures: how many samples are pictures; the others are clips. conditioning: "text" if
     samples have captions, "label" if classes, "none" if neither. num_classes: the largest label + 1. suffixes: of the
-    media, with their dots. captions: where a caption stands: the member's ending, then keys inside of its JSON.
-    left_out: samples of the tar that are in no record, of which examples says "key: why" of a few. plan: what the tar
-    was written from, "" if by another program.
+    media, with their dots; of animations with ``ANIMATED`` before them. captions: where a caption stands: the member's
+    ending, then keys inside of its JSON. left_out: samples of the tar that are in no record, of which examples says
+    "key: why" of a few. plan: what the tar was written from, "" if by another program.
     """
 
     rows: int
@@ -117,21 +123,25 @@ class Header:
     version: int = VERSION
 
 
+def is_clip(suffix: str, use_video: bool = True) -> bool:
+    """Whether media with this suffix, as a header has it, are clips. Without ``use_video`` the first frame of an
+    animation is a picture."""
+    return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
+
+
 def index_of(tar: str | Path) -> Path:
     return Path(f"{tar}{SUFFIX}")
 
 
-def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes) -> None:
-    """Writes an index under another name and renames it, so that one that exists is whole. Raises OSError."""
+def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root: Path | None = None) -> None:
+    """Writes an index under another name and renames it, so that one that exists is whole. Raises OSError.
+
+    root: the folder below which no link is followed (opendit/common/safe_files.py)."""
     text = json.dumps(asdict(header), sort_keys=True).encode()
     start = MAGIC + struct.pack("<I", len(text)) + text
     start += bytes(-len(start) % ALIGNMENT)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        write_file(partial, iter([start, rows.tobytes(), keys]))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path, root=root, temporary=f"{path.name}.{os.getpid()}.partial") as new:
+        write_file(new, iter([start, rows.tobytes(), keys]))
 
 
 class TarIndex:
@@ -142,7 +152,7 @@ class TarIndex:
 
     def __init__(self, path: Path):
         self.path = path
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             state = os.fstat(file.fileno())
             self.header, self._start = _read_start(path, file, state.st_size)
         self.written = state.st_mtime_ns
@@ -154,14 +164,84 @@ class TarIndex:
         return np.memmap(self.path, ROW, "r", self._start, (self.header.rows,))
 
     def record(self, row: int) -> Record:
-        """One record, read from the file: of a mapping the kernel would count 64 KiB around it to this process."""
+        """Return one record, read from the file: of a mapping the kernel would count 64 KiB around it to this process.
+
+        Raises DataError, which names the sample, for a record that can't be one of its tar."""
+        found = self._record(row)
+        if why := self._problem(found):
+            raise DataError(f"{self.path} is damaged: the record of {self._shown(row)} {why}; {_AGAIN}")
+        return found
+
+    def _record(self, row: int) -> Record:
         return Record(*_RECORD.unpack(self._read(self._start + row * ROW.itemsize, ROW.itemsize)))
 
+    def _problem(self, found: Record) -> str:
+        """Return why a record can't be used, "" if it can."""
+        header = self.header
+        if found.medium_at + found.medium_bytes > header.tar_bytes:
+            return f"has a medium that ends at byte {found.medium_at + found.medium_bytes:,} of {header.tar_bytes:,}"
+        if found.text_at + found.text_bytes > header.tar_bytes or found.text_bytes > MAX_TEXT:
+            return f"has a caption of {found.text_bytes:,} bytes at byte {found.text_at:,} of {header.tar_bytes:,}"
+        if found.suffix >= len(header.suffixes):
+            return f"names suffix {found.suffix} of {len(header.suffixes)}"
+        if header.conditioning == "text" and found.caption >= len(header.captions):
+            return f"names place {found.caption} for captions of {len(header.captions)}"
+        if header.conditioning == "label" and not 0 <= found.label < header.num_classes:
+            return f"has the class {found.label:,} of {header.num_classes:,}, numbered from 0"
+        if found.key_end > header.key_bytes:
+            return f"has a key that ends at byte {found.key_end:,} of {header.key_bytes:,}"
+        return ""
+
+    def check(self) -> None:
+        """Check all records as :meth:`record` does, and the header's counts. Raises DataError naming the sample."""
+        header, last, pictures = self.header, 0, 0
+        size = np.uint64(header.tar_bytes)
+        clips = np.array([suffix in CLIPS for suffix in header.suffixes] or [False])
+        for start in range(0, header.rows, _CHUNK):
+            count = min(_CHUNK, header.rows - start)
+            part = np.frombuffer(self._read(self._start + start * ROW.itemsize, count * ROW.itemsize), ROW)
+            bad = (part["medium_at"] > size) | (part["medium_bytes"] > size - part["medium_at"])
+            bad |= (part["text_at"] > size) | (part["text_bytes"] > size - part["text_at"])
+            bad |= (part["text_bytes"] > MAX_TEXT) | (part["suffix"] >= len(header.suffixes))
+            bad |= (header.conditioning == "text") & (part["caption"] >= len(header.captions))
+            labels = part["label"]
+            bad |= (header.conditioning == "label") & ((labels < 0) | (labels >= header.num_classes))
+            bad |= part["key_end"] > header.key_bytes
+            if bad.any():
+                self.record(start + int(bad.argmax()))  # raises
+            ends = np.concatenate([[last], part["key_end"].astype(np.int64)])
+            if (np.diff(ends) < 0).any():
+                row = start + int((np.diff(ends) < 0).argmax())
+                raise DataError(f"{self.path} is damaged: the key of sample {row:,} ends before it begins; {_AGAIN}")
+            last, pictures = int(ends[-1]), pictures + int((~clips[part["suffix"]]).sum())
+        self.close()  # of thousands of tars, which a process may not all have open
+        if (pictures, last) != (header.pictures, header.key_bytes):
+            what = f"{header.pictures:,} pictures and {header.key_bytes:,} bytes of keys"
+            raise DataError(
+                f"{self.path} is damaged: its header counts {what}, its records {pictures:,} and {last:,}; {_AGAIN}"
+            )
+
+    def largest_label(self) -> tuple[int, int]:
+        """Return the largest label and the first row that has it."""
+        labels = self.rows["label"]
+        row = int(labels.argmax())
+        return int(labels[row]), row
+
     def key(self, row: int) -> str:
-        """The sample's key: the name that its members share."""
-        first = self.record(row - 1).key_end if row else 0
+        """The sample's key: the name that its members share. Raises DataError."""
+        first, end = self._record(row - 1).key_end if row else 0, self._record(row).key_end
+        if not first <= end <= self.header.key_bytes:
+            raise DataError(
+                f"{self.path} is damaged: the key of sample {row:,} is at bytes {first:,} to {end:,}; {_AGAIN}"
+            )
         keys = self._start + self.header.rows * ROW.itemsize
-        return os.fsdecode(self._read(keys + first, self.record(row).key_end - first))
+        return os.fsdecode(self._read(keys + first, end - first))
+
+    def _shown(self, row: int) -> str:
+        try:
+            return f"{printable(self.key(row)[:200])} (sample {row:,})"
+        except DataError:
+            return f"sample {row:,}"
 
     def _read(self, at: int, size: int) -> bytes:
         content = retried_disk(self.path, partial(self._read_once, at, size))
@@ -171,7 +251,10 @@ class TarIndex:
 
     def _read_once(self, at: int, size: int) -> bytes:
         if self._file is None:
-            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._file = open_regular(self.path)
+            except ValueError as error:
+                raise DataError(str(error)) from error
         try:
             return os.pread(self._file, size, at)
         except OSError:

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from opendit.common.hashing import hash_parts
-from opendit.common.rules import read_json
+from opendit.common.rules import open_regular, read_json
 from opendit.common.strict_files import checked
 from opendit.data.energon.prepared import is_prepared
 from opendit.data.files import printable
 from opendit.data.latents_index import FORMAT, INDEX, TARS_VERSION, check_indexes, read_indexes, write_index
 from opendit.data.pictures_and_clips import CLIP
+from opendit.data.shards.dataset import IndexedTar, classes_of
 from opendit.data.shards.fields import Fields
 from opendit.data.shards.foreign_latents import SUFFIXES, arrays_of, choose_arrays
 from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, Header, TarIndex
@@ -29,6 +30,7 @@ def index_latents(
     use_video: bool = False,
     num_frames: int = 16,
     frame_interval: int = 1,
+    fps: float | None = None,
     num_workers: int = 4,
     force: bool = False,
 ) -> None:
@@ -60,7 +62,7 @@ def index_latents(
     ]
     index = {
         "count": sum(header.rows for header in headers),
-        "class_names": [] if conditioning == "text" else _class_names(folder, headers),
+        "class_names": [] if conditioning == "text" else _class_names(folder, tars, indexes, shown),
         "image_size": image_size,
         "vae": vae,
         "scaling_factor": scale,
@@ -73,6 +75,7 @@ def index_latents(
     }
     if use_video:
         index["video"] = {"num_frames": num_frames, "frame_interval": frame_interval, "short_clips": "skip"}
+        index["video"] |= {} if fps is None else {"fps": fps}
     check_indexes({"format": FORMAT, "version": TARS_VERSION, "sizes": [index]}, str(folder / INDEX))
     write_index(folder, TARS_VERSION, [index])
     size, arrays = "x".join(map(str, index["latent_shape"])), " and ".join(map(printable, names)) or ".npy files"
@@ -106,18 +109,19 @@ def _conditioning(tars: list[Path], headers: list[Header], shown: str) -> str:
     return "text" if "text" in kinds else "label"
 
 
-def _class_names(folder: Path, headers: list[Header]) -> list[str]:
-    """As the folder names them, or their numbers."""
-    path = folder / CLASS_NAMES
+def _class_names(folder: Path, tars: list[Path], indexes: list[TarIndex], shown: str) -> list[str]:
+    """Return them as the folder names them, or their numbers. Raises ValueError for a label that has no name."""
+    path, names = folder / CLASS_NAMES, []
     if path.exists():
-        return checked(read_json(path, NAMES_OF_CLASSES.most_bytes), NAMES_OF_CLASSES, path)
-    return [str(label) for label in range(max(1, *(header.num_classes for header in headers)))]
+        names = checked(read_json(path, NAMES_OF_CLASSES.most_bytes), NAMES_OF_CLASSES, path)
+    found = [IndexedTar(str(tar), str(tar), index) for tar, index in zip(tars, indexes, strict=True)]
+    return classes_of(shown, found, names)
 
 
 def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown: str) -> tuple[str, ...]:
     """Those of ``choose_arrays``, by the first sample of a tar that can be read."""
     problem = "no samples"
-    with open(tar, "rb") as file:
+    with open(open_regular(tar), "rb") as file:
         for row in range(min(_LOOKED_AT, index.header.rows)):
             record = index.record(row)
             file.seek(record.medium_at)

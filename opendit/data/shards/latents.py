@@ -22,28 +22,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 from safetensors.torch import load, save
 from torch import Tensor
 
 from opendit.common.hashing import hash_parts
-from opendit.common.rules import parse_json
+from opendit.common.rules import open_regular, parse_json
+from opendit.common.safe_files import refuse_links, remove, replacing
 from opendit.common.strict_files import parse_text
 from opendit.common.tensor_files import write_file
 from opendit.data.base import BadSample, Embedding
 from opendit.data.latents_check import REPAIR
 from opendit.data.latents_index import INDEX, TARS_VERSION, CachedLatents, ShardForm, check_indexes
-from opendit.data.latents_schema import SHARD
+from opendit.data.latents_schema import LATENTS_SIZES, SHARD
 from opendit.data.medium import Medium
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.fields import Fields
 from opendit.data.shards.foreign_latents import read_moments
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
 from opendit.data.shards.remote import Remote, RemoteTars
-from opendit.data.shards.scan import BLOCK, scan
+from opendit.data.shards.scan import scan
 from opendit.data.shards.store import LocalTars
+from opendit.data.shards.tar_headers import BLOCK, members
 from opendit.data.shards.writer import member_header
 from opendit.data.size_cache import kept_array
 from opendit.data.text_cache import padded
@@ -68,25 +70,22 @@ def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]
     """Writes a tar and then its index, each under another name first; returns the tar's SHA-256.
 
     tensors: moments (n, F, 2C, ...), labels and rows (n,), and those of ``text_cache`` where there are captions."""
+    refuse_links(path.parent, [path.name, index_of(path).name])
     for left in path.parent.glob(f"{index_of(path).name}.*.partial"):  # of a process that was killed
-        left.unlink(missing_ok=True)
+        remove(left)
     about = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True).encode()
-    partial_path = path.with_name(path.name + ".partial")
     count = len(tensors["rows"])
-    try:
-        sha256 = write_file(partial_path, _blocks(about, tensors))["sha256"]
+    with replacing(path, temporary=path.name + ".partial") as new:
+        sha256 = write_file(new, _blocks(about, tensors))["sha256"]
         if count:
-            found = scan(partial_path, FIELDS, plan=_plan(settings), sha256=sha256)
+            found = scan(Path(new.name), FIELDS, plan=_plan(settings), sha256=sha256)
             if found[0].rows != count:
                 raise ValueError(f"{path}: {found[0].left_out} samples can't be used: {found[0].examples[0]}")
         else:  # no file of it could be read
-            size = partial_path.stat().st_size
+            size = os.fstat(new.fileno()).st_size
             header = Header(0, 0, size, sha256, True, 0, "none", 0, [], [], plan=_plan(settings))
             found = header, np.zeros(0, ROW), b""
-        index_of(path).unlink(missing_ok=True)
-        os.replace(partial_path, path)
-    finally:
-        partial_path.unlink(missing_ok=True)
+        remove(index_of(path))
     write_index(index_of(path), *found)
     return sha256
 
@@ -128,12 +127,13 @@ def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
     """(samples, settings, skipped files) of a tar with its index; None if it isn't a whole one of ours."""
     try:
         header = TarIndex(index_of(path)).header
-        with tarfile.open(path, "r:") as tar:
-            member = tar.next()
-            if member is None or member.name != ABOUT or path.stat().st_size != header.tar_bytes:
+        with open(open_regular(path), "rb") as file:
+            member = next(members(file), None)
+            if member is None or member.name != ABOUT or os.fstat(file.fileno()).st_size != header.tar_bytes:
                 return None
-            about = parse_text(cast(IO[bytes], tar.extractfile(member)).read(SHARD.most_bytes).decode(), SHARD, path)
-    except (OSError, ValueError, tarfile.TarError):
+            file.seek(member.at)
+            about = parse_text(file.read(min(member.size, SHARD.most_bytes)).decode(), SHARD, path)
+    except (OSError, ValueError):
         return None
     return (header.rows, about["settings"], about["skipped"]) if header.plan == _plan(about["settings"]) else None
 
@@ -155,7 +155,7 @@ def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
 def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] | None:
     """As ``read_indexes``, of a folder behind an address. Raises ValueError, DataError or OSError."""
     name = f"{address.rstrip('/')}/{INDEX}"
-    content = None if address.lower().endswith(".tar") else remote.read_if_there(name)
+    content = None if address.lower().endswith(".tar") else remote.read_if_there(name, LATENTS_SIZES.most_bytes)
     return None if content is None else check_indexes(parse_json(content, name), name)
 
 
@@ -176,6 +176,7 @@ class TarLatents(CachedLatents, ShardDataset):
     """
 
     empty_captions = True  # a table's rows may have such
+    names_file = INDEX
 
     def __init__(
         self,
@@ -190,6 +191,7 @@ class TarLatents(CachedLatents, ShardDataset):
         use_video: bool = False,
         num_frames: int = 16,
         frame_interval: int = 1,
+        fps: float | None = None,
         max_bad: float = 0.05,
     ):
         pairs = [(tar, shard) for tar, shard in zip(tars, index["shards"], strict=True) if shard["count"]]
@@ -198,7 +200,12 @@ class TarLatents(CachedLatents, ShardDataset):
             store = LocalTars([tar.path for tar in kept], [tar.index.header.tar_bytes for tar in kept])
         names = index["class_names"]
         super().__init__(name, kept, index["image_size"], store=store, class_names=names, seed=seed, max_bad=max_bad)
-        self._take(index, name, random_flip, use_video, num_frames, frame_interval)
+        if self.conditioning != (told := index.get("conditioning", "label")):
+            words = {"text": "captions", "label": "classes"}
+            raise ValueError(
+                f"{name}: {INDEX} tells of {words[told]}, its tars have {words[self.conditioning]}; {REPAIR}"
+            )
+        self._take(index, name, random_flip, use_video, num_frames, frame_interval, fps)
         self.random_window, self.use_video = False, use_video
         self.empty_caption = empty_caption
         text = index.get("text")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.errors import DataError
+from opendit.common.safe_files import refuse_links, remove, replacing
 from opendit.common.tensor_files import write_file
 from opendit.data.base import name_few
 from opendit.data.energon.cooked import load_cooker
@@ -44,15 +45,16 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
         )
     folder = Path(output)
     jobs = plan_jobs(entries, folder, shard_size)
-    others = sorted({tar.name for tar in folder.glob("*.tar")} - {job.tar.name for job in jobs})
+    names = [job.tar.name for job in jobs]
+    refuse_links(folder, [CLASS_NAMES, *names, *(index_of(name).name for name in names)], "--output")
+    others = sorted({tar.name for tar in folder.glob("*.tar")} - set(names))
     if others:
         raise ValueError(f"--output {printable(output)} holds other tars: {name_few(others)}; name another folder")
     todo = [job for job in jobs if not is_done(job)]
     _remove_partial(folder)
     if class_names:
-        partial = folder / f"{CLASS_NAMES}.{os.getpid()}.partial"
-        write_file(partial, iter([json.dumps(class_names, indent=1).encode()]))
-        os.replace(partial, folder / CLASS_NAMES)
+        with replacing(folder / CLASS_NAMES, temporary=f"{CLASS_NAMES}.{os.getpid()}.partial") as new:
+            write_file(new, iter([json.dumps(class_names, indent=1).encode()]))
     done = sum(len(job.entries) for job in jobs) - sum(len(job.entries) for job in todo)
     with Progress(len(entries), "samples", initial=done, title="packing") as bar:
         for count in in_processes(write_job, todo, num_workers):
@@ -95,7 +97,8 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
         )
     if not tars:
         raise ValueError(f"DIR {printable(root)} holds no .tar files")
-    indexes = index_tars(tars, fields, plan, num_workers=num_workers, force=force)
+    root_of_all = path if path.is_dir() else path.parent
+    indexes = index_tars(tars, fields, plan, num_workers=num_workers, force=force, root=root_of_all)
     for tar, index, count in zip(tars, indexes, counts, strict=False):
         check_count(tar, index, count, f"DIR {printable(root)}")
     headers = [index.header for index in indexes]
@@ -106,16 +109,18 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
 
 
 def index_tars(
-    tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool
+    tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
     """Makes the index of every tar that has none or a stale one, or one of another plan; says what is left out.
 
-    Raises as :func:`make_indexes`."""
+    root: the folder below which no link is followed (opendit/common/safe_files.py). Raises as :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:
         _remove_partial(folder)
     todo = [tar for tar in tars if force or not _is_current(tar, plan)]
+    for tar in todo:
+        refuse_links(tar.parent, [index_of(tar).name], "DIR")
     with Progress(len(tars), "tars", initial=len(tars) - len(todo), title="indexing") as bar:
-        for _ in in_processes(partial(_index, fields=fields, plan=plan), todo, num_workers):
+        for _ in in_processes(partial(_index, fields=fields, plan=plan, root=root), todo, num_workers):
             bar.update()
     indexes = [TarIndex(index_of(tar)) for tar in tars]
     headers = [index.header for index in indexes]
@@ -125,8 +130,8 @@ def index_tars(
     return indexes
 
 
-def _index(tar: Path, fields: Fields | None, plan: str) -> None:
-    write_index(index_of(tar), *scan(tar, fields, plan=plan))
+def _index(tar: Path, fields: Fields | None, plan: str, root: Path | None) -> None:
+    write_index(index_of(tar), *scan(tar, fields, plan=plan), root=root)
 
 
 def _is_current(tar: Path, plan: str) -> bool:
@@ -157,4 +162,4 @@ def _remove_partial(folder: Path) -> None:
     for path in folder.glob("*.partial"):
         found = re.fullmatch(r".+\.(?:tar|index|json)\.(\d+)\.partial", path.name)
         if found and not Path(f"/proc/{found[1]}").exists():
-            path.unlink(missing_ok=True)
+            remove(path)

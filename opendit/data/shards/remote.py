@@ -1,50 +1,149 @@
 """Tars elsewhere: whatever fsspec opens (http, https, s3, gs, ...), read by ranges of bytes."""
 
+import asyncio
 import atexit
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from html import unescape
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urljoin, urlsplit
 
 from opendit.common.errors import DataError
-from opendit.common.replace import replacing
+from opendit.common.rules import MIB
+from opendit.common.safe_files import make_folder, write_whole
 from opendit.data.files import printable
 from opendit.data.retry import retried
 from opendit.data.shards.ahead import ByteRange, FetchAhead, Ranges
 from opendit.data.shards.cache import FOLDER, FileCache
 from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
-TIME_LIMIT = 30.0  # seconds of one attempt
+TIME_LIMIT = 30.0  # seconds of one attempt, beside those that its bytes take at the slowest rate
+SLOWEST = 1 << 20  # bytes a second
+CHUNK = 1 << 18  # bytes that are read at once
 AT_ONCE = 16  # indexes that are fetched
 MOST_TARS = 1_000_000
+MOST_LETTERS = 1 << 28  # of the addresses of all tars
+MOST_PAGE = 16 * MIB  # bytes of a web server's list of a folder
+MOST_INDEX = 1024 * MIB  # of the index of one tar
+NO_RANGES = "its server does not answer requests of ranges; take another one"
 
 
 def expand(address: str) -> list[str]:
-    """``s3://b/train-{0000..0003}.tar`` -> four addresses; any other is itself. Raises ValueError."""
-    found = re.search(r"\{(\d+)\.\.(\d+)\}", address)
-    if found is None:
-        return [address]
-    first, last = int(found[1]), int(found[2])
-    if not first <= last < first + MOST_TARS:
-        raise ValueError(
-            f"--data_path {printable(address)}: {found[0]} is no range; let it go upwards, over at most {MOST_TARS:,}"
-        )
-    width = len(found[1]) if found[1].startswith("0") else 0
-    ends = [f"{number:0{width}d}" for number in range(first, last + 1)]
-    return [tar for end in ends for tar in expand(address[: found.start()] + end + address[found.end() :])]
+    """Return the addresses that ranges in braces mean: ``s3://b/train-{0000..0003}.tar`` has four. Any other address is
+    itself. Raises ValueError."""
+    shown, parts, at, count = f"--data_path {printable(address)[:200]}", [], 0, 1
+    for found in re.finditer(r"\{(\d+)\.\.(\d+)\}", address, re.ASCII):
+        fits = max(map(len, found.groups())) <= 18 and int(found[1]) <= int(found[2]) < int(found[1]) + MOST_TARS
+        count *= int(found[2]) - int(found[1]) + 1 if fits else 0
+        if not fits or count > MOST_TARS:
+            what = f"{found[0][:60]} is no range; let it go upwards, over at most {MOST_TARS:,}"
+            raise ValueError(f"{shown}: {what if not fits else f'names more than {MOST_TARS:,} tars; name fewer'}")
+        parts += [(found, address[at : found.start()])]
+        at = found.end()
+    if count * len(address) > MOST_LETTERS and count > 1:
+        raise ValueError(f"{shown}: names {count:,} tars by {len(address):,} characters each; name fewer")
+    choices: list[list[str]] = []
+    for found, before in parts:
+        width = len(found[1]) if found[1].startswith("0") else 0
+        choices += [[before], [f"{number:0{width}d}" for number in range(int(found[1]), int(found[2]) + 1)]]
+    return list(map("".join, product(*choices, [address[at:]])))
+
+
+class _RefusedAnswer(DataError):
+    """An answer that is not taken, and would be the same if it was asked for again."""
+
+
+async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
+    """Return all bytes that ``read`` gives, at most ``most``, as long as they come at ``SLOWEST`` bytes a second or
+    faster after ``TIME_LIMIT`` seconds. Raises _RefusedAnswer for more, and asyncio.TimeoutError."""
+    parts, size, begin = [], 0, time.monotonic()
+    while True:
+        left = TIME_LIMIT + size / SLOWEST - (time.monotonic() - begin)
+        part = await asyncio.wait_for(read(CHUNK), max(left, 0.0))
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise _RefusedAnswer(f"it sent more than {most:,} bytes")
+
+
+def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
+    """Compare an answer's Content-Range with what was asked for. whole: bytes that the file must have, if known."""
+    found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
+    if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
+        raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
+    if whole is not None and found[3] not in ("*", str(whole)):
+        raise _RefusedAnswer(f"it has {int(found[3]):,} bytes, its index says {whole:,}; index it again")
+
+
+async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
+    """Return a file of a web server, or of it ``most`` bytes from ``start`` on."""
+    import aiohttp
+
+    headers = {"Accept-Encoding": "identity"}  # else a few bytes could unpack to any number
+    if start is not None:
+        headers["Range"] = f"bytes={start}-{start + most - 1}"
+    session = await system.set_session()
+    no_limit = aiohttp.ClientTimeout(total=None)  # wait_for and _take have theirs
+    asked = session.get(system.encode_url(address), headers=headers, auto_decompress=False, timeout=no_limit)
+    try:
+        answer = await asyncio.wait_for(asked, TIME_LIMIT)
+    except aiohttp.TooManyRedirects as error:
+        raise _RefusedAnswer("it leads from one address to another without end") from error
+    except aiohttp.InvalidURL as error:
+        raise _RefusedAnswer(f"it leads to {printable(str(error))[:100]}, which is no address") from error
+    async with answer:
+        if answer.status == 404:
+            raise FileNotFoundError(address)
+        answer.raise_for_status()
+        if (packed := answer.headers.get("Content-Encoding", "identity").strip().lower()) not in ("", "identity"):
+            raise _RefusedAnswer(f"it comes packed ({printable(packed)[:20]}), which its server was asked not to do")
+        if start is not None:
+            if answer.status == 200:
+                raise _RefusedAnswer(NO_RANGES)
+            _check_range(answer.headers.get("Content-Range"), start, most, whole)
+        elif answer.status != 200:
+            raise OSError(f"status {answer.status}")
+        if (answer.content_length or 0) > most:
+            raise _RefusedAnswer(f"it has {answer.content_length:,} bytes; at most {most:,} are read")
+        return await _take(answer.content.read, most)
+
+
+async def _get_s3(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
+    """Return an object of S3, or of it ``most`` bytes from ``start`` on."""
+    bucket, key, version = system.split_path(address)
+    asked = {} if start is None else {"Range": f"bytes={start}-{start + most - 1}"}
+    asked |= {"VersionId": version} if version else {}
+    answer = await asyncio.wait_for(system._call_s3("get_object", Bucket=bucket, Key=key, **asked), TIME_LIMIT)
+    body = answer["Body"]
+    try:
+        if start is not None:
+            if answer["ResponseMetadata"]["HTTPStatusCode"] == 200:
+                raise _RefusedAnswer(NO_RANGES)
+            _check_range(answer.get("ContentRange"), start, most, whole)
+        if (answer.get("ContentLength") or 0) > most:
+            raise _RefusedAnswer(f"it has {answer['ContentLength']:,} bytes; at most {most:,} are read")
+        return await _take(body.read, most)
+    finally:
+        body.close()
 
 
 class Remote:
     """A store behind addresses of one kind; made anew in a forked process, as fsspec's connections must be."""
 
     def __init__(self, address: str):
-        self.kind = address.partition("://")[0]
+        self.kind = address.partition("://")[0].lower()
         self._system: Any = None
         self._process: int | None = None
 
@@ -64,34 +163,41 @@ class Remote:
     def __getstate__(self) -> dict[str, Any]:
         return {"kind": self.kind, "_system": None, "_process": None}
 
-    def read(self, address: str, start: int, size: int) -> bytes:
-        """``size`` bytes from ``start``; tried again when it fails. Raises DataError, which names the address."""
+    def read(self, address: str, start: int, size: int, whole: int | None = None) -> bytes:
+        """Return ``size`` bytes from ``start`` on; tried again when it fails. whole: bytes that the file must have.
+
+        Raises DataError, which names the address, also for a server that sends other bytes than the range."""
 
         def once() -> bytes:
-            content = self.call("cat_file", address, start=start, end=start + size)
+            content = self.call("cat_file", address, start=start, end=start + size, whole=whole) if size else b""
             if len(content) > size:
-                raise DataError(
-                    f"{printable(address)}: its server does not answer requests of ranges; take another one"
-                )
+                raise _RefusedAnswer(NO_RANGES)
             if len(content) < size:
                 raise OSError(f"{len(content):,} bytes came of the {size:,} from {start:,} on")
             return content
 
-        return retried(address, once)
+        return self._retried(address, once)
 
-    def read_all(self, address: str, check: Callable[[bytes], None] = lambda content: None) -> bytes:
-        """The whole file; tried again where it fails, or ``check`` raises an error of what came."""
+    def _retried(self, address: str, once: Callable[[], bytes]) -> bytes:
+        try:
+            return retried(address, once)
+        except _RefusedAnswer as error:
+            raise DataError(f"{printable(address)}: {error}") from error
+
+    def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
+        """Return a whole file of at most ``most`` bytes; tried again where it fails, or ``check`` raises an error of
+        what came. Raises DataError, which names the address."""
 
         def once() -> bytes:
-            content = self.call("cat_file", address)
+            content = self.call("cat_file", address, most=most)
             check(content)
             return content
 
-        return retried(address, once)
+        return self._retried(address, once)
 
-    def read_if_there(self, address: str) -> bytes | None:
+    def read_if_there(self, address: str, most: int) -> bytes | None:
         try:
-            return self.read_all(address)
+            return self.read_all(address, most)
         except DataError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
@@ -114,13 +220,48 @@ class Remote:
         return " ".join(f"{name}={value}" for name, value in told.items())
 
     def list_tars(self, address: str) -> list[str]:
-        """The addresses of a folder's tars, sorted."""
+        """Return the addresses of a folder's tars, sorted."""
+        if self.kind in ("http", "https"):
+            return self._linked_tars(f"{address.rstrip('/')}/")
         names = retried(address, lambda: self.call("ls", address, detail=False))
         full = [name if "://" in name else f"{self.kind}://{name}" for name in names]
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
+    def _linked_tars(self, folder: str) -> list[str]:
+        """Return the tars that a web server's page of a folder links to, on that server."""
+        page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
+        for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
+            with suppress(ValueError):
+                tar = urljoin(folder, unescape(link[1]).strip())
+                same = urlsplit(tar).netloc == urlsplit(folder).netloc and tar.startswith(("http://", "https://"))
+                if same and tar.lower().endswith(".tar"):
+                    found.add(tar)
+        return sorted(found)
+
+    def _cat(
+        self, address: str, start: int | None = None, end: int = 0, most: int = 0, whole: int | None = None
+    ) -> bytes:
+        """Return a file of at most ``most`` bytes, or of it those from ``start`` to before ``end``."""
+        system, most = self.system, most if start is None else end - start
+        if self.kind in ("http", "https") or hasattr(system, "_call_s3"):
+            from fsspec.asyn import sync
+
+            get = _get_s3 if hasattr(system, "_call_s3") else _get_http
+            return cast(bytes, sync(system.loop, get, system, address, start, most, whole))
+        if start is None and ((size := self.call("info", address).get("size")) is None or size > most):
+            raise _RefusedAnswer(f"it has {size or 'an unknown number of'} bytes; at most {most:,} are read")
+        options = {} if start is None else {"start": start, "end": end}
+        if system.async_impl:
+            from fsspec.asyn import sync
+
+            limit = TIME_LIMIT + most / SLOWEST
+            return cast(bytes, sync(system.loop, system._cat_file, address, timeout=limit, **options))
+        return system.cat_file(address, **options)
+
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        """What fsspec's method of this name gives, within ``TIME_LIMIT`` where the store's part of it allows that."""
+        """Return what fsspec's method of this name gives, within bounds of time and, of ``cat_file``, of bytes."""
+        if name == "cat_file":
+            return self._cat(*args, **options)
         system = self.system
         if system.async_impl:
             from fsspec.asyn import sync
@@ -130,10 +271,15 @@ class Remote:
 
 
 class RemoteTars:
-    """Tars behind addresses; what is read of them is kept in a cache. As ``LocalTars``."""
+    """Tars behind addresses; what is read of them is kept in a cache. As ``LocalTars``.
 
-    def __init__(self, addresses: Sequence[str], contents: Sequence[str], remote: Remote, cache: FileCache):
-        self.addresses, self.contents, self.remote, self.cache = list(addresses), list(contents), remote, cache
+    contents: of every tar, its checksum. sizes: its bytes, as its index says."""
+
+    def __init__(
+        self, addresses: Sequence[str], contents: Sequence[str], sizes: Sequence[int], remote: Remote, cache: FileCache
+    ):
+        self.addresses, self.contents, self.sizes = list(addresses), list(contents), list(sizes)
+        self.remote, self.cache = remote, cache
         self._ahead = FetchAhead(self._fetch)
 
     def prefetch(self, groups: Iterable[Ranges]) -> None:
@@ -143,7 +289,8 @@ class RemoteTars:
 
     def _fetch(self, group: Ranges) -> dict[ByteRange, bytes]:
         first, end = min(part.at for part in group), max(part.at + part.size for part in group)
-        content = self.remote.read(self.addresses[group[0].tar], first, end - first)
+        tar = group[0].tar
+        content = self.remote.read(self.addresses[tar], first, end - first, self.sizes[tar])
         return {part: content[part.at - first : part.at - first + part.size] for part in group}
 
     def _name(self, tar: int, at: int, size: int) -> str:
@@ -155,7 +302,9 @@ class RemoteTars:
         fetched = self._ahead.take(ByteRange(tar, at, size))
         content = self.cache.get(name) if fetched is None else None
         if content is None or len(content) != size:
-            content = self.remote.read(self.addresses[tar], at, size) if fetched is None else fetched
+            content = fetched
+            if content is None:
+                content = self.remote.read(self.addresses[tar], at, size, self.sizes[tar])
             self.cache.put(name, content)
         return content
 
@@ -179,16 +328,17 @@ def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) ->
             file = cache.path(f"{name} {version}").name
             if version and (is_index(path := kept / file) or is_index(path := folder / file)):
                 return path
-            content = remote.read_all(name, check_whole)
+            content = remote.read_all(name, MOST_INDEX, check_whole)
+        except ValueError as error:  # another page, say
+            raise DataError(f"{printable(name)}: {error}") from error
         except DataError as error:
             fix = "python preprocess.py index FOLDER makes it, where the tars are"
             raise DataError(f"{error}; every tar needs its index beside it: {fix}") from error
-        with replacing(folder / file) as new:
-            new.write_bytes(content)
+        write_whole(folder / file, content, root=folder.parent)
         return folder / file
 
     def fetch_all(folder: Path) -> list[Path]:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, root=folder.parent)
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(partial(fetch, folder=folder), addresses))
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from opendit.common.errors import DataError
 from opendit.common.hashing import sha256_of
-from opendit.common.replace import replacing
+from opendit.common.safe_files import make_folder, refuse_links, replacing
 from opendit.common.tensor_files import open_safetensors
 from opendit.data.files import printable
 from opendit.data.latents import read_shard_header
 from opendit.data.latents_check import REPAIR
-from opendit.data.latents_index import TARS_VERSION, ShardForm, write_index
+from opendit.data.latents_index import INDEX, TARS_VERSION, ShardForm, write_index
 from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
 from opendit.data.shards.latents import HEADERS, tars_of
@@ -60,7 +60,8 @@ def repack_latents(folder: Path, index: dict[str, Any], output: Path, *, shard_s
         raise ValueError(f"--data_path {printable(folder)}: these latents lie in tars already; train with them")
     form = tars_of(index["image_size"])
     plans = list(_plan(folder, index, output, shard_size, form))
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
+    refuse_links(output, [INDEX, EMPTY, *(plan.path.name for plan in plans)], "--output")
     if others := sorted({tar.name for tar in output.glob("*.tar")} - {plan.path.name for plan in plans}):
         raise ValueError(f"--output {printable(output)}: holds other tars, such as {others[0]}; name another folder")
     done = [plan for plan in plans if (found := form.header(plan.path)) is not None and found[1] == plan.settings]
@@ -70,8 +71,8 @@ def repack_latents(folder: Path, index: dict[str, Any], output: Path, *, shard_s
             bar.update(count)
     checksums: dict[str, str] = {}
     if "text" in index:
-        with replacing(output / EMPTY) as new:
-            shutil.copyfile(folder / EMPTY, new)
+        with replacing(output / EMPTY) as new, open(folder / EMPTY, "rb") as old:
+            shutil.copyfileobj(old, new)
         checksums = {EMPTY: sha256_of(output / EMPTY)}
     shards = [_entry(plan, "video" in index) for plan in plans]
     packed = {**index, "settings": plans[0].settings, "shards": shards} | (

@@ -1,24 +1,25 @@
 """Makes the index of a tar: reads its members' headers, captions and labels, and the checksums of everything."""
 
-import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
 from opendit.common.hashing import sha256_of
+from opendit.common.rules import open_regular
+from opendit.data.animation_header import SUFFIXES as ANIMATIONS
+from opendit.data.animation_header import is_animated
 from opendit.data.files import printable
-from opendit.data.folders import CLIPS
 from opendit.data.shards.fields import Fields, read_caption, read_label, split_name, suffix_of
-from opendit.data.shards.index import NO_LABEL, ROW, Header
+from opendit.data.shards.index import ANIMATED, MAX_TEXT, NO_LABEL, ROW, Header, is_clip
+from opendit.data.shards.tar_headers import NoTar, TarError, members
 
-BLOCK = tarfile.BLOCKSIZE
-EXAMPLES = 5
-MAX_TEXT = 2**20  # bytes of a caption's or label's member
+EXAMPLES, EXAMPLE_LETTERS = 5, 500
+MOST_KEYS = 2**32  # bytes of all keys of a tar: records count them by four bytes
 _ARRAYS = (".npz", ".npy", ".safetensors")
 
 
@@ -39,17 +40,11 @@ def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
     twice.
     """
     name, seen, sample = printable(path), set(), None
-    try:
-        with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            size = file.seek(0, 2)
-            while (member := tar.next()) is not None:
-                cast(Any, tar).members = []  # it keeps all of them: gigabytes, of a large tar
-                if not member.isreg() or (split := split_name(member.name, exact)) is None:
+    with open(open_regular(path), "rb") as file:
+        try:
+            for member in members(file):
+                if not member.regular or (split := split_name(member.name, exact)) is None:
                     continue
-                if member.sparse is not None:
-                    raise ValueError(f"{name}: {printable(member.name)} is stored with holes; pack it without --sparse")
-                if member.offset_data + member.size > size:
-                    raise ValueError(f"{name} is truncated inside of {printable(member.name)}; copy it again")
                 key, ending = split
                 if sample is None or sample.key != key:
                     if sample is not None:
@@ -60,23 +55,18 @@ def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
                             "each other, and its key be its own"
                         )
                     seen.add(key)
-                    sample = Sample(key, member.offset)
+                    sample = Sample(key, member.start)
                 if ending in sample.parts:
                     raise ValueError(f"{name}: {printable(member.name)} is there twice")
-                sample.parts[ending] = member.offset_data, member.size
-                sample.end = tar.offset
-            # tarfile takes anything that it can't read for the end.
-            file.seek(tar.offset)
-            end = file.read(BLOCK)
-            if len(end) < BLOCK:
-                raise ValueError(f"{name} is truncated: it has no end-of-archive mark; copy it again")
-            if any(end):
-                raise ValueError(f"{name} is damaged: no member's header at byte {tar.offset:,}; copy it again")
-    except tarfile.ReadError as error:
-        with open(path, "rb") as file:
+                sample.parts[ending] = member.at, member.size
+                sample.end = member.end
+        except NoTar as error:
+            file.seek(0)
             packed = file.read(4)[:2] in (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5")
-        fix = "it is compressed; unpack it to a plain .tar" if packed else f"it can't be read as a tar ({error})"
-        raise ValueError(f"{name}: {fix}") from error
+            fix = "it is compressed; unpack it to a plain .tar" if packed else f"it can't be read as a tar ({error})"
+            raise ValueError(f"{name}: {fix}") from error
+        except TarError as error:
+            raise ValueError(f"{name} {error}") from error
     if sample is not None:
         yield sample
 
@@ -112,7 +102,10 @@ class _Rows:
         place, label, why_label = self._find(sample, file, self.fields.label, read_label)
         text_at, text_bytes = sample.parts[self.fields.caption[text][0]] if caption is not None else (0, 0)
         crc = _crc32(file, at, size) if checked else 0
-        suffix = self.suffixes.setdefault(suffix_of(ending), len(self.suffixes))
+        suffix = suffix_of(ending)
+        if suffix in ANIMATIONS and is_animated(cast(BinaryIO, _Member(file, at, size))):
+            suffix = ANIMATED + suffix
+        suffix = self.suffixes.setdefault(suffix, len(self.suffixes))
         self.keys.append(sample.key.encode("utf-8", "surrogateescape"))
         self.captions.append(caption is not None)
         self.why_not.append(why if why or label is not None else why_label)
@@ -144,6 +137,27 @@ class _Rows:
         return 0, None, why
 
 
+class _Member:
+    """A member of a tar, as a file that is read."""
+
+    def __init__(self, file: BinaryIO, at: int, size: int):
+        self._file, self._start, self._size, self._at = file, at, size, 0
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        self._at = at + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if count < 0 else min(count, left))
+        self._at += len(data)
+        return data
+
+
 def _crc32(file, at: int, size: int) -> int:
     crc = 0
     file.seek(at)
@@ -169,7 +183,7 @@ def scan(
     """
     path, fields = Path(path), fields or Fields()
     found = _Rows(fields)
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         for sample in samples_of(path, fields.exact):
             found.add(sample, file, checksums)
     rows = np.array(found.rows, ROW)
@@ -181,13 +195,15 @@ def scan(
         why = found.why_not[row] or f"no {missing}"
         found.left_out.append(f"{printable(found.keys[row].decode('utf-8', 'replace'))}: {why}")
     if not kept.any():
-        why = f" ({'; '.join(found.left_out[:EXAMPLES])})" if found.left_out else ""
+        why = f" ({'; '.join(each[:EXAMPLE_LETTERS] for each in found.left_out[:EXAMPLES])})" if found.left_out else ""
         fix = "; if these are latents, say what they hold: --latents" if found.latents else ""
         raise ValueError(f"{printable(path)} holds no samples{why}{fix}")
     keys = [found.keys[row] for row in np.flatnonzero(kept)]
+    if sum(map(len, keys)) >= MOST_KEYS:
+        raise ValueError(f"{printable(path)}: its keys have 4 GiB or more together; pack it into several tars")
     rows = rows[kept]
     rows["key_end"] = np.cumsum([len(key) for key in keys])
-    clips = np.array([suffix in CLIPS for suffix in found.suffixes])[rows["suffix"]]
+    clips = np.array([is_clip(suffix) for suffix in found.suffixes])[rows["suffix"]]
     header = Header(
         rows=len(rows),
         key_bytes=sum(map(len, keys)),
@@ -200,7 +216,7 @@ def scan(
         suffixes=list(found.suffixes),
         captions=[list(place) for place in fields.caption],
         left_out=len(found.left_out),
-        examples=found.left_out[:EXAMPLES],
+        examples=[example[:EXAMPLE_LETTERS] for example in found.left_out[:EXAMPLES]],
         plan=plan,
     )
     return header, rows, b"".join(keys)

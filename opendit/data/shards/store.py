@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from opendit.common.errors import DataError
+from opendit.common.rules import open_regular
 from opendit.data.files import printable
 from opendit.data.retry import DOWN, retried_disk
 
@@ -54,7 +55,9 @@ class LocalTars:
             self._files.move_to_end(tar)
             return self._files[tar]
         try:
-            file = os.open(self.paths[tar], os.O_RDONLY | os.O_CLOEXEC)
+            file = open_regular(self.paths[tar])
+        except ValueError as error:
+            raise DataError(printable(str(error))) from error
         except OSError as error:
             if error.errno in DOWN:
                 raise

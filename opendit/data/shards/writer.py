@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opendit.common.hashing import hash_parts
+from opendit.common.safe_files import replacing
 from opendit.common.tensor_files import write_file
 from opendit.data.csv_table import read_csv
 from opendit.data.files import printable, problem
@@ -17,7 +18,8 @@ from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.images import find_pictures
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.index import TarIndex, index_of, write_index
-from opendit.data.shards.scan import BLOCK, scan
+from opendit.data.shards.scan import scan
+from opendit.data.shards.tar_headers import BLOCK
 
 _READ = 4 << 20
 
@@ -118,15 +120,11 @@ def write_job(job: TarPlan) -> int:
 
     Raises ValueError if a file is no longer what it was when the tars were planned; OSError, as of a full disk.
     """
-    partial = job.tar.with_name(f"{job.tar.name}.{os.getpid()}.partial")
-    try:
-        written = write_file(partial, _blocks(job.entries))
-        header, rows, keys = scan(partial, plan=job.plan, sha256=written["sha256"])
+    with replacing(job.tar, temporary=f"{job.tar.name}.{os.getpid()}.partial") as new:
+        written = write_file(new, _blocks(job.entries))
+        header, rows, keys = scan(Path(new.name), plan=job.plan, sha256=written["sha256"])
         if header.rows != len(job.entries):
             raise ValueError(f"{job.tar.name}: {header.left_out} samples can't be used: {header.examples[0]}")
-        os.replace(partial, job.tar)
-    finally:
-        partial.unlink(missing_ok=True)
     write_index(index_of(job.tar), header, rows, keys)
     return header.rows
 

@@ -31,6 +31,7 @@ class Request:
     max_bad: float = 0.05
     num_frames: int = 16
     frame_interval: int = 1
+    fps: float | None = None
     use_video: bool = False
     short_clips: str = "skip"
     video_reader: str = "auto"
@@ -53,12 +54,14 @@ class Request:
 
     def of_clips(self) -> dict[str, Any]:
         """The arguments of data sets of clips and pictures, by name; windows of clips are drawn in training alone."""
-        names = "seed num_frames frame_interval use_video short_clips video_reader random_flip max_bad"
+        names = "seed num_frames frame_interval fps use_video short_clips video_reader random_flip max_bad"
         return {name: getattr(self, name) for name in names.split()} | {"training": self.split == "train"}
 
     def of_latents(self) -> dict[str, Any]:
         """The arguments of data sets of cached latents, by name."""
-        return {name: getattr(self, name) for name in "seed random_flip use_video num_frames frame_interval".split()}
+        return {
+            name: getattr(self, name) for name in "seed random_flip use_video num_frames frame_interval fps".split()
+        }
 
     def check_split(self) -> None:
         """Raises NoSplit for a split of a source that has none."""

@@ -62,17 +62,19 @@ def _no_split(asked: Request, error: ValueError) -> ValueError:
 
 def _names(leaves: list[Leaf], above: Path) -> list[str]:
     """Of each leaf one of its own, for the log."""
-    names: list[str] = []
+    names: dict[str, None] = {}
+    last: dict[str, int] = {}
     for leaf in leaves:
         folder = leaf.folder.resolve()
         base = above.resolve().parent
         name = str(folder.relative_to(base)) if folder.is_relative_to(base) else str(folder)
         name = f"{name} ({leaf.split})" if leaf.split != "train" else name
-        number = 2
-        while (f"{name} #{number}" if name in names else name) in names:
-            number += 1
-        names.append(f"{name} #{number}" if name in names else name)
-    return names
+        own = name
+        while own in names:
+            last[name] = last.get(name, 1) + 1
+            own = f"{name} #{last[name]}"
+        names[own] = None
+    return list(names)
 
 
 def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
@@ -122,7 +124,7 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
     shards, before = [], 0
     for (name, count), index in zip(prepared.tars, indexes, strict=True):
         path = str(prepared.folder / name)
-        kept = _kept(index, first - before, last - before, without.get(name, set()))
+        kept = kept_rows(index, first - before, last - before, without.get(name, set()))
         before += count
         if kept is None or len(kept):
             shards.append(IndexedTar(path, path, index, kept))
@@ -131,7 +133,7 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
     return shards
 
 
-def _kept(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
+def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
     """The rows of the tar's samples ``first`` to before ``last``, those left out counted, but for these keys."""
     rows, count = index.header.rows, index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from opendit.common.errors import DataError
-from opendit.common.rules import parse_json, read_json
+from opendit.common.rules import MIB, parse_json, read_json
 from opendit.common.strict_files import checked
 from opendit.data.base import name_few
 from opendit.data.files import printable
@@ -18,6 +18,8 @@ from opendit.data.shards.remote import Remote, RemoteTars, expand, fetch_indexes
 from opendit.data.shards.store import size_problem
 from opendit.data.sources.base import Request
 from opendit.data.text_cache import EMPTY, load_empty_caption
+
+MOST_EMPTY = 256 * MIB  # bytes of the embedding of an empty caption
 
 
 def open_source(asked: Request) -> ShardDataset | None:
@@ -65,13 +67,14 @@ def _open_remote(asked: Request) -> ShardDataset:
             raise ValueError("holds no .tar files; give s3://BUCKET/FOLDER, or http://HOST/train-{0000..0099}.tar")
         indexes = [TarIndex(path) for path in fetch_indexes(tars, remote, cache)]
         path = f"{tars[0].rpartition('/')[0]}/{CLASS_NAMES}"
-        content = remote.read_if_there(path)
+        content = remote.read_if_there(path, NAMES_OF_CLASSES.most_bytes)
         names = () if content is None else checked(parse_json(content, path), NAMES_OF_CLASSES, path)
     except (DataError, ValueError, OSError) as error:
         raise ValueError(f"{asked.shown}: {str(error).removeprefix(f'{asked.shown}: ')}") from error
     contents = [index.header.sha256 for index in indexes]
     shards = [IndexedTar(tar, tar, index) for tar, index in zip(tars, indexes, strict=True)]
-    return _dataset(asked, shards, names, RemoteTars(tars, contents, remote, cache))
+    sizes = [index.header.tar_bytes for index in indexes]
+    return _dataset(asked, shards, names, RemoteTars(tars, contents, sizes, remote, cache))
 
 
 def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatents | None:
@@ -87,10 +90,11 @@ def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatent
     for address, each, shard in zip(addresses, found, index["shards"], strict=True):
         tars.append(IndexedTar(address, address, check_tar(each, shard, address)))
     kept = [tar for tar in tars if len(tar)]
-    contents = [tar.index.header.sha256 for tar in kept]
-    store, empty = RemoteTars([tar.path for tar in kept], contents, remote, cache), None
+    contents, sizes = ([getattr(tar.index.header, what) for tar in kept] for what in ("sha256", "tar_bytes"))
+    store, empty = RemoteTars([tar.path for tar in kept], contents, sizes, remote, cache), None
     if text := index.get("text"):
-        empty = load_empty_caption(remote.read_all(f"{folder}/{EMPTY}"), text["max_tokens"], f"{folder}/{EMPTY}")
+        name = f"{folder}/{EMPTY}"
+        empty = load_empty_caption(remote.read_all(name, MOST_EMPTY), text["max_tokens"], name)
     options = asked.of_latents() | {"empty_caption": empty, "max_bad": asked.max_bad}
     return TarLatents(asked.shown, index, tars, store=store, **options)
 

@@ -4,7 +4,6 @@ import io
 import json
 import re
 import secrets
-import shutil
 import tempfile
 import threading
 import zipfile
@@ -17,6 +16,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from opendit.common.rules import MIB
+from opendit.common.safe_files import remove, remove_tree, replacing
 from opendit.data.video_file import write_mp4
 from opendit.inference.clip import VideoClip
 from opendit.inference.output import file_name
@@ -59,7 +59,7 @@ class SampleStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_tree(self._folder)
 
     def add(self, samples: list[Any], labels: list[str], settings: dict[str, Any]) -> tuple[str, list[StoredSample]]:
         """Writes what a ``Pipeline`` has returned; (the token of all together, each of them).
@@ -76,7 +76,7 @@ class SampleStore:
             while len(self._batches) > 1 and sum(one.bytes for one in self._samples.values()) > self._most:
                 for old in self._batches.popitem(last=False)[1]:
                     del self._samples[old.token]
-                    self._path(old).unlink(missing_ok=True)
+                    remove(self._path(old))
         return batch, stored
 
     def find(self, token: str) -> tuple[StoredSample, Path] | None:
@@ -110,7 +110,8 @@ class SampleStore:
             picture: Image.Image = sample
             info = PngInfo()
             info.add_text(KEY, text)
-            picture.save(path, pnginfo=info)
+            with replacing(path) as file:
+                picture.save(file, "PNG", pnginfo=info)
             size = (picture.height, picture.width)
         name = f"{file_name(number, label)}-seed{settings['seed']}{path.suffix}"
         return StoredSample(token, name, label, settings, size, is_clip, path.stat().st_size)

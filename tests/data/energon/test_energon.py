@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import braceexpand
 import numpy as np
@@ -18,10 +19,12 @@ from safetensors.torch import save_file
 import preprocess
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.energon.braces import expand_braces
+from opendit.data.energon.metadataset import Subset
 from opendit.data.shards import cache
 from opendit.data.shards.kept import KeptRows
 from opendit.data.shards.program import make_indexes
 from opendit.data.sources.base import NoSplit
+from opendit.data.sources.energon import kept_rows
 from opendit.training.specification import example_captions
 from tests.data.shards.tars import captioned, write_tar
 from tests.encoders.test_vae import small_vae
@@ -360,6 +363,31 @@ def test_braces_are_expanded_as_by_braceexpand(pattern):
 def test_braces_that_do_not_match_or_name_too_many(pattern):
     with pytest.raises(ValueError, match="without its|names more than 1,000,000"):
         expand_braces(pattern)
+
+
+def test_a_subset_of_a_subset_is_a_part_of_it():
+    """Of 100 samples the second half of the second quarter to the third, and the last tenth of 20 counted ones."""
+    assert Subset(0.25, 0.75).within(Subset(0.5, 1.0)).of(100) == (50, 75)
+    assert Subset(0.25, 0.75).within(Subset(0.25, 0.5)).of(1000) == (375, 500)
+    assert Subset(0, 1, 10, 30).within(Subset(0.9, 1.0)).of(100) == (28, 30)
+    assert Subset(0.25, 0.75).within(None).of(100) == (25, 75)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_rows_of_a_tar_within_a_range_and_without_keys(data):
+    """Samples are counted with those that the index leaves out; keys at the ends of the range are left out too."""
+    count = data.draw(st.integers(1, 12))
+    numbers = np.array(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
+    first, last = data.draw(st.integers(-3, 14)), data.draw(st.integers(-3, 14))
+    keys = {f"key {number}" for number in data.draw(st.sets(st.sampled_from(numbers.tolist())))}
+    rows = np.zeros(len(numbers), [("number", np.int64)])
+    rows["number"] = numbers
+    header = SimpleNamespace(rows=len(numbers), left_out=count - len(numbers))
+    index = SimpleNamespace(header=header, rows=rows, key=lambda row: f"key {numbers[row]}", close=lambda: None)
+    kept = kept_rows(index, first, last, keys)
+    found = list(range(len(numbers))) if kept is None else kept.rows().tolist()
+    assert found == [i for i, n in enumerate(numbers) if first <= n < last and f"key {n}" not in keys]
 
 
 @settings(deadline=None)

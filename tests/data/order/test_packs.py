@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.bench_packing import MIXES, balance
 from opendit.data.order.blend import BlendSchedule, SourceRows
-from opendit.data.order.packing import fill_packs, work_of
+from opendit.data.order.packing import Packer, work_of
 from opendit.data.order.packs import PackSchedule
 from opendit.data.order.schedule import BatchSchedule
 
-LENGTHS = st.lists(st.integers(1, 64), min_size=3, max_size=60)
+LENGTHS = st.lists(st.integers(8, 64), min_size=3, max_size=60)
 
 
 def naive(lengths, first, packs, capacity, attention):
@@ -37,12 +37,14 @@ def naive(lengths, first, packs, capacity, attention):
 @settings(deadline=None, max_examples=150)
 @given(LENGTHS, st.integers(0, 10), st.integers(1, 9), st.integers(64, 200), st.sampled_from([3.0, 40.0, float("inf")]))
 def test_a_window_is_packed_as_a_look_at_every_pack_does(lengths, first, packs, capacity, attention):
-    first = min(first, len(lengths))
-    found = fill_packs(np.array(lengths), first, packs, capacity, attention)
-    plain, left = naive(lengths, first, packs, capacity, attention)
-    assert [sorted(pack) for pack in found.packs] == [sorted(pack) for pack in plain]
-    assert found.left.tolist() == left
-    assert sorted(sum(found.packs, []) + left) == list(range(len(lengths)))
+    first, lengths = min(first, len(lengths)), np.array(lengths)
+    packer, left = Packer(packs, capacity, int(lengths.min()), attention), []
+    for numbers in np.split(np.arange(len(lengths)), [first]):
+        left += packer.place(numbers, lengths[numbers])
+    plain, plain_left = naive(lengths.tolist(), first, packs, capacity, attention)
+    assert [sorted(pack) for pack in packer.packs] == [sorted(pack) for pack in plain]
+    assert sorted(left) == plain_left
+    assert sorted(sum(packer.packs, []) + left) == list(range(len(lengths)))
 
 
 def flat(schedule, steps):
@@ -50,25 +52,23 @@ def flat(schedule, steps):
 
 
 @settings(deadline=None, max_examples=40)
-@given(LENGTHS, st.integers(64, 300), st.integers(1, 40), st.integers(0, 2**63), st.integers(1, 900))
+@given(LENGTHS, st.integers(64, 300), st.integers(1, 16), st.integers(0, 2**63), st.integers(1, 40))
 def test_nothing_is_lost_or_repeated(lengths, capacity, packs, seed, stop):
-    """Up to any step the samples drawn, those that wait and those of the window's other steps are what the order of
-    samples has up to there, each as often."""
+    """Up to the beginning of any window the samples drawn and those that wait are what the order of samples has up to
+    there, each as often."""
     lengths = np.array(lengths)
     schedule = PackSchedule(lengths, capacity, packs, seed, attention=50.0)
-    window = schedule.steps_per_window
-    stop = min(stop, 5 * window)
-    drawn = flat(schedule, range(-(-stop // window) * window))
-    state = schedule.state(-(-stop // window) * window)
-    order = BatchSchedule(len(lengths), 1, seed)
-    rows = order.rows_between(0, state["position"])
-    assert Counter(drawn) + Counter(rows[state["carry"]].tolist()) == Counter(rows.tolist())
+    begins = schedule.state(stop)["step"]
     for step in range(stop):
         rows, ends = schedule.rows(step), schedule.ends(step)
         assert len(ends) == packs and ends[-1] == len(rows)
         for first, end in zip([0, *ends], ends, strict=False):
             pack = lengths[rows[first:end]]
-            assert 0 < pack.sum() <= capacity and (np.diff(pack) <= 0).all()
+            assert pack.sum() <= capacity and (np.diff(pack) <= 0).all()
+    state = schedule.state(begins)
+    assert state["step"] == begins
+    rows = BatchSchedule(len(lengths), 1, seed).rows_between(0, state["position"])
+    assert Counter(flat(schedule, range(begins))) + Counter(rows[state["carry"]].tolist()) == Counter(rows.tolist())
 
 
 @settings(deadline=None, max_examples=3)
@@ -111,10 +111,9 @@ def test_any_world_and_any_restart_give_one_sequence(lengths, restarts, seed, bl
 
 
 @settings(deadline=None, max_examples=15)
-@given(LENGTHS, st.integers(64, 300), st.integers(1, 40), st.integers(0, 2**63), st.integers(0, 300))
+@given(LENGTHS, st.integers(64, 300), st.integers(1, 16), st.integers(0, 2**63), st.integers(0, 40))
 def test_how_often_samples_were_seen(lengths, capacity, packs, seed, stop):
     schedule = PackSchedule(lengths, capacity, packs, seed, attention=50.0)
-    stop = min(stop, 3 * schedule.steps_per_window)
     times = np.bincount(flat(schedule, range(stop)), minlength=len(lengths))
     assert schedule.seen(stop) == dict(Counter(times.tolist()))
 
@@ -134,8 +133,9 @@ def test_how_often_samples_of_many_windows_were_seen():
 def test_nothing_waits_for_more_than_a_window():
     lengths = MIXES["lognormal"](np.random.default_rng(1), 5000)
     schedule = PackSchedule(lengths, 65536, 24, 3, attention=6912)
-    waits = [set(schedule.state(window * schedule.steps_per_window)["carry"]) for window in range(12)]
-    assert all(waits[1:]) and not any(a & b for a, b in zip(waits, waits[1:], strict=False))
+    states = {(state := schedule.state(step))["step"]: state for step in range(12 * schedule.steps_per_window)}
+    waits = [set(state["carry"]) for state in states.values()]
+    assert len(waits) > 12 and all(waits[1:]) and not any(a & b for a, b in zip(waits, waits[1:], strict=False))
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -269,25 +269,38 @@ def test_a_blend_that_lost_its_changes_or_a_source():
 
 def test_a_damaged_checkpoint():
     lengths = np.arange(1, 60)
-    schedule = PackSchedule(lengths, 100, 8, 1)
-    state = schedule.state(200)
+    schedule = PackSchedule(lengths, 100, 2, 1)
+    step = next(step for step in range(200, 300) if schedule.state(step)["step"] < step)  # within a window
+    state = schedule.state(step)
     for change in (
-        {"window": 3},
+        {"step": 3},
+        {"step": step + 1},
         {"carry": [5, 5]},
         {"carry": [-1]},
         {"carry": [state["position"]]},
         {"stages": []},
         {"stages": [0, 9]},
-        {"origin": 30},
-        {"origin": 500},
     ):
         with pytest.raises(ValueError, match="packs are damaged"):
-            PackSchedule(lengths, 100, 8, 1).restore(state | change, 200)
+            PackSchedule(lengths, 100, 2, 1).restore(state | change, step)
+
+
+@pytest.mark.parametrize("packs", [8, 3])
+def test_a_checkpoint_of_windows_of_a_fixed_length(packs):
+    """It goes on from the beginning of its window, with what waited then."""
+    old = {"window": 1, "origin": 0, "position": 200, "carry": [180, 199], "stages": [0]}
+    schedule = PackSchedule(np.arange(1, 60), 100, packs, 1)
+    assert not schedule.restore({**old, "global_batch": 8, "capacity": 100}, 31)
+    assert schedule.drawn(31) == 198 and schedule.state(31)["step"] == 31
+    state = next(state for step in range(32, 99) if (state := schedule.state(step))["step"] == step)
+    rows = BatchSchedule(59, 1, 1).rows_between(0, state["position"])
+    drawn = Counter(flat(schedule, range(31, state["step"])) + rows[state["carry"]].tolist())
+    assert drawn == Counter(rows[[180, 199, *range(200, len(rows))]].tolist())
 
 
 def test_the_packs_never_change():
-    schedule = PackSchedule([5, 3, 8, 1, 2, 9], 16, 96, 42, attention=10.0)
-    assert schedule.rows(3)[:12] == [5, 1, 1, 3] * 3 and schedule.ends(3)[:3] == [4, 8, 12]
+    schedule = PackSchedule([5, 3, 8, 1, 2, 9], 16, 2, 42, attention=10.0)
+    assert schedule.rows(3) == [5, 0, 2, 1, 4, 4, 3] and list(schedule.ends(3)) == [2, 7]
 
 
 def test_what_cannot_be_packed():

@@ -43,8 +43,8 @@ RECORDED = {
     "shapes of a blend": "c2be9fea07431d54",
     "large shapes": "72272e942d7c1262",
     "large shapes of a blend": "f41faeedaac1904f",
-    "packs": "e675596d2b3009da",
-    "packs of a blend": "a93ea842cd68eb1a",
+    "packs": "0921605612e59a57",
+    "packs of a blend": "66384e48e78a6a80",
 }
 
 

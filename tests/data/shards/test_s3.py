@@ -129,10 +129,10 @@ def test_an_index_of_another_tar_is_told_by_the_checksum(store, tmp_path):
 def test_a_full_disk_does_not_end_the_reading(store, monkeypatch, capsys):
     data = opened()
 
-    def full(path, content):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.Path, "write_bytes", full)
+    monkeypatch.setattr(cache, "replacing", full)
     assert [data[SampleKey(row, 0, row)].text for row in (0, 1, 0)] == ["a 0", "a 1", "a 0"]
     assert capsys.readouterr().err.count("No space left on device; what is read is not kept there") == 1
     assert store.ranges == 3

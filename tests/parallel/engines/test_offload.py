@@ -16,7 +16,7 @@ from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.host_memory import HostMemory
 from opendit.parallel.mesh import Mesh
 from opendit.state.checkpoint import find_checkpoint
-from opendit.state.ema import EMA
+from opendit.state.ema import EMA, WARMUP
 from opendit.state.loading import load_checkpoint
 from opendit.state.saving import Checkpoints
 from tests.parallel.engines.test_engines import BETAS, CLIP, LR, loss_of
@@ -58,7 +58,7 @@ def engine_of(mesh: Mesh, case: Case, offload: str) -> tuple[Engine, EMA]:
         add_lora(model, Lora(case.lora, case.lora, ""), (), seed=0)
     settings = dict(lr=LR, weight_decay=0.01, betas=BETAS, grad_clip=CLIP, grad_accumulation=case.accumulation)
     engine = build_engine(model, mesh, plugin="fsdp", precision=case.precision, offload=offload, **settings)
-    return engine, EMA(engine, [0.9, 0.5], warmup=case.steps > 8)
+    return engine, EMA(engine, [0.9, 0.3], WARMUP if case.steps > 8 else 0)
 
 
 def train(mesh: Mesh, case: Case, engine: Engine, ema: EMA, steps: range) -> list[float]:

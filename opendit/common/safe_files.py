@@ -1,0 +1,293 @@
+"""The one place that writes files: nothing that is written here follows a symbolic link.
+
+A run's folder, an output or a data set may come from a stranger, and a link in it can lead anywhere. Every function
+takes ``root``, the folder that the user named. Links in the path of ``root`` itself are the user's own and are
+followed. Below it each folder is opened relative to the one before (``dir_fd``, ``O_NOFOLLOW``), and so is the file. A
+link is refused at the moment of the operation, so one that is put there between a check and the operation is refused
+too. Without ``root`` it is the folder that the file stands in.
+
+tests/common/test_writers.py fails where another module of the package writes by itself.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from opendit.common.printable import printable
+
+_FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH needs no permission to list the folder
+_MOST_SHOWN = 200  # characters of where a link leads
+
+
+class LinkRefused(OSError):
+    """A symbolic link stands where something is to be written; the message, one line, names it."""
+
+
+# ------------------------------------------------------------------------------------------ files that are replaced
+
+
+@contextlib.contextmanager
+def replacing(
+    path: Path, mark: str | None = None, *, root: Path | None = None, make: bool = False, temporary: str | None = None
+) -> Iterator[BinaryIO]:
+    """Yield a new, empty file ("w+b") that takes the place of ``path`` at the end of the block, all at once.
+
+    After an exception ``path`` is as it was, and nothing is left beside it. The new file's ``name`` is its path, for
+    whoever reads it before the end.
+
+    Args:
+        mark: stands in the new file's name instead of the number of this process, for whoever can find what a killed
+            process has left. No two processes may write with one mark at once.
+        make: make the folders down to ``path`` that are not there.
+        temporary: the new file's whole name, where another than ``.STEM.MARK.SUFFIX`` is needed.
+
+    Raises:
+        LinkRefused: a link stands at ``path``, at the new file's name, or below ``root`` on the way there.
+        OSError: names ``path``.
+    """
+    new = path.with_name(temporary or f".{path.stem[:100]}.{mark or os.getpid()}{path.suffix}")
+    with _folder(path.parent, root, make) as here:
+        made = False
+        try:
+            _refuse_link(path, here)
+            with _create(new, here) as file:
+                made = True
+                yield file
+            _replace(new.name, path, here)
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+                error.filename = str(path)  # a failed write does not say of which file
+            if made:
+                with contextlib.suppress(OSError):
+                    os.unlink(new.name, dir_fd=here)
+            raise
+
+
+def write_whole(path: Path, content: bytes, *, root: Path | None = None, make: bool = False) -> None:
+    """Replace ``path`` by a file with this content; arguments and errors as of :func:`replacing`."""
+    with replacing(path, root=root, make=make) as file:
+        file.write(content)
+
+
+def path_of(file: BinaryIO) -> str:
+    """Return a path under which a library can open a file of :func:`replacing` once more."""
+    number = f"/proc/self/fd/{file.fileno()}"  # this file, whatever has its name by now
+    return number if os.path.exists(number) else str(file.name)
+
+
+# ------------------------------------------------------------------------------------------ files that are not
+
+
+@contextlib.contextmanager
+def creating(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
+    """Yield a new, empty file ("w+b") at ``path``; a file that was there is removed first. Raises as
+    :func:`replacing`."""
+    with _folder(path.parent, root, False) as here, _create(path, here) as file:
+        yield file
+
+
+def open_to_write(path: Path, flags: int, *, root: Path | None = None, make: bool = False, mode: int = 0o666) -> int:
+    """Return a descriptor of a regular file, opened with ``flags`` of ``os.open``.
+
+    Raises:
+        LinkRefused: as :func:`replacing`.
+        OSError: names ``path``; something else than a regular file stands there.
+    """
+    with _folder(path.parent, root, make) as here:
+        return _open_regular(path, flags, here, mode)
+
+
+def open_to_append(path: Path, *, root: Path | None = None, make: bool = False) -> int:
+    """Return a descriptor to read and to append to a file, which is made if it is not there; errors as of
+    :func:`open_to_write`.
+
+    A file that has a second name (a hard link, which may lie outside ``root``) is copied first: only the copy grows.
+    """
+    with _folder(path.parent, root, make) as here:
+        file = _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, here)
+        if os.fstat(file).st_nlink <= 1:
+            return file
+        with open(file, "rb") as old, replacing(path, root=root) as new:
+            shutil.copyfileobj(old, new)
+        return _open_regular(path, os.O_RDWR | os.O_APPEND, here)
+
+
+def touch(path: Path) -> None:
+    """Set the time of change to now, of a link its own. Raises OSError."""
+    os.utime(path, follow_symlinks=False)
+
+
+# ------------------------------------------------------------------------------------------ folders and names
+
+
+def make_folder(folder: Path, *, root: Path | None = None) -> None:
+    """Make a folder below ``root``, and those on the way there, unless they are there. Raises LinkRefused, OSError."""
+    with _folder(folder, root, True):
+        pass
+
+
+def sync_folder(folder: Path, *, root: Path | None = None) -> None:
+    """Make a folder's entries (files made, renamed) survive a power cut."""
+    with _folder(folder, root, False) as here:
+        handle = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=here)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def rename(path: Path, to: Path, *, root: Path | None = None, over_link: bool = False) -> None:
+    """Give a file or folder another name in its folder. What has that name is replaced, except a folder that is not
+    empty and, unless ``over_link``, a link. Raises LinkRefused, OSError."""
+    with _folder(path.parent, root, False) as here:
+        _replace(path.name, to, here, over_link)
+
+
+def link_to(path: Path, target: str, *, root: Path | None = None) -> None:
+    """Make a symbolic link. Raises OSError."""
+    with _folder(path.parent, root, False) as here:
+        os.symlink(target, path.name, dir_fd=here)
+
+
+def remove(path: Path, *, root: Path | None = None) -> None:
+    """Delete a file, or a link itself, if it is there. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), _folder(path.parent, root, False) as here:
+        os.unlink(path.name, dir_fd=here)
+
+
+def remove_tree(path: Path, *, root: Path | None = None) -> None:
+    """Delete a file, a link itself, or a folder with all that is in it; what can't be deleted is left."""
+    with contextlib.suppress(OSError), _folder(path.parent, root, False) as here:
+        if not stat.S_ISDIR(os.lstat(path.name, dir_fd=here).st_mode):
+            return os.unlink(path.name, dir_fd=here)
+        # (shutil.rmtree takes a dir_fd from Python 3.11 on.)
+        for _, folders, files, at in os.fwalk(path.name, topdown=False, follow_symlinks=False, dir_fd=here):
+            for name in (*files, *folders):
+                _delete(name, at)
+        _delete(path.name, here)
+
+
+def remove_folder(path: Path, *, root: Path | None = None) -> None:
+    """Delete an empty folder. Raises OSError."""
+    with _folder(path.parent, root, False) as here:
+        os.rmdir(path.name, dir_fd=here)
+
+
+def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
+    """Move all files below ``source``, on the same disk, to the same places below ``folder``, replacing those that are
+    there. Raises LinkRefused, OSError."""
+    source = Path(os.path.abspath(source))
+    for parent, _, names in os.walk(source):
+        to = folder / Path(parent).relative_to(source)
+        with _folder(to, root or folder, True) as here:
+            for name in names:
+                _replace(os.path.join(parent, name), to / name, here)
+
+
+def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
+    """Raise LinkRefused if one of these names in a folder is a link: before long work that ends with writing there.
+
+    flag: that names the folder, for the message."""
+    try:
+        with _folder(folder, None, False) as here:
+            for name in names:
+                _refuse_link(folder / name, here)
+    except FileNotFoundError:  # the folder is still to be made
+        return
+    except LinkRefused as error:
+        raise LinkRefused(f"{flag}: {error}" if flag else str(error)) from None
+
+
+# ------------------------------------------------------------------------------------------ by descriptors
+
+
+@contextlib.contextmanager
+def _folder(folder: Path, root: Path | None, make: bool) -> Iterator[int]:
+    """Yield a descriptor of a folder that no link below ``root`` leads to. make: make what is missing of it."""
+    root = folder if root is None else root
+    try:
+        at, here = root, os.open(root, _FOLDER | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if not make:
+            raise
+        root.mkdir(parents=True, exist_ok=True)
+        at, here = root, os.open(root, _FOLDER | os.O_CLOEXEC)
+    try:
+        for name in folder.relative_to(root).parts:
+            if name == "..":
+                raise ValueError(f"{folder} leads out of {root}")
+            at /= name
+            try:
+                deeper = _open(at, _FOLDER, here)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    os.mkdir(name, dir_fd=here)
+                deeper = _open(at, _FOLDER, here)
+            os.close(here)
+            here = deeper
+        yield here
+    finally:
+        os.close(here)
+
+
+def _open(path: Path, flags: int, here: int, mode: int = 0o666) -> int:
+    """``os.open`` of a name in the folder ``here``; ``path``: for messages."""
+    try:
+        return os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
+    except OSError as error:
+        _refuse_link(path, here)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _delete(name: str, here: int) -> None:
+    """Delete a file, a link or an empty folder, if that can be done."""
+    for delete in (os.unlink, os.rmdir):
+        with contextlib.suppress(OSError):
+            delete(name, dir_fd=here)
+            return
+
+
+def _open_regular(path: Path, flags: int, here: int, mode: int = 0o666) -> int:
+    file = _open(path, flags | os.O_NONBLOCK, here, mode)  # a FIFO would keep its opener for ever
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError(errno.EINVAL, "is no regular file", str(path))
+
+
+def _replace(name: str, path: Path, here: int, over_link: bool = False) -> None:
+    """Give a file another name in the folder ``here``; ``path`` ends with that name."""
+    if not over_link:
+        _refuse_link(path, here)
+    try:
+        os.replace(name, path.name, src_dir_fd=here, dst_dir_fd=here)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _create(path: Path, here: int) -> BinaryIO:
+    """A new file in the folder ``here``. What a killed process has left there is removed first."""
+    _refuse_link(path, here)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path.name, dir_fd=here)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    return cast(BinaryIO, open(path, "w+b", opener=lambda *_: _open(path, flags, here)))
+
+
+def _refuse_link(path: Path, here: int) -> None:
+    try:
+        target = os.readlink(path.name, dir_fd=here)
+    except OSError:  # no link
+        return
+    target = printable(target)
+    target = target if len(target) <= _MOST_SHOWN else target[:_MOST_SHOWN] + "..."
+    raise LinkRefused(
+        f"{printable(path)} is a symbolic link (to {target}), and nothing is written through one; remove it"
+    )

@@ -1,0 +1,185 @@
+"""Captions counted: those that a text encoder cuts, and those that say nothing.
+
+Programs count before they start, so that nothing of a data set is lost in silence. What is counted is bounded: a data
+set says by ``caption_rows`` which rows it can look up soon.
+"""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from opendit.common.errors import DataError
+from opendit.data.base import BadSample, MediaDataset
+from opendit.data.files import printable
+from opendit.encoders.text import HUB, MOST_TEXT_TOKENS, fitting_tokens
+from opendit.models.bytes_text import byte_tokens
+
+# What tables, spreadsheets and programs write where there is no value (pandas' list, JavaScript's and Python's words).
+MISSING = frozenset(
+    "nan -nan none null nil n/a #n/a na #na <na> <nan> <null> <none> nat undefined #value! #ref! #name? "
+    "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
+) | {"#n/a n/a"}
+MOST_MISSING = 40  # characters of such a word with blanks and quotes around it
+AT_ONCE = 1024  # captions that are measured together
+MOST_TOKENIZED = 10_000  # captions that a tokenizer counts before a start, in a second or two
+
+Measure = Callable[[list[str]], Sequence[int]]  # captions to their numbers of tokens
+
+
+def says_nothing(caption: str) -> bool:
+    """Whether there is no visible character but punctuation in it."""
+    if caption[:1].isalnum():  # nearly all, and soon known
+        return False
+    return all(unicodedata.category(char)[0] in "ZP" or unicodedata.category(char) in ("Cc", "Cf") for char in caption)
+
+
+def stands_for_nothing(caption: str) -> bool:
+    """Whether it is a word such as ``nan`` or ``None``, which stands for a missing value."""
+    return len(caption) <= MOST_MISSING and caption.strip().strip("\"'").lower() in MISSING
+
+
+@dataclass
+class CaptionCount:
+    """What some of a data set's captions are.
+
+    rows: of the data set. name: what lines begin with. counted: captions that were looked at. tokens, words: how many
+    of them have each number of tokens and of words. empty: those that say nothing. missing: words that stand for a
+    missing value, by how they are written. unreadable: those that can't be read, whose samples the loader replaces.
+    longest_at, empty_at, missing_at: where the longest and the first ones are; unreadable_at says why, too.
+    """
+
+    rows: int
+    name: str = "captions"
+    counted: int = 0
+    tokens: Counter[int] = field(default_factory=Counter)
+    words: Counter[int] = field(default_factory=Counter)
+    longest_at: str = ""
+    empty: int = 0
+    empty_at: str = ""
+    missing: Counter[str] = field(default_factory=Counter)
+    missing_at: str = ""
+    unreadable: int = 0
+    unreadable_at: str = ""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest caption; 0 if there is none."""
+        return max(self.tokens, default=0)
+
+    @property
+    def among(self) -> str:
+        """The captions that were looked at, in words: "of 500", or "of the 10,000 looked at among 1,000,000"."""
+        if self.counted == self.rows:
+            return f"of {self.rows:,}"
+        return f"of the {self.counted:,} looked at among {self.rows:,}"
+
+    def over(self, limit: int) -> int:
+        """How many have more than ``limit`` tokens."""
+        return _above(self.tokens, limit)
+
+    def add(self, captions: dict[int, str], source: Callable[[int], str], measure: Measure) -> None:
+        """Counts the captions of some rows. source: what tells where a row comes from."""
+        lengths = measure([*captions.values()])
+        if lengths and (most := max(lengths)) > self.longest:
+            self.longest_at = printable(source([*captions][lengths.index(most)]))
+        self.counted += len(captions)
+        self.tokens.update(lengths)
+        self.words.update(len(caption.split()) for caption in captions.values())
+        for row, caption in captions.items():
+            if says_nothing(caption):
+                self.empty_at = self.empty_at or printable(source(row))
+                self.empty += 1
+            elif stands_for_nothing(caption):
+                self.missing_at = self.missing_at or printable(source(row))
+                self.missing[caption.strip()] += 1
+
+    def without_words(self) -> list[str]:
+        """A line each on captions that say nothing, that stand for a missing value and that can't be read; none where
+        there are none."""
+        lines = []
+        if self.empty:
+            lines.append(f"{self.name}: {self.empty:,} {self.among} are empty (the first: {self.empty_at})")
+        if self.missing:
+            written = ", ".join(f"{printable(word)}: {count:,}" for word, count in self.missing.most_common(5))
+            lines.append(
+                f"{self.name}: {self.missing.total():,} {self.among} are words for a missing value ({written}), and "
+                f"are taken as they are (the first: {self.missing_at})"
+            )
+        if self.unreadable:
+            lines.append(
+                f"{self.name}: {self.unreadable:,} {self.among} are empty or can't be read, and other samples are "
+                f"taken in their place (the first: {self.unreadable_at})"
+            )
+        return lines
+
+    def cut(self, limit: int, encoder: str, advice: str = "") -> list[str]:
+        """A line on captions that are longer than the ``limit`` tokens of ``encoder``; none if none is. advice: what
+        follows."""
+        if not (over := self.over(limit)):
+            return []
+        return [
+            f"{self.name}: {over:,} {self.among} are longer than the {limit:,} tokens of --text_encoder {encoder}, and "
+            f"are cut; the longest has {self.longest:,} ({self.longest_at}){advice}"
+        ]
+
+    def for_any_encoder(self) -> list[str]:
+        """Lines on lengths where no encoder is chosen yet, of a count by :func:`byte_tokens`: what the bytes encoder of
+        a new run will take, and what CLIP and T5 will cut at least, as every word has a token or more."""
+        if not self.tokens:
+            return []
+        takes = fitting_tokens(self.longest)
+        lines = [
+            f"{self.name}: the longest {self.among} has {self.longest - 1:,} bytes ({self.longest_at}); a new run's "
+            f"--text_encoder bytes takes {takes:,} tokens"
+        ]
+        lines += self.cut(takes, "bytes", takes_whole(self.longest))
+        for encoder, (_, _, (_, _, most)) in HUB.items():
+            ends = 2 if encoder == "clip" else 1  # tokens of the begin and the end
+            if over := _above(self.words, most - ends):
+                lines.append(
+                    f"{self.name}: {over:,} {self.among} at least, by their words, are longer than the {most} tokens "
+                    f"of --text_encoder {encoder}, and will be cut there"
+                )
+        return lines
+
+
+def _above(counts: Counter[int], limit: int) -> int:
+    return sum(count for number, count in counts.items() if number > limit)
+
+
+def takes_whole(tokens: int) -> str:
+    """The end of a line on captions of which the longest has so many tokens: what takes it whole, if anything does."""
+    return f"; --max_text_tokens {tokens} takes them whole" if tokens <= MOST_TEXT_TOKENS else ""
+
+
+def count_captions(
+    dataset: MediaDataset, measure: Measure = byte_tokens, most: int | None = None, name: str = "captions"
+) -> CaptionCount:
+    """The captions of the rows that ``dataset.caption_rows(most)`` names; of none in a data set without captions.
+    measure: the tokens of each of some captions. name: what lines about them begin with."""
+    rows = dataset.caption_rows(most).tolist() if dataset.conditioning == "text" else []
+    return count_texts(rows, dataset.caption, dataset.source, len(dataset), measure, name)
+
+
+def count_texts(
+    rows: Sequence[int],
+    caption: Callable[[int], str | None],
+    source: Callable[[int], str],
+    total: int,
+    measure: Measure = byte_tokens,
+    name: str = "captions",
+) -> CaptionCount:
+    """As :func:`count_captions`, of these rows among ``total``. caption: of a row; source: where it comes from."""
+    found = CaptionCount(total, name)
+    for first in range(0, len(rows), AT_ONCE):
+        captions: dict[int, str] = {}
+        for row in rows[first : first + AT_ONCE]:
+            try:
+                captions[row] = caption(row) or ""
+            except (BadSample, DataError, OSError) as error:
+                found.unreadable_at = found.unreadable_at or printable(str(error))
+                found.unreadable += 1
+                found.counted += 1
+        found.add(captions, source, measure)
+    return found

@@ -1,0 +1,248 @@
+"""HDR and wide gamuts to the colours of BT.709 and sRGB, which models are trained on.
+
+Colours are named as in ITU-T H.273: numbers for the primaries and for the transfer. The rule, whatever the file:
+
+1. The signal becomes light. PQ by its EOTF (SMPTE ST 2084); HLG by its inverse OETF and the OOTF of a display of 1,000
+   nits, gamma 1.2 (BT.2100); an SDR signal by a power of 2.4 (BT.1886), that of a picture by sRGB's curve.
+2. The unit is the reference white of HDR, 203 nits (BT.2408). It is the white of SDR.
+3. A matrix takes the primaries to those of BT.709. What is negative then lies outside of the gamut and becomes 0.
+4. Above ``KNEE`` of white each colour x is compressed, so that 10,000 nits become white (extended Reinhard):
+   y = KNEE + (1 - KNEE) t (1 + t / T^2) / (1 + t), with t = (x - KNEE) / (1 - KNEE), and T the t of 10,000 nits.
+5. Light becomes an SDR signal: by the power 1 / 2.4 for clips and by sRGB's curve for pictures.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+
+PQ, HLG = 16, 18  # transfers
+WHITE_NITS = 203.0
+KNEE = 0.9
+_MOST_NITS, _HLG_NITS, _HLG_GAMMA = 10_000.0, 1000.0, 1.2
+_CHUNK = 1 << 16  # pixels that are converted at once, so that they stay in the processor's cache
+
+_D65, _DCI = (0.3127, 0.3290), (0.314, 0.351)
+# Number of the primaries: (x, y) of red, green, blue and white.
+_PRIMARIES = {
+    1: ((0.640, 0.330), (0.300, 0.600), (0.150, 0.060), _D65),
+    9: ((0.708, 0.292), (0.170, 0.797), (0.131, 0.046), _D65),
+    11: ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060), _DCI),
+    12: ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060), _D65),
+}
+_WIDE = {9: "BT.2020", 11: "DCI-P3", 12: "Display P3"}
+_GAMMAS = {4: 2.2, 5: 2.8, 8: 1.0}  # of transfers that are a power, of pictures
+UNSPECIFIED = 2  # primaries, transfer or matrix
+# Matrix -> the shares of red and blue in luma.
+MATRICES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087)}
+MATRICES |= {9: (0.2627, 0.0593)}
+# Matrices that FFmpeg's scaler does not have: it would show other colours.
+_NO_MATRIX = {
+    10: "BT.2020 with constant luminance",
+    11: "YDzDx",
+    12: "chromaticity-derived",
+    13: "chromaticity-derived",
+    14: "ICtCp",
+    15: "IPT-C2",
+}
+
+_BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
+Chromaticities = tuple[tuple[float, float], ...]
+
+
+def kind_of_colours(primaries: int, transfer: int) -> str:
+    """Return "HDR (PQ)", "HDR (HLG)" or "wide gamut (BT.2020)" and the like for what is converted, else ""."""
+    if transfer in (PQ, HLG):
+        return "HDR (PQ)" if transfer == PQ else "HDR (HLG)"
+    return f"wide gamut ({_WIDE[primaries]})" if primaries in _WIDE else ""
+
+
+def unknown_matrix(matrix: int) -> str:
+    """Return the name of a matrix of H.273 that can't be undone here; "" of all others."""
+    return _NO_MATRIX.get(matrix, "")
+
+
+def is_high_definition(width: int, height: int) -> bool:
+    """Return whether a clip that does not name its matrix has BT.709's: players take smaller ones for BT.601."""
+    return width >= 1280 or height > 576
+
+
+class Conversion:
+    """Converts pixels of one kind of colours to 8-bit BT.709 or sRGB.
+
+    to_light: takes signals in [0, 1], float64, to light in units of white. to_signal: takes light to signals in [0, 1].
+    matrix: (3, 3), applied to the light. hlg: applies HLG's OOTF first, to light of the scene.
+    """
+
+    def __init__(
+        self,
+        to_light: Callable[[np.ndarray], np.ndarray],
+        matrix: np.ndarray,
+        to_signal: Callable[[np.ndarray], np.ndarray],
+        *,
+        hlg: bool = False,
+    ):
+        self._to_light, self._tables = to_light, {}
+        self._matrix = matrix.astype(np.float32)
+        self._codes = (to_signal(_BINS) * 255).round().clip(0, 255).astype(np.uint8)
+        gain = _HLG_NITS / WHITE_NITS * _BINS ** (_HLG_GAMMA - 1)
+        self._ootf = gain.astype(np.float32) if hlg else None
+
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        """Convert (H, W, 3) uint8 or uint16, of which the largest number is a signal of 1, to uint8."""
+        return self._by_rows(pixels.shape[:2], pixels.dtype, lambda rows: [pixels[rows, :, n] for n in range(3)])
+
+    def from_yuv(self, planes: Sequence[np.ndarray], bits: int, full: bool, matrix: int) -> np.ndarray:
+        """Convert three planes (H, W) of Y, Cb and Cr with so many bits to (H, W, 3) uint8. full: their range. matrix:
+        one of ``MATRICES``."""
+        red, blue = MATRICES[matrix]
+        unit = 1 << (bits - 8)
+        black, luma, chroma = (0, 256 * unit - 1, 256 * unit - 1) if full else (16 * unit, 219 * unit, 224 * unit)
+
+        def signals(rows: slice) -> list[np.ndarray]:
+            y, cb, cr = (plane[rows].astype(np.float32) for plane in planes)
+            y = (y - np.float32(black)) * np.float32(1 / luma)
+            r = y + (cr - np.float32(128 * unit)) * np.float32(2 * (1 - red) / chroma)
+            b = y + (cb - np.float32(128 * unit)) * np.float32(2 * (1 - blue) / chroma)
+            g = (y - np.float32(red) * r - np.float32(blue) * b) * np.float32(1 / (1 - red - blue))
+            return [(x * np.float32(65535) + np.float32(0.5)).clip(0, 65535).astype(np.uint16) for x in (r, g, b)]
+
+        return self._by_rows(planes[0].shape, np.dtype(np.uint16), signals)
+
+    def _by_rows(
+        self, shape: tuple[int, ...], dtype: np.dtype, signals: Callable[[slice], list[np.ndarray]]
+    ) -> np.ndarray:
+        if dtype not in self._tables:
+            most = np.iinfo(dtype).max
+            self._tables[dtype] = self._to_light(np.arange(most + 1) / most).astype(np.float32)
+        table, out = self._tables[dtype], np.empty((*shape, 3), np.uint8)
+        count = max(1, _CHUNK // max(1, shape[1]))
+        for first in range(0, shape[0], count):
+            rows = slice(first, first + count)
+            # Plain sums of products and tables: the same bits on every machine.
+            light = [table[part] for part in signals(rows)]
+            if self._ootf is not None:
+                gain = self._ootf[_bin(_weighted(light, _LUMINANCE))]
+                light = [part * gain for part in light]
+            for colour, weights in enumerate(self._matrix):
+                out[rows, :, colour] = self._codes[_bin(_weighted(light, weights))]
+        return out
+
+
+_LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)  # BT.2100's, of red, green and blue
+
+# Tables of light are looked up by the upper bits of float32 numbers: 2,048 bins for each power of 2, within 0.03 of a
+# level of 255. _BINS: the middle of each; the first one holds everything down to 0 and the negative numbers.
+_SHIFT, _LEAST, _MOST = 12, 2.0**-30, 64.0
+_FIRST = int(np.float32(_LEAST).view(np.int32)) >> _SHIFT
+_LAST = (int(np.float32(_MOST).view(np.int32)) >> _SHIFT) - 1
+_BINS = ((np.arange(_FIRST, _LAST + 1, dtype=np.int32) << _SHIFT) + (1 << _SHIFT >> 1)).view(np.float32)
+_BINS = _BINS.astype(np.float64)
+_BINS[0] = 0.0
+
+
+def _bin(light: np.ndarray) -> np.ndarray:
+    return (light.view(np.int32) >> _SHIFT).clip(_FIRST, _LAST) - _FIRST
+
+
+def _weighted(light: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
+    return light[0] * weights[0] + light[1] * weights[1] + light[2] * weights[2]
+
+
+def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: int) -> int:
+    """Return a clip's matrix; where it names none, the one that players take."""
+    if matrix != UNSPECIFIED:
+        return matrix
+    if transfer in (PQ, HLG) or primaries == 9:
+        return 9
+    return 1 if is_high_definition(width, height) else 6
+
+
+@cache
+def of_clip(primaries: int, transfer: int) -> Conversion | None:
+    """Return the conversion of a clip's signals; None for SDR of BT.709, BT.601 and what says nothing of itself."""
+    if not kind_of_colours(primaries, transfer):
+        return None
+    known = primaries if primaries in _PRIMARIES else 9
+    if transfer not in (PQ, HLG):
+        return Conversion(lambda x: x**2.4, to_bt709(_PRIMARIES[known]), lambda x: x ** (1 / 2.4))
+    return _of_hdr(known, transfer, lambda x: x ** (1 / 2.4))
+
+
+@cache
+def of_picture(primaries: int, transfer: int) -> Conversion | None:
+    """Return the conversion of a picture's signals, as PNG's cICP or AVIF's nclx names them; None if they are sRGB's,
+    or BT.709's, whose signals count as sRGB's, or are not known."""
+    if transfer in (PQ, HLG):
+        return _of_hdr(primaries if primaries in _PRIMARIES else 9, transfer, encode_srgb)
+    if primaries not in _WIDE and transfer not in _GAMMAS:
+        return None
+    gamma = _GAMMAS.get(transfer)
+    to_light = decode_srgb if gamma is None else lambda x: x**gamma
+    return Conversion(to_light, to_bt709(_PRIMARIES.get(primaries, _PRIMARIES[1])), encode_srgb)
+
+
+def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
+    """Return the conversion of signals that are light to the power ``gamma``, or sRGB's, of some primaries: (x, y) of
+    red, green, blue and white; None: sRGB's. Raises ValueError for primaries that span no colours."""
+    matrix = to_bt709(_PRIMARIES[1] if chromaticities is None else chromaticities)
+    return Conversion(decode_srgb if gamma is None else lambda x: x ** (1 / gamma), matrix, encode_srgb)
+
+
+def _of_hdr(primaries: int, transfer: int, encode: Callable[[np.ndarray], np.ndarray]) -> Conversion:
+    to_light = decode_hlg if transfer == HLG else lambda x: decode_pq(x) / WHITE_NITS
+    return Conversion(to_light, to_bt709(_PRIMARIES[primaries]), lambda x: encode(compress(x)), hlg=transfer == HLG)
+
+
+def decode_pq(signal: np.ndarray) -> np.ndarray:
+    """Take PQ signals in [0, 1] to nits."""
+    m1, m2, c1, c2, c3 = 2610 / 16384, 2523 / 32, 3424 / 4096, 2413 / 128, 2392 / 128
+    power = signal ** (1 / m2)
+    return _MOST_NITS * (np.maximum(power - c1, 0) / (c2 - c3 * power)) ** (1 / m1)
+
+
+def decode_hlg(signal: np.ndarray) -> np.ndarray:
+    """Take HLG signals in [0, 1] to light of the scene in [0, 1]."""
+    a, b, c = 0.17883277, 0.28466892, 0.55991073
+    return np.where(signal <= 0.5, signal**2 / 3, (np.exp((signal - c) / a) + b) / 12)
+
+
+def decode_srgb(signal: np.ndarray) -> np.ndarray:
+    """Take sRGB's signals in [0, 1] to light in [0, 1]."""
+    return np.where(signal <= 0.04045, signal / 12.92, ((signal + 0.055) / 1.055) ** 2.4)
+
+
+def encode_srgb(light: np.ndarray) -> np.ndarray:
+    """Take light in [0, 1] to sRGB's signals."""
+    return np.where(light <= 0.0031308, light * 12.92, 1.055 * light ** (1 / 2.4) - 0.055)
+
+
+def compress(light: np.ndarray) -> np.ndarray:
+    """Compress light in units of white, up to 10,000 nits, to [0, 1]: see step 4 of the rule."""
+    most = (_MOST_NITS / WHITE_NITS - KNEE) / (1 - KNEE)
+    above = np.maximum(light - KNEE, 0) / (1 - KNEE)
+    return np.minimum(light, KNEE) + (1 - KNEE) * above * (1 + above / most**2) / (1 + above)
+
+
+def to_bt709(chromaticities: Chromaticities) -> np.ndarray:
+    """Return the (3, 3) matrix from light of these primaries to light of BT.709's, white to white (Bradford's
+    adaptation). Raises ValueError for primaries that span no colours."""
+    try:
+        white, wanted = (_BRADFORD @ _xyz(each[3]) for each in (chromaticities, _PRIMARIES[1]))
+        adapted = np.linalg.solve(_BRADFORD, np.diag(wanted / white) @ _BRADFORD)
+        matrix = np.linalg.solve(_to_xyz(_PRIMARIES[1]), adapted @ _to_xyz(chromaticities))
+    except (np.linalg.LinAlgError, ZeroDivisionError) as error:
+        raise ValueError("its primaries span no colours") from error
+    if not np.isfinite(matrix).all() or abs(matrix).max() > 100:
+        raise ValueError("its primaries span no colours")
+    return matrix
+
+
+def _xyz(point: tuple[float, float]) -> np.ndarray:
+    x, y = point
+    return np.array([x / y, 1.0, (1 - x - y) / y])
+
+
+def _to_xyz(chromaticities: Chromaticities) -> np.ndarray:
+    columns = np.stack([_xyz(point) for point in chromaticities[:3]], axis=1)
+    return columns * np.linalg.solve(columns, _xyz(chromaticities[3]))
