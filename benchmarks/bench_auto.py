@@ -22,7 +22,6 @@ import torch
 
 from benchmarks.bench_recipes import figures, train
 from benchmarks.results import RESULTS, append
-from opendit.cli.components import Components
 from opendit.config.architectures import KINDS, SIZES
 from opendit.config.flags import parse
 from opendit.config.train import TrainConfig
@@ -129,9 +128,8 @@ def measured(known: Known, path: Path = RESULTS) -> tuple[float, float | None]:
 def predicted(words: str, gpus: int, hardware: HardwareModel = H200) -> tuple[float, float]:
     """(ms of a step, GiB of a rank) of train.py with these flags, as --dry_run says."""
     flags, _ = parse(TrainConfig, [*words.split(), "--dry_run", str(gpus)]).settled(gpus, has_gpu=True)
-    asked = Components(flags)
-    config = plan_model(asked, data_of(flags)).config
-    setup = settle_sharding(config, memory_setup(asked, config, gpus), flags.batch_size, USABLE * hardware.capacity)
+    config = plan_model(flags, data_of(flags)).config
+    setup = settle_sharding(config, memory_setup(flags, config, gpus), flags.batch_size, USABLE * hardware.capacity)
     cost = step_cost(
         config,
         setup,

@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 import torch
 
 from benchmarks.results import append
-from opendit.cli.components import Components
 from opendit.config.flags import parse
 from opendit.config.train import TrainConfig
 from opendit.models import config_from_dict
@@ -101,10 +100,8 @@ def planned(argv: list[str], gpus: int, capacity: float, asked_batch: int | None
     ``capacity`` bytes; 0: not even one sample does."""
     flags = parse(TrainConfig, [*argv, "--dry_run", str(gpus)])
     flags, _ = flags.settled(gpus, has_gpu=True)
-    asked = Components(flags)
-    seed, max_bad = asked.run.global_seed, asked.loader.max_bad
-    config = plan_model(asked, open_data(asked.data, asked.captions, asked.model.num_classes, max_bad, seed)).config
-    setup = memory_setup(asked, config, gpus)
+    config = plan_model(flags, open_data(flags)).config
+    setup = memory_setup(flags, config, gpus)
     enough = max(1, int(LARGEST_STEP * flags.sequence_parallel_size // (3 * config.forward_flops())))
     batch = asked_batch or min(enough, largest_batch(config, setup, capacity))
     setup = settle_sharding(config, setup, max(batch, 1), capacity)

@@ -17,7 +17,6 @@ from opendit.config.parser import CommandLine
 from opendit.config.recipes import find_recipe, listing
 from opendit.config.values import Value, show
 
-F = TypeVar("F", bound="Flags")
 P = TypeVar("P", bound="ProgramFlags")
 # Flags of a start, not of what is trained: they don't count as changes of a recipe.
 NO_CHANGE = {"recipe", "dry_run", "outputs", "load"}
@@ -36,14 +35,6 @@ class Flags:
     group: ClassVar[str]
 
     given: frozenset[str] = field(default=frozenset(), kw_only=True)
-
-    def part(self, component: type[F]) -> F:
-        """Return the flags of one component alone."""
-        return component(**{item.name: getattr(self, item.name) for item in dataclasses.fields(component)})
-
-    def with_part(self: F, part: "Flags") -> F:
-        """Return the configuration with the values of a component replaced."""
-        return dataclasses.replace(self, **{item.name: getattr(part, item.name) for item in dataclasses.fields(part)})
 
 
 class ProgramFlags(Protocol):

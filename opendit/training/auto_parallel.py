@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from opendit.cli.components import Components
 from opendit.config.kernels import RECOMPUTE
 from opendit.config.parallel_sizes import ParallelDims, environment_node_size
 from opendit.config.train import TrainConfig
@@ -134,14 +133,11 @@ class Search:
     def __init__(self, flags: TrainConfig, dataset: MediaDataset, where: Circumstances):
         self.dataset, self.where = dataset, where
         settled, _ = flags.settled(where.world, where.has_gpu)
-        self.asked = Components(settled)
-        self.asked.captions, _ = fit_captions(self.asked, dataset, text_before(self.asked.start))
-        self.flags = flags.with_part(self.asked.captions)
+        self.asked, _ = fit_captions(settled, dataset, text_before(settled))
+        self.flags = replace(flags, max_text_tokens=self.asked.max_text_tokens)
         self.config: DiTConfig = plan_model(self.asked, dataset).config
         self.setup = memory_setup(self.asked, self.config, where.world)
-        self.types = self.asked.parallel.sequence_types(
-            self.config.sequence_types, settled.attention, settled.lora is not None
-        )
+        self.types = self.asked.sequence_types(self.config.sequence_types, settled.attention, settled.lora is not None)
         self.refusal: ValueError | None = None
         self.taken: dict[Candidate, bool] = {}
         self.least: tuple[float, Candidate] | None = None
@@ -231,11 +227,10 @@ class Search:
         may say why."""
         try:
             settled, _ = candidate.on(self.flags).settled(self.where.world, self.where.has_gpu)
-            asked = Components(settled)
-            plan_model(asked, self.dataset)
+            plan_model(settled, self.dataset)
             check_expert_parallel(self.config, candidate.dims(self.where.world))
             tensor = candidate.tensor_parallel_size
-            how = (asked.parallel, settled.attention, settled.mixed_precision, self.config, candidate.batch_size)
+            how = (settled, settled.attention, settled.mixed_precision, self.config, candidate.batch_size)
             sequence_shape(*how, tensor_parallel=tensor, lora=settled.lora is not None)
         except ValueError as error:
             self.refusal = self.refusal or error
@@ -374,8 +369,7 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 
 def data_of(flags: TrainConfig) -> MediaDataset:
     """The data set of the flags. Raises as ``open_data``."""
-    asked = Components(flags)
-    return open_data(asked.data, asked.captions, asked.model.num_classes, asked.loader.max_bad, asked.run.global_seed)
+    return open_data(flags)
 
 
 # -------------------------------------------------------------------------------------------------------------- words

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from opendit.cli.components import Components
 from opendit.config.console import print_block
 from opendit.config.errors import say
 from opendit.config.flags import overridden
@@ -61,29 +60,27 @@ def _dry_run(flags: TrainConfig) -> None:
     where = Circumstances(world, flags.node_size(world), USABLE * hardware.capacity, hardware)
     if flags.parallel == "auto":
         settled, notes = flags.settled(world, has_gpu=True)
-        chosen, config = choose(flags, _data(Components(settled), notes), where)
+        chosen, config = choose(flags, _data(settled, notes), where)
         print("\n".join(report(chosen, config, where, origin)), flush=True)
         flags = chosen[0].candidate.on(flags)
     flags, notes = flags.settled(world, has_gpu=True)
-    asked = Components(flags)
-    dataset = _data(asked, notes)
-    asked.captions, of_captions = fit_captions(asked, dataset, text_before(asked.start))
+    dataset = _data(flags, notes)
+    flags, of_captions = fit_captions(flags, dataset, text_before(flags))
     notes = notes + of_captions
-    batch, start = asked.batch, asked.start
-    plan = plan_model(asked, dataset)
+    plan = plan_model(flags, dataset)
     config, notes = plan.config, notes + plan.notes
-    if isinstance(dataset, MockDataset) and batch.tokens is not None:
+    if isinstance(dataset, MockDataset) and flags.tokens is not None:
         notes.append("the samples' sizes are not known: steps are of samples of the configured one")
-    dataset = shape_samples(asked, dataset, config)
-    if start.pretrained and Path(start.pretrained).exists():
-        *_, config = check_pretrained(start.pretrained, flags.model, config, notes)
-    elif start.pretrained:
-        notes.append(f"--pretrained {start.pretrained} isn't there: its blocks are not compared with the model's")
+    dataset = shape_samples(flags, dataset, config)
+    if flags.pretrained and Path(flags.pretrained).exists():
+        *_, config = check_pretrained(flags.pretrained, flags.model, config, notes)
+    elif flags.pretrained:
+        notes.append(f"--pretrained {flags.pretrained} isn't there: its blocks are not compared with the model's")
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
     ranks = world // flags.sharing
     samples = flags.batch_size * ranks * flags.grad_accumulation
-    together = samples_at_once(asked, config)
+    together = samples_at_once(flags, config)
     flop, tensor = 3 * config.forward_flops(), flags.tensor_parallel_size
     missing = isinstance(dataset, MockDataset) and flags.data_path != "mock"
     rows = {} if flags.recipe is None else {"recipe": describe_recipe(flags)}
@@ -91,19 +88,19 @@ def _dry_run(flags: TrainConfig) -> None:
         "model": f"{flags.model}: {config.parameters() / 1e6:,.1f} M parameters",
         "data": f"not found: {flags.data_path}" if missing else dataset.describe(),
         "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {plan.vae})",
-        "tokens": f"{config.tokens:,} a sample, {(batch.tokens or config.tokens) * samples:,} a step",
-        "work": f"{work(flop)} a training sample, {work(flop * together * batch.grad_accumulation * ranks / world)} a "
+        "tokens": f"{config.tokens:,} a sample, {(flags.tokens or config.tokens) * samples:,} a step",
+        "work": f"{work(flop)} a training sample, {work(flop * together * flags.grad_accumulation * ranks / world)} a "
         "step and GPU",
         "objective": ", ".join(f"{name} {value}" for name, value in plan.objective.to_dict().items()),
         "GPUs": f"{world}, plugin {flags.plugin}, {flags.mixed_precision}"
         + (f", layers divided by {tensor}" if tensor > 1 else "")
         + (f", experts on {flags.expert_parallel_size} each" if flags.expert_parallel_size > 1 else ""),
-        **_pipeline(config, asked),
+        **_pipeline(config, flags),
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
-        **_steps(asked, None if missing else dataset, samples, config),
+        **_steps(flags, None if missing else dataset, samples, config),
     }
-    setup = memory_setup(asked, config, world)
-    rows |= _time(asked, config, setup, where, origin)
+    setup = memory_setup(flags, config, world)
+    rows |= _time(flags, config, setup, where, origin)
     rows |= _memory(config, together, setup)
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:
@@ -123,48 +120,44 @@ def describe_recipe(flags: TrainConfig) -> str:
     return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")
 
 
-def _data(asked: Components, notes: list[str]) -> MediaDataset:
-    others = (asked.captions, asked.model.num_classes, asked.loader.max_bad, asked.run.global_seed)
+def _data(flags: TrainConfig, notes: list[str]) -> MediaDataset:
     try:
-        return open_data(asked.data, *others)
+        return open_data(flags)
     except (OSError, DataError) as error:
         notes.append(f"{error} (the figures are for data of the kind that the other flags ask for)")
-        return open_data(replace(asked.data, data_path="mock"), *others)
+        return open_data(replace(flags, data_path="mock"))
 
 
-def _steps(asked: Components, dataset: MediaDataset | None, samples: int, config: DiTConfig) -> dict[str, str]:
-    batch = asked.batch
+def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, config: DiTConfig) -> dict[str, str]:
     if dataset is None:
-        ends = f"{batch.max_steps:,} at most" if batch.max_steps else "not known"
-        return {"steps": f"{ends}; {batch.epochs:,} epochs of data that can't be found"}
-    schedule = make_schedule(asked, dataset, samples, config)
-    last = last_step_of(batch, schedule)
+        ends = f"{flags.max_steps:,} at most" if flags.max_steps else "not known"
+        return {"steps": f"{ends}; {flags.epochs:,} epochs of data that can't be found"}
+    schedule = make_schedule(flags, dataset, samples, config)
+    last = last_step_of(flags, schedule)
     an_epoch = schedule.mean_steps_per_epoch
     return {
         "steps": f"{an_epoch:,.2f} an epoch, {last:,} in all = {last / an_epoch:,.1f} epochs, "
-        f"{last * samples:,} {'samples' if batch.tokens is None else f'lots of {batch.tokens:,} tokens'}"
+        f"{last * samples:,} {'samples' if flags.tokens is None else f'lots of {flags.tokens:,} tokens'}"
     }
 
 
-def _time(asked: Components, config: DiTConfig, setup: Setup, where: Circumstances, origin: str) -> dict[str, str]:
+def _time(flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str) -> dict[str, str]:
     """How ranks share sequences, how long a step takes by the cost model, and what it communicates."""
-    batch, parallel, size = asked.batch, asked.parallel, asked.parallel.sequence_parallel_size
-    together = samples_at_once(asked, config)
-    how = (parallel, asked.speed.attention, setup.precision, config, together)
+    size = flags.sequence_parallel_size
+    together = samples_at_once(flags, config)
+    how = (flags, flags.attention, setup.precision, config, together)
     cost = step_cost(
         config,
         settle_sharding(config, setup, together, where.capacity),
         together,
-        batch.grad_accumulation,
+        flags.grad_accumulation,
         where.hardware,
         where.node,
-        sequence_type=parallel.sequence_parallel_type,
-        sequence_types=sequence_shape(
-            *how, tensor_parallel=setup.tensor_parallel, lora=asked.start.lora is not None
-        ).types,
-        graph=asked.train_speed.enable_cuda_graph,
+        sequence_type=flags.sequence_parallel_type,
+        sequence_types=sequence_shape(*how, tensor_parallel=setup.tensor_parallel, lora=flags.lora is not None).types,
+        graph=flags.enable_cuda_graph,
     )
-    rate = tokens_per_second(config, setup, together, batch.grad_accumulation, cost.total)
+    rate = tokens_per_second(config, setup, together, flags.grad_accumulation, cost.total)
     work = ", ".join(f"{kind} {1e3 * seconds:,.1f}" for kind, seconds in cost.work.items())
     rows = {} if cost.sequence is None else {"sequence": f"over {size} ranks, {cost.sequence}"}
     rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted ({origin}); in ms: {work}"
@@ -173,11 +166,11 @@ def _time(asked: Components, config: DiTConfig, setup: Setup, where: Circumstanc
     return rows
 
 
-def _pipeline(config: DiTConfig, asked: Components) -> dict[str, str]:
-    ranks = asked.plugin.pipeline_parallel_size
+def _pipeline(config: DiTConfig, flags: TrainConfig) -> dict[str, str]:
+    ranks = flags.pipeline_parallel_size
     if ranks == 1:
         return {}
-    return {"pipeline": stages_of(config, asked.plugin.pipeline_schedule, 0, ranks).describe()}
+    return {"pipeline": stages_of(config, flags.pipeline_schedule, 0, ranks).describe()}
 
 
 def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:

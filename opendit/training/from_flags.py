@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from opendit.cli.components import Components
 from opendit.common.errors import DataError
 from opendit.config.architectures import parse_given, patch_size
-from opendit.config.components import BatchFlags, CaptionFlags, DataFlags, StartFlags
+from opendit.config.components import BatchFlags, DataFlags
+from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
 from opendit.data.captions import MOST_TOKENIZED, count_captions, takes_whole
 from opendit.data.held_out import SEED, hold_out
@@ -36,32 +36,30 @@ from opendit.state.tables import table_notes
 from opendit.training.memory import Setup
 
 
-def open_data(
-    data: DataFlags, captions: CaptionFlags, num_classes: int | None, max_bad: float, seed: int, split: str = "train"
-) -> MediaDataset:
-    """The data set of --data_path. (``captions`` and ``num_classes`` are for random latents, which have those.)
-    split: "train" or "test".
+def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train") -> MediaDataset:
+    """Open the data set of --data_path. seed: --global_seed if left out. split: "train" or "test".
 
     Raises as ``build_dataset``.
     """
     return build_dataset(
-        data.data_path,
-        data.image_size,
-        seed=seed,
+        flags.data_path,
+        flags.image_size,
+        seed=flags.global_seed if seed is None else seed,
         split=split,
-        random_flip=data.random_flip,
-        max_bad=max_bad,
-        use_video=data.use_video,
-        num_frames=data.num_frames,
-        frame_interval=data.frame_interval,
-        fps=data.fps,
-        short_clips=data.short_clips,
-        video_reader=data.video_reader,
-        energon_cooker=data.energon_cooker,
-        vae=data.vae,
-        num_classes=num_classes,
-        text_encoder=captions.text_encoder or ("bytes" if captions.cross_attention else None),
-        max_text_tokens=captions.max_text_tokens,
+        random_flip=flags.random_flip,
+        max_bad=flags.max_bad,
+        use_video=flags.use_video,
+        num_frames=flags.num_frames,
+        frame_interval=flags.frame_interval,
+        fps=flags.fps,
+        short_clips=flags.short_clips,
+        video_reader=flags.video_reader,
+        energon_cooker=flags.energon_cooker,
+        vae=flags.vae,
+        # Random latents have as many classes, or such captions.
+        num_classes=flags.num_classes,
+        text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
+        max_text_tokens=flags.max_text_tokens,
     )
 
 
@@ -80,34 +78,32 @@ def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list
     ]
 
 
-def held_out(asked: Components, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
+def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
     """(what is trained on, what is validated on or None) of a run whose --data_path holds ``dataset``.
 
     Samples of the second are neither mirrored nor cut at random. Raises ValueError, FileNotFoundError or DataError,
     naming the flag, for a --validate_path that can't be read or whose samples are others than the model's, and for a
     share that leaves nothing to train on.
     """
-    flags = asked.validation
     if not flags.validates:
         return dataset, None
     if flags.validate_path is None:
         training, validation = hold_out(dataset, flags.validate_share)
     else:
-        training, validation = dataset, _open(asked, dataset)
+        training, validation = dataset, _open(flags, dataset)
     validation.random_flip = validation.random_window = False
     return training, validation
 
 
-def _open(asked: Components, training: MediaDataset) -> MediaDataset:
+def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
     """The data set of --validate_path: its test split, if it has one."""
-    path = asked.validation.validate_path
-    data = replace(asked.data, data_path=path, random_flip=False)
-    others = (asked.captions, asked.model.num_classes, asked.loader.max_bad, SEED)
+    path = flags.validate_path
+    theirs = replace(flags, data_path=path, random_flip=False)
     try:
         try:
-            found = open_data(data, *others, split="test")
+            found = open_data(theirs, SEED, split="test")
         except NoSplit:
-            found = open_data(data, *others)
+            found = open_data(theirs, SEED)
     except (ValueError, OSError, DataError) as error:
         raise type(error)(str(error).replace("--data_path", "--validate_path")) from error
     if path != "mock" and found.identity() == training.identity():
@@ -137,55 +133,54 @@ def _shown(value) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def settle_captions(
-    captions: CaptionFlags, num_classes: int | None, recipe: str | None, data_path: str, dataset: MediaDataset
-) -> tuple[CaptionFlags, list[str]]:
-    """The flags with a text encoder where the data set has captions and none where it has classes, and notes.
+def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainConfig, list[str]]:
+    """Return the flags with a text encoder if the data set has captions, and without one if it has classes, and notes.
 
-    Raises ValueError for flags of captions that the data set does not go with."""
+    Raises ValueError for flags of captions that don't fit the data set.
+    """
+    path = flags.data_path
     if dataset.conditioning == "text":
-        if num_classes is not None:
-            raise ValueError(f"--num_classes: --data_path {data_path} has captions, not classes; leave it out")
-        cached = getattr(dataset, "text_encoder", None)
-        given = captions.text_encoder
+        if flags.num_classes is not None:
+            raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
+        cached, given = getattr(dataset, "text_encoder", None), flags.text_encoder
         if cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached:
-            raise ValueError(f"--text_encoder {given}: {data_path} was made with {cached}; leave it out, or give that")
-        return replace(captions, text_encoder=given or cached or "bytes"), []
+            raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
+        return replace(flags, text_encoder=given or cached or "bytes"), []
     notes, unused = [], {}
     for name in ("text_encoder", "cross_attention", "max_text_tokens"):
-        if name in captions.given:
-            raise ValueError(f"--{name}: --data_path {data_path} has no captions; give a CSV of path,text")
-        if getattr(captions, name):  # a recipe's
-            notes.append(f"{name} of --recipe {recipe} is not used: --data_path {data_path} has classes")
-            unused[name] = type(captions).__dataclass_fields__[name].default
-    return replace(captions, **unused), notes
+        if name in flags.given:
+            raise ValueError(f"--{name}: --data_path {path} has no captions; give a CSV of path,text")
+        if getattr(flags, name):  # a recipe's
+            notes.append(f"{name} of --recipe {flags.recipe} is not used: --data_path {path} has classes")
+            unused[name] = TrainConfig.__dataclass_fields__[name].default
+    return replace(flags, **unused), notes
 
 
-def text_before(start: StartFlags, resume: Checkpoint | None = None) -> TextConfig | None:
+def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextConfig | None:
     """How the model that a run continues (``resume``), or starts from, takes captions; None if there is none, or what
     is wrong with its file is still to be told."""
-    if resume is None and start.pretrained is None:
+    if resume is None and flags.pretrained is None:
         return None
     with suppress(OSError):
-        config = read_config(find_weights(cast(str, start.pretrained)) if resume is None else resume.model)
+        config = read_config(find_weights(cast(str, flags.pretrained)) if resume is None else resume.model)
         return config and config.text
     return None
 
 
 def fit_captions(
-    asked: Components, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
-) -> tuple[CaptionFlags, list[str]]:
-    """The flags with the tokens that the ``bytes`` encoder takes, and notes on captions that it cuts and on those that
-    say nothing. The flags as they are where another encoder, or none, sees the captions.
+    flags: TrainConfig, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
+) -> tuple[TrainConfig, list[str]]:
+    """Return the flags with the number of tokens that the ``bytes`` encoder takes, and notes on captions that it cuts
+    and on those that say nothing. With another encoder, or none, the flags stay as they are.
 
     The length is --max_text_tokens, where that is given; else that of ``keeps``, of the weights that a run continues or
     starts from; else one that fits the data (``fitting_tokens``). Rank 0 counts; call it on every rank of ``mesh``.
-    Raises as :func:`settle_captions`.
+    Raises as :func:`resolve_captions`.
     """
-    path, given = asked.data.data_path, asked.captions.max_text_tokens
-    captions, _ = settle_captions(asked.captions, asked.model.num_classes, asked.run.recipe, path, dataset)
-    if captions.text_encoder != "bytes" or isinstance(dataset, MockDataset):
-        return asked.captions, []
+    given = flags.max_text_tokens
+    resolved, _ = resolve_captions(flags, dataset)
+    if resolved.text_encoder != "bytes" or isinstance(dataset, MockDataset):
+        return flags, []
     found = count_captions(dataset) if mesh.is_main else None
     longest = mesh.broadcast_object(found and found.longest)
     kept = keeps.max_tokens if keeps is not None and keeps.inside else None
@@ -199,7 +194,7 @@ def fit_captions(
                 f"{longest:,} ({found.longest_at})"
             )
         notes += found.cut(tokens, "bytes", takes_whole(longest))
-    return replace(asked.captions, max_text_tokens=tokens), notes
+    return replace(flags, max_text_tokens=tokens), notes
 
 
 def caption_notes(
@@ -225,44 +220,43 @@ def caption_notes(
 class ModelPlan:
     """What is to be trained on a data set.
 
-    captions: their flags as the data set settles them. config: of the newest revision; weights that the run starts from
-    may be of an earlier one (:func:`check_pretrained`). vae: its name.
+    flags: with those of captions resolved. config: of the newest revision; weights that the run starts from may be of
+    an earlier one (:func:`check_pretrained`). vae: its name.
     """
 
-    captions: CaptionFlags
+    flags: TrainConfig
     objective: Objective
     config: DiTConfig
     vae: str
     notes: list[str]
 
 
-def plan_model(asked: Components, dataset: MediaDataset) -> ModelPlan:
-    """Raises ValueError or OSError, naming the flag and the fix, for sizes, conditions and options that do not go
-    together."""
-    model, data = asked.model, asked.data
-    captions, notes = settle_captions(asked.captions, model.num_classes, asked.run.recipe, data.data_path, dataset)
-    vae, channels, size, frames = _latent_geometry(data, model.model, dataset)
-    objective = objective_from_flags(asked.objective)
+def plan_model(flags: TrainConfig, dataset: MediaDataset) -> ModelPlan:
+    """Plan the model and its objective. Raises ValueError or OSError, naming the flag and the fix, for sizes,
+    conditions and options that don't fit together."""
+    flags, notes = resolve_captions(flags, dataset)
+    vae, channels, size, frames = _latent_geometry(flags, dataset)
+    objective = objective_from_flags(flags)
     config = model_config(
-        model.model,
+        flags.model,
         input_size=size,
         in_channels=channels,
         frames=frames,
         learn_sigma=objective.learn_sigma,
-        given_frames=_given_frames(model.given_frames, data.num_frames, frames),
-        **_condition(captions, model.num_classes, data.data_path, dataset),
-        **model.architecture,
+        given_frames=_given_frames(flags.given_frames, flags.num_frames, frames),
+        **_condition(flags, dataset),
+        **flags.architecture,
     )
-    config.check_speed(asked.speed.fp8, asked.memory.recompute)
-    check_tensor_parallel(config, asked.plugin.tensor_parallel_size)
-    check_divisible(config, "ep", asked.plugin.expert_parallel_size)
-    pipeline, micro_batches = asked.plugin.pipeline_parallel_size, asked.batch.grad_accumulation
-    check_pipeline(config, asked.plugin.pipeline_schedule, pipeline, micro_batches)
-    notes += idle_stages(asked.plugin.pipeline_schedule, pipeline, micro_batches)
-    rank = asked.start.lora
+    config.check_speed(flags.fp8, flags.recompute)
+    check_tensor_parallel(config, flags.tensor_parallel_size)
+    check_divisible(config, "ep", flags.expert_parallel_size)
+    pipeline, micro_batches = flags.pipeline_parallel_size, flags.grad_accumulation
+    check_pipeline(config, flags.pipeline_schedule, pipeline, micro_batches)
+    notes += idle_stages(flags.pipeline_schedule, pipeline, micro_batches)
+    rank = flags.lora
     if rank is not None and rank >= config.hidden_size:
         raise ValueError(f"--lora {rank}: out of range; give a rank from 1 to below the width, {config.hidden_size}")
-    return ModelPlan(captions, objective, config, vae, notes)
+    return ModelPlan(flags, objective, config, vae, notes)
 
 
 def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str | None:
@@ -313,46 +307,44 @@ def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
     return min(steps, batch.max_steps or steps)
 
 
-def memory_setup(asked: Components, config: DiTConfig, world: int) -> Setup:
+def memory_setup(flags: TrainConfig, config: DiTConfig, world: int) -> Setup:
     """What the estimate of the memory needs to know of a run on ``world`` GPUs whose kernels are all available."""
     return Setup(
-        plugin=asked.plugin.plugin,
-        precision=asked.train_speed.mixed_precision,
+        plugin=flags.plugin,
+        precision=flags.mixed_precision,
         world=world,
-        sequence_parallel=asked.parallel.sequence_parallel_size,
-        tensor_parallel=asked.plugin.tensor_parallel_size,
-        expert_parallel=asked.plugin.expert_parallel_size,
-        pipeline_parallel=asked.plugin.pipeline_parallel_size,
-        schedule=asked.plugin.pipeline_schedule,
-        micro_batches=asked.batch.grad_accumulation,
-        averages=len(asked.optimizer.ema_decays),
-        accumulate=asked.batch.grad_accumulation > 1,
-        fused=asked.speed.enable_modulate_kernel and asked.speed.enable_layernorm_kernel,
-        fp8=asked.speed.fp8,
-        compiled=asked.train_speed.compile,
-        recompute=asked.memory.recompute,
-        grad_checkpoint=asked.memory.grad_checkpoint,
-        trained=None if asked.start.lora is None else lora_parameters(config, asked.start.lora),
-        replicate=asked.plugin.data_parallel_replicate,
-        reduce_dtype=asked.plugin.reduce_dtype,
-        reshard=asked.plugin.reshard,
-        offload=asked.plugin.offload,
-        gather_fp8=asked.plugin.gather_fp8,
+        sequence_parallel=flags.sequence_parallel_size,
+        tensor_parallel=flags.tensor_parallel_size,
+        expert_parallel=flags.expert_parallel_size,
+        pipeline_parallel=flags.pipeline_parallel_size,
+        schedule=flags.pipeline_schedule,
+        micro_batches=flags.grad_accumulation,
+        averages=len(flags.ema_decays),
+        accumulate=flags.grad_accumulation > 1,
+        fused=flags.enable_modulate_kernel and flags.enable_layernorm_kernel,
+        fp8=flags.fp8,
+        compiled=flags.compile,
+        recompute=flags.recompute,
+        grad_checkpoint=flags.grad_checkpoint,
+        trained=None if flags.lora is None else lora_parameters(config, flags.lora),
+        replicate=flags.data_parallel_replicate,
+        reduce_dtype=flags.reduce_dtype,
+        reshard=flags.reshard,
+        offload=flags.offload,
+        gather_fp8=flags.gather_fp8,
     )
 
 
-def _condition(
-    captions: CaptionFlags, num_classes: int | None, data_path: str, dataset: MediaDataset
-) -> dict[str, Any]:
+def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:
     """What the model is conditioned on, as arguments of model_config: num_classes or text."""
     if dataset.conditioning == "text":
-        name, cached = cast(str, captions.text_encoder), getattr(dataset, "text_encoder", None)
+        name, cached = cast(str, flags.text_encoder), getattr(dataset, "text_encoder", None)
         kind, width, longest = text_geometry(name)
-        tokens = captions.max_text_tokens or (dataset.max_tokens if cached and name != "bytes" else longest)
+        tokens = flags.max_text_tokens or (dataset.max_tokens if cached and name != "bytes" else longest)
         check_tokens(name, kind, longest, tokens)
-        return {"text": TextConfig(kind, width, tokens, captions.cross_attention)}
-    check_classes(num_classes, data_path, dataset)
-    return {"num_classes": num_classes or dataset.num_classes}
+        return {"text": TextConfig(kind, width, tokens, flags.cross_attention)}
+    check_classes(flags.num_classes, flags.data_path, dataset)
+    return {"num_classes": flags.num_classes or dataset.num_classes}
 
 
 def check_classes(num_classes: int | None, data_path: str, dataset: MediaDataset) -> None:
@@ -378,35 +370,33 @@ def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
         )
 
 
-def _latent_geometry(
-    data: DataFlags, model: str, dataset: MediaDataset
-) -> tuple[str, int, tuple[int, int], int | None]:
+def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
     """(the VAE's name, latent channels, latent height and width, latent frames); raises ValueError if sizes don't
     divide."""
-    patch = patch_size(model)
+    patch = patch_size(flags.model)
     if dataset.kind == "latents":
         channels, *frames, height, width = dataset.sample_shape
-        if "vae" in data.given:
-            _check_decodes(data, channels // 2, width)
-        vae = data.vae if "vae" in data.given else dataset.vae
+        if "vae" in flags.given:
+            _check_decodes(flags, channels // 2, width)
+        vae = flags.vae if "vae" in flags.given else dataset.vae
         return vae, channels // 2, (height, width), frames[0] if frames else None
-    if data.use_video:
+    if flags.use_video:
         assert not isinstance(patch, int), "--use_video is for models of clips"
-        channels, downscale, temporal = video_geometry(data.vae, dataset.sample_shape[0])
-        frames, side = latent_frames(data.num_frames, temporal), math.lcm(*patch[1:])
+        channels, downscale, temporal = video_geometry(flags.vae, dataset.sample_shape[0])
+        frames, side = latent_frames(flags.num_frames, temporal), math.lcm(*patch[1:])
         if frames % patch[0]:
             raise ValueError(
-                f"--num_frames {data.num_frames}: {frames} latent frames do not divide by the {patch[0]} frames of a "
-                f"patch of {model}; change it, or take a model with a shorter patch"
+                f"--num_frames {flags.num_frames}: {frames} latent frames do not divide by the {patch[0]} frames of a "
+                f"patch of {flags.model}; change it, or take a model with a shorter patch"
             )
     else:
         assert isinstance(patch, int), "models of clips need --use_video"
-        (channels, downscale), frames, side = codec_geometry(data.vae, dataset.sample_shape[0]), None, patch
+        (channels, downscale), frames, side = codec_geometry(flags.vae, dataset.sample_shape[0]), None, patch
     multiple = downscale * side
-    if data.image_size % multiple:
+    if flags.image_size % multiple:
         raise ValueError(
-            f"--image_size {data.image_size}: does not divide by {multiple} (--vae {data.vae}: {downscale}, patch of "
-            f"{model}: {side}); use {max(multiple, round(data.image_size / multiple) * multiple)}"
+            f"--image_size {flags.image_size}: does not divide by {multiple} (--vae {flags.vae}: {downscale}, patch of "
+            f"{flags.model}: {side}); use {max(multiple, round(flags.image_size / multiple) * multiple)}"
         )
-    latent = data.image_size // downscale
-    return data.vae, channels, (latent, latent), frames
+    latent = flags.image_size // downscale
+    return flags.vae, channels, (latent, latent), frames

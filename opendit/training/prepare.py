@@ -8,9 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from opendit.cli.components import Components
 from opendit.config.checks import check_writable
-from opendit.config.components import CaptionFlags, DataFlags, SaveFlags, SpeedFlags, StartFlags
+from opendit.config.components import SaveFlags, SpeedFlags, StartFlags
 from opendit.config.plugins import OWN_ATTENTION, PLUGINS
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
@@ -75,36 +74,34 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         ValueError, OSError, DataError: with a message that names the flag and the fix.
     """
     check_installed()
-    asked = Components(flags)
-    if asked.run.deterministic:
+    if flags.deterministic:
         make_deterministic()
-    seed, batch = asked.run.global_seed, asked.batch
-    dataset = everything = open_data(asked.data, asked.captions, asked.model.num_classes, asked.loader.max_bad, seed)
-    dataset, validation = held_out(asked, dataset)
-    validated_apart = validation if asked.validation.validate_path is not None else None
-    global_batch = batch.batch_size * mesh.dp_size * batch.grad_accumulation
-    resume = _checkpoint(asked.save, asked.model.model, mesh, notes)
-    asked.captions, of_captions = fit_captions(asked, everything, text_before(asked.start, resume), mesh)
+    dataset = everything = open_data(flags)
+    dataset, validation = held_out(flags, dataset)
+    validated_apart = validation if flags.validate_path is not None else None
+    global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
+    resume = _checkpoint(flags, flags.model, mesh, notes)
+    flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
     notes = notes + of_captions
-    plan = plan_model(asked, dataset)
-    flags, notes = flags.with_part(plan.captions), notes + plan.notes
-    config, objective, captions, vae = plan.config, plan.objective, plan.captions, plan.vae
-    dataset = shape_samples(asked, dataset, config)
-    validation = None if validation is None else shape_samples(asked, validation, config)
-    samples = samples_at_once(asked, config)
+    plan = plan_model(flags, dataset)
+    flags, notes = plan.flags, notes + plan.notes
+    config, objective, vae = plan.config, plan.objective, plan.vae
+    dataset = shape_samples(flags, dataset, config)
+    validation = None if validation is None else shape_samples(flags, validation, config)
+    samples = samples_at_once(flags, config)
     check_expert_parallel(config, mesh.dims)
-    setup, ranks = memory_setup(asked, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    setup, ranks = memory_setup(flags, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if mesh.device.type == "cpu":
         check_host(config, setup, samples, ranks)
     else:
-        check_offload(config, setup, samples, ranks, asked.save.save)
-    sequence = _sequence(asked, config, mesh, samples, notes)
-    stages = mesh_stages(mesh, config, asked.plugin.pipeline_schedule)
+        check_offload(config, setup, samples, ranks, flags.save)
+    sequence = _sequence(flags, config, mesh, samples, notes)
+    stages = mesh_stages(mesh, config, flags.pipeline_schedule)
     stored = stored_fingerprint(resume.state) if resume else {}
     # Checkpoints from before there was another order do not name theirs.
     order = stored.get("order", SORTED) if resume else KEYED
-    parts = parts_of_run(stored, asked, global_batch, mesh.dims.ep) if resume else None
-    schedule = make_schedule(asked, dataset, global_batch, config, order, parts)
+    parts = parts_of_run(stored, flags, global_batch, mesh.dims.ep) if resume else None
+    schedule = make_schedule(flags, dataset, global_batch, config, order, parts)
     if resume and isinstance(schedule, PackSchedule):
         if (packs := resume.state.get("packs")) is not None:
             schedule.restore(packs, resume.state["step"])
@@ -117,44 +114,44 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
             schedule.begin_at(resume.state["step"])
     if resume:
         resumed = read_config(resume.model)
-        config = config if resumed is None else of_revision(config, asked.model.model, resumed.revision)
-        notes += check_resume(resume, config, objective, bool(asked.start.lora))
+        config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
+        notes += check_resume(resume, config, objective, bool(flags.lora))
     # LoRA's checkpoints hold what it adds: the weights it is added to are read each time.
     initial, initial_config = None, None
-    if asked.start.pretrained and (asked.start.lora or not resume):
+    if flags.pretrained and (flags.lora or not resume):
         initial, initial_config, config = check_pretrained(
-            asked.start.pretrained, asked.model.model, config, notes, mesh, resumed=resume is not None
+            flags.pretrained, flags.model, config, notes, mesh, resumed=resume is not None
         )
     ema_warmup = _ema_warmup(flags, stored if resume else None)
     flags = replace(flags, ema_warmup=bool(ema_warmup))
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
-    lora = _lora(asked.start, initial, resume, notes) if asked.start.lora else None
-    codec = _codec(asked.data, captions, dataset, vae, mesh, notes)
-    conditioner = _conditioner(captions.text_encoder, config, dataset, mesh, for_grids=codec is not None)
+    lora = _lora(flags, initial, resume, notes) if flags.lora else None
+    codec = _codec(flags, dataset, vae, mesh, notes)
+    conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, for_grids=codec is not None)
     if mesh.is_main:
         encoder = getattr(conditioner, "encoder", None)
         if not (config.text and config.text.inside):  # whose captions have been counted
             notes += caption_notes(everything, config.text, encoder)
         if validated_apart is not None:
             notes += caption_notes(validated_apart, config.text, encoder, "captions of --validate_path")
-    kernels = _kernels(asked, config, mesh, stored.get("attention"), notes)
+    kernels = _kernels(flags, config, mesh, stored.get("attention"), notes)
     memory = replace(
-        memory_setup(asked, config, mesh.world_size),
+        memory_setup(flags, config, mesh.world_size),
         fused=kernels.ops.linear_gate_residual_layernorm_modulate is not None,
         fp8=kernels.ops.float8,
     )
-    sharding = _sharding(samples, config, memory, mesh) if asked.plugin.plugin == "fsdp" else None
-    folder = _folder(asked.save, asked.model.model, resume, mesh, notes)
+    sharding = _sharding(samples, config, memory, mesh) if flags.plugin == "fsdp" else None
+    folder = _folder(flags, flags.model, resume, mesh, notes)
     lock, lock_notes = lock_folder(
         folder,
         mesh,
-        f"--load {asked.save.load}",
+        f"--load {flags.load}",
         "stop it, or start a new run without --load",
         written=WRITTEN,
     )
     notes += lock_notes
-    last_step = last_step_of(batch, schedule)
+    last_step = last_step_of(flags, schedule)
     first_step = resume.state["step"] if resume else 0
     if resume and first_step >= last_step:
         notes.append(
@@ -173,7 +170,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         kernels=kernels,
         sequence=sequence,
         stages=stages,
-        why_not_compiled=_why_not_compiled(asked.train_speed.compile, asked.plugin.plugin),
+        why_not_compiled=_why_not_compiled(flags.compile, flags.plugin),
         memory=memory,
         sharding=sharding,
         folder=folder,
@@ -189,7 +186,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         validation=validation,
         samples_at_once=samples,
     )
-    spec.clip_fps, note = mesh.broadcast_object(clip_fps(asked.data, dataset) if mesh.is_main else None)
+    spec.clip_fps, note = mesh.broadcast_object(clip_fps(flags, dataset) if mesh.is_main else None)
     notes += note
     spec.fingerprint = mesh.broadcast_object(fingerprint(spec) if mesh.is_main else None)
     if resume:
@@ -220,14 +217,14 @@ def make_deterministic() -> None:
 
 
 def _sequence(
-    asked: Components, config: DiTConfig, mesh: Mesh, samples: int, notes: list[str]
+    flags: TrainConfig, config: DiTConfig, mesh: Mesh, samples: int, notes: list[str]
 ) -> SequenceParallel | None:
     """How ranks share every sample; None: they do not."""
-    parallel, keep_gathered = asked.parallel, asked.memory.keep_gathered
-    precision = asked.train_speed.mixed_precision
-    how = (parallel, asked.speed.attention, precision)
-    shape = sequence_shape(*how, config, samples, tensor_parallel=mesh.tp_size, lora=asked.start.lora is not None)
-    if asked.batch.pack_tokens is not None:
+    parallel, keep_gathered = flags, flags.keep_gathered
+    precision = flags.mixed_precision
+    how = (parallel, flags.attention, precision)
+    shape = sequence_shape(*how, config, samples, tensor_parallel=mesh.tp_size, lora=flags.lora is not None)
+    if flags.pack_tokens is not None:
         shape = replace(shape, types=tuple(kind for kind in shape.types if kind not in OWN_ATTENTION))
     sequence = sequence_parallel(mesh, parallel.sequence_parallel_type, shape, keep_gathered=keep_gathered)
     if keep_gathered and sequence is not None and sequence.plan.kind != "fastseq":
@@ -255,13 +252,13 @@ def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, 
     return folder
 
 
-def _kernels(asked: Components, config: DiTConfig, mesh: Mesh, stored: str | None, notes: list[str]) -> KernelChoice:
+def _kernels(flags: TrainConfig, config: DiTConfig, mesh: Mesh, stored: str | None, notes: list[str]) -> KernelChoice:
     """The kernels of the run. stored: the attention of the checkpoint to resume."""
-    dtype = PRECISIONS[asked.train_speed.mixed_precision]
+    dtype = PRECISIONS[flags.mixed_precision]
     head_dim = config.hidden_size // config.num_heads
-    packs = asked.batch.pack_tokens is not None
-    kernels = select_kernels(asked.speed, mesh.device, dtype, head_dim, config.tokens, packs=packs)
-    return agree_on_attention(kernels, stored, asked.speed, asked.run.deterministic, config, dtype, mesh, notes)
+    packs = flags.pack_tokens is not None
+    kernels = select_kernels(flags, mesh.device, dtype, head_dim, config.tokens, packs=packs)
+    return agree_on_attention(kernels, stored, flags, flags.deterministic, config, dtype, mesh, notes)
 
 
 def _why_not_compiled(asked: bool, plugin: str) -> str | None:
@@ -308,12 +305,12 @@ def agree_on_attention(
 
 
 def _codec(
-    data: DataFlags, captions: CaptionFlags, dataset: MediaDataset, vae: str, mesh: Mesh, notes: list[str]
+    flags: TrainConfig, dataset: MediaDataset, vae: str, mesh: Mesh, notes: list[str]
 ) -> ImageCodec | VideoCodec | None:
     """The VAE; None where nothing needs it but grids that can't be drawn, which a note says, or none are."""
-    if only_cached := _named_by_the_cache_alone(data, captions, dataset, vae):
+    if only_cached := _named_by_the_cache_alone(flags, dataset, vae):
         notes.append(
-            f"no sample grids: only the index of --data_path {data.data_path} names what they are drawn with, and "
+            f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
             f"what only a file names is not loaded; if you trust it, add {' '.join(only_cached)}"
         )
         return None
@@ -321,26 +318,26 @@ def _codec(
         return None
     # fp16 keeps Stable Diffusion's VAE much nearer to fp32 than bf16 does (docs/log/2026-11-21-vae-precision.md).
     dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
-    load = load_video_codec if data.use_video else load_codec
+    load = load_video_codec if flags.use_video else load_codec
     try:
         return load(vae, channels=dataset.sample_shape[0], device=mesh.device, dtype=dtype)
     except (ValueError, OSError) as error:
-        if dataset.kind != "latents" or "vae" in data.given:
+        if dataset.kind != "latents" or "vae" in flags.given:
             raise
         notes.append(f"no sample grids: the latents' VAE can't be loaded ({error})")
         return None
 
 
-def _named_by_the_cache_alone(data: DataFlags, captions: CaptionFlags, dataset: MediaDataset, vae: str) -> list[str]:
+def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
     """The flags that would name the VAE and the text encoder of cached latents, where the user has named none and they
     are no names known everywhere: an index may be a stranger's, and what it names is not loaded."""
     if dataset.kind != "latents" or isinstance(dataset, MockDataset):
         return []
-    named = {"vae": vae, "text_encoder": dataset.text_encoder and captions.text_encoder}
+    named = {"vae": vae, "text_encoder": dataset.text_encoder and flags.text_encoder}
     return [
         f"--{flag} {shlex.quote(name) if name.isprintable() else ascii(name)}"
         for flag, name in named.items()
-        if name is not None and name not in KNOWN and flag not in data.given
+        if name is not None and name not in KNOWN and flag not in flags.given
     ]
 
 

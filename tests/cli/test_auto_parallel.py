@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from opendit.cli.components import Components
 from opendit.config.flags import parse
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.config.train import TrainConfig
@@ -57,16 +56,15 @@ def check_as_typed(words: str, world: int, capacity: float, one) -> None:
     settled, _ = flags.settled(world, has_gpu=True)
     for name, value in asdict(one.candidate).items():
         assert getattr(settled, name) == value, name
-    asked = Components(settled)
-    config = plan_model(asked, data_of(settled)).config
-    how = (asked.parallel, settled.attention, settled.mixed_precision, config, settled.batch_size)
+    config = plan_model(settled, data_of(settled)).config
+    how = (settled, settled.attention, settled.mixed_precision, config, settled.batch_size)
     sequence_shape(*how, tensor_parallel=settled.tensor_parallel_size)
     sizes = dict(sp=settled.sequence_parallel_size, tp=settled.tensor_parallel_size)
     sizes |= {"ep": settled.expert_parallel_size, "pp": settled.pipeline_parallel_size}
     dims = ParallelDims.fill(world, **sizes, dp_replicate=settled.data_parallel_replicate)
     check_expert_parallel(config, dims)
     assert settled.batch_size * settled.grad_accumulation * dims.size("dp") == one.samples
-    setup = settle_sharding(config, memory_setup(asked, config, world), settled.batch_size, capacity)
+    setup = settle_sharding(config, memory_setup(settled, config, world), settled.batch_size, capacity)
     assert setup == one.setup
     assert estimate(config, setup, settled.batch_size).total == one.memory <= capacity
 

@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 
-from opendit.cli.components import Components
 from opendit.config.flags import parse
 from opendit.config.train import TrainConfig
 from opendit.encoders import folder as folder_module
@@ -268,9 +267,9 @@ def test_the_cache_serves_without_the_hub(monkeypatch, tmp_path, clip):
 @pytest.mark.parametrize("tokens", [1, 78])
 def test_a_length_that_does_not_fit_is_known_before_anything_is_loaded(tokens, tmp_path):
     argv = f"--model DiT-Ti/2 --data_path mock --image_size 32 --text_encoder clip --max_text_tokens {tokens}".split()
-    asked = Components(parse(TrainConfig, argv))
-    dataset = open_data(asked.data, asked.captions, None, max_bad=0.05, seed=0)
+    flags = parse(TrainConfig, argv)
+    dataset = open_data(flags)
     with pytest.raises(
         ValueError, match=f"--max_text_tokens {tokens}: out of range of --text_encoder clip; give 2 to 77"
     ):
-        plan_model(asked, dataset)
+        plan_model(flags, dataset)
