@@ -225,7 +225,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("case", "name"), [(case, name) for case in CASES for name in CASES[case].names])
+# A name may hold the process's number, which workers that share the tests out must not see in an id.
+NAMES = [(case, name) for case in CASES for name in CASES[case].names]
+
+
+@pytest.mark.parametrize(("case", "name"), NAMES, ids=[f"{case}-{i}" for i, (case, _) in enumerate(NAMES)])
 @pytest.mark.parametrize("target", ["something", "nothing"])
 def test_a_link_in_the_place_of_what_is_written(case, name, target, tmp_path, outside, monkeypatch):
     made, folder = CASES[case], tmp_path / "folder"
