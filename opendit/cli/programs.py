@@ -65,5 +65,6 @@ def as_given(config: TrainConfig) -> TrainConfig:
     plain = TrainConfig()
     changed = {item.name: getattr(config, item.name) for item in flags_of(TrainConfig)}
     changed = {name: value for name, value in changed.items() if value != getattr(plain, name)}
-    base = parse(TrainConfig, ["--recipe", config.recipe]) if config.recipe else plain
-    return replace(base, **changed, given=frozenset(changed))
+    named = [word for name in ("recipe", "config") if (value := getattr(config, name)) for word in (f"--{name}", value)]
+    base = parse(TrainConfig, named) if named else plain
+    return replace(base, **changed, given=base.given | frozenset(changed))

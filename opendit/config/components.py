@@ -484,6 +484,9 @@ class RunFlags(Flags):
         common="a named set of flags; list: shows them",
         unit="name",
     )
+    config: str | None = flag(
+        None, "a YAML file of flags, over the recipe's and under this command line's; a run writes one", unit="file"
+    )
     dry_run: int | None = flag(
         None,
         "say what the run needs, on so many GPUs, and stop; nothing is built",

@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from opendit.config.console import name_of
@@ -19,7 +20,7 @@ from opendit.config.values import Value, show
 
 P = TypeVar("P", bound="ProgramFlags")
 # Flags of a start, not of what is trained: they don't count as changes of a recipe.
-NO_CHANGE = {"recipe", "dry_run", "outputs", "load"}
+NO_CHANGE = {"recipe", "config", "dry_run", "outputs", "load"}
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,14 @@ def read_flags(cls: type[P], argv: Sequence[str]) -> P:
 def parse(cls: type[P], argv: Sequence[str]) -> P:
     """Parse a command line into a configuration, whose ``given`` holds the flags that were on it.
 
-    The flags of a recipe are defaults: they don't count as given. ``--recipe list`` prints the recipes and ends the
-    program. A mistake ends it with exit code 2 and one line.
+    The flags of a recipe are defaults: they don't count as given. Those of a file, --config, do; the command line
+    overrides them. ``--recipe list`` prints the recipes and ends the program. A mistake ends it with exit code 2 and
+    one line.
     """
     parser = build_parser(cls)
     values = _values(parser, argv)
+    if (file := values.get("config")) is not None:
+        values = {**_values_of_file(cls, parser, file), **values}
     given, name = frozenset(values), values.get("recipe")
     if name == "list":
         print(listing(), end="")
@@ -174,6 +178,44 @@ def parse(cls: type[P], argv: Sequence[str]) -> P:
             parser.fail(error)
         values = {**_values(parser, shlex.split(recipe.flags)), **values}
     return cast(Callable[..., P], cls)(**values, given=given)
+
+
+def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str, Any]:
+    """Return the values of the flags in a YAML file, whose keys are their names. A mistake ends the program."""
+    from opendit.common.yaml_file import read_yaml  # which few command lines need
+
+    parser.source = f"--config {file}: "
+    try:
+        content = read_yaml(Path(file).expanduser(), f"--config {file}")
+    except (ValueError, OSError) as error:
+        parser.source = ""
+        parser.fail(error)
+    if not isinstance(content, dict) or "config" in content:
+        parser.fail("must be flags and their values, as lr: 1e-4, without another config")
+    switches = {item.name for item in flags_of(cls) if value_of(item) is None}
+    words: list[str] = []
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name in switches:
+            if not isinstance(value, bool):
+                parser.fail(f"{key} {show(value)}: a switch; give true or false")
+            words.append(f"--{name}" if value else f"--no_{name}")
+        elif value is not None:  # null: the default
+            several = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *(repr(each) if isinstance(each, float) else str(each) for each in several)]
+    values = _values(parser, words)
+    parser.source = ""
+    return values
+
+
+def to_yaml(config: Any) -> str:
+    """Return a YAML file for --config that repeats a run: its recipe, and the flags that were given."""
+    import yaml
+
+    named = {"recipe": config.recipe} if config.recipe else {}
+    given = {item.name: getattr(config, item.name) for item in flags_of(type(config)) if item.name in config.given}
+    kept = {name: value for name, value in given.items() if name not in NO_CHANGE}
+    return yaml.safe_dump({**named, **kept}, sort_keys=False, allow_unicode=True)
 
 
 def overridden(config: Any) -> dict[str, tuple[Any, Any]]:

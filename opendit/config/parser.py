@@ -31,6 +31,7 @@ class CommandLine(argparse.ArgumentParser):
         self.add_argument("--help", action=_Help, nargs="?", default=argparse.SUPPRESS, help="show this and end")
         # No flag begins with a single dash: such a word is a value (-inf, the name of a folder, a negative number).
         self._negative_number_matcher = re.compile("-[^-]")
+        self.source = ""  # begins messages about words that are not from the command line
         self.defaults: dict[str, Any] = {}
         self.sections: list[Section] = []
         self.commands: dict[str, CommandLine] = {}
@@ -144,7 +145,7 @@ class CommandLine(argparse.ArgumentParser):
     def fail(self, error: Exception | str) -> NoReturn:
         """End the program with exit code 2 and one line."""
         if speaks(error):
-            say(error)
+            say(f"{self.source}{error}" if self.source else error)
         elif "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(5)  # torchrun ends all processes once one has ended; the rank that prints may be slower
         self.exit(2)

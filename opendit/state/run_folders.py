@@ -6,7 +6,16 @@ import re
 from pathlib import Path
 
 # What a run, and what it is logged to, write in its folder beside the lock.
-WRITTEN = ("config.json", "config_damaged.json", "log.jsonl", "tensorboard", "samples", "checkpoints", "validation.png")
+WRITTEN = (
+    "config.json",
+    "config_damaged.json",
+    "config.yaml",
+    "log.jsonl",
+    "tensorboard",
+    "samples",
+    "checkpoints",
+    "validation.png",
+)
 WRITTEN += ("evaluation", "profile", "wandb", "mlflow_run_id")
 _NAME = re.compile(r"([0-9]{3,})-(.+)", re.DOTALL | re.ASCII)
 

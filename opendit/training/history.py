@@ -7,17 +7,18 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from opendit.common.safe_files import rename, replacing, sync_folder
+from opendit.common.safe_files import rename, replacing, sync_folder, write_whole
 from opendit.common.strict_files import read_file
-from opendit.config.flags import overridden, to_dict
+from opendit.config.flags import overridden, to_dict, to_yaml
 from opendit.state.schema import RUN_CONFIG
 from opendit.training.specification import RunSpecification
 
-CONFIG, DAMAGED = "config.json", "config_damaged.json"
+CONFIG, DAMAGED, YAML = "config.json", "config_damaged.json", "config.yaml"
 
 
 def write_config(spec: RunSpecification) -> None:
-    """Adds this start to the run's config.json, which is whole at every moment. Call on one rank. Raises OSError."""
+    """Add this start to the run's config.json, and write config.yaml, which repeats it (--config). Both are whole at
+    every moment. Call it on one rank. Raises OSError."""
     path, start = spec.folder / CONFIG, describe_start(spec)
     starts = _earlier_starts(path, spec.notes)
     content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
@@ -28,6 +29,7 @@ def write_config(spec: RunSpecification) -> None:
         file.write(json.dumps({**content, "starts": [*starts, start]}, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
+    write_whole(spec.folder / YAML, to_yaml(spec.flags).encode())
     sync_folder(spec.folder)
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_schedule
+from opendit.data.order.buckets import TokenSize, shape_table
+from opendit.data.order.schedule import KEYED
+from opendit.data.shaped import shape_latents, shape_media
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import video_geometry
-from opendit.flags.order.buckets import TokenSize, shape_table
-from opendit.flags.order.schedule import KEYED
-from opendit.flags.shaped import shape_latents, shape_media
 from opendit.models import DiTConfig
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from opendit.common.rules import shown as short
+from opendit.common.yaml_file import read_yaml
 from opendit.config.data_sources import is_address
 from opendit.data.energon.prepared import COOKER, is_prepared
 from opendit.data.files import expanded, printable
-from opendit.data.yaml_file import read_yaml
 
 MOST_FOLDERS, MOST_FILES = 1_000, 16  # prepared folders in all, and files that lead to each other
 LONGEST = 4096  # characters of a path, a name or a number

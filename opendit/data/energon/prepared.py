@@ -9,11 +9,11 @@ from typing import Any
 from opendit.common.hashing import hash_parts
 from opendit.common.rules import LARGEST, MIB
 from opendit.common.rules import shown as short
+from opendit.common.yaml_file import read_yaml
 from opendit.data.base import name_few
 from opendit.data.energon.braces import expand_all
 from opendit.data.files import printable
 from opendit.data.shards.fields import Fields, suffix_of
-from opendit.data.yaml_file import read_yaml
 
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")

@@ -8,6 +8,7 @@ import numpy as np
 
 from opendit.common.rules import read_json
 from opendit.common.strict_files import checked
+from opendit.common.yaml_file import read_yaml
 from opendit.data.base import MediaDataset
 from opendit.data.blend import BlendedDataset
 from opendit.data.energon.cooked import CookedDataset, load_cooker
@@ -26,7 +27,6 @@ from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex
 from opendit.data.shards.kept import KeptRows
 from opendit.data.sources.base import NoSplit, Request
-from opendit.data.yaml_file import read_yaml
 
 _SPLITS = {"train": ("train",), "test": ("val", "test")}  # Energon's names
 

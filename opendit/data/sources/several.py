@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.rules import shown as short
+from opendit.common.yaml_file import read_yaml
 from opendit.config.data_sources import inline_sources, is_address, named_sources
 from opendit.data.blend import BlendedDataset
 from opendit.data.energon.prepared import is_prepared
 from opendit.data.files import expanded, printable
 from opendit.data.mock import MockDataset
 from opendit.data.sources.base import Request
-from opendit.data.yaml_file import read_yaml
 
 MOST = 1_000  # sources, and changes
 LONGEST = 4096  # characters of a path

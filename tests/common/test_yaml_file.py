@@ -8,8 +8,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data import yaml_file
-from opendit.data.yaml_file import parse_yaml, read_yaml
+from opendit.common import yaml_file
+from opendit.common.yaml_file import parse_yaml, read_yaml
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)

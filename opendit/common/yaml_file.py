@@ -18,10 +18,11 @@ from typing import Any
 
 import yaml
 
+from opendit.common.printable import printable
 from opendit.common.rules import DIGITS, parse_json, read_bounded, shown
-from opendit.data.files import TIME_LIMIT, printable
 
 MOST_BYTES = 1 << 20
+TIME_LIMIT = 30.0  # seconds
 MOST_VALUES = 2_000_000  # keys included; what an alias repeats counts as if it were written out
 MOST_DEPTH = 64
 MOST_ALIASES = 10_000
