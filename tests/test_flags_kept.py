@@ -20,8 +20,8 @@ NETS = ROOT / "tests" / "nets"
 LOST_OR_RENAMED: dict[tuple[str, str], str] = {}
 # (program, flag, "default", "choices" or "values"): why that is another now.
 CHANGED: dict[tuple[str, str, str], str] = {
-    ("train", "--ema_warmup", "default"): "short runs draw nothing without it",
-    ("train", "--max_text_tokens", "default"): "captions of bytes were cut too early",
+    ("train", "--ema_warmup", "default"): "new runs warm the average up; --no_ema_warmup is as before",
+    ("train", "--max_text_tokens", "default"): "the bytes encoder of a new run takes a length that fits the data",
 }
 # A row of README's table as it was: how it is now, or why it is gone.
 TASKS_CHANGED: dict[str, str] = {}

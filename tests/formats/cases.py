@@ -4,7 +4,8 @@
 current programs. This module imports nothing of the project, because both use it.
 
 Weights and moments in the fixtures are a pattern instead of trained values. The pattern is a function of the tensor's
-name and the index of an element, so it compresses well, and a test knows every value without a second copy of it.
+name and the index of an element, so it compresses well, and a test knows every value without a second copy of it. Fixed
+position tables keep their true values, because every version computes them from the configuration.
 """
 
 import hashlib
@@ -16,6 +17,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "recorded.json"
 PERIOD = 1021  # a prime above every dimension of the models here, so that no two rows of a matrix are alike
+# Buffers that follow from a configuration alone, and the axes of their grid. Learned positions are not among them.
+FIXED_TABLES = {"pos_embed": 2, "temporal_embed": 1, "text_encoder.positions": 1}
 STEPS = 2  # of training that are recorded after a fixture was loaded
 
 # ------------------------------------------------------------------------------------------ the pattern
@@ -39,6 +42,23 @@ def pattern(kind: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     levels = np.resize(np.roll(LEVELS, -first), count)
     values = (np.abs(levels) + 1) / 1024 if kind.startswith("exp_avg_sq") else levels / 256
     return values.astype(np.float32).reshape(shape)
+
+
+def fixed_table(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the float64 sine-cosine table ``name`` (1, length or side * side, width) by its formula.
+
+    The last axis of the grid comes first in the channels, and each axis has sines, then cosines, of wavelengths that
+    grow geometrically from 2 pi to 20,000 pi.
+    """
+    axes, (_, count, width) = FIXED_TABLES[name], shape
+    side = round(count ** (1 / axes))
+    assert side**axes == count, (name, shape)
+    waves = width // (2 * axes)
+    parts = []
+    for position in reversed(np.indices((side,) * axes).reshape(axes, -1)):
+        angles = position[:, None] / 10000.0 ** (np.arange(waves) / waves)
+        parts += [np.sin(angles), np.cos(angles)]
+    return np.concatenate(parts, axis=1)[None]
 
 
 def of_step(kind: str, step: int) -> str:

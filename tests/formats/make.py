@@ -9,7 +9,9 @@ It needs diffusers, transformers, PyAV and the digits that the package embeds, a
 commit's own programs, but for these changes, which are made afterwards:
 
 - Weights, moments and averages become the pattern of ``cases.py``, in place. Names, shapes, metadata, indexes and
-  state stay as they were written; the manifest gets the new checksums.
+  state stay as they were written; the manifest gets the new checksums. Fixed position tables stay, too: 9378e10 used
+  those that a file held and later versions compute them, so both agree only on the true ones. Learned positions are
+  parameters and become the pattern.
 - ``fp16`` is the checkpoint of an fp32 run to which the loss scaler's numbers were added, because fp16 needs a GPU.
 - ``sorted`` is a checkpoint that does not name the order of its samples, as those written before the keyed order.
 - In ``dit`` the first checkpoint is the best one.
@@ -64,13 +66,15 @@ def cut(values: np.ndarray, cuts: list) -> np.ndarray:
 
 
 def fill_file(path: Path, kind: str, step: int = 0) -> None:
-    """Replace the values of a safetensors file by the pattern of the set ``kind`` at ``step``."""
+    """Replace the values of a safetensors file by the pattern of the set ``kind`` at ``step``, but no fixed table."""
     start, header = header_of(path)
     content = bytearray(path.read_bytes())
     said = header.pop("__metadata__", {})
     shards = json.loads(said["cuts"]) if "cuts" in said else {}
     for name, entry in header.items():
         assert entry["dtype"] == "F32", (path, name, entry)
+        if name in cases.FIXED_TABLES:
+            continue
         of, plain = kind, name
         for moment in ("exp_avg.", "exp_avg_sq."):
             if kind.startswith("optimizer") and name.startswith(moment):
