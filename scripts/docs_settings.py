@@ -143,7 +143,6 @@ GIVEN = {
     },
     "docs/recipes.md": {"CLIPS": "clips"},
     "docs/sampling.md": {"outputs/000-DiT-XL-2": "run", "RUN": "run", "model.pt": "meta", "dit-pipeline": "diffusers"},
-    "docs/sampling_engine.md": {"outputs/000-DiT-XL-2": "run"},
     "docs/sequence_parallel.md": {"CSV": "table"},
     "docs/training.md": {"latents": "latents", "pictures": "pictures", "clips.csv": "table"},
     "docs/validation.md": {

@@ -26,7 +26,7 @@ RECORDED = Path(__file__).with_suffix(".json")
 STEPS = 20
 COMMON = (
     "--data_path mock --mixed_precision fp32 --batch_size 4 --num_workers 0 --log_every 1 --sample_every 0 "
-    "--ckpt_every 0 --grad_clip 0 --lr 1e-3 --global_seed 7 --adam_beta1 0.9"
+    "--ckpt_every 0 --grad_clip 0 --lr 1e-3 --global_seed 7 --adam_beta1 0.9 --no_ema_warmup"
 )
 PICTURES, CLIPS = "--image_size 64", "--image_size 64 --use_video --num_frames 4"
 ARCHITECTURES = {

@@ -54,9 +54,9 @@ def test_what_starts_ranks_is_found(function, starts):
 @pytest.mark.parametrize(
     ("name", "function", "fixtures", "interpreted", "groups"),
     [
-        ("cli/test_help.py", plain, [], False, {"fast"}),
+        ("config/test_help.py", plain, [], False, {"fast"}),
         ("cli/test_slow.py", plain, [], False, set()),
-        ("cli/test_help.py", through_a_helper, [], False, {"ranks"}),
+        ("config/test_help.py", through_a_helper, [], False, {"ranks"}),
         ("inference/page/test_x.py", plain, ["visit", "chromium"], False, {"browser"}),
         ("gpu/test_x.py", through_a_helper, [], False, {"gpu", "ranks"}),
         ("kernels/test_fp8.py", plain, [], True, {"interpreter"}),
@@ -64,7 +64,7 @@ def test_what_starts_ranks_is_found(function, starts):
     ],
 )
 def test_groups(name, function, fixtures, interpreted, groups):
-    assert groups_of(HERE / name, function, fixtures, interpreted, frozenset({"cli/test_help.py"})) == groups
+    assert groups_of(HERE / name, function, fixtures, interpreted, frozenset({"config/test_help.py"})) == groups
 
 
 def test_every_room_has_fast_tests():

@@ -9,7 +9,7 @@ import pytest
 from opendit import __version__
 from opendit.cli import command, programs
 from opendit.config.console import name_of
-from tests.cli.test_light import ROOT
+from tests.config.test_light import ROOT
 
 
 def test_commands_are_the_programs(monkeypatch):

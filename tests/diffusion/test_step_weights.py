@@ -52,8 +52,8 @@ def test_steps_are_their_weighted_sums(which, name, steps):
             variance = numbers(3) if learned else None
             network = Network(outputs, variance)
             objective, sampler, noise = made(which, name, steps, network, eta)
-            kind = type(sampler.init(noise))
-            state = kind(*(numbers(10 + part) for part in range(len(kind._fields))))
+            begin = sampler.init(noise)
+            state = type(begin)(*(numbers(10 + part) for part in range(len(begin))))
             for i in range(steps):
                 network.inputs.clear()
                 want = sampler.step(state, i)

@@ -40,11 +40,11 @@ def test_a_polynomial_of_the_steps_number_is_extrapolated_exactly(order, every):
 def test_every_run_of_one_model_begins_with_a_whole_step():
     """Steps are counted from where the model changes, not from the first step of all."""
     starts = [True, False, False, True, False, False, False, True]
-    nulls = [step.mode.null for step in Approximations(guidance_every=2).plan(starts, [1.0] * 8)]
+    nulls = [step.mode.null for step in plan_steps(Approximations(guidance_every=2), starts, [1.0] * 8)]
     assert nulls == [True, False, True, True, False, True, False, True]
-    nulls = [step.mode.null for step in Approximations(guidance_every=3).plan(starts, [1.0] * 8)]
+    nulls = [step.mode.null for step in plan_steps(Approximations(guidance_every=3), starts, [1.0] * 8)]
     assert nulls == [True, False, False, True, False, False, True, True]
-    blocks = [step.mode.blocks for step in Approximations(cache=FirstBlockCache()).plan(starts, [1.0] * 8)]
+    blocks = [step.mode.blocks for step in plan_steps(Approximations(cache=FirstBlockCache()), starts, [1.0] * 8)]
     assert blocks == [ALL if start else FIRST for start in starts]
 
 

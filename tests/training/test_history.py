@@ -81,5 +81,5 @@ def test_a_write_that_fails_leaves_the_old_history_and_the_run_goes_on(tmp_path,
     assert "config.json NOT WRITTEN" in capsys.readouterr().out
     run = tmp_path / "000-DiT-Ti-2"
     assert json.loads((run / "config.json").read_text()) == before
-    assert not [path for path in run.iterdir() if "config" in path.name and path.name != "config.json"]
+    assert {path.name for path in run.iterdir() if "config" in path.name} == {"config.json", "config.yaml"}
     assert os.readlink(run / "checkpoints/latest") == "step_0000002"

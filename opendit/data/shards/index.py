@@ -196,7 +196,7 @@ class TarIndex:
         """Check all records as :meth:`record` does, and the header's counts. Raises DataError naming the sample."""
         header, last, pictures = self.header, 0, 0
         size = np.uint64(header.tar_bytes)
-        clips = np.array([suffix in CLIPS for suffix in header.suffixes] or [False])
+        clips = np.array([is_clip(suffix) for suffix in header.suffixes] or [False])
         for start in range(0, header.rows, _CHUNK):
             count = min(_CHUNK, header.rows - start)
             part = np.frombuffer(self._read(self._start + start * ROW.itemsize, count * ROW.itemsize), ROW)

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from opendit.inference.page import __main__ as program
-from tests.cli.test_light import ROOT
+from tests.config.test_light import ROOT
 
 START = """
 import sys

@@ -13,7 +13,7 @@ import pytest
 
 from opendit.cli import command
 from opendit.config import console
-from tests.cli.test_light import ROOT
+from tests.config.test_light import ROOT
 
 SOURCES = [*sorted((ROOT / "opendit").rglob("*.py")), *(ROOT / f"{name}.py" for name in command.SCRIPTS)]
 # A flag, perhaps with its value, a colon, what is wrong, a semicolon, what to do; braces stand for what is filled in.
