@@ -3,6 +3,7 @@
 import os
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 from PIL import Image
@@ -21,8 +22,8 @@ def may_be_animation(head: bytes) -> bool:
     return _format(head) is not None
 
 
-def is_animation(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file holds more than one frame of an animation; False of what can't be read."""
+def is_animation(path: str | Path) -> bool:
+    """True if a file holds more than one frame of an animation; False if it can't be read."""
     try:
         if problem(path) is not None:
             return False
@@ -33,7 +34,7 @@ def is_animation(path: str | os.PathLike[str]) -> bool:
 
 
 def is_animated(file: BinaryIO) -> bool:
-    """Return whether an open file holds more than one frame of an animation; False of a broken one."""
+    """True if an open file holds more than one frame of an animation; False if it is broken."""
     try:
         return count_frames(file, 2) > 1
     except Exception:  # Pillow raises nearly every type there is
@@ -47,13 +48,13 @@ def _format(head: bytes) -> str | None:
         return "PNG"
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "WEBP"
-    if head[4:8] == b"ftyp" and b"avis" in head[8 : min(int.from_bytes(head[:4]), HEAD)]:
+    if head[4:8] == b"ftyp" and b"avis" in head[8 : min(int.from_bytes(head[:4], "big"), HEAD)]:
         return "AVIF"
     return "FLIC" if head[4:6] in (b"\x11\xaf", b"\x12\xaf") and head[12:14] == b"\x08\0" else None
 
 
 def count_frames(file: BinaryIO, most: int) -> int:
-    """How many frames a file has; not counted beyond ``most``."""
+    """Count the frames of a file, up to ``most``."""
     at = file.tell()
     try:
         file.seek(0)
@@ -125,7 +126,7 @@ def _png(file: BinaryIO) -> Iterator[float]:
             return
         length, kind = struct.unpack(">I4s", head)
         if kind == b"acTL":
-            left, animated = int.from_bytes(file.read(4)), True
+            left, animated = int.from_bytes(file.read(4), "big"), True
             length -= 4
         elif kind == b"IEND" or kind == b"IDAT" and not animated or animated and not left:
             return

@@ -50,7 +50,8 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
     length = x.shape[1]
     shown = x[:, sorted({0, length // 2, length - 1})].add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
     frames = shown[0] if len(shown) == 1 else shown.permute(1, 2, 3, 0)
-    return Medium(length, *x.shape[2:]), frames.numpy()
+    height, width = x.shape[2:]
+    return Medium(length, height, width), frames.numpy()
 
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:

@@ -217,7 +217,7 @@ def decoded(file: Any, stream: Any) -> Iterator[Any]:
         return
     import av
 
-    decoder = av.CodecContext.create(_OF_LIBVPX[stream.codec_context.name], "r")
+    decoder: Any = av.CodecContext.create(_OF_LIBVPX[stream.codec_context.name], "r")
     decoder.thread_count = 1
     for packet in file.demux(stream):
         yield from decoder.decode(packet if packet.size else None)
