@@ -50,7 +50,7 @@ class FirstBlockCache:
         return f"blocks reused where the first one's output changes by less than {self.threshold:g}, decided per batch"
 
     def check(self, steps: int) -> None:
-        """As :meth:`TaylorCache.check`: any number of steps has a use for it."""
+        """Accept any number of steps; see :meth:`TaylorCache.check`."""
 
 
 Cache = TaylorCache | FirstBlockCache

@@ -396,7 +396,7 @@ class SpeedFlags(Flags):
 
 @dataclass(frozen=True)
 class ParallelFlags(Flags):
-    """How processes share a sample, in training and sampling. Of a configuration that has :class:`SpeedFlags` too."""
+    """Flags that split one sample over processes, in training and sampling; they need :class:`SpeedFlags` too."""
 
     group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 
@@ -425,7 +425,7 @@ class ParallelFlags(Flags):
             )
 
     def sequence_types(self, types: tuple[str, ...], attention: str, lora: bool = False) -> tuple[str, ...]:
-        """Of the strategies that a model allows those that these flags, --attention and --lora do."""
+        """Return those of a model's strategies that these flags, --attention and --lora allow."""
         refused = (*(OWN_ATTENTION if attention != "auto" else ()), *(("fastseq",) if lora else ()))
         return tuple(kind for kind in types if kind not in refused)
 
@@ -445,7 +445,7 @@ class GridFlags(Flags):
 
 @dataclass(frozen=True)
 class SaveFlags(Flags):
-    """What a run saves and goes on from."""
+    """Flags that say what a run saves and what it resumes from."""
 
     group: ClassVar[str] = "Checkpoints: what a run saves and goes on from"
 
@@ -544,7 +544,7 @@ class ValidationFlags(Flags):
 
 @dataclass(frozen=True)
 class EvaluationFlags(Flags):
-    """How good samples of the EMA weights are."""
+    """Flags that measure the quality of samples of the EMA weights during a run."""
 
     group: ClassVar[str] = "Evaluation: how good samples of the EMA weights are"
 

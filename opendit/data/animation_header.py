@@ -1,4 +1,4 @@
-"""Which files are animations, how many frames they have and for how long each is shown, without decoding them."""
+"""Find animations, and the number and durations of their frames, without decoding them."""
 
 import os
 import struct

@@ -151,7 +151,7 @@ class MediaDataset(Dataset[Any]):
         return known_sizes(identity, len(self), self.media_size)
 
     def sizes_key(self) -> str:
-        """What the sizes of the media depend on beside the media."""
+        """Return a key of all that the sizes of the media depend on, apart from the media."""
         return ""
 
     def frame_rates(self) -> list[float]:

@@ -28,20 +28,20 @@ Measure = Callable[[list[str]], Sequence[int]]  # captions to their numbers of t
 
 
 def says_nothing(caption: str) -> bool:
-    """Whether there is no visible character but punctuation in it."""
+    """Return True if a caption has no visible character except punctuation."""
     if caption[:1].isalnum():  # nearly all, and soon known
         return False
     return all(unicodedata.category(char)[0] in "ZP" or unicodedata.category(char) in ("Cc", "Cf") for char in caption)
 
 
 def stands_for_nothing(caption: str) -> bool:
-    """Whether it is a word such as ``nan`` or ``None``, which stands for a missing value."""
+    """Return True for a word such as ``nan`` or ``None``, which stands for a missing value."""
     return len(caption) <= MOST_MISSING and caption.strip().strip("\"'").lower() in MISSING
 
 
 @dataclass
 class CaptionCount:
-    """What some of a data set's captions are.
+    """Statistics of some of a data set's captions.
 
     rows: of the data set. name: what lines begin with. counted: captions that were looked at. tokens, words: how many
     of them have each number of tokens and of words. empty: those that say nothing. missing: words that stand for a
@@ -75,7 +75,7 @@ class CaptionCount:
         return f"of the {self.counted:,} looked at among {self.rows:,}"
 
     def over(self, limit: int) -> int:
-        """How many have more than ``limit`` tokens."""
+        """Return the number of captions with more than ``limit`` tokens."""
         return _above(self.tokens, limit)
 
     def add(self, captions: dict[int, str], source: Callable[[int], str], measure: Measure) -> None:
@@ -170,7 +170,9 @@ def count_texts(
     measure: Measure = byte_tokens,
     name: str = "captions",
 ) -> CaptionCount:
-    """As :func:`count_captions`, of these rows among ``total``. caption: of a row; source: where it comes from."""
+    """Count the captions of ``rows``, out of ``total``; see :func:`count_captions`.
+
+    caption: returns the caption of a row. source: returns where it comes from, for messages."""
     found = CaptionCount(total, name)
     for first in range(0, len(rows), AT_ONCE):
         captions: dict[int, str] = {}

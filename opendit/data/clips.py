@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 
 
 class Clip(NamedTuple):
-    """What ``read_clip`` returns: the pixels, the frame interval they were read at, and whether they are closer
+    """The result of ``read_clip``: the pixels, the frame interval they were read at, and whether they are closer
     together than asked for."""
 
     pixels: Tensor
@@ -334,7 +334,7 @@ def decode_chosen(
     size: int | tuple[int, int] | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
-    """What ``decode_frames`` returns, of the frames ``choose(when each is shown)``."""
+    """Decode the frames that ``choose`` picks from the times at which they are shown; see ``decode_frames``."""
     file, by_number = _open(path, reader, stop)
     try:
         indices = choose(file.timeline())

@@ -47,7 +47,7 @@ class TableRow:
 
     @property
     def is_named_picture(self) -> bool:
-        """Whether it is a picture by the file's suffix and, only where that says nothing, by its first bytes."""
+        """True for a picture by the file's suffix or, only where that says nothing, by its first bytes."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
             return suffix not in CLIPS
@@ -55,8 +55,7 @@ class TableRow:
 
     @property
     def is_picture(self) -> bool:
-        """Whether it is a picture and no animation, for which files that may be one are opened. Else it is read as a
-        clip."""
+        """True for a picture that is no animation; all else is read as a clip. Opens files that may be animations."""
         if not self.is_named_picture:
             return False
         suffix = self.path.suffix.lower()

@@ -1,4 +1,4 @@
-"""How a player shows the frames that a decoder gives: cut, stretched and turned as the file says."""
+"""Crop, stretch and turn decoded frames as a player does, by what the file says."""
 
 import struct
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _MOST_STRETCH = 100  # one pixel's sides; more is no shape that anybody meant
 
 
 class Geometry:
-    """What is done with every frame of a stream, in this order: ``crop`` cuts off what the container hides, pixels that
+    """The changes that every frame of a stream needs, in order: ``crop`` cuts off what the container hides, pixels that
     are not square are stretched along their longer side, and the display matrix turns and mirrors.
 
     stream: PyAV's. crop: of :func:`container_crop`."""
@@ -44,7 +44,7 @@ class Geometry:
         return height * width
 
     def changes_more_than_turns(self, frame: Any) -> bool:
-        """Whether it cuts, stretches or mirrors."""
+        """Return True if a frame is cut, stretched or mirrored."""
         a, b, c, d = _matrix(frame)
         return any(self.crop) or self.pixel != 1 or a * d - b * c < 0
 
@@ -82,7 +82,7 @@ def _matrix(frame: Any) -> tuple[int, int, int, int]:
 
 
 def _swaps(a: int, b: int, c: int, d: int) -> bool:
-    """Whether rows become columns. A rotation by another angle counts as the nearest quarter."""
+    """Return True if rows become columns; any rotation counts as the nearest quarter turn."""
     return abs(b) + abs(c) > abs(a) + abs(d)
 
 
@@ -95,8 +95,8 @@ def _stretch(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def container_crop(name: str, container: str, number: int) -> Crop:
-    """What the container of a file hides of its video stream ``number``: an MP4's clean aperture, and the pixels that a
-    Matroska file crops. FFmpeg's libraries leave that to players. container: as FFmpeg names it."""
+    """Return the borders that a file's container hides of its video stream ``number``: outside an MP4's clean aperture,
+    or cropped by a Matroska file. FFmpeg's libraries leave that to players. container: as FFmpeg names it."""
     first = container.split(",")[0]
     if first not in ("mov", "matroska"):
         return 0, 0, 0, 0

@@ -32,7 +32,7 @@ class Timeline(NamedTuple):
         return round(float(1 / (mean if even else np.median(gaps))), 6)
 
     def count(self, fps: float) -> int:
-        """How many frames the clip has at ``fps`` frames a second."""
+        """Return the number of frames of the clip at ``fps`` frames a second."""
         return max(1, int(np.ceil((self.end - self.seconds[0] - ROUNDING) * fps)))
 
     def shown_at(self, times: np.ndarray) -> list[int]:

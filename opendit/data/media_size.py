@@ -75,12 +75,12 @@ def _look_at_all(rows: int, look: Callable[[int], Size], threads: int) -> np.nda
 
 
 def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | None = None) -> Size:
-    """Of a picture's or clip's file. count: see ``clip_size``. Raises BadSample."""
+    """Return the size of the picture or clip in a file. count: see ``clip_size``. Raises BadSample."""
     return (1, *picture_size(path)) if is_picture else clip_size(path, count=count)
 
 
 def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
-    """Of a picture of ``size`` bytes inside of another file; ``read(at, count)`` gives some of its bytes."""
+    """Return the size of a picture of ``size`` bytes inside another file, of which ``read(at, count)`` gives bytes."""
     if size > HEAD:
         try:
             return (1, *picture_size(name, content=read(0, HEAD)))
@@ -92,8 +92,8 @@ def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes])
 def stored_clip_size(
     name: str, size: int, read: Callable[[int, int], bytes], count: Callable[[Timeline], int] | None = None
 ) -> Size:
-    """Of a clip, as of a picture: of an MP4 its tables suffice, and the beginning of its first frame. count: see
-    ``clip_size``."""
+    """Return the size of a clip from parts of its file, if they suffice: an MP4's tables and the beginning of its first
+    frame. count: see ``clip_size``."""
     if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
         try:
             with as_file(parts, size) as path:
@@ -105,7 +105,7 @@ def stored_clip_size(
 
 
 def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
-    """By the columns height, width and, of a clip, num_frames of a CSV's row; None where they say nothing usable."""
+    """Read a size from the columns height, width and, for a clip, num_frames of a CSV's row; None if they have none."""
     try:
         frames = 1 if is_picture else int(extra["num_frames"])
         found = frames, int(extra["height"]), int(extra["width"])

@@ -19,8 +19,8 @@ _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 @dataclass(frozen=True)
 class Medium:
-    """What a file holds. A picture has one frame and no rate. duration: seconds that a clip is shown for; 0: as many
-    as its frames take at its rate. colours: "HDR (PQ)" and the like of what is not SDR."""
+    """The description of a picture or clip. A picture has one frame and no rate. duration: seconds that a clip is shown
+    for; 0: as many as its frames take at its rate. colours: "HDR (PQ)" and the like of what is not SDR."""
 
     frames: int
     height: int
@@ -34,7 +34,7 @@ class Medium:
         return self.duration or (self.frames / self.fps if self.fps else 0.0)
 
     def frames_at(self, fps: float | None) -> int:
-        """How many frames it has at a rate; None: all of its own."""
+        """Return the number of frames at a rate; None: all of its own."""
         return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - ROUNDING) * fps))
 
 

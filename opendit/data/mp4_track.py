@@ -1,4 +1,4 @@
-"""Whether the only video track of an MP4 or MOV file is plain, found out from its tables alone.
+"""Tell from its tables alone whether the only video track of an MP4 or MOV file is plain.
 
 A plain track shows all of its frames, each once, upright or turned by quarter turns, with square pixels; it can be
 decoded from every frame that it calls a sync sample, and no frame shown later is stored before one. Its colours are SDR
@@ -156,8 +156,8 @@ def dolby_profile(entry: bytes) -> int | None:
 
 
 def _has_plain_colours(entry: bytes, parts: dict[bytes, bytes]) -> bool:
-    """Whether a track's frames are SDR of BT.709 or BT.601 by their description, or it says nothing and they are small:
-    decoders then take them for BT.601's, as players do."""
+    """Return True for frames that are described as SDR of BT.709 or BT.601, and for small ones without a description:
+    decoders take these for BT.601's, as players do."""
     codes = []
     if parts.get(b"colr", b"")[:4] in (b"nclx", b"nclc"):
         codes.append(struct.unpack_from(">3H", parts[b"colr"], 4))
@@ -208,14 +208,14 @@ def _times(tables: dict[bytes, bytes]) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def is_closed(order: np.ndarray | None, sync: np.ndarray) -> bool:
-    """Whether all that is stored before a sync sample is shown before it, and all that is stored after it later."""
+    """Return True if frames stored before a sync sample are shown before it, and those stored after it later."""
     if order is None:
         return True
     return bool((order[sync] == sync).all() and (np.maximum.accumulate(order)[sync] == sync).all())
 
 
 def _shows_all(edits: bytes, times: np.ndarray, duration: int, ticks: Fraction) -> bool:
-    """Whether an edit list is one edit at the usual speed from the first frame to the last, perhaps after a pause.
+    """Return True for one edit at the usual speed from the first frame to the last, perhaps after a pause.
 
     duration: of a frame. ticks: of the media in one of the movie, to which the edits' durations were rounded."""
     table = _inside(edits, b"elst")
@@ -254,7 +254,7 @@ def _places(tables: dict[bytes, bytes], size: int) -> tuple[Callable[[int], int]
 
 
 def begins_anew(sample: bytes, length: int, intra: bool = False) -> bool:
-    """Whether an H.264 frame can be decoded without any before it, and is shown as it is.
+    """Return True if an H.264 frame can be decoded without any before it, and is shown as it is.
 
     sample: at least the beginning of its first slice. length: bytes of the sizes before its NAL units; 0 of units that
     follow start codes. intra: whether it is enough that the slice refers to no other, though later frames may refer to
@@ -350,8 +350,8 @@ class FrameDescription(NamedTuple):
 
 @lru_cache(1024)
 def describe_frames(parameters: bytes) -> FrameDescription:
-    """What an H.264 sequence parameter set says of the frames; pixels of which it says nothing are square. Raises
-    IndexError or ValueError if it can't be read."""
+    """Read an H.264 sequence parameter set. Pixels without an aspect ratio are square. Raises IndexError or ValueError
+    if it can't be read."""
     bits = _Bits(parameters[1:].replace(b"\0\0\3", b"\0\0"))
     profile = bits.number(8)
     bits.number(16)

@@ -94,8 +94,8 @@ class PicturesAndClips(MediaDataset):
 
     @property
     def frames_of(self) -> Callable[[Timeline], int] | None:
-        """How many frames a clip counts for, if that is not how many it has: those at ``fps``, but all of its own where
-        a clip that is too short is read at a higher rate."""
+        """The function that counts a clip's frames, or None to take those it has: it counts them at ``fps``, but all of
+        a clip that is too short and is read at a higher rate."""
         if self.fps is None:
             return None
         return partial(_frames_at, fps=self.fps, at_least_all=self.short_clips == "interval")

@@ -98,7 +98,7 @@ def _shaped(
     name: Callable[[], str],
     large: int,
 ) -> ShapedDataset:
-    """What is found, of ``large`` rows and more kept in a file under ``name()``."""
+    """Find shapes, and keep those of ``large`` rows or more in a file under ``name()``."""
 
     def find_with_identity() -> KeptArrays:  # which takes seconds, too, where rows are many
         found = find()

@@ -62,7 +62,7 @@ _SMALLEST = 16  # bytes of a coded MPEG-4 frame; shorter packets repeat the fram
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds. length: its frames. counted: whether FFmpeg gives as many; else only decoding them all tells,
+    """The frames of a file. length: how many. counted: whether FFmpeg gives as many; else only decoding them all tells,
     and none is found by its number. times: of the frames in the order they are shown, in units of time_base, or None
     if one of them has none or two have the same. keys: (time shown, time decoded) of the frames that decoding can begin
     at. rate: frames a second as the container has it, 0 of one that says nothing. crop: what the container hides.
@@ -139,8 +139,8 @@ def video_stream(file: Any) -> Any:
 
 
 class Packet(NamedTuple):
-    """What is kept of a packet that holds a frame. hidden: by an edit list. holds: whether it is what it says: a frame
-    that is shown, whole, and that decoding can begin at if it is a key frame."""
+    """The facts about a packet with a frame. hidden: by an edit list. holds: it is what it says: a frame that is shown,
+    whole, and that decoding can begin at if it is a key frame."""
 
     shown: int | None
     decoded: int | None
@@ -185,13 +185,13 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
 
 
 def colours_of(stream: Any) -> str:
-    """What a stream's colours are, if they are converted, as of ``kind_of_colours``."""
+    """Name a stream's colours if they are converted; see ``kind_of_colours``."""
     context = stream.codec_context
     return kind_of_colours(int(context.color_primaries), int(context.color_trc))
 
 
 def _needs_matrix(pictures: Any) -> bool:
-    """Whether a codec context or frame is large and of YUV, and does not name its matrix."""
+    """Return True for a codec context or frame that is large, in YUV, and does not name its matrix."""
     if int(pictures.colorspace) != UNSPECIFIED or not is_high_definition(pictures.width, pictures.height):
         return False
     return pictures.format is not None and not pictures.format.is_rgb
@@ -203,7 +203,7 @@ def _shows_alpha(stream: Any) -> bool:
 
 
 def _alpha_aside(stream: Any) -> bool:
-    """Whether a stream of VP8 or VP9 has its alpha as a second stream, which FFmpeg's own decoders pass over."""
+    """Return True if a stream of VP8 or VP9 has its alpha beside it, which FFmpeg's own decoders pass over."""
     told = {name.lower(): value for name, value in stream.metadata.items()}
     return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
 
@@ -246,7 +246,7 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
 
 
 def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> bool:
-    """Whether decoding from the start gives a frame for each packet that no edit list hides."""
+    """Return True if decoding from the start gives a frame for each packet that no edit list hides."""
     first = packets[0]
     if not first.key or not all(packet.holds for packet in packets):
         return False
@@ -262,7 +262,7 @@ def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> boo
 
 
 def crop_of(name: str, file: Any, stream: Any) -> Crop:
-    """What the container of an open file hides of a video stream of it."""
+    """Return the borders that the container of an open file hides of one of its video streams."""
     return container_crop(name, file.format.name, [each.index for each in file.streams.video].index(stream.index))
 
 
@@ -275,7 +275,7 @@ def rising_times(times: list[int | None]) -> np.ndarray | None:
 
 
 def _is_unseen(codec: str, packet: Any) -> bool:
-    """Whether a packet of VP8 or VP9 holds only a frame that others refer to, and that is not shown."""
+    """Return True if a packet of VP8 or VP9 holds only a frame that others refer to and that is not shown."""
     data = memoryview(packet)
     if codec == "vp8":
         return not data[0] >> 4 & 1

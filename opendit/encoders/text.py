@@ -143,7 +143,7 @@ class TextEncoder:
         return TextTokens(tokens, mask, output.pooler_output if self.kind == "clip" else masked_mean(tokens, mask))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """How many tokens each caption has before it is cut, those of its begin and end included."""
+        """Return the number of tokens of each caption before it is cut, with those of its begin and end."""
         if not captions:
             return []
         return [len(ids) for ids in self.tokenizer(captions, verbose=False).input_ids]

@@ -38,7 +38,7 @@ class MediaOptions:
     fps: float | None = None
 
     def __str__(self) -> str:
-        """What decides the pixels; without fps as before there was one, so that features that were kept are found."""
+        """Write out all that decides the pixels. fps is named only if it is set, so that older features are found."""
         shown = f"image_size={self.image_size}, num_frames={self.num_frames}, frame_interval={self.frame_interval}"
         return f"MediaOptions({shown}{'' if self.fps is None else f', fps={self.fps!r}'})"
 

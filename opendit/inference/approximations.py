@@ -10,7 +10,7 @@ LOW, HIGH = 1e-2, 1e2  # sigma: what lies below or above is next to clean, or ne
 
 
 class Mode(NamedTuple):
-    """How a step is taken. Steps with different modes are recorded as different graphs.
+    """The work that a step does. Steps with different modes are recorded as different graphs.
 
     null: evaluate guidance's unconditional half, if the step has one. blocks: ALL, FIRST, then REST or REUSED after it;
     or the number n >= 1 of evaluations to extrapolate from.

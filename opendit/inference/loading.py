@@ -254,8 +254,8 @@ def latent_size(
 
 
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
-    """Of the clips that are drawn: as the weights say, or from the interval between the frames that were trained on.
-    frame_interval: another interval."""
+    """Return the rate of the clips that are drawn: the one stored with the weights, or that of the interval between the
+    frames that were trained on. frame_interval: another interval."""
     if (known := weights.info.get("clip_fps")) is not None:
         return known * weights.info.get("frame_interval", 1) / (frame_interval or weights.info.get("frame_interval", 1))
     return max(1.0, SOURCE_FPS / (frame_interval or weights.info.get("frame_interval", 1)))

@@ -35,7 +35,7 @@ def encode_bytes(captions: list[str], max_tokens: int) -> Tensor:
 
 
 def byte_tokens(captions: list[str]) -> list[int]:
-    """How many tokens each caption has before it is cut: one of the beginning, and one for each byte of UTF-8."""
+    """Return the number of tokens of each caption before it is cut: one for its begin, and one for each UTF-8 byte."""
     return [1 + len(caption.encode("utf-8", errors="replace")) for caption in captions]
 
 

@@ -67,7 +67,7 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
 
 
 def _elsewhere(folder: Path) -> str | None:
-    """What is wrong with a ``latest`` that leads elsewhere than to a checkpoint beside it; None of other folders."""
+    """Explain a ``latest`` that leads elsewhere than to a checkpoint beside it; None if it doesn't."""
     try:
         named_checkpoint(folder)
     except ValueError as error:

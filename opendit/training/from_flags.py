@@ -157,8 +157,8 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
 
 
 def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextConfig | None:
-    """How the model that a run continues (``resume``), or starts from, takes captions; None if there is none, or what
-    is wrong with its file is still to be told."""
+    """Return how the model that a run continues (``resume``) or starts from takes captions; None if there is no such
+    model, or its file is faulty and a later check says why."""
     if resume is None and flags.pretrained is None:
         return None
     with suppress(OSError):

@@ -170,7 +170,7 @@ class BlendSchedule(BatchSchedule):
         return rows_of(self._pools, *self._of_shape(0, start, stop))
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As ``BatchSchedule.passes_between``, where units are samples and all of one shape."""
+        """Implement ``BatchSchedule.passes_between`` for samples that all have one shape."""
         sources, numbers = self._of_shape(0, start, stop)
         sizes = np.array(self.sources.sizes, dtype=np.int64)
         return rows_of(self._pools, sources, numbers), sources, numbers // sizes[sources]

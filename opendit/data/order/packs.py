@@ -40,8 +40,8 @@ DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a window begins. step: its first. position: in the order of samples. carry: the positions before it that
-    wait, rising. stages: where in the order the weights of a blend have changed so far, 0 the first."""
+    """The state at the beginning of a window. step: its first. position: in the order of samples. carry: the positions
+    before it that wait, rising. stages: where in the order the weights of a blend have changed so far, 0 the first."""
 
     step: int
     position: int

@@ -57,11 +57,11 @@ class IndexedTar:
         return self.index.header.rows if self.kept is None else len(self.kept)
 
     def _told(self, use_video: bool) -> bool:
-        """Whether the header counts the pictures as they are used: animations are clips to it."""
+        """Return True if the header counts pictures as they are used: it counts animations as clips."""
         return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
 
     def count_pictures(self, use_video: bool) -> int:
-        """How many samples are pictures. use_video: as of ``is_clip``."""
+        """Return the number of samples that are pictures. use_video: see ``is_clip``."""
         header = self.index.header
         if self._told(use_video) and (self.kept is None or header.pictures in (0, header.rows)):
             return min(len(self), header.pictures)

@@ -124,8 +124,8 @@ class Header:
 
 
 def is_clip(suffix: str, use_video: bool = True) -> bool:
-    """Whether media with this suffix, as a header has it, are clips. Without ``use_video`` the first frame of an
-    animation is a picture."""
+    """Return True if media with this suffix, as a header has it, are clips. Without ``use_video`` an animation is a
+    picture, its first frame."""
     return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
 
 

@@ -165,7 +165,7 @@ def _member(block: bytes, kind: bytes, size: int, at: int, chain: _Extensions) -
 
 
 def _is_header(block: bytes) -> bool:
-    """Whether a block has the checksum of a header; old writers took bytes for signed."""
+    """Return True if a block has the checksum of a header; old writers took bytes for signed."""
     try:
         told = _number(block[148:156], 0)
     except TarError:

@@ -58,8 +58,8 @@ class Objective(ABC):
         return model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """What ``network(model)`` returns at point k of a trajectory, as a weighted sum of what the model gets and what
-        it returns."""
+        """Write the result of ``network(model)`` at point k of a trajectory as a weighted sum of the model's input and
+        output."""
         return LinearForm(0.0, 1.0)
 
     @abstractmethod

@@ -179,8 +179,8 @@ def sequence_shape(
     tensor_parallel: int = 1,
     lora: bool = False,
 ) -> Shape:
-    """What --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or of ``size``, by
-    layers that so many ranks divide. lora: they have additions.
+    """Return the shape that --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or
+    of ``size``, through layers that so many ranks divide. lora: they have LoRA layers.
 
     Raises ValueError if the model can't share samples that way.
     """
