@@ -1,2 +1,2 @@
-"""What every other package may use and what needs none of them: files that are whole or absent, strict JSON, imports
-that wait until they are needed."""
+"""Helpers that every package may use and that import none of them: files that are written whole or not at all, strict
+JSON, and imports that wait until they are needed."""

@@ -19,7 +19,7 @@ class _SkipInitialization(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """What is made inside has shapes and types and no values: it is on torch's meta device.
+    """Build modules and tensors on torch's meta device: they have shapes and types but no values.
 
     Initialisation is left out: for random numbers on that device, which has none, torch imports its compiler (a second
     of CPU time)."""

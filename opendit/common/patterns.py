@@ -9,7 +9,7 @@ Value = TypeVar("Value")
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Whether a name fits a pattern: ``*`` is one part between dots, ``**`` one or more."""
+    """Return True if a name fits a pattern: ``*`` is one part between dots, ``**`` one or more."""
     return _expression(pattern).fullmatch(name) is not None
 
 
@@ -20,8 +20,9 @@ def _expression(pattern: str) -> re.Pattern:
 
 
 def value_of(name: str, by_pattern: Mapping[str, Value], of: str) -> Value:
-    """What the one pattern that fits a parameter's name stands for. Raises ValueError, which says of what the patterns
-    are, unless exactly one fits."""
+    """Return the value of the one pattern that fits a parameter's name.
+
+    of: names the patterns in the error. Raises ValueError unless exactly one pattern fits."""
     found = [pattern for pattern in by_pattern if fits(pattern, name)]
     if len(found) != 1:
         raise ValueError(f"parameter {name}: one pattern of {of} has to fit it, not {len(found)} {found}")

@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints: files that grow record by record, and the count of what a disk refused."""
+"""Files that grow record by record beside a run's checkpoints, and the count of writes that failed."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ class RecordFile:
 
     @property
     def waiting(self) -> int:
-        """How many records are not in the file yet."""
+        """Return the number of records that are not in the file yet."""
         return len(self._waiting)
 
     def close(self) -> None:
@@ -95,8 +95,8 @@ class RecordFile:
 
 
 class WriteFailures:
-    """What could not be written beside the checkpoints. Training goes on without it: each kind is told once, all are
-    counted, and the program's exit code says that there were some.
+    """Count writes beside the checkpoints that failed. Training continues without them: each kind of
+    failure is reported once, all are counted, and the exit code shows that there were some.
 
     Args:
         say: shows a line to people.
@@ -111,7 +111,7 @@ class WriteFailures:
 
     @contextlib.contextmanager
     def survive(self, what: str, step: int | None = None) -> Iterator[None]:
-        """Goes on after an OSError in the block, which then ends; ``what`` it was about to write."""
+        """Count an OSError that ends the block, and continue after it. what: names the file that was being written."""
         try:
             yield
         except OSError as error:

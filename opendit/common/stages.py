@@ -1,4 +1,4 @@
-"""Where the wall-clock time of a program goes, from the start of its process to the end."""
+"""Measure the wall-clock time that each stage of a program takes, from the start of its process to its end."""
 
 import contextlib
 import os

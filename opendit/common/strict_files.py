@@ -19,7 +19,7 @@ SHA256 = string(64, "[0-9a-f]{64}", "a SHA-256 in 64 hexadecimal digits")
 
 @dataclasses.dataclass(frozen=True)
 class FileKind:
-    """What files of one kind may hold, and the most bytes that are read of one."""
+    """The rule that files of one kind must meet, and the most bytes that are read of one."""
 
     rule: Rule
     most_bytes: int

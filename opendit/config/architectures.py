@@ -120,7 +120,7 @@ def canonical_name(name: str) -> str:
 
 
 def is_video(name: str) -> bool:
-    """Whether a model takes clips. Raises ValueError for an unknown model."""
+    """Return True if a model takes clips. Raises ValueError for an unknown model."""
     return not isinstance(patch_size(name), int)
 
 

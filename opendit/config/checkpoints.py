@@ -1,5 +1,5 @@
-"""What can be asked for by name of checkpoints, and what the names of their files end with. Needs no torch, so that
-flags are checked by it."""
+"""The names that flags accept for checkpoints, and the suffixes of checkpoint files. Needs no torch, so that flags can
+be checked without it."""
 
 # By which a checkpoint can be the best one -> whether less is better: the held-out loss, and figures of samples.
 BEST = {

@@ -141,7 +141,7 @@ def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
 
 
 def check_file(path: str, flag_name: str, what: str) -> None:
-    """As :func:`check_exists`, of something that is no folder."""
+    """Check that a path exists and is no folder; see :func:`check_exists`."""
     check_exists(path, flag_name, what)
     if Path(path).expanduser().is_dir():
         raise OnThisMachine(f"{flag_name} {path}: is a folder; give {what}")

@@ -82,7 +82,7 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
 
 @dataclass(frozen=True)
 class CaptionFlags(Flags):
-    """How captions become conditions."""
+    """Flags that turn captions into conditions."""
 
     group: ClassVar[str] = "Captions: how words become conditions"
 
@@ -162,7 +162,7 @@ class DataFlags(Flags):
 
 @dataclass(frozen=True)
 class LoaderFlags(Flags):
-    """How samples are read."""
+    """Flags that control how samples are read."""
 
     group: ClassVar[str] = "Loader: how samples are read"
 
@@ -179,7 +179,7 @@ class LoaderFlags(Flags):
 
 @dataclass(frozen=True)
 class ObjectiveFlags(_with_flags("Objective", (s for of in DESCRIPTIONS.values() for s in of.settings.values()))):
-    """What the model learns to predict."""
+    """Flags that choose what the model learns to predict."""
 
     group: ClassVar[str] = "Objective: what the model learns to predict"
 
@@ -193,7 +193,7 @@ class ObjectiveFlags(_with_flags("Objective", (s for of in DESCRIPTIONS.values()
 
 @dataclass(frozen=True)
 class BatchFlags(Flags):
-    """How many samples make a step, and how many steps a run."""
+    """Flags that set the samples of a step and the steps of a run."""
 
     group: ClassVar[str] = "Batch and length: samples of a step, steps of a run"
 
@@ -230,7 +230,7 @@ class BatchFlags(Flags):
 
     @property
     def tokens(self) -> int | None:
-        """Of a unit of --batch_size, where that is not a sample."""
+        """The tokens of one unit of --batch_size, or None if a unit is a sample."""
         return self.bucket_tokens if self.pack_tokens is None else self.pack_tokens
 
 
@@ -278,7 +278,7 @@ class TrainSpeedFlags(Flags):
 
 @dataclass(frozen=True)
 class MemoryFlags(Flags):
-    """What is recomputed and what is kept."""
+    """Flags that choose what is recomputed in the backward pass and what is kept."""
 
     group: ClassVar[str] = "Memory: what is recomputed in the backward pass"
 

@@ -43,12 +43,12 @@ SOURCES = {
 
 
 def named_sources() -> dict[str, str]:
-    """Of the sources that have a name of their own: that name -> their file's."""
+    """Map the names of the sources that have one to the names of their files."""
     return {source.name: file for file, source in SOURCES.items() if source.name is not None}
 
 
 def is_address(data_path: str) -> bool:
-    """Whether ``--data_path`` is an address (http://, s3://, ...) rather than a path or a name."""
+    """Return True if ``--data_path`` is an address (http://, s3://, ...) rather than a path or a name."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", data_path) is not None
 
 

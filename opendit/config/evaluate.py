@@ -26,7 +26,7 @@ NEEDS_REFERENCE = tuple(name for name, needs in METRICS.items() if needs.referen
 
 @dataclass(frozen=True)
 class WhatFlags(Flags):
-    """What is evaluated, and against what."""
+    """Flags that choose what is evaluated, and against what."""
 
     group: ClassVar[str] = "Evaluation: what is evaluated, and against what"
 
@@ -76,7 +76,7 @@ class FeatureFlags(Flags):
 
 @dataclass(frozen=True)
 class EvaluatedDrawFlags(DrawFlags):
-    """What is drawn to be evaluated."""
+    """Flags that choose the samples that are drawn to be evaluated."""
 
     num_samples: int | None = flag(
         None,
@@ -100,7 +100,7 @@ class EvaluatedDrawFlags(DrawFlags):
 
 @dataclass(frozen=True)
 class ResultFlags(Flags):
-    """Where results go."""
+    """Flags that say where results go."""
 
     group: ClassVar[str] = "Output: where results go"
 
@@ -149,7 +149,7 @@ class EvaluateConfig(
     )
 
     def settled(self, world_size: int, has_gpu: bool) -> tuple["EvaluateConfig", list[str]]:
-        """As :meth:`TrainConfig.settled`."""
+        """Resolve the flags; see :meth:`TrainConfig.settled`."""
         check_values(self)
         check_rate(self.fps, self.given)
         notes = []
@@ -223,7 +223,7 @@ class EvaluateConfig(
         return found
 
     def sampling(self) -> SampleConfig:
-        """What of these flags sample.py would be given."""
+        """Return the configuration that sample.py would get from these flags."""
         names = {item.name for item in dataclasses.fields(SampleConfig)} & {
             item.name for item in dataclasses.fields(self)
         }

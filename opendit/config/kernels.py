@@ -1,5 +1,5 @@
-"""What can be asked for by name: attention kernels and rematerialization policies. Needs no torch, so flags are checked
-by it."""
+"""The names of attention kernels and rematerialization policies. Needs no torch, so that flags can be checked without
+it."""
 
 TORCH_ATTENTION = ("cudnn", "flash", "efficient", "math")  # torch's own kernels
 PACKAGE = "flash_attn"  # the package of that name

@@ -1,4 +1,4 @@
-"""Which process this is and of how many, and whether they can be divided as the flags say. Needs no torch.
+"""Read this process's rank and the number of processes, and check that the flags can divide them. Needs no torch.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK there is one process. Everything
 that can be wrong with them is a ValueError of one line.
@@ -81,7 +81,7 @@ VIEWS = {  # several axes taken as one
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ranks each kind of parallelism takes; ranks are numbered with ``pp`` outermost and ``tp`` innermost.
+    """The number of ranks of each kind of parallelism. Ranks are numbered with ``pp`` outermost and ``tp`` innermost.
 
     pp: stages of a pipeline. dp_replicate: copies of the sharded model. dp_shard: ranks that see different samples and
     divide one copy's state. sp: ranks that share a sequence. tp: ranks that divide a layer. ep: ranks that divide the
@@ -172,9 +172,8 @@ def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
 
 
 def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -> tuple[int, int]:
-    """How ranks share the tokens of a grid of frames x places in whole frames (axis 0), or in whole places (axis 1)
-    where that takes less padding and ``by_frames`` does not ask for the first: (axis, tokens of a rank, padding among
-    them)."""
+    """Divide the tokens of a grid of frames x places over ranks: in whole frames (axis 0), or in whole places (axis 1)
+    if that takes less padding and ``by_frames`` is False. Return (axis, tokens of a rank, padding included)."""
     rows = [-(-frames // ranks) * places] + [-(-places // ranks) * frames] * (not by_frames)
     return rows.index(min(rows)), min(rows)
 

@@ -1,5 +1,4 @@
-"""What can be asked for by name: plugins, precisions and ways to share a sequence. Needs no torch, so flags are checked
-by it.
+"""The names of plugins, precisions and sequence parallelism. Needs no torch, so that flags can be checked without it.
 
 :data:`PLUGINS` is the registry of training engines: to add one, write ``opendit/parallel/engines/NAME.py`` with a
 subclass of ``Engine`` named by ``ENGINE``, and a line here. ``--plugin``, its help and its refusals, and
@@ -22,7 +21,7 @@ OWN_ATTENTION = ("ring", "usp")  # that attend to a part of the keys at a time, 
 
 @dataclass(frozen=True)
 class Plugin:
-    """What is known of a plugin before its engine is imported.
+    """The facts about a plugin that are needed before its engine is imported.
 
     summary: what ranks share, for --help. precisions: those that it works in. refuses: flags that are an error with it.
     ignores: flags that do nothing with it, which a run says -> why. sharded_checkpoints: what --checkpoint_format auto

@@ -124,7 +124,7 @@ def find_recipe(name: str) -> Preset:
 
 
 def listing() -> str:
-    """What ``--recipe list`` prints."""
+    """Return the text that ``--recipe list`` prints."""
     rows = [("recipe", "model", "what it trains on")]
     for name, recipe in RECIPES.items():
         if name.startswith("mock_"):

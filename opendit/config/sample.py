@@ -27,7 +27,7 @@ from opendit.config.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SEED,
 
 @dataclass(frozen=True)
 class CheckpointFlags(Flags):
-    """What is sampled from."""
+    """Flags that choose the checkpoint, and the encoders that go with it."""
 
     group: ClassVar[str] = "Model: the checkpoint, and what goes with it"
 
@@ -53,7 +53,7 @@ class CheckpointFlags(Flags):
 
 @dataclass(frozen=True)
 class DrawFlags(Flags):
-    """What is drawn, and how."""
+    """Flags that choose what is drawn, and how."""
 
     group: ClassVar[str] = "Sampling: what is drawn, and how"
 
@@ -97,7 +97,7 @@ class DrawFlags(Flags):
 
 @dataclass(frozen=True)
 class GivenFrameFlags(Flags):
-    """What clips begin with, of a model with given frames."""
+    """Flags that choose the first frames of clips, for a model with given frames."""
 
     group: ClassVar[str] = "Given frames: what clips begin with, of models of --given_frames"
 
@@ -108,7 +108,7 @@ class GivenFrameFlags(Flags):
 
 @dataclass(frozen=True)
 class ApproximationFlags(Flags):
-    """What is left out of sampling steps: docs/sampling.md has the errors."""
+    """Flags that leave work out of sampling steps. docs/sampling.md has the errors."""
 
     group: ClassVar[str] = "Approximations: what is left out of steps, for speed"
 
@@ -129,7 +129,7 @@ class SampleSpeedFlags(Flags):
 
 @dataclass(frozen=True)
 class GuidanceFlags(Flags):
-    """How processes share guidance, and the model's layers."""
+    """Flags that split guidance and the model's layers over processes."""
 
     group: ClassVar[str] = "Parallelism: how processes share weights, samples and layers"
 
@@ -141,7 +141,7 @@ class GuidanceFlags(Flags):
 
 @dataclass(frozen=True)
 class OutputFlags(Flags):
-    """Where runs are found and pictures go."""
+    """Flags that say where runs are found and where pictures go."""
 
     group: ClassVar[str] = "Output: where results go"
 
@@ -179,7 +179,7 @@ class SampleConfig(
     )
 
     def settled(self, world_size: int, has_gpu: bool) -> tuple["SampleConfig", list[str]]:
-        """As :meth:`TrainConfig.settled`."""
+        """Resolve the flags; see :meth:`TrainConfig.settled`."""
         if self.cfg_interval:
             check_interval(self.cfg_interval)
         check_values(self)

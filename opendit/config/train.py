@@ -151,7 +151,7 @@ class TrainConfig(
         return EvaluateConfig(**how, intervals=False, given=frozenset(how))
 
     def _recipe_notes(self) -> list[str]:
-        """What a recipe expects and the flags leave out: the weights of the stage before it."""
+        """Return a note if a recipe expects the weights of the stage before it and the flags name none."""
         recipe = find_recipe(self.recipe) if self.recipe else None
         if recipe is None or recipe.follows is None or self.pretrained or self.data_path == "mock":
             return []
@@ -223,7 +223,7 @@ class TrainConfig(
             raise ValueError(f"--ckpt_best {self.ckpt_best}: --no_save keeps no checkpoint; leave one of them out")
 
     def _check_files(self) -> None:
-        """What depends on this machine, its processors and its disks."""
+        """Check the flags that depend on this machine, its processors and its disks."""
         check_workers(self.num_workers, "num_workers" in self.given)
         if self.load not in (None, "latest"):
             check_exists(self.load, "--load", "latest, a run folder or a checkpoint folder")
@@ -295,7 +295,7 @@ class TrainConfig(
         return [f"{found}, so that --lr {self.lr:g} is never reached"]
 
     def _settle_batch(self, dp_size: int) -> tuple["TrainConfig", list[str]]:
-        """Of --global_batch_size: the largest micro-batch up to --batch_size, and how many of them."""
+        """Divide --global_batch_size into micro-batches, the largest of at most --batch_size samples."""
         if {"grad_accumulation", "global_batch_size"} <= self.given:
             raise ValueError("--grad_accumulation: --global_batch_size decides it; leave one of them out")
         if self.global_batch_size is None or "grad_accumulation" in self.given:  # rather than a recipe's global batch

@@ -149,7 +149,7 @@ class DDPM:
         return DDPM.from_betas(1 - alphas_cumprod / previous, timestep_map)
 
     def tables(self, device: torch.device) -> dict[str, Tensor]:
-        """What the methods look up, on ``device``. Copied there once, so that a training step never waits for it."""
+        """Return the tables of coefficients on ``device``. They are copied once, so that no training step waits."""
         if device not in self._on_device:
             ac = self.alphas_cumprod
             tables = {
@@ -177,7 +177,7 @@ class DDPM:
         return self.tables(x.device)[name][t].reshape(-1, *(1,) * (x.ndim - 1))
 
     def model_timesteps(self, t: Tensor) -> Tensor:
-        """What the network is told for ``t``: the timesteps of the unshortened schedule. (B,) int64."""
+        """Return the timesteps of the unshortened schedule for ``t``, which the network gets. (B,) int64."""
         return self.tables(t.device)["timestep_map"][t]
 
     def q_sample(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
@@ -272,8 +272,8 @@ def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> 
 
 
 class DDPMContext(NamedTuple):
-    """What the loss of a prepared micro-batch needs besides x_t: x_0 and the noise (B, C, ...), and the schedule's own
-    timesteps (B,) int64 (the network gets those of the schedule that was not shortened)."""
+    """The inputs that the loss of a prepared micro-batch needs besides x_t: x_0 and the noise (B, C, ...), and the
+    schedule's own timesteps (B,) int64 (the network gets those of the schedule that was not shortened)."""
 
     x0: Tensor
     t: Tensor

@@ -1,4 +1,4 @@
-"""How models of DDPM schedules are sampled; the schedule and its loss are in ``opendit.diffusion.ddpm``."""
+"""Sample models of DDPM schedules; the schedule and its loss are in ``opendit.diffusion.ddpm``."""
 
 import math
 from dataclasses import dataclass

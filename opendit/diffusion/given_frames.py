@@ -11,7 +11,7 @@ WITHOUT = 0.1  # share of the clips of "first" and "prefix:K" of which no frame 
 
 
 def given_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
-    """How many frames, the first ones, are given of clips of ``frames``, (B,) int64; u (B,) uniform in (0, 1).
+    """Draw the number of first frames that are given of clips of ``frames``, (B,) int64; u (B,) uniform in (0, 1).
 
     "random" gives any number but all of them, none among them, each as often; "first" and "prefix:K" their own, and
     none in a share of ``WITHOUT``. Pictures, which are clips of one frame, are given none.

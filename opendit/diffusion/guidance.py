@@ -70,7 +70,7 @@ SAME_LEVEL = 0.003
 
 
 def is_within(interval: tuple[float, float], level: float) -> bool:
-    """Whether noise level sigma ``level`` lies in the interval, see :func:`guided_within`."""
+    """Return True if the noise level sigma ``level`` lies in the interval; see :func:`guided_within`."""
     low, high = interval
     return low * (1 - SAME_LEVEL) <= level <= high * (1 + SAME_LEVEL)
 

@@ -1,4 +1,4 @@
-"""What stands between an objective's two halves: what the network gets, and what the loss will need."""
+"""The result of ``Objective.prepare``: the network's input, and the inputs that ``Objective.loss`` needs."""
 
 from collections.abc import Callable
 from typing import NamedTuple

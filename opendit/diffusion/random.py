@@ -25,7 +25,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 class Stream(IntEnum):
-    """What a number is for; numbers of different streams are independent."""
+    """The purpose of a random number; numbers of different streams are independent."""
 
     TIMESTEP = 0
     NOISE = 1
@@ -110,7 +110,7 @@ def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream
 
 
 def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """What sampling starts from: (B, *shape) float32 standard normal on ``index``'s device.
+    """Draw the noise that sampling starts from: (B, *shape) float32 standard normal on ``index``'s device.
 
     ``index``: (B,) int64, which samples of the whole job these are. A sample's noise depends on ``seed`` and its own
     index only, so a batch can be split in any way. ``seed`` may be (B,) int64, every sample's own.

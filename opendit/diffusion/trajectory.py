@@ -1,4 +1,4 @@
-"""What an objective says about sampling: the points from noise to data, and what a network's output means there.
+"""The path that sampling takes: the points from noise to data, and the meaning of a network's output at each.
 
 An objective has one trajectory (``DDPMTrajectory``, ``FlowTrajectory``, ``EDMTrajectory``); samplers
 (``opendit.diffusion.samplers``) go along any that answers what they ask: ``denoise`` or ``slope``.

@@ -35,7 +35,7 @@ OLDER = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0
 
 
 def describes(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is of the network below, with no other kinds of blocks or activations."""
+    """Return True if a configuration describes the network below, without other blocks or activations."""
     config, levels = DEFAULTS | dict(config), len(config["block_out_channels"])
     return (
         config["act_fn"] in ("silu", "swish")

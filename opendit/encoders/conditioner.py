@@ -1,4 +1,4 @@
-"""What a model is told to draw: classes or captions, from a batch or from a user's words, as its ``y``.
+"""Turn classes or captions, from a batch or from a user's words, into a model's condition ``y``.
 
 A conditioner gives the condition of guidance's other half, too: the null class, or the encoder's embedding of
 the empty string.

@@ -187,7 +187,7 @@ def one_line(error: BaseException, most: int = 300) -> str:
 
 
 def reason(path: Path, error: Exception) -> str:
-    """What an error says of a file, for a message that has named the file already."""
+    """Return an error's text without the file's path, for a message that names the file already."""
     return one_line(error).removeprefix(str(path)).lstrip(": ")
 
 
@@ -222,7 +222,7 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
 
 
 def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
-    """What ``fetch(local_files_only)`` returns: from the local cache, else from the hub.
+    """Return ``fetch(local_files_only)``: from the local cache, else from the hub.
 
     Raises FileNotFoundError, within seconds, if the hub can't be reached; ``what`` was asked for, and what the user
     ``needs`` instead, are in its message."""

@@ -54,7 +54,7 @@ def one_line(caption: str) -> str:
 
 
 def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    """As much of a caption as is at most ``width`` pixels wide, the first four characters in any case."""
+    """Cut a caption to at most ``width`` pixels, but keep at least its first four characters."""
     line = one_line(caption[:10_000])
     short = line[: 4 * width]  # measuring takes time per character, and no font's are that narrow
     if len(short) <= 4 or (len(line) <= 4 * width and font.getlength(short) <= width):

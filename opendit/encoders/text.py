@@ -245,7 +245,7 @@ def _check_tokenizer(folder: Path) -> None:
 
 
 def _is_folder(name: str) -> bool:
-    """Whether a name is a path; if not, it is a repository of the hub."""
+    """Return True for a path, and False for a repository of the hub."""
     return name not in HUB and (Path(name).expanduser().exists() or name.count("/") != 1 or name[0] in "./~")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tiles:
-    """How latents (B, C, ..., h, w) are cut.
+    """The cuts of latents (B, C, ..., h, w) into tiles that overlap.
 
     sides: (h, w) of the latents. size: of a tile, at most as large. overlap: of neighbours, in latent numbers, less
     than ``size``; the last tile of a row or column ends where the latents do, and may overlap more.
@@ -21,7 +21,7 @@ class Tiles:
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
-        """Of the tiles along height and width."""
+        """Return where tiles start along height and along width."""
         rows, columns = (
             [*range(0, side - size, size - overlap), side - size]
             for side, size, overlap in zip(self.sides, self.size, self.overlap, strict=True)

@@ -174,7 +174,7 @@ class FrozenVAE(Codec):
 
     @torch.no_grad()
     def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
-        """As :meth:`decode_in_slices`, of latents that are whole frames or tiles."""
+        """Decode latents that are whole frames or tiles; see :meth:`decode_in_slices`."""
         latents = latents.to(self.device, torch.float32)
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
@@ -195,7 +195,7 @@ class FrozenVAE(Codec):
         return module_fingerprint(self.vae, f"{self.scaling_factor} {self.shift_factor}")
 
     def _samples_at_once(self, pixels: int) -> int:
-        """How many samples of so many pixels a picture (or frame) go through the VAE together."""
+        """Return how many samples go through the VAE together. pixels: of one picture or frame."""
         return self.chunk or max(1, PIXELS_AT_ONCE // pixels)
 
 

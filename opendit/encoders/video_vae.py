@@ -79,7 +79,7 @@ class FrameCodec(VideoCodec):
         return _clips(self.codec.moments(frames_of(pixels)), len(pixels))
 
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
-        """As of Codec; ``--vae none`` needs no noise."""
+        """Encode clips frame by frame; see ``Codec.encode``. ``--vae none`` needs no noise."""
         noise = noise if noise is None else frames_of(noise)
         return _clips(self.codec.encode(frames_of(pixels), noise), len(pixels))
 

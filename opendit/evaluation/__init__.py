@@ -1,1 +1,1 @@
-"""How good samples are: FID and its kin, FVD, CLIP score, each with everything that decides it."""
+"""Measure the quality of samples: FID and its kin, FVD and CLIP score, each with everything that decides it."""

@@ -52,7 +52,7 @@ class DigitClassifier:
 
 
 def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
-    """Of digits (N, 1, 8, 8) in -1..1 and their labels (N,), moved a little and noisy while it learns. It takes
+    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and their labels (N,), with small shifts and noise. It takes
     seconds, and the same digits give the same classifier up to float64's rounding."""
     x, y, generator = images.double(), labels, torch.Generator().manual_seed(0)
 
@@ -109,12 +109,12 @@ def _one_thread() -> Iterator[None]:
 @functools.cache
 @torch.inference_mode(False)  # of whoever asks first
 def picture_classifier() -> DigitClassifier:
-    """Of the built-in training digits; trained when it is first asked for."""
+    """Return the classifier of the built-in training digits, trained at the first call."""
     return train_classifier(*digits_split("train"))
 
 
 def picture_features(pixels: Tensor) -> dict[str, Tensor]:
-    """What :class:`DigitClassifier` says of uint8 pictures (B, 3, H, W), in grey and of other sizes resized."""
+    """Apply :class:`DigitClassifier` to uint8 pictures (B, 3, H, W), made grey and resized to its size."""
     grey = pixels.double().mean(dim=1, keepdim=True) / 127.5 - 1
     if grey.shape[2:] != (SIZE, SIZE):
         grey = F.interpolate(grey, (SIZE, SIZE), mode="bilinear", antialias=True)
@@ -166,7 +166,7 @@ class AskedDigits:
 
 
 def asked_of_labels(labels: Sequence[int] | np.ndarray | None) -> AskedDigits | None:
-    """Of classes that are digits; None of others."""
+    """Read the digits that class labels ask for; None for labels that are no digits."""
     found = torch.as_tensor(np.asarray([] if labels is None else labels))
     if not len(found) or found.is_floating_point() or found.ndim != 1 or found.min() < 0 or found.max() > 9:
         return None
@@ -174,7 +174,7 @@ def asked_of_labels(labels: Sequence[int] | np.ndarray | None) -> AskedDigits | 
 
 
 def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
-    """Of captions as "a seven" or "a seven moving left"; None of others."""
+    """Read the digits that captions ask for ("a seven", "a seven moving left"); None for other captions."""
     try:
         found = [parse_caption(text) for text in captions or ()]
         directions = torch.tensor([DIRECTIONS[direction] for _, direction in found], dtype=torch.float64)

@@ -71,7 +71,7 @@ class Extractor:
         return {**told, "motion": "on" if self.motion else "off"}
 
     def layout(self, shape: tuple[int, ...]) -> Layout:
-        """What there is of a sample of this shape, (H, W, 3) or (T, H, W, 3)."""
+        """Return the shapes of the features of a sample of this shape, (H, W, 3) or (T, H, W, 3)."""
         found = self(torch.zeros(1, *shape, dtype=torch.uint8))
         return {name: tuple(features.shape[1:]) for name, features in found.items()}
 
@@ -104,8 +104,8 @@ class Extractor:
 
 
 def motion_score(clips: Tensor) -> Tensor:
-    """How much clips (B, T, H, W, 3) uint8 move: the mean absolute difference between a frame and the next, of 255;
-    (B,), 0 for a still picture."""
+    """Measure the motion of clips (B, T, H, W, 3) uint8: the mean absolute difference between a frame and the next, on
+    a scale of 255; (B,), 0 for a still picture."""
     if clips.shape[1] < 2:
         return torch.zeros(len(clips), device=clips.device)
     frames = clips.float()
@@ -114,7 +114,7 @@ def motion_score(clips: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Features:
-    """Of all samples, on the CPU: name -> (N, ...) float32. Rank 0 has them, other ranks none.
+    """The features of all samples, on the CPU: name -> (N, ...) float32. Rank 0 has them, other ranks none.
 
     seconds, computed: how long the samples that were not there took, and how many they were.
     """

@@ -59,10 +59,10 @@ class RealSamples:
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """What figures are computed of.
+    """The inputs that figures are computed from.
 
-    features: of the samples, name -> (N, ...). clips: whether they are clips. inception: whether "pool" is of the
-    Inception that FID is defined by. scores: CLIP's of every sample, (N,). device: of the computation. asked, real: of
+    features: of the samples, name -> (N, ...). clips: the samples are clips. inception: "pool" comes from the Inception
+    that FID is defined by. scores: the CLIP score of every sample, (N,). device: of the computation. asked, real: for
     the built-in digits.
     """
 
@@ -92,7 +92,7 @@ class MetricInputs:
 
     @property
     def digits(self) -> tuple[AskedDigits, RealSamples]:
-        """What digits were asked for, and real ones, of inputs that have both."""
+        """The digits that were asked for, and real ones; the inputs must have both."""
         assert self.asked is not None and self.real is not None
         return self.asked, self.real
 
@@ -161,7 +161,7 @@ def _without(name: str, layout: Layout, captions: bool) -> str | None:
 
 
 def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tuple[str, ...]:
-    """What a metric's figures are called. clips, inception: as of :class:`MetricInputs`. digits: whether features are
+    """Return the names of a metric's figures. clips, inception: see :class:`MetricInputs`. digits: the features are
     those of the built-in digits."""
     if metric == "pr":
         return ("precision", "recall")

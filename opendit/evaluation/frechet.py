@@ -45,7 +45,7 @@ class Moments:
 
     @classmethod
     def of(cls, features: Tensor) -> "Moments":
-        """Of all rows of features (N, D), where they are."""
+        """Compute the moments of all rows of features (N, D), on their device."""
         moments = cls(features.shape[1], features.device)
         for part in features.split(ROWS):
             moments.add(part)

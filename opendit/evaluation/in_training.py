@@ -112,8 +112,8 @@ class RunEvaluation:
             print(f"note: {text}", flush=True)
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """What ``step``'s line of the log says: ``eval_NAME`` of every figure, null if it is not finite or could not be
-        computed, how many samples and how many seconds. Collective."""
+        """Evaluate samples after ``step``. Return the fields for its line of the log: ``eval_NAME`` for every figure,
+        null if it is not finite or could not be computed, the number of samples and the seconds. Collective."""
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:
             assert model is not None  # everywhere
@@ -128,7 +128,7 @@ class RunEvaluation:
 
     @torch.no_grad()
     def _features(self, model: DiT, sampler: EMASampler) -> dict[str, Tensor]:
-        """Of all samples on every rank, on the CPU."""
+        """Draw all samples, and return their features on every rank, on the CPU."""
         spec, mesh = self._spec, self._spec.mesh
         device, flags = mesh.device, spec.flags
         found = {name: torch.zeros(self.count, *shape, device=device) for name, shape in self._layout.items()}

@@ -1,4 +1,4 @@
-"""What goes into FID's Inception and what is taken of it, whoever's file its weights are from."""
+"""Prepare the input of FID's Inception and pick its features, for weights from any of the known files."""
 
 import torch
 import torch.nn.functional as F

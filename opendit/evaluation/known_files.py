@@ -45,7 +45,7 @@ KNOWN = (
 
 
 def default_folder() -> Path:
-    """Where torch.hub keeps files, and torch-fidelity and pytorch-fid put theirs."""
+    """Return the folder of torch.hub, where torch-fidelity and pytorch-fid put their files too."""
     return Path(torch.hub.get_dir()) / "checkpoints"
 
 

@@ -39,7 +39,7 @@ def _radii(features: Tensor, neighbours: int) -> Tensor:
 
 
 def _inside(features: Tensor, others: Tensor, radii: Tensor) -> Tensor:
-    """Whether each of features (N, D) is in the ball of any of the others: (N,) bool."""
+    """Return, for each of features (N, D), True if it lies in the ball of any of the others: (N,) bool."""
     return torch.cat([(squares <= radii).any(dim=1) for _, squares in _squared_distances(features, others)])
 
 

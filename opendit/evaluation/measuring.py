@@ -215,12 +215,12 @@ def _usable(layout: Layout, samples: DescribedSamples) -> Layout:
 
 
 def _compares(flags: "EvaluateConfig") -> bool:
-    """Whether any of the metrics looks at the reference."""
+    """Return True if any of the metrics needs the reference."""
     return not flags.metrics or any(METRICS[name].reference or name == "motion" for name in flags.metrics)
 
 
 def _agreed(mesh: Mesh, decide: Callable[[], T]) -> T:
-    """What rank 0 decides, which alone has the features of the reference, on every rank; or its ValueError there."""
+    """Call ``decide`` on rank 0, which alone has the reference's features; return or raise the same on every rank."""
     value, problem = None, None
     if mesh.is_main:
         try:

@@ -29,8 +29,8 @@ SAMPLES, LABELS = "arr_0", "arr_1"  # of an .npz, as sample.py and ADM write it
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """How files become pixels. image_size: every picture is cropped and resized to so many pixels as ADM did; None
-    leaves it as it is. num_frames, frame_interval, fps: of a clip, read from its middle."""
+    """Settings that turn files into pixels. image_size: crop and resize every picture to this side as ADM did; None
+    leaves it as it is. num_frames, frame_interval, fps: for clips, which are read from their middle."""
 
     image_size: int | None = None
     num_frames: int = 16
@@ -107,9 +107,9 @@ def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -
 
 
 def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, said: np.ndarray | None = None) -> Media:
-    """Of an array uint8 (N, H, W, 3), or of clips (N, T, H, W, 3). said: a caption or a class of each.
+    """Make media of a uint8 array of pictures (N, H, W, 3) or clips (N, T, H, W, 3).
 
-    Raises ValueError for any other."""
+    said: the caption or the class of each. Raises ValueError for any other array."""
     if pixels.dtype != np.uint8:
         hint = ""
         if pixels.dtype.kind == "f":
@@ -176,7 +176,7 @@ def npz_member(path: Path, name: str) -> np.ndarray:
 
 
 def _start_of(path: Path, header: int) -> int:
-    """Where a zip member's bytes begin, by its own header."""
+    """Return the offset at which a zip member's bytes begin, by its own header."""
     with open(path, "rb") as file:
         file.seek(header + 26)
         name, extra = np.frombuffer(file.read(4), "<u2").tolist()

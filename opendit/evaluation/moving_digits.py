@@ -29,7 +29,7 @@ SEEDS = {"train": 1, "test": 2}
 
 @dataclass(frozen=True)
 class ClipShape:
-    """Of clips as a loader reads them from the demo's files."""
+    """The shape of clips as a loader reads them from the demo's files."""
 
     frames: int
     interval: int
@@ -69,15 +69,15 @@ def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDi
 @functools.cache
 @torch.inference_mode(False)  # of whoever asks first
 def clip_classifier(shape: ClipShape) -> DigitClassifier:
-    """Of the digits as training clips show them; trained when it is first asked for."""
+    """Return the classifier of digits as training clips show them, trained at the first call."""
     real = real_clips("train", shape)
     grey = _grey(torch.from_numpy(np.array(real.media.every_one())).movedim(-1, 1))
     return train_classifier(centred_digits(grey, centres(grey)), real.asked.digits)
 
 
 def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
-    """Of uint8 clips (B, 3, T, H, W): "pool", the classifier's features and the digit's centre at four times; "digit"
-    and "nearest" as :class:`DigitClassifier` has them; "moved" (B, 2), how far it came, in widths of the frame."""
+    """Compute features of uint8 clips (B, 3, T, H, W): "pool", the classifier's features and the digit's centre at four
+    times; "digit" and "nearest" of :class:`DigitClassifier`; "moved" (B, 2), the digit's way in widths of the frame."""
     grey = _grey(pixels)
     path = centres(grey)
     found = clip_classifier(shape)(centred_digits(grey, path))
@@ -89,7 +89,7 @@ def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
 
 
 def clips_sha256(shape: ClipShape) -> str:
-    """As :func:`digits_sha256`, of clips of a shape."""
+    """Return the hash of clips of a shape; see :func:`digits_sha256`."""
     return hash_parts(digits_sha256("clips"), str(shape))
 
 

@@ -151,7 +151,7 @@ def _named(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_script(path: Path) -> bool:
-    """Whether a file is an archive with TorchScript's code in it."""
+    """Return True if a file is an archive that holds TorchScript code."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:

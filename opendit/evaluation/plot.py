@@ -24,8 +24,8 @@ SMOOTH = 50  # points that the curve of the training loss is drawn of, each a me
 
 @dataclass
 class PlottedRun:
-    """What is known of a run: its figures, and of its log the training loss and the held-out loss by step, and the
-    last held-out loss by noise level (sigma). Points are (x, y)."""
+    """The data to plot of a run: its figures, and from its log the training loss and the held-out loss by step, and
+    the last held-out loss by noise level (sigma). Points are (x, y)."""
 
     name: str
     figures: list[Measurement]
@@ -60,7 +60,7 @@ class PlotPanel:
 
 
 def read_run(path: Path) -> PlottedRun:
-    """Of a run's folder (log.jsonl, evaluation/results.jsonl), the folder of an evaluation, or a results.jsonl.
+    """Read a run's folder (log.jsonl, evaluation/results.jsonl), the folder of an evaluation, or a results.jsonl.
 
     Raises ValueError if there is neither a figure nor a log.
     """
@@ -98,8 +98,8 @@ def _finite(value: Any) -> bool:
 
 
 def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
-    """What can be drawn of runs, of all metrics or the chosen ones; and lines on figures that were left out for not
-    being comparable with the others."""
+    """Return the panels to draw for runs, of all metrics or the chosen ones, and a line for each group of figures that
+    was left out because it is not comparable with the others."""
     rows, notes = _comparable([row for run in runs for row in run.figures])
     metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
     found = []

@@ -1,4 +1,4 @@
-"""What samples are compared with: samples, their features, or nothing but the mean and covariance of these."""
+"""The reference that samples are compared with: samples, their features, or only the mean and covariance of these."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class Reference:
     settings: dict[str, str] | None = None
 
     def gaussian(self, name: str, device: torch.device) -> Gaussian | None:
-        """Of features of a name; None if it has none."""
+        """Return mean and covariance of the features with this name; None if there are none."""
         if name not in self.gaussians and name in self.features:
             rows = self.features[name].flatten(0, -2).to(device)
             self.gaussians[name] = Moments.of(rows).gaussian()
@@ -90,7 +90,7 @@ def _reference_of(
     say: Callable[[str], None],
     gaussians: dict[str, Gaussian],
 ) -> Reference:
-    """Of samples, whose features are computed; statistics that are known of them stay. Collective."""
+    """Make a reference of samples, whose features are computed; statistics that are known are kept. Collective."""
     found = extract_media(media, extractor, output, mesh, say)
     return Reference(media.name, media.sha256, media.count, gaussians, found.arrays, extractor.settings())
 

@@ -83,7 +83,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, line: str) -> "Measurement":
-        """Of a line that :meth:`to_json` wrote; fields that it does not know are left out. Raises ValueError."""
+        """Read a line that :meth:`to_json` wrote, and leave out unknown fields. Raises ValueError."""
         found = json.loads(line)
         known = {field.name for field in dataclasses.fields(cls)}
         try:
@@ -96,7 +96,7 @@ class Measurement:
 
 
 def why_not_comparable(one: Measurement, other: Measurement) -> list[str]:
-    """What keeps two figures of one metric from being compared, for people; nothing if they can be."""
+    """List, in words, all that keeps two figures of one metric from being compared; empty if they can be."""
     if one.metric != other.metric:
         return [f"metric {one.metric} against {other.metric}"]
     differing = []
@@ -160,7 +160,7 @@ def figure_text(value: float) -> str:
 
 
 def digits_line(rows: Sequence[Measurement]) -> str | None:
-    """What figures of the built-in digits' features say, in a line; None if there are none."""
+    """Summarise the figures of the built-in digits' features in a line; None if there are none."""
     found = {row.metric: row for row in rows if row.features == DIGITS}
     said = []
     for metric, words in (("accuracy", "named as the digit asked for"), ("direction", "move as asked")):
@@ -189,7 +189,7 @@ def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None 
 
 
 def without_time(row: Measurement) -> Measurement:
-    """What makes two lines the same figure."""
+    """Return a measurement without its time: two lines that agree in all else are the same figure."""
     return dataclasses.replace(row, time=None)
 
 

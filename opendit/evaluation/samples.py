@@ -35,10 +35,10 @@ FIX = "wait for its end, or give another --output"
 
 @dataclass(frozen=True)
 class DescribedSamples:
-    """What is known of samples before there are any.
+    """The facts about samples that are known before they are drawn or read.
 
-    shape: of one, (H, W, 3) or (T, H, W, 3). captions: of each, or None. told: fields of a Measurement. options: how
-    files of a reference become pixels like these. asked: which digits they are to show, if that is known.
+    shape: of one, (H, W, 3) or (T, H, W, 3). captions: of each, or None. told: fields of a Measurement. options: turn
+    files of a reference into pixels like these. asked: the digits that they are to show, if that is known.
     """
 
     count: int
@@ -68,7 +68,7 @@ class Samples(DescribedSamples):
 
 @contextlib.contextmanager
 def open_samples(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> Iterator[Samples]:
-    """What is evaluated, checked; no other evaluation writes to --output meanwhile. Collective.
+    """Open and check the samples to evaluate; no other evaluation writes to --output meanwhile. Collective.
 
     Raises ValueError or OSError with a message for the user.
     """
@@ -172,7 +172,7 @@ def _ask_for_all_digits(sampling: SamplingRun) -> None:
 
 
 def name_of(weights: Path) -> str:
-    """Of a checkpoint RUN/STEP, of other weights their file or folder: 000-DiT-XL-2/step_0400000."""
+    """Name weights: a checkpoint RUN/STEP (000-DiT-XL-2/step_0400000), others by their file or folder."""
     parts = weights.parts
     if "checkpoints" in parts[1:-1]:
         place = len(parts) - 1 - parts[::-1].index("checkpoints")

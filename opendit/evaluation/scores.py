@@ -50,7 +50,8 @@ def kernel_distance(
 
 
 def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
-    """Of (n, D) each: the mean kernel between different samples of one set, less twice that between the sets."""
+    """Compute the unbiased MMD of x and y, (n, D) each: the sum over both sets of the mean kernel between different
+    samples of the set, minus twice the mean kernel between the sets."""
     n = len(x)
     xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))
     within = (xx.sum() - xx.trace() + yy.sum() - yy.trace()) / (n * (n - 1))

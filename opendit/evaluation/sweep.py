@@ -13,8 +13,8 @@ COLUMNS = ("metric", "steps", "guidance", "value", "low", "high", "count", "samp
 
 
 def sweep_table(rows: Sequence[Measurement]) -> str:
-    """For each metric a line a guidance scale and a column a number of steps, in the order of the rows; of two figures
-    of one pair the last."""
+    """Format a table for each metric, with a line for each guidance scale and a column for each number of steps, in the
+    order of the rows. Of two figures for one pair it shows the last."""
     parts = []
     for metric in dict.fromkeys(row.metric for row in rows):
         of_metric = [row for row in rows if row.metric == metric]

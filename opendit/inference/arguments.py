@@ -37,7 +37,7 @@ def arguments_named() -> Iterator[None]:
 
 
 def _as_keyword(found: re.Match[str]) -> str:
-    """What a message ends with, ``--flag value`` as for a shell, as an argument of Python."""
+    """Rewrite ``--flag value`` at the end of a message as a Python argument."""
     try:
         (value,) = shlex.split(found[2])
     except ValueError:  # more than a value

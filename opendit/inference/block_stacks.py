@@ -1,4 +1,4 @@
-"""How a sampling step runs the network's blocks: all of them, or fewer with what earlier steps found ([T], [F] of
+"""Run the network's blocks in a sampling step: all of them, or fewer with the results of earlier steps ([T], [F] of
 ``opendit.inference.approximations``).
 
 A stack is called in the place of :func:`opendit.models.blocks.run_blocks`. What it keeps between steps lies in memory
@@ -52,12 +52,12 @@ class BlockStack:
         *,
         checkpointed: bool = False,
     ) -> Tensor:
-        """As ``run_blocks``; of modulations and contexts, those of the blocks that are evaluated are gathered."""
+        """Run the blocks; see ``run_blocks``. Modulations and contexts are gathered only for evaluated blocks."""
         number, self._evaluation = self._evaluation, self._evaluation + 1
         return self.run(number, _Blocks(self, blocks, modulations, context, grid), x)
 
     def run(self, number: int, blocks: "_Blocks", x: Tensor) -> Tensor:
-        """What the blocks make of x (B, N, D) in the step's evaluation ``number``."""
+        """Return the output of the blocks for x (B, N, D), in evaluation ``number`` of the step."""
         return blocks.take(x)
 
 
@@ -96,8 +96,8 @@ class _Blocks:
 
 
 class TaylorStack(BlockStack):
-    """What the blocks add to the residual stream, F = x_L - x_0, is extrapolated between the steps that evaluate it, as
-    TaylorSeer [T] does with the output of every attention and MLP.
+    """Extrapolate the blocks' contribution to the residual stream, F = x_L - x_0, between the steps that evaluate it,
+    as TaylorSeer [T] does with the output of every attention and MLP.
 
     [T] eq. 4 has a Taylor series whose derivatives are finite differences. Here it is Newton's series of the same
     differences, which is exact where F is a polynomial of the step's number of a degree up to ``order``; [T]'s is not
@@ -170,7 +170,7 @@ class FirstBlockStack(BlockStack):
         self._change: Tensor | None = None
 
     def reuses(self) -> bool:
-        """Whether the step whose first block was evaluated last needs no other."""
+        """Return True if the step whose first block was evaluated last can reuse the other blocks' results."""
         assert self._change is not None  # of the first step, which is evaluated whole
         return self._change.item() < self._threshold
 

@@ -43,7 +43,7 @@ class VideoClip:
         return f"VideoClip({frames} frames of {height} x {width}, {self.fps:g} a second)"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it: a player."""
+        """Return a player, which notebooks show for a clip."""
         with tempfile.TemporaryDirectory() as folder:
             content = self.save(Path(folder) / "clip.mp4").read_bytes()
         source = f"data:video/mp4;base64,{base64.b64encode(content).decode()}"

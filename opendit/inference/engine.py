@@ -115,7 +115,7 @@ class SamplingEngine:
 
     @property
     def records(self) -> bool:
-        """Whether steps are recorded."""
+        """True if steps are recorded as CUDA graphs."""
         return self.note.startswith("recorded")
 
     @torch.inference_mode()
@@ -164,8 +164,8 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """Of the blocks' work in all batches so far, with both halves of guidance, what was not left out. (Of ranks
-        that share a batch, this one's share of what all of them would do.)"""
+        """The share of the blocks' work, with both halves of guidance, that all batches so far did not leave out. (For
+        ranks that share a batch: this one's share of what all of them would do.)"""
         return self.evaluated / max(1, self._whole)
 
     def batches(

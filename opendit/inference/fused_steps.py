@@ -36,15 +36,15 @@ class StepKind(NamedTuple):
 
 
 def usable(model: DiT, size: tuple[int, ...]) -> bool:
-    """Whether a model's steps can be made so: it runs kernels, alone, on patches that they take."""
+    """Return True if a model's steps can be fused: it runs kernels, on one rank, on patches that they accept."""
     available, _ = kernels_available(model.device, model.x_embedder.proj.weight.dtype)
     autocast = torch.is_autocast_enabled(model.device.type)
     return available and bool(model.ops.replaced) and not autocast and takes(model, size)
 
 
 def takes(model: DiT, size: tuple[int, ...]) -> bool:
-    """Whether the kernels are made for a model's patches, which given frames are no part of, and no other rank shares
-    its samples."""
+    """Return True if the kernels fit a model's patches: without given frames, and with no other rank sharing its
+    samples."""
     patch = model.config.patch
     repeated = size[:-2] == (1,) and patch[0] > 1  # a picture in a clip model, see DiT.forward
     return model.sequence is None and not repeated and model.config.given_frames is None

@@ -1,4 +1,4 @@
-"""What a network's blocks take of a batch's rows, gathered for those blocks that are evaluated only."""
+"""Gather a batch's rows of the blocks' inputs, only for those blocks that are evaluated."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,12 +52,12 @@ class GatheredModulations:
 
 
 class GatheredContexts:
-    """What cross-attention attends to.
+    """The contexts of cross-attention.
 
     Args:
-        kept: of all rows of a batch: a context, or every block's keys and values, and the mask.
-        every: whether it is every block's.
-        rows_in: takes this call's rows of what is kept for all.
+        kept: for all rows of a batch: a context, or every block's keys and values, and the mask.
+        every: True if ``kept`` has every block's keys and values.
+        rows_in: picks this call's rows of a tensor for all rows.
     """
 
     def __init__(self, kept: Sequence[Tensor], every: bool, rows_in: Callable[[Tensor], Tensor]):

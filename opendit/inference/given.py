@@ -23,7 +23,7 @@ from opendit.models.given_frames import give
 
 
 def drawn_without(config: DiTConfig) -> list[str]:
-    """What should be known where a model that takes given frames is not given any: a line, or none."""
+    """Return a note for a model that takes given frames and gets none here; empty for other models."""
     if config.given_frames is None:
         return []
     return [f"the model was trained with --given_frames {config.given_frames}; here it draws without given frames"]
@@ -87,12 +87,12 @@ def given_latents(
 
 
 def rows_of(given: Tensor | None, index: Tensor) -> Tensor | None:
-    """What the samples ``index`` (B,) are given: they take turns."""
+    """Return the given frames of the samples ``index`` (B,), which take turns."""
     return None if given is None else given[index.to(given.device) % len(given)]
 
 
 def _latent_count(mode: str, flag: str, drawn: int, frames: int | None, temporal: int, path: str) -> int:
-    """How many latent frames are given."""
+    """Return the number of latent frames that are given. Raises ValueError if the model or clip can't have as many."""
     trained = parse_given(mode)
     if frames is not None:
         if (frames - 1) % temporal:

@@ -1,4 +1,4 @@
-"""What a run of sample.py draws, as its parts on disk know it: everything that decides a sample, by name."""
+"""Describe a run of sample.py for its parts on disk: everything that decides a sample, by name."""
 
 import hashlib
 import json
@@ -33,8 +33,8 @@ def job_of(sampling: SamplingRun, weights: str) -> Job:
 
 
 def kept(sampling: SamplingRun) -> int:
-    """How many samples, the first ones, are needed again after they are drawn: all for an .npz, those on the sheet
-    without."""
+    """Return how many of the first samples are needed again after they are drawn: all for an .npz, otherwise those on
+    the sheet."""
     if sampling.flags.npz:
         return len(sampling.choices)
     return SHEET_CLIPS if sampling.model.config.is_video else GRID_PICTURES
@@ -97,7 +97,7 @@ def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, 
 
 
 def digest_of_weights(sampling: SamplingRun) -> str:
-    """Of the model's whole tensors. Where ranks divide them, it is collective over these."""
+    """Hash the model's whole tensors. Collective over the ranks that divide them."""
     model, mesh = sampling.model, sampling.mesh
     divided = mesh.tp_size > 1
     return tensors_digest(_WholeTensors(model, layout_of(model, mesh)) if divided else model.state_dict())[:16]

@@ -1,5 +1,5 @@
-"""What sampling takes from weights: the model, its objective, VAE, text encoder and names; of plain arguments, for
-sample.py's flags and for Python's ``Pipeline`` alike.
+"""Load the model, its objective, VAE, text encoder and names from weights, by plain arguments, for sample.py's flags
+and for Python's ``Pipeline``.
 
 Raised ValueErrors name flags of sample.py; ``opendit.inference.pipeline`` turns these into its arguments' names.
 """
@@ -37,8 +37,8 @@ SOURCE_FPS = 24  # of the files that clips were read from, where weights do not 
 def checkpoint_at(
     ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
 ) -> Path:
-    """Where ``ckpt`` is: itself, or of "latest" the newest run under ``outputs`` that has a checkpoint, of this model
-    if one is named, else of any clip model if ``video``. Raises ValueError without such a run."""
+    """Return the path of ``ckpt``; for "latest", of the newest run under ``outputs`` with a checkpoint: of ``model`` if
+    one is named, else of any clip model if ``video``. Raises ValueError if there is no such run."""
     if str(ckpt) != "latest":
         return Path(ckpt).expanduser()
     if (found := newest_run(os.fspath(Path(outputs).expanduser()), model, video)) is None:
@@ -158,7 +158,7 @@ def load_model(
 
 
 def encoder_dtype(precision: str) -> torch.dtype:
-    """Of the VAE and the text encoder beside a model of this precision: fp16 is closer to fp32 than bf16."""
+    """Return the dtype of the VAE and the text encoder for a model's precision. fp16 is closer to fp32 than bf16."""
     return torch.float32 if precision == "fp32" else torch.float16
 
 

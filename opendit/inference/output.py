@@ -1,4 +1,4 @@
-"""Where samples go: their files' names, what an earlier run left in the folder, the .npz."""
+"""Write samples: the names of their files, the files that an earlier run left in the folder, and the .npz."""
 
 import json
 import os
@@ -67,7 +67,7 @@ class OutputFolder:
         return []
 
     def there(self) -> int:
-        """How many samples have a file of their own."""
+        """Return the number of samples that have a file."""
         return sum((self.folder / name).is_file() for name in self.names if re.match(r"\d{6}", name))
 
     def _write_index(self, names: Iterable[str]) -> None:

@@ -1,5 +1,4 @@
-"""What is drawn, or what is computed of samples, goes to disk in parts, so that a job that was killed goes on where it
-was.
+"""Write samples, or what is computed from them, in parts, so that a job that was killed can continue where it stopped.
 
 A part is a fixed range of sample numbers, the same for any number of processes: one file, whole or not there, with a
 checksum, written after the single files of its samples. Beside the parts a manifest holds all that decides a sample;
@@ -56,7 +55,7 @@ def samples_a_part(count: int, batch_size: int, sample_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """What the parts of a folder are parts of.
+    """The job that the parts in a folder belong to.
 
     settings: name -> value of everything that decides a sample or what is kept of it. count: of all samples. kept:
     samples, the first ones, whose pixels are in the parts. shape: of a sample's pixels. samples_a_part: how many
@@ -102,7 +101,7 @@ class Parts:
         return range(part * self.size, min(self.job.count, (part + 1) * self.size))
 
     def rows(self, part: int) -> int:
-        """How many of a part's samples, the first ones, have their pixels in it."""
+        """Return how many of a part's first samples have their pixels in it."""
         samples = self.samples(part)
         return min(max(0, self.job.kept - samples.start), len(samples))
 
@@ -142,7 +141,7 @@ class Parts:
             raise DamagedPart(errno.EIO, "a part of the samples is damaged", str(self.path(part)))
 
     def is_whole(self, part: int) -> bool:
-        """Whether a part is there as it was written, by a job of the same settings. Raises OSError."""
+        """Return True if a part exists, undamaged, from a job with the same settings. Raises OSError."""
         try:
             for _ in self.blocks(part):
                 pass
@@ -198,7 +197,7 @@ class Parts:
         return [part for part, line in enumerate(problems) if line is not None], [line for line in problems if line]
 
     def there(self) -> int:
-        """How many samples are in parts that have a file."""
+        """Return the number of samples in parts that have a file."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sum(len(self.samples(int(name[:8]))) for name in names if re.fullmatch(r"\d{8}\.npy", name))
 
@@ -270,7 +269,7 @@ class PartAssembly:
 
 @dataclass(frozen=True)
 class Found:
-    """What an earlier job left in a folder: how many of how many samples, and with which settings."""
+    """The remains of an earlier job in a folder: how many of how many samples, and with which settings."""
 
     there: int
     count: int
@@ -278,7 +277,7 @@ class Found:
     settings: dict[str, str]
 
     def differences(self, settings: dict[str, str]) -> list[str]:
-        """Of other settings, for people."""
+        """Describe how these settings differ from the earlier job's, a text each."""
         names = [*self.settings, *(name for name in settings if name not in self.settings)]
         pairs = [(name, self.settings.get(name, "none"), settings.get(name, "none")) for name in names]
         return [f"{name} {there} there, {here} here" for name, there, here in pairs if there != here]
@@ -310,7 +309,7 @@ def _sha256_of(content: dict[str, Any]) -> str:
 
 
 def npy_header(shape: tuple[int, ...], descr: str = "|u1") -> bytes:
-    """How a .npy file of rows in C order begins."""
+    """Return the header of a .npy file of rows in C order."""
     file = io.BytesIO()
     np.lib.format.write_array_header_2_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
     return file.getvalue()

@@ -136,7 +136,7 @@ def load(
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """What to draw, see :meth:`Pipeline.order`. y, null: the samples' conditions, and guidance's other one, one row."""
+    """A checked request, see :meth:`Pipeline.order`. y: the samples' conditions. null: guidance's other one, a row."""
 
     y: Condition
     null: Condition
@@ -293,7 +293,7 @@ class Pipeline:
             return given_latents(self.config, self.codec, size, self.device, path=str(self.weights.path), **what)
 
     def order(self, what: int | str | Sequence[int | str], settings: DrawSettings) -> "Order":
-        """What a call with these arguments draws, checked and encoded; raises as the call does."""
+        """Check and encode the arguments of a call, without drawing; raises as the call does."""
         settings.check(self.config.in_channels)
         guidance, interval, negative = settings.guidance, settings.interval, settings.negative
         if isinstance(what, bool):

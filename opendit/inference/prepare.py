@@ -79,7 +79,7 @@ class SamplingRun:
 
     @property
     def captions(self) -> list[str]:
-        """What every sample shows."""
+        """Return the caption of every sample."""
         return [self.names[choice] for choice in self.choices.tolist()]
 
     @functools.cached_property

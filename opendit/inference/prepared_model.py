@@ -94,7 +94,7 @@ class PreparedModel:
         self._keep("given", [] if given is None else [given])
 
     def _keep_context(self, context) -> None:
-        """What cross-attention attends to, for every row of the batch: by block, if that fits."""
+        """Keep the contexts of cross-attention for every row of the batch: keys and values by block, if they fit."""
         if context is None:
             self._parts = 0
             return
@@ -121,7 +121,7 @@ class PreparedModel:
         return cast(Iterator[Tensor], self.model.modulations(c))
 
     def _steps_of(self, rows: int, size: int) -> int:
-        """How many steps the table holds. rows: of a step; size: theirs in bytes."""
+        """Return the number of steps that the table holds. rows: of a step. size: bytes of these rows."""
         return max(1, min(len(self.times), self.memory // size))
 
     def _keep(self, name: str, tensors: list[Tensor]) -> None:
@@ -135,7 +135,7 @@ class PreparedModel:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where everything lies; a recording is good for as long as this is the same."""
+        """Return the addresses of all tensors; a recording is valid as long as they stay the same."""
         tensors = [self.table, *(tensor for tensors in self._static.values() for tensor in tensors)]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
@@ -185,8 +185,8 @@ class PreparedModel:
 
     @property
     def contexts(self) -> list[Tensor]:
-        """What cross-attention attends to, each (2 B, tokens, ...): keys and values of every block, or tokens for all
-        of them, and the mask last; there is none of a model of classes."""
+        """Return the contexts of cross-attention, each (2 B, tokens, ...): keys and values of every block, or tokens
+        for all blocks, and the mask last. Empty for a model of classes."""
         return self._static["contexts"]
 
     def of_tokens(self, start: list[Tensor], table_rows: Tensor) -> Tensor:

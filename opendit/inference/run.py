@@ -125,7 +125,7 @@ def drawn_before(parts: Parts, missing: list[int]) -> int:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there and not empty, as a power cut may leave one."""
+    """Return True if a file exists and is not empty, as a power cut may leave one."""
     try:
         return path.stat().st_size > 0
     except FileNotFoundError:
@@ -277,7 +277,7 @@ def draw_batch(sampling: SamplingRun, batch: range) -> tuple[Tensor, Tensor]:
 
 
 def writer_threads(mesh: Mesh) -> int:
-    """For encoding files: this process's share of the machine's cores, up to 8."""
+    """Return the number of threads that encode files: this process's share of the machine's cores, up to 8."""
     here = min(mesh.world_size, torch.cuda.device_count() or mesh.world_size)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, max(1, cores // here))
@@ -347,7 +347,7 @@ def suffix_of(sampling: SamplingRun) -> str:
 
 
 def file_names(sampling: SamplingRun) -> list[str]:
-    """Of every sample, without the suffix."""
+    """Return the file name of every sample, without the suffix."""
     return [file_name(number, caption) for number, caption in enumerate(sampling.captions)]
 
 

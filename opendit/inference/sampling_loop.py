@@ -25,7 +25,7 @@ from opendit.models import Condition, DiT
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What all batches of an engine have in common; the fields are those of :class:`SamplingEngine`."""
+    """The settings that all batches of an engine share; the fields are those of :class:`SamplingEngine`."""
 
     model: DiT
     objective: Objective

@@ -54,7 +54,7 @@ class DrawSettings:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What an engine is made with, settled for a model; names and meanings are those of :class:`SamplingEngine`."""
+    """The arguments of an engine, resolved for a model; names and meanings are those of :class:`SamplingEngine`."""
 
     steps: int
     sampler: str
@@ -67,12 +67,12 @@ class EnginePlan:
 
     @property
     def approximates(self) -> bool:
-        """Whether steps leave something out."""
+        """True if steps leave something out."""
         return self.guidance_every > 1 or self.cache is not None
 
     @property
     def by_batch(self) -> bool:
-        """Whether a sample depends on those that it is drawn with."""
+        """True if a sample depends on the others in its batch."""
         return Approximations.of(self.guidance_every, self.cache, self.steps).by_batch
 
     def engine(self, model: DiT, objective: Objective, **others: Any) -> SamplingEngine:

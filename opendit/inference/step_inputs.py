@@ -1,4 +1,4 @@
-"""What a sampler's steps take besides the state, as tables of which a step takes rows."""
+"""Tables of the inputs that a sampler's steps take besides the state, a row for each step."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from opendit.diffusion.samplers import SAMPLERS, Sampler
 def evaluation_times(
     objective: Objective, name: str, steps: int, channels: tuple[int, int], device: torch.device
 ) -> list[Tensor]:
-    """What the network gets as t when sampler ``name`` evaluates it: of every step (evaluations,).
+    """Return the network's times t when sampler ``name`` evaluates it, (evaluations,) for every step.
 
     Seen by walking the trajectory with a network that predicts zeros. channels: of the network's input and output.
     """

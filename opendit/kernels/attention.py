@@ -1,5 +1,5 @@
-"""Which attention kernel to use: torch's fastest that takes this dtype, head size and card, with the reason, or the one
-that was asked for.
+"""Choose the attention kernel: the one that was asked for, or torch's fastest for this dtype, head size and card, with
+the reason.
 
 Every kernel but ``math`` works in tiles and never builds the N x N matrix of scores in memory.
 """
@@ -88,7 +88,7 @@ def _tried_head_size(device: str, dtype: torch.dtype, head_dim: int, package: tu
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _is_right(device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool:
-    """Whether output and gradients for heads filled up to ``size`` are those of the formula in float64."""
+    """Compare output and gradients, for heads padded to ``size``, with those of the formula in float64."""
     generator = torch.Generator().manual_seed(0)
     *leaves, grad = (torch.randn(2, 3, 193, head_dim, generator=generator).to(device, dtype) for _ in range(4))
     made, exact = ([x.to(kind).requires_grad_() for x in leaves] for kind in (dtype, torch.float64))
@@ -177,7 +177,7 @@ def resolve_attention(
 
 
 def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Of the package: which it is, and what it needs."""
+    """Return the name of the installed package and the head size that it needs, for a note."""
     size = right_head_size(device, dtype, head_dim)
     return f", {_installed()[1]}" + (f" with heads filled up to {size}" if size != head_dim else "")
 
@@ -208,7 +208,7 @@ def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length
 
 
 def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[str, str]]:
-    """As :func:`preferences`, of torch's own kernels alone."""
+    """Order torch's own kernels by preference; see :func:`preferences`."""
     order = [("efficient", "the tiled kernel that takes this dtype and head size"), ("math", "no tiled kernel fits")]
     if dtype in HALF:
         order.insert(0, ("flash", "the fastest tiled kernel that runs here"))
@@ -218,8 +218,8 @@ def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[s
 
 
 def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> bool:
-    """Whether torch would run this backend, forward and backward, on such q, k, v (asked of torch, not run); of
-    flash_attn, whether it does what its documentation says (which is tried)."""
+    """Return True if a backend can run, forward and backward, on such q, k, v. torch is asked without running it;
+    flash_attn is tried, for the shapes that its documentation allows."""
     if backend == "math":
         return True
     if backend == PACKAGE:

@@ -1,4 +1,4 @@
-"""Which cards can do what: the one place that asks a GPU for its compute capability, and the table that decides by it.
+"""The features of each card: the one place that asks a GPU for its compute capability, and a table to decide by it.
 
 Whatever needs a newer card than the oldest one supported has a line in :data:`FEATURES`; who wants to use it asks
 :func:`missing`, which says why not in the words of the note or the error. docs/launching.md has the table by card.
@@ -15,10 +15,9 @@ GENERATIONS = {(7, 0): "Volta", (8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper
 
 @dataclass(frozen=True)
 class Feature:
-    """What cards need for it.
+    """The compute capabilities that a feature works with.
 
-    needs: how a message begins. oldest: compute capability from which it works. newest: up to which it is taken; None:
-    there is no such bound.
+    needs: the beginning of the message where it doesn't. oldest, newest: the range; None: without an upper bound.
     """
 
     needs: str
@@ -48,7 +47,7 @@ def compute_capability(device: torch.device | str | None = None) -> tuple[int, i
 
 
 def pretending() -> bool:
-    """Whether this is inside of :func:`pretended`: then it is the GPU that counts, not Triton's interpreter."""
+    """Return True inside of :func:`pretended`, where the GPU counts and not Triton's interpreter."""
     return bool(_pretended)
 
 

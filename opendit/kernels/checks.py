@@ -1,4 +1,4 @@
-"""What the fused operations ask of the tensors that they are given."""
+"""Check the arguments of the fused operations."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What the fused operations share: availability, launch shapes, tiles of a row, per-sample sums, registration.
+"""Code that the fused operations share: availability, launch shapes, tiles of a row, per-sample sums, registration.
 
 How the kernels cut their work. A program takes a *chunk* of consecutive rows (tokens) and walks over it in tiles of a
 few rows. In the (B, N, D) form a chunk never crosses a sample. In the packed form, x (rows, D) with
@@ -29,12 +29,12 @@ MIN_WIDTH, MAX_WIDTH = 64, 8192
 
 
 def interpreting() -> bool:
-    """Whether Triton runs kernels in its CPU interpreter (decided when triton was first imported)."""
+    """Return True if Triton runs kernels in its CPU interpreter (decided when triton was first imported)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[bool, str]:
-    """Whether the Triton kernels of this package can run on ``device`` with activations of ``dtype``, and why (not)."""
+    """Return (True if this package's Triton kernels run on ``device`` with activations of ``dtype``, the reason)."""
     device = torch.device(device)
     if not TRITON:
         return False, "triton is not installed"
@@ -80,7 +80,7 @@ def split_width(width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel cuts its rows and what it asks of the compiler. ``rows`` and ``tiles`` are powers of two."""
+    """The launch shape of a kernel, with its options for the compiler. ``rows`` and ``tiles`` are powers of two."""
 
     rows: int  # rows a tile
     tiles: int  # tiles a program

@@ -84,7 +84,7 @@ def loaded(device: torch.device) -> Library:
 
 @dataclass(frozen=True)
 class ProductShape:
-    """Of a product on ``device``: x (rows, inner), weight (columns, inner)."""
+    """The shape of a product on ``device``: x (rows, inner), weight (columns, inner)."""
 
     rows: int
     columns: int
@@ -224,7 +224,7 @@ class FastestProducts:
         return product(proposal, x.view(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
     def search(self, shape: ProductShape, torchs: Multiply) -> tuple[Product, Proposal] | None:
-        """What products of this shape take, by trying all proposals; None: ``torchs``."""
+        """Time all of cuBLASLt's proposals for a shape, and return the fastest; None: use torch's product."""
         if self.failed:
             return None
         try:
@@ -238,7 +238,7 @@ class FastestProducts:
 
 
 def _takes(operands: tuple[Tensor, ...]) -> bool:
-    """Whether such x, weight and bias can be given to cuBLASLt as they lie."""
+    """Return True if cuBLASLt can read x, weight and bias as they lie in memory."""
     x = operands[0]
     if not x.is_cuda or x.dtype not in CUDA_TYPES or torch.is_grad_enabled() or not x.numel():
         return False

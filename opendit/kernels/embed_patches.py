@@ -1,4 +1,4 @@
-"""What a DiT's blocks begin with, in one kernel, without gradients: y = patches(s x) W^T + bias + positions.
+"""Embed patches in one kernel, without gradients: y = patches(s x) W^T + bias + positions.
 
 x (B, C, ..., H, W) fp32 is a sampler's; s (B,) is what it is multiplied by for the network (1, or EDM's c_in). Patches
 are cut out of x as they are read, rounded to W's dtype as the network's input is; sums are fp32, rounded once. Both

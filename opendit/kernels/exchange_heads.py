@@ -20,7 +20,7 @@ from opendit.kernels.language import tl, triton
 
 
 def exchange_heads_reference(heads: tuple[Tensor, ...], peers: list[Tensor], first: int, push: bool) -> None:
-    """As :func:`exchange_heads`, by torch, with the ranks' rows (B, n, S, H, d) as tensors."""
+    """Compute :func:`exchange_heads` with torch. peers: each rank's rows (B, n, S, H, d)."""
     _, h, N, _ = heads[0].shape
     for p, rows in enumerate(peers):
         n = rows.shape[1]
@@ -32,7 +32,7 @@ def exchange_heads_reference(heads: tuple[Tensor, ...], peers: list[Tensor], fir
 
 
 def send_rows_reference(rows: Tensor, peers: list[Tensor], rank: int) -> None:
-    """As :func:`send_rows`, by torch, with the ranks' heads (B, N, h, d) as tensors."""
+    """Compute :func:`send_rows` with torch. peers: each rank's heads (B, N, h, d)."""
     n, (_, length, h, _) = rows.shape[1], peers[0].shape
     real = min(max(length - rank * n, 0), n)
     for p, heads in enumerate(peers):

@@ -37,7 +37,7 @@ def _resize_heads_kernel(
 
 
 def resize_heads(x: Tensor, size: int) -> Tensor:
-    """As :func:`resize_heads_reference`, by the Triton kernel; without gradient.
+    """Compute :func:`resize_heads_reference` by a Triton kernel, without gradient.
 
     F.pad writes zeros to all of the result first, and torch copies rows that are part of wider ones number by number:
     the kernel reads and writes everything once.
@@ -76,10 +76,10 @@ class _Resize(torch.autograd.Function):
 def with_filled_heads(
     q: Tensor, k: Tensor, v: Tensor, head_size: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """What ``attend`` makes of q, k, v (..., H, d) as (..., H, head_size), (..., H, d).
+    """Call ``attend`` with q, k, v (..., H, d) padded by zeros to (..., H, head_size); return (..., H, d).
 
-    What it keeps of them for its backward pass is kept without the zeros, which are added anew: else q, k and v would
-    be kept a second time.
+    The tensors that ``attend`` saves for its backward pass are kept without the zeros, which are added again there:
+    otherwise q, k and v would be kept twice.
     """
     d = q.shape[-1]
     if head_size == d:

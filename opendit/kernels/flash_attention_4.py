@@ -21,7 +21,7 @@ BACKWARD = "_flash_attn_bwd"
 
 
 class SegmentLengths(NamedTuple):
-    """Of samples that lie one after the other: offsets (samples + 1,) int32, and the largest length."""
+    """The lengths of samples in a pack: offsets (samples + 1,) int32, and the largest length."""
 
     offsets: Tensor
     longest: int
@@ -85,7 +85,7 @@ class _FilledBackward(torch.autograd.Function):
 
 
 def _by(offsets: Tensor | None, longest: int | None) -> dict[str, Any]:
-    """How the package is told of lengths."""
+    """Return the package's keyword arguments for lengths."""
     if offsets is None:
         return {}
     return dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)

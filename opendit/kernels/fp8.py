@@ -66,7 +66,7 @@ class Float8:
 def kernel_arguments(
     y: Tensor | Float8, partial: Tensor | None = None, target: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Of a kernel that writes a tensor or a Float8: its pointers (y, partial, descale) and options.
+    """Return the pointers (y, partial, descale) and options of a kernel that writes a tensor or a Float8.
 
     partial: of :func:`amax`; None with a scale a row, which the kernel knows. target: EXACT, SAMPLED or
     SAMPLED_GRADIENT.

@@ -36,7 +36,7 @@ EPS = 1e-6
 
 
 def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """Whether blocks can run in float8 on ``device`` with activations of ``dtype``, and why (not)."""
+    """Return (True if blocks can run in float8 on ``device`` with activations of ``dtype``, the reason)."""
     usable, why = kernels_available(device, dtype)
     if not usable or (interpreting() and not pretending()):
         return usable, why

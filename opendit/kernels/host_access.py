@@ -1,4 +1,4 @@
-"""How kernels get at state in host memory: in place, or through a ring buffer of device memory.
+"""Give kernels access to state in host memory: in place, or through a ring buffer of device memory.
 
 A kernel adds ``shift + row * stride`` bytes to the addresses of the state's row ``row``: none where it reads and writes
 the host's memory itself, otherwise the way from there to the ring buffer.
@@ -61,11 +61,11 @@ class Staged:
 
     @property
     def nbytes(self) -> int:
-        """Of the ring buffer, on the kernel's device."""
+        """The bytes of the ring buffer, on the kernel's device."""
         return self._ring.nbytes
 
     def run(self, launch: Launch, first: int, last: int) -> None:
-        """As :meth:`InPlace.run`; the last parts are still on their way back when the current stream is done."""
+        """Run like :meth:`InPlace.run`; the last parts may still be copied back when the current stream is done."""
         stride = 4 * (self._ring.shape[2] - self._rows.shape[1])
         gone: list[Any] = []
         if self._coming is not None and self._going is not None:

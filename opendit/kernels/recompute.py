@@ -37,7 +37,7 @@ from opendit.models.layers import BlockOps, Projection
 
 
 class Recomputed:
-    """How to recompute a tensor: ``make(*inputs)``, without gradients, under the autocast that is on now.
+    """A tensor that is recomputed by ``make(*inputs)``, without gradients, under the autocast that is on now.
 
     Inputs are tensors, which are kept, or recomputed themselves. Every use is announced by ``share`` and met by
     ``take``: the tensor is made for the first and let go with the last of them, so that several uses cost one ``make``;

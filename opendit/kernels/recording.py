@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """What records: a :class:`GraphRecorder`, or something around one."""
+    """The interface of recorders: :class:`GraphRecorder`, or a wrapper around one."""
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]: ...
 
@@ -31,12 +31,12 @@ class GraphRecorder:
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """As :func:`record`."""
+        """Record on this recorder's stream and in its memory pool; see :func:`record`."""
         return record(work, self._stream, self._pool)
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
-        """What is enqueued inside goes to the side stream, in order with the current one."""
+        """Enqueue the block's work on the side stream, in order with the current one."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

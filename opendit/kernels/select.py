@@ -1,4 +1,4 @@
-"""Which kernels a run uses, and why: flags and hardware in, operations for the model and one line each out."""
+"""Choose a run's kernels from its flags and hardware, with one line each that says why."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KernelSwitches:
-    """What is asked of :func:`select_kernels`, where no flags say it."""
+    """The switches that :func:`select_kernels` reads, for callers without flags."""
 
     enable_modulate_kernel: bool = False
     enable_layernorm_kernel: bool = False
@@ -32,7 +32,7 @@ class KernelSwitches:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What to hand to ``model.use``, and one line each that says why."""
+    """The arguments of ``model.use``, and one line each that says why."""
 
     ops: BlockOps
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -105,7 +105,7 @@ def _attention(flags, device, dtype, head_dim, tokens):
 
 
 def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
-    """What is on of the registry, what else there is, and in words."""
+    """Return the registered kernels that are on, the others that are used, and a description of both."""
     if not (flags.enable_modulate_kernel or flags.enable_layernorm_kernel):
         return set(), (), "off (--enable_modulate_kernel and --enable_layernorm_kernel are)"
     norm, norm_note = (_apex_layer_norm() if flags.enable_layernorm_kernel else None), "torch's LayerNorm"

@@ -53,7 +53,7 @@ def split_head(size: int) -> tuple[int, int]:
 
 
 def takes(q: Tensor) -> bool:
-    """Whether the kernel is made for such q (B, H, N, d)."""
+    """Return True if the kernel is made for such q (B, H, N, d)."""
     if q.dtype not in (torch.bfloat16, torch.float16) or not kernels_available(q.device, q.dtype)[0]:
         return False
     batch, heads, tokens, size = q.shape
@@ -62,7 +62,7 @@ def takes(q: Tensor) -> bool:
 
 
 def short_is_faster(device: torch.device) -> bool:
-    """Whether it was measured to be, on such a card: Hopper."""
+    """Return True for cards on which it was measured to be faster: Hopper."""
     return device.type == "cuda" and missing("short_attention", device) is None
 
 

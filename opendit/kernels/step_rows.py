@@ -1,4 +1,4 @@
-"""What a sampling step looks up: every sample's rows of tables, by its own step, which is counted up.
+"""Look up the tables of a sampling step: every sample's rows, by its own step, which is counted up.
 
 A few wide rows (DiT-XL/2's modulations: 195,840 numbers) are gathered by a kernel of its own: torch's took 17 us for 16
 rows on an H200, four times what their bytes need.

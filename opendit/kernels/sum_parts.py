@@ -8,7 +8,7 @@ from opendit.kernels.language import tl, triton
 
 
 def sum_parts_reference(parts: Tensor) -> Tensor:
-    """As :func:`sum_parts`, by torch."""
+    """Compute :func:`sum_parts` with torch."""
     return parts.sum(0)
 
 

@@ -99,5 +99,5 @@ def check_tensors_fit(
 
 
 def in_reach(tensor: Tensor) -> bool:
-    """Whether a GPU's kernels can read and write a tensor in host memory."""
+    """Return True if a GPU's kernels can read and write this tensor in host memory."""
     return tensor.device.type == "cpu" and (tensor.numel() == 0 or tensor.is_pinned())

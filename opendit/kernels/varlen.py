@@ -1,5 +1,5 @@
-"""Which kernel attends to neighbours of unequal length in a pack, with the reason: FlashAttention 4 where it is
-installed and right, torch's ``varlen_attn``, or none, in which case every run has a dense call of its own.
+"""Choose the attention kernel for samples of unequal length in a pack, with the reason: FlashAttention 4 where it is
+installed and right, torch's ``varlen_attn``, or none, in which case every run of equal lengths gets a dense call.
 
 FlashAttention 4 is as fast on unequal lengths as on equal ones, and takes whole packs (docs/kernels.md has figures).
 torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length that was measured on an H200, 256 to 32,768.
@@ -122,7 +122,7 @@ def right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> 
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _right(package: str, device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool:
-    """Whether output and gradients are those of the formula in float64, for a few segments."""
+    """Compare output and gradients of a few segments with those of the formula in float64."""
     lengths, generator = (70, 193, 1), torch.Generator().manual_seed(0)
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
     qkv, grad = (torch.randn(sum(lengths), n, 3, head_dim, generator=generator).to(device, dtype) for n in (3, 1))

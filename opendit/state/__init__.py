@@ -1,1 +1,1 @@
-"""What must not be lost: the weights, in and out, and what the files that hold it may say."""
+"""Read and write weights and checkpoints, and check the files that hold them."""

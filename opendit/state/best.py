@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints is the best one, by a figure that its state.json tells."""
+"""Find the best of a run's checkpoints, by a figure in its state.json."""
 
 import math
 from pathlib import Path
@@ -45,7 +45,7 @@ class BestCheckpoint:
             point_to(checkpoints / BEST_LINK, self.folder)
 
     def take(self, folder: Path, state: dict[str, Any]) -> None:
-        """Of a checkpoint's folder and state: it is the best from now on, if its figure is better."""
+        """Make a checkpoint the best one if its figure is better. folder, state: the checkpoint's."""
         if self._of_samples:
             evaluation = state.get("evaluation", {"of": None, "figures": {}})
             figure, of = evaluation["figures"].get(self._name), evaluation["of"]

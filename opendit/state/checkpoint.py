@@ -262,7 +262,7 @@ def folder_name(step: int) -> str:
 
 
 def incomplete(final: Path) -> Path:
-    """Where a checkpoint is written until it is complete."""
+    """Return the folder that a checkpoint is written to until it is complete."""
     return final.with_name(f".{final.name}.incomplete")
 
 

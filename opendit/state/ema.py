@@ -40,7 +40,7 @@ class EMA:
 
     @property
     def averages(self) -> list[dict[str, Tensor]]:
-        """For each decay this rank's shards by name, as of the last step: waits for them."""
+        """Wait for the averages of the last step. Return this rank's shards by name, a dictionary for each decay."""
         self.engine.wait_for_averages()
         return self._averages
 

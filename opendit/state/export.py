@@ -241,5 +241,5 @@ def _read(path: Path, model: str | None) -> Weights:
 
 
 def _of_meta(name: str | None, config: DiTConfig) -> dict[str, Any]:
-    """What our file says of weights from Meta's .pt."""
+    """Return the metadata that our file stores for weights from Meta's .pt."""
     return {"model": name, "config": config.to_dict(), "vae": "ema", "image_size": 8 * config.input_size[0]}

@@ -72,7 +72,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class FileId(NamedTuple):
-    """Which file stood under a name when it was looked at, to see that it is still the same one."""
+    """The identity of the file under a name, to notice later that another file has taken its place."""
 
     device: int
     inode: int
@@ -126,7 +126,7 @@ def file_id(path: Path, root: Path) -> FileId:
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> str | None:
-    """What is wrong with a checkpoint's files, the damaged one named first; None if all are as they were written.
+    """Verify a checkpoint's files, and describe the first damaged one; return None if all are as they were written.
 
     Arguments as those of :func:`verified_files`.
     """

@@ -1,4 +1,4 @@
-"""What a model begins with that starts from the weights of another: shard by shard, whatever the plugin."""
+"""Initialise a model from the weights of another, shard by shard, under any plugin."""
 
 from collections.abc import Mapping
 

@@ -32,8 +32,8 @@ def shard_file(tensors: str, rank: int, ranks: int) -> str:
 
 
 def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, ...], Shard]]) -> dict[str, str]:
-    """What a file of shards says of itself, which its index must agree with: the set and the step, and of every tensor
-    in it the canonical shape and the cuts. held: (canonical shape, shard) by name."""
+    """Return the metadata of a file of shards, which its index must agree with: the set, the step, and each tensor's
+    canonical shape and cuts. held: (canonical shape, shard) by name."""
     said = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
     return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(said, sort_keys=True)}
 
@@ -53,7 +53,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """What an index says. step: of the run. metadata: as that of a safetensors file."""
+    """The contents of an index of shards. step: the run's. metadata: the same as in a safetensors file."""
 
     tensors_are: str  # model, ema, exp_avg, ...
     step: int
@@ -70,7 +70,7 @@ class ShardIndex:
         return {name: tensor for name, tensor in self.tensors.items() if file in tensor.shards}
 
     def metadata_of(self, file: str) -> dict[str, str]:
-        """What a file must say of itself."""
+        """Return the metadata that a file of this index must have."""
         held = {name: (tensor.shape, tensor.shards[file]) for name, tensor in self.held_by(file).items()}
         return shard_metadata(self.tensors_are, self.step, held)
 

@@ -86,8 +86,9 @@ def _load(
 
 
 def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: dict[str, tuple[int, ...]]) -> Places:
-    """Where every tensor is, under its name after the prefix of its file. Raises Unloadable unless those of ``shapes``
-    are there, of these shapes and once."""
+    """Map the name of every tensor, with the prefix of its file, to the file and the name in it.
+
+    Raises Unloadable unless each tensor of ``shapes`` is found exactly once and has its shape."""
     folder, found = checkpoint.folder, {}
     for prefix, file in files:
         for name in file:

@@ -132,7 +132,7 @@ class FolderLock:
         remove(busy)
 
     def _flock(self, file: int) -> bool:
-        """Whether the file system knows locks; raises Locked if another process has this one."""
+        """Lock the file; return False if the file system has no locks. Raises Locked if another process holds it."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -142,7 +142,7 @@ class FolderLock:
         return True
 
     def _gone(self, owner: dict[str, Any], file: int, flocked: bool) -> str | None:
-        """What to tell of an owner that left its lock behind; raises Locked if it lives."""
+        """Return a line about an owner that left its lock behind. Raises Locked if the owner is alive."""
         if not owner:
             return None  # it never came to write its name
         here, who = _this_process(), _name(owner)
@@ -202,7 +202,7 @@ def _touch(path: Path, released: threading.Event) -> None:
 
 
 def _is(file: int, path: Path) -> bool:
-    """Whether an open file is the one that has this name now."""
+    """Return True if an open file is still the one under this path."""
     try:
         return os.path.samestat(os.fstat(file), os.lstat(path))
     except FileNotFoundError:
@@ -210,7 +210,7 @@ def _is(file: int, path: Path) -> bool:
 
 
 def _owner(file: int, wait: bool) -> dict[str, Any]:
-    """What a lock says of its owner; {} if nothing, which is ``wait``-ed for."""
+    """Read the owner from a lock file; {} if there is none. wait: give the owner time to write itself down."""
     end = time.monotonic() + (EMPTY_S if wait else 0)
     while True:
         with contextlib.suppress(ValueError, RecursionError):  # the file may hold anything

@@ -74,7 +74,7 @@ def _check_archive(path: Path, size: int) -> None:
 
 
 def _why(path: Path, error: Exception) -> str:
-    """What is wrong, in words of our own: torch's tell how to load the file in spite of it."""
+    """Explain an error in our own words: torch's explain how to load the file in spite of it."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if call := found[1] if found else _first_call(path):
         return (

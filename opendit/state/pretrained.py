@@ -98,8 +98,10 @@ def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = 
 def use_newest(
     path: str | Path, which: str, notes: list[str] | None, group: ControlGroup, use: Callable[[Weights], T]
 ) -> T:
-    """What ``use`` makes of the weights of :func:`read_newest`, of which it may be called for several, while they are
-    being verified: what it makes of damaged ones, or raises, is dropped."""
+    """Return ``use(weights)`` for the weights that :func:`read_newest` finds.
+
+    ``use`` runs while the weights are being verified, perhaps for several checkpoints in turn. Its results and errors
+    for damaged weights are dropped."""
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
         return _use_intact(group.together(lambda: find_weights(path, which), ValueError, OSError), group, use)
@@ -117,8 +119,8 @@ def use_newest(
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """What one of our safetensors files says of itself, checked (opendit.state.schema) and without reading its weights;
-    {} for other files. Raises ValueError with one line that names the file and the field."""
+    """Read and check (opendit.state.schema) the metadata of one of our safetensors files, without its weights; {} for
+    other files. Raises ValueError with one line that names the file and the field."""
     if not is_set(path):
         return {}
     with open_set(path) as tensors:
@@ -153,7 +155,7 @@ def read_weights(path: Path, group: ControlGroup | None = None) -> Weights:
 
 
 def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> T:
-    """As :func:`_use`; raises ValueError for damaged weights, which names the newest earlier ones that are intact."""
+    """Call :func:`_use`, and raise ValueError for damaged weights, naming the newest earlier ones that are intact."""
     problem, made = _use(path, group, use)
     if problem is None:
         return cast(T, made)  # None only beside a problem
@@ -187,8 +189,8 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 
 
 def _damage(path: Path, group: ControlGroup) -> str | None:
-    """What is wrong with weights by the manifest beside their file, the same on every rank; None if nothing is, or for
-    files that stand alone."""
+    """Verify weights by the manifest beside their file, and describe the damage, the same on every rank; None if they
+    are intact or have no manifest."""
     return next(filter(None, group.gather(_damaged_part(path, group.mesh.rank, group.mesh.world_size))), None)
 
 

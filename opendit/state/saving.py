@@ -161,7 +161,7 @@ class Checkpoints:
         self._say(f"step {step}: NOT SAVED, {problem}; {before}; {then}the run's exit code will be 1")
 
     def _write_together(self, final: Path, files: Files, state: dict[str, Any]) -> str | None:
-        """What went wrong on any rank, the same text on all of them; None if the checkpoint is in its place."""
+        """Write a checkpoint on all ranks. Return None, or the first rank's error, the same text on every rank."""
         info = {**self.info, "step": state["step"], "version": self._kind.version}
         metadata, folder = {"format": "pt", METADATA_KEY: json.dumps(info)}, incomplete(final)
         step, written, problem, run = state["step"], {}, None, self.folder.parent

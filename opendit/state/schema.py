@@ -1,4 +1,4 @@
-"""What the files of runs and checkpoints may say, checked before anything is allocated or built.
+"""Check the contents of the files of runs and checkpoints, before anything is allocated or built.
 
 A model's and an objective's part is derived from their dataclasses: the fields, their types, and which are required.
 Keys that no version of this program has written are refused, for a file that says more than is understood means more.
@@ -213,7 +213,8 @@ RUN_CONFIG = FileKind(record({}, {"starts": listed(plain(8), most=100_000)}, oth
 
 
 def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
-    """What a weights file says of itself, its model and objective included. Raises ValueError as :func:`read_file`."""
+    """Parse and check the metadata of a weights file, with its model and objective. Raises ValueError as
+    :func:`read_file` does."""
     info = parse_text(text, METADATA, source)
     if "config" in info:
         checked_config(info["config"], source)

@@ -21,7 +21,7 @@ from opendit.state.index import ShardedTensor, ShardIndex, index_text, shard_fil
 
 
 def written_part(layout: Layout, name: str) -> Shard:
-    """What of a parameter this rank writes: its shard, or its even part of one that others hold too."""
+    """Return the part of a parameter that this rank writes: its shard, or an even part of one that others hold too."""
     holders = layout.replicas(name)
     return layout.local(name).flat_part(holders.index(layout.mesh.rank), len(holders))
 
@@ -32,7 +32,7 @@ def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 class ShardFiles:
-    """What a rank copies and writes of a checkpoint of shards.
+    """Copy and write one rank's files of a checkpoint of shards.
 
     Args:
         channel: asks the other ranks, once, what they have and write.
@@ -71,7 +71,7 @@ class ShardFiles:
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
-        """What this rank writes, in host memory."""
+        """Copy what this rank writes to host memory."""
         files: Files = {}
         self.buffer.clear()
         for which, name, shard in state_tensors(self.engine, self.ema):

@@ -164,14 +164,14 @@ class ShardedTensors(TensorSet):
 
 
 def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Whether they lie in the same part of the tensor: most of the files hold nothing of what a rank needs."""
+    """Return True if two sets of runs may share elements: most files hold nothing that a rank needs."""
     if not len(one.start) or not len(other.start):
         return False
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
 
 
 def is_set(path: Path) -> bool:
-    """Whether a file of this name is one that :func:`open_set` takes."""
+    """Return True if :func:`open_set` accepts a file with this name."""
     return path.name.endswith((WHOLE, SHARDS, PARTS))
 
 

@@ -49,7 +49,7 @@ def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks
 
 
 class WholeTensorFiles:
-    """What a rank copies and writes of a checkpoint of whole tensors.
+    """Copy and write one rank's files of a checkpoint of whole tensors.
 
     version: of state.json. averages: the file of every average, the one to sample from first.
     """
@@ -67,7 +67,7 @@ class WholeTensorFiles:
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
-        """What this rank writes, in host memory. Collective."""
+        """Copy what this rank writes to host memory. Collective."""
         files: Files = {}
         moments = f"{OPTIMIZER}_{self.mesh.rank:03d}{WHOLE}"
         self.buffer.clear()

@@ -1,4 +1,4 @@
-"""What every objective offers: what a model is trained to predict, with the samplers that go with it."""
+"""The interface of objectives: the prediction that a model is trained for, and the samplers that suit it."""
 
 import math
 from abc import ABC, abstractmethod
@@ -40,8 +40,8 @@ class Objective(ABC):
 
     @abstractmethod
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """What the network gets of data x0 (B, C, ...) with standard normal noise of its shape at times t (B,) from
-        ``times``, and what ``loss`` will need. Raises ValueError for shapes that don't fit each other."""
+        """Compute the network's input from data x0 (B, C, ...), standard normal noise of its shape and times t (B,) of
+        ``times``, with all that ``loss`` will need. Raises ValueError for shapes that don't fit each other."""
 
     @abstractmethod
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
@@ -50,8 +50,8 @@ class Objective(ABC):
 
     @abstractmethod
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
-        """Where sampling in so many steps goes. even_in_noise: with points even in log(sigma / alpha), where the
-        objective has a choice."""
+        """Return the trajectory of sampling in ``steps`` steps. even_in_noise: space its points evenly in
+        log(sigma / alpha), if the objective has a choice."""
 
     def network(self, model: Model) -> Model:
         """Return ``model(x, t)`` as the trajectory reads it."""
@@ -106,7 +106,7 @@ class Objective(ABC):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        """What decides the meaning of the network's output. Other settings only weigh and choose training samples."""
+        """Return the settings that decide what the network's output means. Others only weigh and choose samples."""
         return {"objective": self.name}
 
 

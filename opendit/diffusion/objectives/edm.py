@@ -40,7 +40,7 @@ def karras_sigmas(steps: int) -> Tensor:
 
 
 def network_times(sigma: Tensor) -> Tensor:
-    """What the network gets for sigma: 1000 c_noise, of sigma's dtype."""
+    """Return the network's time for sigma: 1000 c_noise, of sigma's dtype."""
     return NOISE_SCALE * sigma.log()
 
 
@@ -62,7 +62,7 @@ def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: 
 
 
 class EDMContext(NamedTuple):
-    """What the loss of a prepared micro-batch needs: what F is to predict, (B, C, ...) float32 at least."""
+    """The input that the loss of a prepared micro-batch needs: the target of F, (B, C, ...), at least fp32."""
 
     target: Tensor
 

@@ -62,13 +62,13 @@ def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
 
 
 class FlowContext(NamedTuple):
-    """What the loss of a prepared micro-batch needs: the velocity noise - x_0, (B, C, ...) float32 at least."""
+    """The input that the loss of a prepared micro-batch needs: the velocity noise - x_0, (B, C, ...), at least fp32."""
 
     velocity: Tensor
 
 
 def network_times(t: Tensor) -> Tensor:
-    """What the network gets for t: float32 in [0, 1000]."""
+    """Return the network's time for t: float32 in [0, 1000]."""
     return (t * TIME_SCALE).to(torch.float32)
 
 

@@ -1,4 +1,5 @@
-"""What a sampler is: ``init`` and ``step``, pure functions of tensors, and tables of all that differs between steps."""
+"""The interface of samplers: ``init`` and ``step``, pure functions of tensors, and tables of all that differs between
+steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ Observer = Callable[[Tensor, Tensor], None]
 
 
 class State(NamedTuple):
-    """What most samplers carry from step to step. Any sampler's state is a NamedTuple of tensors, one of them ``x``."""
+    """The state of most samplers between two steps. Every state is a NamedTuple of tensors, one of them ``x``."""
 
     x: Tensor  # (B, C, ...), float32 or float64
 
@@ -67,7 +68,7 @@ class Sampler(ABC):
 
     @classmethod
     def fits(cls, trajectory: type[Trajectory]) -> bool:
-        """Whether it can go along trajectories of this kind: whether they define what it needs."""
+        """Return True if the sampler works with trajectories of this class: they define the method that it needs."""
         defined = getattr(trajectory, cls.needs, None)
         return defined is not None and defined is not getattr(Trajectory, cls.needs, None)
 
@@ -96,7 +97,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def inputs(self, i: int) -> NamedTuple:
-        """What step i = 0, 1, ... takes besides the state: tensors, or None for what the step doesn't have.
+        """Return the inputs of step i = 0, 1, ... besides the state: tensors, or None for those that the step lacks.
 
         ``advance`` may get a number of these as (B, 1, ..., 1), one a sample: samples of a batch may be at other steps
         (opendit.inference.step_inputs)."""

@@ -92,7 +92,7 @@ def check(options: dict[str, Any]) -> None:
 
 
 def is_local(host: str) -> bool:
-    """Whether an address is this machine's own, which no other reaches."""
+    """Return True for an address that only this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

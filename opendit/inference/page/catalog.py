@@ -1,5 +1,5 @@
-"""What the page may read: the runs under one folder, their checkpoints and sample grids, and the checkpoints that were
-named when the page was started.
+"""List the files that the page may read: the runs under one folder, their checkpoints and sample grids, and the
+checkpoints that were named when the page was started.
 
 A browser only ever chooses among the names that are listed here: what it sends is looked up in a listing and never made
 a part of a path. What is listed lies inside the folder of runs; a symbolic link that leads out of it is refused.
@@ -43,7 +43,7 @@ class WeightsChoice:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What one has to know of a model to ask it for samples.
+    """The facts about a model that a request for samples needs.
 
     classes: the name of every class; none of a model of captions. samplers: those that it can be drawn with, the
     default one first. guided: whether it has a null condition. size: as people write it.
@@ -88,7 +88,7 @@ class Catalog:
         return self.outputs.resolve()
 
     def inside(self, path: Path) -> bool:
-        """Whether a path leads to something in the folder of runs, whatever links stand in it."""
+        """Return True if a path, with all links resolved, leads to something in the folder of runs."""
         try:
             return path.resolve(strict=True).is_relative_to(self.root)
         except (OSError, RuntimeError):  # RuntimeError: links in a circle
@@ -144,7 +144,7 @@ class Catalog:
     # ------------------------------------------------------------------------------------------ weights
 
     def sources(self) -> list[str]:
-        """What can be drawn from: runs that have checkpoints, and the checkpoints that were named at the start."""
+        """List what samples can be drawn from: runs that have checkpoints, and checkpoints named at the start."""
         return [name for name in self.runs() if self._checkpoints(name)] + list(self.extra)
 
     def checkpoints(self, source: str) -> list[str]:
@@ -213,8 +213,8 @@ class Catalog:
                 file_id(path, self.root)
 
     def card(self, choice: WeightsChoice) -> ModelCard | None:
-        """What the weights say of themselves, without reading them; None if they don't. Raises ValueError, OSError for
-        a damaged file."""
+        """Read the weights' metadata, without the weights; None if they have none. Raises ValueError or OSError for a
+        damaged file."""
         file = find_weights(choice.path, choice.which)
         info = read_info(file)
         weights = Weights({}, file, info)

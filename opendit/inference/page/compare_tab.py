@@ -91,6 +91,6 @@ def compare_tab(page: Page, blocks: gr.Blocks) -> None:
 
 
 def difference(first: Any, second: Any) -> str:
-    """How far apart two samples of one size are, for people; nothing for two of different sizes."""
+    """Describe the difference of two samples of one size; empty for two of different sizes."""
     a, b = (np.asarray(one.frames if isinstance(one, VideoClip) else one).astype(np.int16) for one in (first, second))
     return f" differ by {np.abs(a - b).mean():.1f} of 255 a pixel" if a.shape == b.shape else ""

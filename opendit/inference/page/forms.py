@@ -1,4 +1,4 @@
-"""What a browser's fields hold, as a request to draw; everything it sends is checked here or by the ``Pipeline``."""
+"""Turn a browser's fields into a request to draw; everything it sends is checked here or by the ``Pipeline``."""
 
 import math
 import random
@@ -18,7 +18,7 @@ CACHES = ("taylor:2", "taylor:3", "taylor:4", "first_block:0.06", "first_block:0
 
 @dataclass(frozen=True)
 class SettingsForm:
-    """How it is drawn: what stands in the fields of one column."""
+    """The fields of one column, which say how samples are drawn."""
 
     source: Any
     checkpoint: Any
@@ -37,7 +37,7 @@ class SettingsForm:
 
 @dataclass(frozen=True)
 class WhatForm:
-    """What is drawn: classes by number, or captions line by line; how many, from which seed."""
+    """The fields that say what is drawn: classes by number, or captions line by line; the count and the seed."""
 
     classes: Any
     captions: Any

@@ -1,4 +1,4 @@
-"""What stands before every request to the page: who may ask, and for what."""
+"""Check every request to the page: who may ask, and for what."""
 
 import asyncio
 import base64

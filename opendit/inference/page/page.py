@@ -1,4 +1,4 @@
-"""What the page's tabs share: the catalog, the queue, the store, and who is waiting for what."""
+"""The state that the page's tabs share: the catalog, the queue, the store, and who is waiting for what."""
 
 import asyncio
 import threading
@@ -44,7 +44,7 @@ class Page:
         return card
 
     async def draw(self, session: str, asked: list[Asked]) -> AsyncIterator[str | list[PendingDrawing]]:
-        """How far it is, as HTML, and at last all requests with their samples; nothing but a message if it fails.
+        """Yield the progress as HTML, and at last all requests with their samples, or only a message if one fails.
 
         session: the browser's, by which :meth:`cancel` finds what it waits for.
         """

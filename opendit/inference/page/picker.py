@@ -19,7 +19,7 @@ FIRST_CLASSES = 10  # that are chosen when a model is
 
 @dataclass
 class WeightsPicker:
-    """Which weights, and how to draw from them. Make it where its fields are to stand."""
+    """Choose weights, and how to draw from them. Make it where its fields should appear."""
 
     page: Page
     steps: int = 50
@@ -99,7 +99,7 @@ class WeightsPicker:
 
 @dataclass
 class WhatPicker:
-    """What is drawn, and from which seed."""
+    """Choose what is drawn, and from which seed."""
 
     page: Page
     count: int = 10
@@ -138,7 +138,7 @@ class WhatPicker:
         return [self.classes, self.captions, self.negative]
 
     def follow(self, card: ModelCard | None, chosen: Any) -> list[Any]:
-        """What the fields ``followed`` become for another model."""
+        """Return updates of the fields ``followed`` for another model."""
         if card is None:
             return [gr.skip()] * 3
         choices = [(_class_label(number, name), number) for number, name in enumerate(card.classes)]

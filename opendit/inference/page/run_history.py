@@ -1,4 +1,4 @@
-"""What a run's folder tells of it: the curves of log.jsonl, and the flags and changes of every start in config.json."""
+"""Read a run's history: the curves of log.jsonl, and the flags and changes of every start in config.json."""
 
 import json
 import math
@@ -17,7 +17,7 @@ LOG_BYTES, LINE_BYTES = 512 * MIB, MIB
 
 
 def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float, str]]]:
-    """For each of ``METRICS``, (step, value, run) of all these runs' points."""
+    """Return, for each of ``METRICS``, the points (step, value, run) of all these runs."""
     found: dict[str, list[tuple[int, float, str]]] = {metric: [] for metric in METRICS}
     for run in runs:
         if (log := catalog.file(run, "log.jsonl")) is None:

@@ -118,5 +118,5 @@ class SampleStore:
 
 
 def is_token(text: str) -> bool:
-    """Whether a text is written as a token is."""
+    """Return True if a text has the form of a token."""
     return _TOKEN.fullmatch(text) is not None

@@ -1,4 +1,4 @@
-"""What the page shows as HTML. Whatever comes from a browser, a checkpoint or a folder goes through :func:`escaped`."""
+"""Render the page's HTML. All text from a browser, a checkpoint or a folder goes through :func:`escaped`."""
 
 import html
 import math
@@ -122,7 +122,7 @@ def pairs(first: list[StoredSample], second: list[StoredSample], differences: li
 
 
 def legend(colors: dict[str, str]) -> str:
-    """Which run's curves are of which colour."""
+    """Render the legend that gives each run's colour."""
     runs = (f'<span><i style="background:{escaped(color)}"></i>{escaped(run)}</span>' for run, color in colors.items())
     return f'<div class="legend">{"".join(runs)}</div>'
 
