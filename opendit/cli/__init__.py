@@ -1,1 +1,1 @@
-"""What the user types: the flags of each program, recipes, and the checks that need nothing heavy: no torch."""
+"""Parse and check what the user types: the flags of each program and recipes. Needs no torch."""

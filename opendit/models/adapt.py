@@ -30,12 +30,12 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 
 @dataclass
 class Adaptation:
-    """What becomes of a model's weights: the number of each parameter's and buffer's, by name.
+    """The origin of each of a model's parameters and buffers: name -> number of elements.
 
-    new: initial values, nothing fitted. resized: partly taken over, ``why`` says how. recomputed: fixed tables.
-    left_out: of the file, without a place in the model.
+    reused: taken from the file. resized: partly taken from it, ``why`` says how. new: initial values, nothing fitted.
+    recomputed: fixed tables. left_out: tensors of the file that have no place in the model.
 
-    stored: the name in the file of what is reused. made: the values of what is resized, in host memory.
+    stored: the names in the file of what is reused. made: the values of what is resized, in host memory.
     """
 
     reused: dict[str, int] = field(default_factory=dict)
@@ -92,8 +92,8 @@ def adapt(
     *,
     fresh: Callable[[str], Tensor],
 ) -> Adaptation:
-    """What of ``weights``, of a model ``found``, fits into ``model``: for every parameter and buffer whether it is a
-    tensor of the file, one that is made here, or neither. The model is not changed, and may be on the meta device.
+    """Find out which ``weights``, of a model ``found``, fit into ``model``: every parameter and buffer comes from the
+    file, is made here, or is new. The model is not changed, and may be on the meta device.
 
     Same name and shape: as it is, unless it belongs to another text encoder. Label table of other classes: the null
     class, where the file has one, and the classes whose names (``class_names``, and the file's) are the same; the
@@ -137,7 +137,7 @@ def adapt(
 
 
 def _stored_as(name: str, found: DiTConfig, config: DiTConfig) -> str:
-    """What ``name`` is called in weights of ``found``. Axes are counted from the first, which is time only in clips."""
+    """Return the name of ``name`` in weights of ``found``. Axes count from the first, which is time only in clips."""
     axis = re.fullmatch(r"learned_positions\.axes\.(\d+)\.weight", name)
     if axis is None:
         return name
@@ -155,7 +155,7 @@ def _same_classes(before: Sequence[str], after: Sequence[str]) -> bool:
 def _same_table(
     own: Sequence[int], there: Sequence[int], before: Sequence[str], after: Sequence[str], null_class: bool
 ) -> bool:
-    """Whether the file's label table is the model's: of the same shape and classes, with the null class."""
+    """Return True if the file's label table fits the model: the same shape and classes, with the null class."""
     return own == there and null_class and _same_classes(before, after)
 
 

@@ -33,10 +33,12 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """What blocks know of where a sequence's tokens are: how many along each axis; with rotary positions, the rotations
-    (N, d / 2, 2) fp32; where every block adds learned positions, those of this rank's tokens (1, n, D); where several
-    ranks share the sequence, how; where it is a pack, its segments, as far as they are this rank's. (A pack has grids
-    of its own, and ``sizes`` is its number of tokens.)"""
+    """The places of a sequence's tokens, for blocks.
+
+    sizes: tokens along each axis of the grid; (tokens,) for a pack. rotary: rotations (N, d / 2, 2) fp32 of rotary
+    positions. learned: positions of this rank's tokens (1, n, D), if every block adds them. shards: the division of the
+    sequence over ranks. packed: this rank's part of a pack's segments.
+    """
 
     sizes: tuple[int, ...]
     rotary: Tensor | None = None
@@ -46,7 +48,7 @@ class TokenGrid:
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """What operations with a shift, a scale or a gate get last of a pack, (sample_of_row,); nothing otherwise."""
+    """Return the last arguments of operations with shift, scale or gate: (sample_of_row,) for packs, else none."""
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
 
 
@@ -69,7 +71,7 @@ class SequenceShards(Protocol):
 
     @property
     def takes_projection(self) -> bool:
-        """Whether to call :meth:`project_and_attend`, with which inputs can travel beside their products."""
+        """True to have :meth:`project_and_attend` called, so that inputs can travel beside their products."""
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: "GridAttention") -> Tensor:
@@ -98,7 +100,7 @@ class SequenceShards(Protocol):
 
     @property
     def axial(self) -> bool:
-        """Whether attention along an axis of the grid calls :meth:`attend_along`."""
+        """True to have :meth:`attend_along` called for attention along an axis of the grid."""
         ...
 
     def attend_along(
@@ -222,7 +224,7 @@ class MadeProjection:
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
-        """As :meth:`opendit.models.layers.Projection.product`."""
+        """Multiply x by the weight; see :meth:`opendit.models.layers.Projection.product`."""
         return multiply(x, self.weight) if bias is None else multiply(x, self.weight, bias)
 
 

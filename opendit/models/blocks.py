@@ -1,4 +1,4 @@
-"""What the blocks of every architecture are, how a stack of them is run, and the layer after them."""
+"""The base of every architecture's blocks, the function that runs a stack of them, and the layer after them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -153,8 +153,8 @@ def run_blocks(
 
 
 def is_cut(block: nn.Module) -> bool:
-    """Whether calling ``block`` does more than its ``forward``: something hangs on its border (hooks, as those of
-    FSDP2's shard units, or a compiled form), so that its output must be made there."""
+    """Return True if calling ``block`` does more than its ``forward``, because of hooks (such as those of FSDP2's shard
+    units) or a compiled form, so that its output must be complete at its border."""
     hooks = block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks
     return block._compiled_call_impl is not None or any(hooks)
 

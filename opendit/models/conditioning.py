@@ -1,4 +1,4 @@
-"""What a caption becomes inside a model: pooled vector and tokens, from a frozen encoder or a trained one.
+"""Turn captions into a pooled vector and tokens inside a model, by a frozen encoder or a trained one.
 
 A text model's condition ``y`` is a :class:`TextCondition` of a frozen encoder (CLIP, T5), or, for ``bytes``, the
 token ids (B, L) int64 of opendit.models.bytes_text, whose encoder is a part of the model. Classifier-free guidance
@@ -17,7 +17,7 @@ from opendit.models.layers import layer_norm
 
 @dataclass(frozen=True)
 class TextConfig:
-    """How captions reach a model; a part of the model's configuration."""
+    """The part of a model's configuration that concerns captions."""
 
     name: str  # "bytes": an encoder inside the model; anything else: a frozen one outside of it (clip, t5)
     width: int  # of the encoder's tokens and of its pooled vector
@@ -26,7 +26,7 @@ class TextConfig:
 
     @property
     def inside(self) -> bool:
-        """Whether the encoder belongs to the model: is trained, averaged and saved with it."""
+        """True if the encoder belongs to the model: it is trained, averaged and saved with it."""
         return self.name == "bytes"
 
 

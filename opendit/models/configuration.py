@@ -1,4 +1,4 @@
-"""What a model is made of, as data: it travels inside checkpoints, and counts weights and work without building it."""
+"""The configurations of models. They are stored in checkpoints, and count weights and work without building a model."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -59,17 +59,17 @@ class DiTConfig:
 
     @property
     def shared_modulation(self) -> bool:
-        """Whether the blocks' modulations are corrections of one that is made once."""
+        """True if the blocks' modulations are corrections of one that is made once."""
         return self.adaln_lora is not None and self.revision >= 2
 
     @property
     def positions_in_blocks(self) -> bool:
-        """Whether learned positions are added before every block, and not before the first only."""
+        """True if learned positions are added before every block; False if only before the first."""
         return False
 
     @property
     def depends_on_revision(self) -> bool:
-        """Whether another revision would be another model; if not, it is the newest, whatever a file says."""
+        """True if another revision would be another model; otherwise the newest counts, whatever a file says."""
         return self.adaln_lora is not None
 
     @property
@@ -239,16 +239,16 @@ class DiTConfig:
         return self.depth * self.whole_block_parameters() + embed + final
 
     def whole_block_parameters(self) -> int:
-        """Of a block with everything in it."""
+        """Count the parameters of a block with everything in it."""
         cross = self.attention_parameters() if self.cross_attention else 0
         return self.block_parameters() + cross + self.modulation_parameters()
 
     def block_parameters(self) -> int:
-        """Of a block without its modulation and cross-attention."""
+        """Count the parameters of a block without its modulation and cross-attention."""
         return self.attention_parameters() + self.mlp_parameters()
 
     def attention_parameters(self) -> int:
-        """Of self-attention, or of cross-attention, which has as many."""
+        """Count the parameters of self-attention, or of cross-attention, which has as many."""
         d = self.hidden_size
         return 4 * d * d + 4 * d * self.bias + 2 * self.head_dim * self.qk_norm
 
@@ -257,7 +257,7 @@ class DiTConfig:
         return 2 * d * hidden + (hidden + d) * self.bias
 
     def modulation_parameters(self) -> int:
-        """Of a block; what all share is not among them."""
+        """Count the parameters of a block's modulation, without those that all blocks share."""
         return self.modulation_weights + self.modulation_width * (self.bias and not self.shared_modulation)
 
     @property
@@ -266,7 +266,7 @@ class DiTConfig:
 
     @property
     def modulation_weights(self) -> int:
-        """Of a block, without biases."""
+        """Count the weights of a block's modulation, without biases."""
         rank = self.adaln_lora
         full = self.modulation_width * self.hidden_size
         return full if rank is None else rank * (self.hidden_size + self.modulation_width)

@@ -230,8 +230,8 @@ class DiT(nn.Module):
         return self.predict(x, self.modulations(c), context)
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
-        """What a condition is to the network at every time: the vector (B, D) that is added to the time's, and what
-        blocks with cross-attention attend to."""
+        """Embed a condition, the same for every time: the vector (B, D) that is added to the time's, and the context
+        for blocks with cross-attention."""
         if self.config.text is None:
             return self.y_embedder(y), None
         return self.y_embedder(y if self.text_encoder is None else self.text_encoder(y))
@@ -242,15 +242,15 @@ class DiT(nn.Module):
         return self.t_embedder(t) + vector, context
 
     def contexts(self, context: Context | None) -> list[Context] | None:
-        """What :meth:`predict` takes in the place of a context that it is given more than once: every block's keys and
-        values of it. (In a single call every block makes its own, and nothing of them outlives it.)"""
+        """Compute every block's keys and values of a context, for several calls of :meth:`predict` with it. (In one call
+        every block makes its own, and keeps none of them.)"""
         return None if context is None else [cast(Context, block.keys_values(context)) for block in self.blocks]
 
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None) -> Iterator[Modulation]:
-        """What every block's, then the final layer's ``modulate`` gives for the condition c (B, D), each made when it
-        is asked for; ``tuple(model.modulations(c))`` makes them all, to be used for several steps. With
-        ``modulate_in_blocks`` the blocks' are the pairs that they make them of when they are called. blocks: None for
-        all."""
+        """Yield the modulations of every block, then of the final layer, for the condition c (B, D).
+
+        Each is computed when it is asked for; ``tuple(model.modulations(c))`` computes them all, for several steps.
+        With ``modulate_in_blocks`` blocks get the pair (c, shared), and compute their own. blocks: None for all."""
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         for block in self.blocks if blocks is None else blocks:
             yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
@@ -288,16 +288,17 @@ class DiT(nn.Module):
         context: Context | list[Context] | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """What :meth:`predict` does between :meth:`embed` and :meth:`unpatchify`: the last layer's values of every
-        token, (B, n, prod(patch) * out_channels). start: [tokens (B, n, D)], which is emptied, so that nobody holds
-        them while the blocks run."""
+        """Run blocks and final layer: the part of :meth:`predict` between :meth:`embed` and :meth:`unpatchify`.
+
+        Returns (B, n, prod(patch) * out_channels). start: [tokens (B, n, D)]; the list is emptied, so that nothing
+        holds the tokens while the blocks run."""
         modulations, checkpointed = iter(modulations), self.grad_checkpoint and torch.is_grad_enabled()
         x = run(self.blocks, start.pop(), modulations, context, grid, checkpointed=checkpointed)
         return self.final_layer(x, next(modulations), of_rows(grid))
 
     def embed(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, TokenGrid]:
-        """What the blocks begin with: this rank's tokens (B, n, D) of x (B, C, ...), and where they are. positions: of
-        x's grid, where they are at hand."""
+        """Embed x (B, C, ...): return this rank's tokens (B, n, D) and their places. positions: of x's grid, if at
+        hand."""
         sizes = self.config.grid_of(tuple(x.shape[2:]))
         patches, positions = self.x_embedder.patches(x), self.positions(sizes) if positions is None else positions
         shards = None if self.sequence is None else self.sequence(patches.shape[1], sizes)
@@ -313,7 +314,7 @@ class DiT(nn.Module):
     def token_grid(
         self, sizes: tuple[int, ...], positions: Tensor | None, shards: SequenceShards | None = None
     ) -> TokenGrid:
-        """What blocks know of tokens in a grid of these sizes, at these positions."""
+        """Describe the places of tokens in a grid of these sizes, at these positions."""
         in_blocks = positions if self.config.positions_in_blocks else None
         return TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
 

@@ -90,26 +90,26 @@ class ExpertMlp(Mlp):
         )
 
     def affinities(self, y: Tensor) -> Tensor:
-        """Of y's tokens (B, N, D) to all experts, (B, N, E), in fp32 or wider."""
+        """Compute the affinities of y's tokens (B, N, D) to all experts, (B, N, E), in fp32 or wider."""
         return self.router(y).softmax(dim=-1, dtype=torch.promote_types(y.dtype, torch.float32))
 
     def choose(self, affinity: Tensor) -> tuple[Tensor, Tensor]:
-        """Of affinities (B, N, E) to any experts those of the tokens that each of them takes, (B, E, k), and their
-        numbers in the sample."""
+        """Choose each expert's tokens by affinities (B, N, E): return their affinities and their numbers in the sample,
+        (B, E, k) each."""
         k = _places(affinity.shape[1], self.router.out_features, *self.capacity)
         return affinity.transpose(1, 2).topk(k, dim=-1)
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """Of the experts that this rank has, (E, D, hidden) and (E, hidden, D)."""
+        """Return the weights of this rank's experts, (E, D, hidden) and (E, hidden, D)."""
         return self.expert_fc1, self.expert_fc2
 
     def experts(self, taken: Tensor) -> Tensor:
-        """What each expert of this rank makes of its tokens (E, rows, D)."""
+        """Apply each expert of this rank to its tokens (E, rows, D)."""
         fc1, fc2 = self.weights()
         return torch.bmm(F.gelu(torch.bmm(taken, fc1), approximate="tanh"), fc2)
 
     def routed(self, y: Tensor) -> Tensor:
-        """What the experts of this rank add to y's tokens, (B, N, D), without the shared MLP."""
+        """Return what this rank's experts add to y's tokens, (B, N, D), without the shared MLP."""
         B, N, _ = y.shape
         weight, token = self.choose(self.affinities(y)[..., self.held])
         row = rows_by_expert(token, N)
@@ -128,8 +128,8 @@ class ExpertMlp(Mlp):
 
 
 class Routing(Protocol):
-    """What experts add to tokens, in three steps, so that tokens can travel to the ranks of their experts beside other
-    work: made by ``ExpertMlp.start``, which sends them off; then :meth:`compute`; then :meth:`result`.
+    """The experts' work on tokens in three steps, so that tokens travel to their experts' ranks beside other work:
+    ``ExpertMlp.start`` makes it and sends them off; then comes :meth:`compute`; then :meth:`result`.
 
     travels: whether the result is on its way when :meth:`compute` returns.
     """
@@ -141,12 +141,12 @@ class Routing(Protocol):
         ...
 
     def result(self) -> Tensor:
-        """What is added to the tokens (B, n, D). Once."""
+        """Return what is added to the tokens (B, n, D). Call it once."""
         ...
 
 
 class _RoutedHere:
-    """By experts that are all here."""
+    """Routing where this rank has all experts."""
 
     travels = False
 

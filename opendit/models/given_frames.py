@@ -1,4 +1,4 @@
-"""Which frames of a clip a model is given: what ``--given_frames`` says, and how it enters the network.
+"""Give a model some frames of a clip, as ``--given_frames`` says: the encoding as input channels of the network.
 
 A model with given frames gets, beside the noisy latents x_t (C channels), one channel that is 1 in the given frames and
 0 in the others, and C channels with the latents of the given frames and 0 elsewhere: x_t ++ mask ++ given.
@@ -22,7 +22,7 @@ def give(latents: Tensor, lengths: Tensor) -> Tensor:
 
 
 def with_given(x: Tensor, given: Tensor | None) -> Tensor:
-    """What a network gets: x (B, C, T, H, W) as it is without ``given``, else x ++ ``given`` of :func:`give`."""
+    """Return the network's input: x (B, C, T, H, W) without ``given``, else x ++ ``given`` of :func:`give`."""
     return x if given is None else torch.cat([x, given.to(x.dtype)], dim=1)
 
 

@@ -33,7 +33,7 @@ from opendit.models.parameter_names import canonical_name
 
 
 class Distribution:
-    """Of a parameter's initial values."""
+    """The distribution of a parameter's initial values."""
 
     def values(self, key: int, start: int, count: int, shape: Sequence[int]) -> np.ndarray:
         """Elements [start, start + count) of a parameter of ``shape``, (count,) float32 or float64; start and count are
@@ -134,7 +134,7 @@ def random_words(key: int, start: int, count: int) -> np.ndarray:
 
 
 def _symmetric_uniforms(key: int, start: int, count: int) -> np.ndarray:
-    """Of U(-1, 1), float32: exact, and symmetric; two of a word."""
+    """Draw from U(-1, 1), float32: exact and symmetric, two numbers from a word."""
     bits = random_words(key, start // 2, count // 2).astype("<u8", copy=False).view("<i4")
     np.right_shift(bits, 8, out=bits)
     values = bits.astype(np.float32)
@@ -144,7 +144,7 @@ def _symmetric_uniforms(key: int, start: int, count: int) -> np.ndarray:
 
 
 def _standard_normals(key: int, start: int, count: int) -> np.ndarray:
-    """Of N(0, 1), float64, by Box and Muller: two of two words."""
+    """Draw from N(0, 1), float64, by Box and Muller: two numbers from two words."""
     values = (random_words(key, start, count) >> np.uint64(11)).astype(np.float64)
     values += 0.5
     values *= 2.0**-53  # U(0, 1)
@@ -159,7 +159,7 @@ def _standard_normals(key: int, start: int, count: int) -> np.ndarray:
 
 
 def distribution_of(model: nn.Module, name: str) -> Distribution:
-    """Of a parameter by its canonical name. Raises ValueError unless exactly one pattern of the model's fits it."""
+    """Find a parameter's distribution by its canonical name. Raises ValueError unless exactly one pattern fits it."""
     distributions: Callable[[], dict[str, Distribution]] = cast(Any, model).initial_distributions
     return value_of(name, distributions(), "the initial distributions")
 

@@ -155,12 +155,12 @@ class BlockOps:
 
     @classmethod
     def names(cls, projection: bool = False) -> list[str]:
-        """Of all operations; ``projection``: of those that are given one."""
+        """Return the names of all operations; projection: only of those that get one."""
         operations = [item for item in fields(cls) if item.name != "kernels"]
         return [item.name for item in operations if item.metadata or not projection]
 
     def kernel(self, operation: str) -> Kernel | None:
-        """What takes the place of this operation's reference; None: nothing."""
+        """Return the kernel that replaces this operation's reference; None: no kernel does."""
         return next((kernel for kernel in self.kernels if kernel.operation == operation), None)
 
     @property
@@ -170,11 +170,11 @@ class BlockOps:
 
     @property
     def float8(self) -> bool:
-        """Whether the linear layers of a block compute in float8."""
+        """True if the linear layers of a block compute in float8."""
         return any(kernel.float8 for kernel in self.kernels)
 
     def in_float8(self, operation: str) -> bool:
-        """Whether this operation's product is in float8."""
+        """Return True if this operation's product is in float8."""
         kernel = self.kernel(operation)
         return kernel is not None and kernel.float8
 
@@ -221,9 +221,11 @@ TORCH_OPS = BlockOps()
 
 @dataclass(frozen=True)
 class Options:
-    """What the blocks of every architecture can be made with: biases in their linear layers or none, normalised queries
-    and keys, a rank of the modulation's weights (None: full); shared_modulation: that product only corrects a
-    modulation that all blocks share."""
+    """The options that the blocks of every architecture have.
+
+    bias: biases in linear layers. qk_norm: normalised queries and keys. adaln_lora: the rank of the modulation's
+    weights; None: full. shared_modulation: these weights only correct a modulation that all blocks share.
+    """
 
     bias: bool = True
     qk_norm: bool = False

@@ -27,7 +27,7 @@ A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # in peft's names of 
 
 @dataclass(frozen=True)
 class Lora:
-    """What a run adds; a part of its checkpoints. base: the weights file that it is added to."""
+    """The LoRA of a run, which is stored in its checkpoints. base: the weights file that it is added to."""
 
     rank: int
     alpha: float
@@ -55,7 +55,7 @@ def targets(model: DiT) -> list[str]:
 
 
 def lora_parameters(config: DiTConfig, rank: int) -> int:
-    """How many weights ``add_lora`` adds to a model: (in + out) x rank for each target. None is made."""
+    """Count the weights that ``add_lora`` adds to a model: (in + out) x rank for each target. None is made."""
     with on_meta():
         model = build_model(config)
     layers = [cast(nn.Linear, model.get_submodule(name)) for name in targets(model)]

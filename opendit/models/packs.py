@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def predict_pack(
     model: "DiT", x: Tensor, modulations: Iterable[Modulation], context: Context | None, segments: Segments
 ) -> Tensor:
-    """What ``model`` predicts of every patch, (N, out_channels, *patch) in the weights' dtype.
+    """Predict every patch of a pack, (N, out_channels, *patch) in the weights' dtype.
 
     x: (N, C, *patch) noised patches, also ``with_given(x, given)``. modulations, context: of the S segments. Of a frame
     that is repeated to fill a patch the prediction is the mean over the repeats, as ``DiT.forward`` says, in each.
@@ -52,7 +52,7 @@ def predict_pack(
 
 
 def _embed(model: "DiT", x: Tensor, packed: PlacedSegments) -> tuple[Tensor, TokenGrid]:
-    """As ``DiT.embed``: this rank's tokens (1, n, D) of the pack, and where they are."""
+    """Embed a pack like ``DiT.embed``: return this rank's tokens (1, n, D) and their places."""
     config, shards = model.config, None
     patches = x.flatten(1).unsqueeze(0).to(model.x_embedder.proj.weight.dtype)
     rotary = None
@@ -100,5 +100,5 @@ def _positions(model: "DiT", packed: PlacedSegments) -> Tensor | None:
 
 
 def _side(longest: int, configured: int) -> int:
-    """How far a table goes that is looked up for sides up to ``longest``: few tables for packs of all kinds."""
+    """Return the length of a table for sides up to ``longest``; powers of two keep the number of tables small."""
     return configured if longest <= configured else 1 << (longest - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Where tokens are: sine-cosine tables, learned tables and rotations, of a token's coordinates (t, h, w) or (h, w).
+"""Encode positions: sine-cosine tables, learned tables and rotations, of a token's coordinates (t, h, w) or (h, w).
 
 All are functions of coordinates (N, axes), so that they serve any grid, and packed sequences of several.
 """

@@ -21,7 +21,7 @@ class Varlen(Protocol):
     """A kernel for neighbours of unequal length."""
 
     def takes(self, run: SegmentRun) -> bool:
-        """Whether it is faster for such a run than a dense call of its own."""
+        """Return True if it is faster for such a run than a dense call."""
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:

@@ -54,7 +54,7 @@ class Segments:
 
     @classmethod
     def of(cls, sizes: Sequence[tuple[int, ...]], patch: tuple[int, ...], tokens: int) -> "Segments":
-        """Of latents of these sizes, (rows, columns) or (frames, rows, columns), for a model of such patches.
+        """Make the segments of latents of these sizes, (rows, columns) or (frames, rows, columns), for a patch size.
 
         Raises ValueError for a size that the patch does not divide; a single frame is repeated to fill it.
         """
@@ -97,7 +97,7 @@ class Segments:
         return tuple(SegmentRun(parts[0][0], len(parts), length) for length, parts in ((n, list(g)) for n, g in groups))
 
     def place(self, device: torch.device) -> "PlacedSegments":
-        """What layers are told of the whole pack, on ``device``, which nothing waits for."""
+        """Copy the layers' description of the whole pack to ``device``, without waiting for it."""
         table = torch.tensor([*self.lengths, self.tokens - self.filled, *self.offsets])
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
@@ -127,7 +127,7 @@ class PlacedSegments:
 
     @cached_property
     def runs(self) -> tuple[SegmentRun, ...]:
-        """Of these n tokens."""
+        """Return the runs of these n tokens."""
         return self.segments.within(self.first, self.first + len(self.sample_of_row))
 
     def offsets_of(self, segment: int, count: int) -> Tensor:

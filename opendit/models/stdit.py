@@ -33,7 +33,7 @@ class STDiTConfig(VDiTConfig):
 
     @property
     def sequence_types(self) -> tuple[str, ...]:
-        """Of attention to all tokens, where there is any."""
+        """The types of the attention to all tokens, or only "axial" if there is none."""
         return super().sequence_types if self.full_attention else ("axial",)
 
     def block_parameters(self) -> int:

@@ -16,7 +16,7 @@ from opendit.models.plans.terms import Plan
 
 @dataclass(frozen=True)
 class Classes:
-    """What makes the models of a kind, and their plan: what may be parallelised in them, and what they cost."""
+    """The classes that make the models of a kind, and their plan: the parallelism that they allow, and their costs."""
 
     config: type[DiTConfig]
     model: type[DiT]
@@ -157,7 +157,7 @@ def plan_of(config: DiTConfig) -> Plan:
 
 
 def _classes(stored: str) -> Classes:
-    """By the name that configurations have."""
+    """Find the classes of a kind by its name in configurations. Raises ValueError for an unknown one."""
     known = {made.config.kind: made for made in CLASSES.values()}
     if stored not in known:
         raise ValueError(f"a model of kind {stored!r}: this version knows {', '.join(known)}; use a newer OpenDiT")

@@ -32,8 +32,8 @@ Count = Callable[[OwnConfig], int]  # how many of something a block has
 
 
 def around_blocks(config: "DiTConfig") -> dict[str, Rule]:
-    """What is outside of the blocks. Products of single vectors are not worth a collective, but for the modulations,
-    which have many weights."""
+    """Return the rules of the layers outside of the blocks. Products of single vectors are not worth a collective,
+    except for the modulations, which have many weights."""
     return {
         "x_embedder.proj.*": Replicated(),
         "t_embedder.mlp.*.*": Replicated(),
@@ -107,7 +107,7 @@ RESIDUAL = "linear_gate_residual"
 
 
 def block_projections(*attentions: str, norm: str = "layernorm") -> dict[str, tuple[str, ...]]:
-    """Of blocks with these attentions between their own tokens, and an MLP; ``norm``: layernorm or rmsnorm."""
+    """Return the projections of blocks with these self-attentions and an MLP. norm: layernorm or rmsnorm."""
     residual = RESIDUAL, f"{RESIDUAL}_{norm}_modulate"
     inputs = {f"blocks.*.{name}.qkv": ("linear_heads",) for name in attentions}
     outputs = {f"blocks.*.{name}.proj": residual for name in attentions}
@@ -148,7 +148,7 @@ def float8_weights(execution: Execution, count: int) -> int:
 
 
 def attention_units(execution: Execution) -> float:
-    """Of self-attention q, k, v, its output, that projected and the sum with x."""
+    """Count what self-attention keeps: q, k, v, its output, that output projected, and the sum with x."""
     # In FP8 the attention's output is there in both forms.
     return 6 + (execution.fp8 and execution.recompute == "none") / 2
 
@@ -204,7 +204,7 @@ def backward(config: "DiTConfig", execution: Execution) -> float:
 
 
 def projection_flops(config: "DiTConfig", kv_width: int | None = None) -> int:
-    """Of self-attention's linear layers; ``kv_width``: of all heads of keys (None: the hidden size)."""
+    """Count the FLOPs of self-attention's linear layers. kv_width: of all heads of keys (None: the hidden size)."""
     n, d = config.tokens, config.hidden_size
     return 2 * n * d * (d + 2 * (kv_width or d)) + 2 * n * d * d
 
@@ -215,7 +215,7 @@ def attention_term(part: str, keys: Count) -> FlopTerm:
 
 
 def mlp_flops(config: "DiTConfig", products: int = 2) -> int:
-    """Of an MLP of so many products of hidden size x MLP width: 2, of SwiGLU 3."""
+    """Count the FLOPs of an MLP. products: matrices of hidden size x MLP width; 3 for SwiGLU."""
     return 2 * products * config.tokens * config.hidden_size * config.mlp_hidden
 
 

@@ -24,7 +24,8 @@ def divisible(config: "ECDiTConfig") -> dict[str, dict[str, int]]:
 
 
 def _experts(config: "ECDiTConfig", execution: Execution) -> Kept:
-    """Of every expert of a token its input and output, its hidden layer before and after GELU; then their sum."""
+    """Count, for every expert of a token, its input, its output and its hidden layer before and after GELU; then the
+    sum over experts."""
     return Kept(units=config.expert_capacity * (2 + 2 * config.expert_hidden / config.hidden_size) + 1)
 
 

@@ -34,8 +34,8 @@ def _norms(config: "STDiTConfig") -> int:
 
 
 def _attention_along_time(config: "STDiTConfig", execution: Execution) -> Kept:
-    """As every self-attention, and its result in the order that the projection reads, which is another than it is
-    written in. Rotated queries and keys are copies in its own order; normalised ones are kept besides those."""
+    """Count what every self-attention keeps, and its result in the order that the projection reads, which is not the
+    order it is written in. Rotated queries and keys are copies in that order; normalised ones are kept beside them."""
     weights = dit.float8_weights(execution, 4 * config.hidden_size**2)
     units = dit.attention_units(execution) + 1 + 5 * config.qk_norm
     if execution.sequence_parallel > 1 and execution.recompute != "none":

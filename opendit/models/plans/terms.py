@@ -87,7 +87,7 @@ def linear(name: str, rule: Rule) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class StageCuts:
-    """Where a pipeline may cut a model: between any two modules of ``stack``.
+    """The places where a pipeline may cut a model: between any two modules of ``stack``.
 
     Names are those of the model's modules and buffers. ``first`` and ``last`` belong to those stages alone; ``every``
     is on every stage, which makes the condition itself from t and y, and its gradients are summed over the stages.
@@ -106,7 +106,7 @@ class StageCuts:
 
 @dataclass(frozen=True)
 class Execution:
-    """How blocks are run, as far as it changes what they keep for the backward pass.
+    """The settings of a run that change what blocks keep for the backward pass.
 
     fused: norm + modulate in one kernel. autocast: weights are fp32, and cast to half precision in the forward pass.
     recompute: a level of --recompute. sequence_parallel: ranks that share a sample's tokens.
@@ -121,7 +121,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept for the backward pass, on different scales; amounts add up.
+    """The memory that is kept for the backward pass, in several units; amounts add up.
 
     units: tensors of tokens x hidden size in the precision of the activations.
     statistics: fp32 numbers a token. numbers: numbers a sample in the precision of the activations.
@@ -139,7 +139,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class MemoryTerm:
-    """What a part of a block keeps for its backward pass."""
+    """The memory that a part of a block keeps for its backward pass."""
 
     part: str
     kept: Callable[[OwnConfig, Execution], Kept]
@@ -161,7 +161,7 @@ class FlopTerm:
 
     @property
     def per_block(self) -> bool:
-        """Whether every block has the part."""
+        """True if every block has the part."""
         return self.place == "block"
 
 
@@ -170,7 +170,7 @@ class FlopTerm:
 
 @dataclass(frozen=True)
 class Plan:
-    """What may be parallelised in the models of an architecture, and what they cost.
+    """The parallelism that the models of an architecture allow, and their costs.
 
     rules: of a configuration, patterns of parameters' names -> rule; ``*`` stands for one part of a name between dots,
         ``**`` for one or more. Every parameter fits exactly one pattern; patterns may fit none (biases of a model
@@ -195,7 +195,7 @@ class Plan:
     units: tuple[str, ...] = ("blocks.*",)
 
     def kept(self, config: "DiTConfig", execution: Execution) -> Kept:
-        """What a block keeps for its backward pass: the sum of the memory terms."""
+        """Return the memory that a block keeps for its backward pass: the sum of the memory terms."""
         return sum((term.kept(config, execution) for term in self.memory), Kept())
 
     def forward_flops(self, config: "DiTConfig") -> int:
