@@ -242,7 +242,7 @@ class DiT(nn.Module):
         return self.t_embedder(t) + vector, context
 
     def contexts(self, context: Context | None) -> list[Context] | None:
-        """Compute every block's keys and values of a context, for several calls of :meth:`predict` with it. (In one call
+        """Compute every block's keys and values of a context, for several calls of :meth:`predict`. (In a single call
         every block makes its own, and keeps none of them.)"""
         return None if context is None else [cast(Context, block.keys_values(context)) for block in self.blocks]
 

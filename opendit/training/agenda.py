@@ -1,4 +1,4 @@
-"""What a run does besides training after a step: look at the device, validate, evaluate, log, save, draw."""
+"""Decide what a run does after a step: look at the device, validate, evaluate, log, save, draw."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from opendit.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class Due:
-    """What is due after a step. refuse: the run ends with it, but its state is not to be saved."""
+    """The work that is due after a step. refuse: the run ends with it, but its state is not to be saved."""
 
     log: bool
     save: bool
@@ -31,7 +31,7 @@ class Agenda:
         self._save_owed = False
 
     def step_done(self, done: int, stopping: bool) -> bool:
-        """Whether the host has to look now whether steps are being skipped, for which it waits for the device.
+        """Return True if the host must look now for skipped steps, for which it waits for the device.
 
         done: steps of the run so far. stopping: whether it was told to end with this one.
         """
@@ -44,9 +44,9 @@ class Agenda:
         return self._last or self._save_owed or any(_every(steps, done) for steps in looks)
 
     def due(self, skipping: bool, failing: bool) -> Due:
-        """What is due after this step.
+        """Return the work that is due after this step.
 
-        skipping: whether it was skipped, as far as the host has looked. failing: whether it was by a fault.
+        skipping: the step was skipped, as far as the host has looked. failing: it was skipped because of a fault.
         """
         flags, last = self._flags, self._last
         save = flags.save and ((last and not failing) or (self._save_owed and not skipping))

@@ -52,7 +52,7 @@ class Candidate:
 
     @property
     def product(self) -> tuple[Any, ...]:
-        """What candidates differ in that are shown apart: all but rematerialization and micro-batch."""
+        """Return the settings by which candidates are shown apart: all but rematerialization and micro-batch."""
         sizes = (self.data_parallel_replicate, self.sequence_parallel_size, self.tensor_parallel_size)
         return self.plugin, self.reshard, self.offload, *sizes, self.expert_parallel_size, self.pipeline_parallel_size
 
@@ -103,7 +103,7 @@ class Priced:
         return self.cost.total / self.samples * (1 + MARGIN * self.candidate.dimensions)
 
     def limit(self) -> str:
-        """What keeps it from being as fast as its products and attention, in words."""
+        """Name the largest cost besides products and attention, with its share of the step."""
         work, total = self.cost.work, self.cost.total
         found = {f"communication of {kind}": traffic.exposed for kind, traffic in self.cost.traffic.items()}
         found |= {
@@ -118,7 +118,8 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What is chosen for. node: ranks of a machine. capacity: bytes that a rank may use. has_gpu: as ``settled``."""
+    """The machines to choose for. node: ranks of one machine. capacity: bytes that a rank may use. has_gpu: see
+    ``settled``."""
 
     world: int
     node: int
@@ -214,7 +215,7 @@ class Search:
                 yield replace(form, batch_size=size, grad_accumulation=share // size)
 
     def samples(self) -> int:
-        """Of a step: as the flags say, with all ranks that they leave alone data parallel."""
+        """Return the samples of a step by the flags, if all ranks that they don't use are data parallel."""
         flags = self.flags
         if flags.global_batch_size is not None and "grad_accumulation" not in flags.given:
             return flags.global_batch_size
@@ -223,8 +224,8 @@ class Search:
     # ------------------------------------------------------------------------------------------------------ checks
 
     def accepts(self, candidate: Candidate, open: Sequence[str] = ()) -> bool:
-        """Whether the run would take these flags as they are, but for those that are ``open``; if not, :attr:`refusal`
-        may say why."""
+        """Return True if the run would accept these flags unchanged, except for those in ``open``; otherwise
+        :attr:`refusal` may say why."""
         try:
             settled, _ = candidate.on(self.flags).settled(self.where.world, self.where.has_gpu)
             plan_model(settled, self.dataset)
@@ -300,7 +301,7 @@ class Search:
         return sorted(found.values(), key=lambda one: one.price)
 
     def takes(self, form: Candidate) -> bool:
-        """As :meth:`accepts`, of what micro-batches and copies of the model don't change."""
+        """Call :meth:`accepts` once for all micro-batches and copies of the model, which don't change its answer."""
         plain = replace(form, data_parallel_replicate=self.flags.data_parallel_replicate, reshard=self.flags.reshard)
         if plain not in self.taken:
             self.taken[plain] = self.accepts(plain, open=("batch_size", "grad_accumulation"))

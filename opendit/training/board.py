@@ -31,7 +31,7 @@ class Board:
 
     @property
     def complete(self) -> bool:
-        """Whether something was written, and all of it."""
+        """True if something was written, and none of it was lost or still waits."""
         return self._written and not self._file.waiting and not self._file.lost
 
     def scalars(self, values: dict[str, float], step: int) -> None:

@@ -1,5 +1,5 @@
-"""What a run works with, made in the order in which it can be: memory estimate, model and engine, averages, runner,
-log, loader, checkpoints."""
+"""Build a run's parts in the order that they need: memory estimate, model and engine, averages, runner, log, loader,
+checkpoints."""
 
 import contextlib
 import math
@@ -40,23 +40,23 @@ from opendit.training.validation import Validation
 
 
 class Evaluation(Protocol):
-    """What measures samples of the EMA weights; :mod:`opendit.evaluation` has it.
+    """The interface of evaluations of the EMA weights' samples; :mod:`opendit.evaluation` implements it.
 
-    of: what decides the figures beside the weights.
+    of: identifies all that decides the figures beside the weights.
     """
 
     of: str
 
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """What a step's line of the log says of them. Collective."""
+        """Evaluate samples after a step, and return the fields for its line of the log. Collective."""
         ...
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with, open while it does.
+    """The parts that the loop works with, open while it runs.
 
-    micro_batches: of the next step. interrupt: whether the run was told to end. agenda: what is due after a step.
+    micro_batches: of the next step. interrupt: tells if the run has to end. agenda: the work due after a step.
     skipped: steps whose gradients were not finite. fingerprint: see :mod:`opendit.training.fingerprint`.
     """
 
@@ -105,7 +105,7 @@ class Run:
         self.interrupt.leave()
 
     def failed_writes(self) -> int:
-        """How many saves and other writes failed, the same on every rank: collective."""
+        """Return the number of saves and other writes that failed, the same on every rank. Collective."""
         return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # rank 0's
 
 
@@ -119,8 +119,8 @@ def _packing(spec: RunSpecification) -> Packing | None:
 
 
 def _alike(spec: RunSpecification) -> bool:
-    """Whether any batch of the run can stand in for another one where ranks compute together: those that share samples,
-    or experts, exchange what has a sample's size."""
+    """Return True if any batch of the run can replace another one: ranks that share samples or experts exchange tensors
+    of a sample's size, so that all their batches must have one shape."""
     dims, schedule = spec.mesh.dims, spec.schedule
     return (spec.mesh.sharing == 1 and dims.ep == 1) or (schedule.micro_batches is None and not schedule.packed)
 

@@ -1,4 +1,4 @@
-"""Where numbers stopped being finite: the last step's forward passes again, watched module by module.
+"""Find where numbers stopped being finite: repeat the last step's forward passes, watched module by module.
 
 It costs a normal step nothing: the step's batches are kept until the next ones come. Since a step whose gradients are
 not finite changes no weight, and all randomness is keyed by the sample, the passes are the same ones.
@@ -50,7 +50,7 @@ class Diagnosis:
 
     @property
     def harmless(self) -> bool:
-        """Whether a rank that can't look, for lack of memory, say, keeps no other waiting."""
+        """True if a rank that can't look, for example for lack of memory, keeps no other waiting."""
         return self.engine.whole and self.engine.mesh.sharing == 1
 
     def keep(self, batch: Batch) -> None:
@@ -60,7 +60,7 @@ class Diagnosis:
         self._batches.append(batch)
 
     def find(self, gradients: bool) -> str:
-        """What was not finite first, and of which samples, in words. Collective.
+        """Describe what was not finite first, and for which samples. Collective.
 
         gradients: also look into the backward pass if the forward passes were finite; what is in the gradients is lost.
         """
@@ -93,7 +93,7 @@ class Diagnosis:
         return "" if parts <= KEPT else f"'s last {KEPT} of {parts} micro-batches"
 
     def _look_forward(self) -> str | None:
-        """What this rank found; None if all is finite."""
+        """Look through this rank's forward passes, and describe what was not finite first; None if all is finite."""
         found = None
         for batch in list(self._batches):
             micro_batch = self.inputs.of(batch)

@@ -1,4 +1,4 @@
-"""What a run draws from its EMA weights: samples, and its grids of them."""
+"""Draw samples and grids of samples from a run's EMA weights."""
 
 import contextlib
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ class SampleGrids:
         self._spec, self._sampler, self._monitor = spec, sampler, monitor
 
     def draw(self, step: int) -> None:
-        """By rank 0 and those that share its samples. Collective."""
+        """Draw the grid on rank 0 and the ranks that share its samples. Collective."""
         if self._spec.codec is None:
             return
         with self._sampler.model() as model:
@@ -102,7 +102,7 @@ class SampleGrids:
                 self.draw_of(model, step)
 
     def draw_of(self, model: DiT, step: int) -> None:
-        """By the weights of ``model``, on the ranks that have them."""
+        """Draw the grid with the weights of ``model``, on the ranks that have them."""
         spec, monitor = self._spec, self._monitor
         y, captions = self._what()
         index, steps, cfg_scale = torch.arange(len(captions)), spec.flags.sample_steps, spec.flags.sample_cfg_scale

@@ -142,7 +142,7 @@ def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, confi
 
 
 def _time(flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str) -> dict[str, str]:
-    """How ranks share sequences, how long a step takes by the cost model, and what it communicates."""
+    """Report how ranks share sequences, and the time and the communication of a step by the cost model."""
     size = flags.sequence_parallel_size
     together = samples_at_once(flags, config)
     how = (flags, flags.attention, setup.precision, config, together)
@@ -194,7 +194,7 @@ def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
 
 
 def budget(cost: StepCost) -> str:
-    """What a rank receives in a step, by kind, in words."""
+    """Describe the bytes that a rank receives in a step, by kind of communication."""
 
     def words(kind: str, traffic: Traffic) -> str:
         alone, exposed = 1e3 * traffic.seconds, 1e3 * traffic.exposed

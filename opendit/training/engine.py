@@ -54,8 +54,8 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
 
 
 def _first_values(spec: RunSpecification, model: DiT) -> Values:
-    """What the parameters of ``model`` will hold, of which every rank then takes what it needs: initial values, or what
-    fits of --pretrained. With --lora the model gets its layers."""
+    """Return the first values of ``model``'s parameters, of which each rank takes its part: initial values, or those of
+    --pretrained that fit. With --lora this adds the LoRA layers to the model."""
     seed = spec.flags.global_seed
     initial = InitialValues(model, seed)
     if spec.initial is None or spec.initial_config is None:

@@ -152,7 +152,7 @@ def by_value(objective: str) -> list[str]:
 
 
 def _encoders(spec: RunSpecification) -> dict[str, str | None]:
-    """Which frozen networks see every sample, by their files' contents; None for one that sees none."""
+    """Return the hashes of the frozen networks that see every sample; None for one that sees none."""
     vae = text = None
     if spec.dataset.kind == "pixels":
         vae = "none" if spec.vae == "none" else _network(vae_folder(spec.vae))
@@ -253,7 +253,7 @@ def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]
 
 
 def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What can't be compared."""
+    """Describe the settings that the checkpoint doesn't record, and that can't be compared."""
     values = {item.name: item.default for item in flags_of(TrainConfig) if item.name in by_value(now["objective"])}
     missing = [name for name in values if name not in stored]
     if "data" not in stored:  # from before there were fingerprints
@@ -300,7 +300,7 @@ def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> 
 
 
 def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
-    """Whether another warm-up changes no learning rate from this step on."""
+    """Return True if another warm-up changes no learning rate from this step on."""
     constant = stored.get("lr_schedule") == now.get("lr_schedule") == "constant"
     return (
         constant

@@ -1,4 +1,4 @@
-"""How much a rank's micro-batches compute, whatever the sizes of their samples."""
+"""Count the FLOPs of a rank's micro-batches, for samples of any size."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""What the flags ask for, without making any of it: data, configuration, objective, steps, first weights."""
+"""Work out from the flags, without building anything: data, configuration, objective, steps and first weights."""
 
 import math
 from contextlib import suppress
@@ -218,7 +218,7 @@ def caption_notes(
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What is to be trained on a data set.
+    """The model that is trained on a data set, with its objective.
 
     flags: with those of captions resolved. config: of the newest revision; weights that the run starts from may be of
     an earlier one (:func:`check_pretrained`). vae: its name.
@@ -308,7 +308,7 @@ def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
 
 
 def memory_setup(flags: TrainConfig, config: DiTConfig, world: int) -> Setup:
-    """What the estimate of the memory needs to know of a run on ``world`` GPUs whose kernels are all available."""
+    """Return the settings for the memory estimate of a run on ``world`` GPUs, with all kernels available."""
     return Setup(
         plugin=flags.plugin,
         precision=flags.mixed_precision,
@@ -336,7 +336,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int) -> Setup:
 
 
 def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:
-    """What the model is conditioned on, as arguments of model_config: num_classes or text."""
+    """Return the model's condition, as an argument of model_config: num_classes or text."""
     if dataset.conditioning == "text":
         name, cached = cast(str, flags.text_encoder), getattr(dataset, "text_encoder", None)
         kind, width, longest = text_geometry(name)

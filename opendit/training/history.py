@@ -34,7 +34,7 @@ def write_config(spec: RunSpecification) -> None:
 
 
 def describe_start(spec: RunSpecification) -> dict[str, Any]:
-    """What a start used: when, where, with which versions and flags, from which step, and what it changed."""
+    """Describe a start of a run: time, machine, versions, flags, first step, and changes since the last start."""
     flags, found = spec.flags, spec.fingerprint
     return {
         "time": _iso(datetime.now(timezone.utc).timestamp()),

@@ -1,4 +1,4 @@
-"""How much memory the machine has, and whether what a run keeps there fits: checked before anything is allocated."""
+"""Measure the machine's memory, and check that a run's state in it fits, before anything is allocated."""
 
 import contextlib
 import os

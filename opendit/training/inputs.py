@@ -1,4 +1,4 @@
-"""What a step works on: the loader's batches as latents, with times, noise and conditions."""
+"""Turn the loader's batches into the inputs of a step: latents, times, noise and conditions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What ends a run between two steps, on all ranks after the same one.
+"""End a run between two steps, on all ranks after the same one.
 
 SIGTERM, SIGINT and SIGUSR1 (of schedulers, before a time limit): finish the step, save, leave with exit code 0.
 Data that can't be read any more: leave out the step that lacks them, save, leave with the error.
@@ -68,7 +68,7 @@ class Interrupt:
             raise NoData(str(self.lost or "another rank can't read its data"))
 
     def answer(self) -> bool:
-        """Whether any rank was told to stop, by the last :meth:`ask`; the same on all ranks."""
+        """Return True if any rank was told to stop before the last :meth:`ask`; the same on all ranks."""
         assert self._answer is not None, "ask first"
         return self._answer() == _STOP
 

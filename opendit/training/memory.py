@@ -1,4 +1,4 @@
-"""How much memory a training step needs, by formula, before anything is allocated.
+"""Estimate the memory of a training step by formula, before anything is allocated.
 
 Two moments compete for a step's peak. When the backward pass begins, every block's activations are there and no
 gradient of this micro-batch; when it ends, every gradient and no activation. Activations are counted in *units* of
@@ -31,7 +31,7 @@ LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS and cuDNN and the like: what is l
 
 @dataclass(frozen=True)
 class Setup:
-    """What of a run decides its memory, besides model and batch.
+    """The settings of a run that decide its memory, besides model and batch.
 
     fused: LayerNorm + modulate in one kernel. compiled: blocks are. averages: how many EMAs. accumulate: several
     micro-batches a step. trained: with LoRA, the weights that are trained; None: those of the model, all.
@@ -73,12 +73,12 @@ class Setup:
 
     @property
     def autocast(self) -> bool:
-        """Whether weights are fp32 and cast to half precision in the forward pass."""
+        """True if weights are fp32 and cast to half precision in the forward pass."""
         return self.plugin == "ddp" and self.precision != "fp32"
 
     @property
     def gathers_float8(self) -> bool:
-        """Whether weights that are read in float8 are gathered so from shards that are kept so."""
+        """True if weights that are read in float8 are also kept and gathered in it."""
         asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8
         return asked and self.world > 1 and not self.compiled
 
@@ -89,7 +89,7 @@ class Setup:
 
     @property
     def execution(self) -> Execution:
-        """What of it the terms of an architecture's plan depend on."""
+        """The settings that the memory terms of an architecture's plan depend on."""
         return Execution(self.fused, self.autocast, self.fp8, self.recompute, self.sequence_parallel)
 
 
@@ -264,9 +264,10 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
-    """What to change where the step needs more than ``capacity``: the first that is enough of recomputing by parts,
-    recomputing blocks, averages or moments too in host memory (of fsdp), smaller micro-batches, ranks that share
-    samples, more ranks. None: nothing."""
+    """Suggest a change for a step that needs more than ``capacity``; None if it fits.
+
+    The first of these that is enough: recompute parts of blocks, recompute blocks, keep averages or moments too in host
+    memory (fsdp), use smaller micro-batches, share samples between ranks, use more ranks."""
 
     def fits(**changes) -> bool:
         return estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -318,7 +319,7 @@ def card_memory(device: torch.device) -> int | None:
 
 
 def parts(needs: Estimate) -> str:
-    """What the estimate is made of, in words."""
+    """Describe the parts of an estimate in words."""
     text = f"states {sum(needs.states.values()) / GIB:,.2f}, activations {needs.activations / GIB:,.2f}"
     float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
     text += f", gathered weights {needs.gathered / GIB:,.2f}{float8}" if needs.gathered else ""

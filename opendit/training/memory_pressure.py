@@ -1,4 +1,4 @@
-"""Whether a GPU's memory is so full that training waits for the allocator."""
+"""Notice when a GPU's memory is so full that training waits for the allocator."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 
 
 def allocation_retries() -> int:
-    """How often torch's allocator has found no memory, gave back what it kept for reuse, and tried again: each time the
+    """Count how often torch's allocator found no memory, freed what it kept for reuse, and tried again. Each time the
     host waits for the device. 0 without a GPU."""
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
@@ -23,7 +23,7 @@ class MemoryPressure:
         self._retries, self._before, self._lines, self._said = retries, None, 0, False
 
     def note(self, steps: int) -> str | None:
-        """To be called after every ``steps`` steps; the text, or None."""
+        """Return a note if memory is nearly full, or None. Call it after every ``steps`` steps."""
         now, before = self._retries(), self._before
         self._before = now
         if self._said or before is None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Setup"]]:
-    """For every rank of a pipeline a model of as many blocks as its stages have, and how it is trained: without what
-    the first or the last stage alone has, and with the activations of all micro-batches that are under way at once."""
+    """Return, for every rank of a pipeline, a model with the blocks of its stages and its training setup: without the
+    layers of other stages, and with the activations of all micro-batches that are under way at once."""
     ranks, found = setup.pipeline_parallel, []
     for rank in range(ranks):
         stages = stages_of(config, setup.schedule, rank, ranks)

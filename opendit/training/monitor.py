@@ -1,4 +1,4 @@
-"""What a run shows: progress bar, log.jsonl, TensorBoard and other loggers, throughput, MFU, memory."""
+"""Show a run: progress bar, log.jsonl, TensorBoard and other loggers, throughput, MFU and memory."""
 
 import contextlib
 import json
@@ -118,8 +118,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self, really: bool = True) -> Iterator[None]:
-        """What is done inside is not training time. Waits for the device first, unless ``really`` is false: then it
-        does nothing."""
+        """Exclude the block from training time, after waiting for the device. Does nothing if ``really`` is False."""
         if not really:
             yield
             return
@@ -201,7 +200,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _survive(self, name: str, step: int | None = None) -> Iterator[None]:
-        """As ``failures.survive``, of any error: a library of somebody else's may raise what it likes."""
+        """Survive any error like ``failures.survive`` does an OSError: loggers of others may raise anything."""
         with self.failures.survive(name, step):
             try:
                 yield
@@ -212,8 +211,8 @@ class Monitor:
 
 
 def keep_up_to(log: Path, step: int) -> None:
-    """Of a log that a killed run wrote past its last checkpoint, drops the lines that are about to be written again,
-    and one that is not whole. Raises OSError."""
+    """Drop the lines that a killed run logged after its last checkpoint, which are about to be written again, and an
+    incomplete one. Raises OSError."""
     refuse_links(log.parent, [log.name])
     if not log.is_file():
         return

@@ -1,4 +1,4 @@
-"""Which rank holds the others up.
+"""Find the rank that the others wait for.
 
 All ranks take the same time for a step, since they wait for each other; what tells them apart is how long each works by
 itself before it meets the others: the wait for its data, and the time from there to the end of the forward pass. (Where
@@ -53,8 +53,8 @@ class Pace:
         self._forwards.append((begun, now) if self._on_gpu else now - begun)
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
-        """For a log line after ``steps`` steps, once the device is read: the slowest rank, and how many times the
-        others' time it takes for its own work. Collective."""
+        """Return fields for the log line after ``steps`` steps, once the device is read: the slowest rank, and the ratio
+        of its time for its own work to the others'. Collective."""
         if self._channel is None:
             return {}
         forwards = [begun.elapsed_time(end) / 1e3 for begun, end in self._forwards] if self._on_gpu else self._forwards

@@ -12,7 +12,7 @@ from opendit.models.segments import Segments, to_patches
 
 @dataclass(frozen=True)
 class Packing:
-    """How a run packs.
+    """The settings of a run's packs.
 
     patch: of the model. tokens: of a micro-batch, which is one sequence. micro_batches: of a step, over all ranks that
     have different samples.
@@ -23,7 +23,7 @@ class Packing:
     micro_batches: int
 
     def segments(self, sizes: Iterable[tuple[int, ...]]) -> Segments:
-        """Of latents of these sizes."""
+        """Return the segments of a pack of latents of these sizes."""
         return Segments.of(list(sizes), self.patch, self.tokens)
 
     def patches(self, latents: Sequence[Tensor]) -> Tensor:
