@@ -53,8 +53,8 @@ class Pace:
         self._forwards.append((begun, now) if self._on_gpu else now - begun)
 
     def log(self, step: int, steps: int) -> dict[str, Any]:
-        """Return fields for the log line after ``steps`` steps, once the device is read: the slowest rank, and the ratio
-        of its time for its own work to the others'. Collective."""
+        """Return fields for the log line after ``steps`` steps, once the device is read: the slowest rank, and its time
+        for its own work as a multiple of the others'. Collective."""
         if self._channel is None:
             return {}
         forwards = [begun.elapsed_time(end) / 1e3 for begun, end in self._forwards] if self._on_gpu else self._forwards

@@ -219,7 +219,7 @@ def make_deterministic() -> None:
 def _sequence(
     flags: TrainConfig, config: DiTConfig, mesh: Mesh, samples: int, notes: list[str]
 ) -> SequenceParallel | None:
-    """How ranks share every sample; None: they do not."""
+    """Choose how ranks share every sample; None if they do not."""
     parallel, keep_gathered = flags, flags.keep_gathered
     precision = flags.mixed_precision
     how = (parallel, flags.attention, precision)
@@ -270,7 +270,7 @@ def _why_not_compiled(asked: bool, plugin: str) -> str | None:
 
 
 def _sharding(samples: int, config: DiTConfig, memory: Setup, mesh: Mesh) -> Sharding:
-    """How --plugin fsdp divides the model on this device."""
+    """Choose how --plugin fsdp divides the model on this device."""
     return choose_sharding(config, memory, samples, card_memory(mesh.device))
 
 
@@ -344,7 +344,7 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
 def _conditioner(
     text_encoder: str | None, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, for_grids: bool
 ) -> Conditioner:
-    """What conditions are made by. Embeddings from a cache need no encoder but ``for_grids``."""
+    """Make the conditioner. Cached embeddings need an encoder only ``for_grids``."""
     if config.text is None:
         return LabelConditioner(cast(int, config.num_classes), mesh.device)
     encoder, empty = None, None if config.text.inside else getattr(dataset, "empty_caption", None)

@@ -1,5 +1,5 @@
-"""What a run holds open while it trains. Whoever owns a process, a thread or a file is told to the Supervisor, which
-closes it where the run ends by an error."""
+"""Open what a run holds open while it trains. Owners of processes, threads and files are registered with the
+Supervisor, which closes them if the run ends by an error."""
 
 import math
 import os
@@ -72,7 +72,7 @@ def open_checkpoints(
     supervisor: Supervisor,
     evaluated: str | None = None,
 ) -> Checkpoints:
-    """Where the run is saved. evaluated: what decides the figures of --evaluate_every beside the weights."""
+    """Open the run's checkpoints. evaluated: identifies what decides --evaluate_every's figures beside the weights."""
     checkpoints = Checkpoints(
         spec.folder / "checkpoints",
         engine,
@@ -91,7 +91,7 @@ def open_checkpoints(
 
 
 def best_checkpoint(spec: RunSpecification, evaluated: str | None) -> BestCheckpoint | None:
-    """What --ckpt_best keeps. evaluated: as of :func:`open_checkpoints`."""
+    """Find the checkpoint that --ckpt_best keeps. evaluated: see :func:`open_checkpoints`."""
     name = spec.flags.ckpt_best
     if name is None or not spec.mesh.is_main:
         return None
@@ -104,8 +104,8 @@ def best_checkpoint(spec: RunSpecification, evaluated: str | None) -> BestCheckp
 
 
 def sharded_checkpoints(spec: RunSpecification, engine: Engine, monitor: Monitor) -> bool:
-    """Whether every rank writes its own shards: as --checkpoint_format says; auto leaves it to the plugin, and to
-    whether the buffers of whole tensors fit the hosts. The same on every rank. (Stages of a pipeline always do.)"""
+    """Return True if every rank writes its own shards, as --checkpoint_format says. With auto it depends on the plugin,
+    and on room for buffers of whole tensors on the hosts; stages of a pipeline always do. The same on every rank."""
     asked = spec.flags.checkpoint_format
     if asked != "auto":
         return asked == "sharded"

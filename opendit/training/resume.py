@@ -1,4 +1,4 @@
-"""What a resumed run checks of the checkpoint that it goes on from."""
+"""Check the checkpoint that a run resumes from."""
 
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.models import DiTConfig, config_from_dict
@@ -10,9 +10,9 @@ from opendit.state.tables import table_notes
 
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:
-    """Whether a checkpoint holds what this run trains; returns the notes to print.
+    """Check that a checkpoint holds what this run trains; return the notes to print.
 
-    adds: whether the run trains what ``--lora`` adds.
+    adds: the run trains only the layers of ``--lora``.
 
     Raises:
         ValueError: it holds another model, weights that are not those of its configuration, or a model that learned

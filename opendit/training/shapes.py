@@ -73,8 +73,8 @@ def make_schedule(
 
 
 def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, experts: int) -> int | None:
-    """How many parts of one shape the steps of a resumed run have: as many as it began with, where a rank's
-    micro-batches lie within them; None where they don't, or that is not known.
+    """Return the number of parts of one shape that a resumed run's steps have: as many as at its beginning, if a rank's
+    micro-batches lie within them; None if they don't, or if the number is not known.
 
     stored: the checkpoint's fingerprint. experts: ranks that divide them, whose micro-batches must be of one shape.
     """

@@ -1,4 +1,4 @@
-"""How --plugin fsdp divides a run's model: what --reshard auto means here, and how gradients accumulate."""
+"""Choose how --plugin fsdp divides a run's model: the meaning of --reshard auto, and how gradients accumulate."""
 
 from typing import cast
 
@@ -9,8 +9,8 @@ from opendit.training.memory import USABLE, Setup, settle_sharding
 
 
 def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Sharding:
-    """What the flags ask for, and where they leave it open, what saves traffic and still fits by the estimate of the
-    memory.
+    """Choose the sharding that the flags ask for; where they leave it open, the one with the least traffic that fits by
+    the estimate of the memory.
 
     Args:
         batch: samples of a micro-batch on a rank.

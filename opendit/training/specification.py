@@ -1,4 +1,4 @@
-"""What a training run is, before anything large is built."""
+"""The specification of a training run, before anything large is built."""
 
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -63,7 +63,7 @@ class RunSpecification:
 
     @property
     def latents(self) -> Latents:
-        """How items of the data set become what the model learns from."""
+        """Return the function that turns items of the data set into latents."""
         return self.latents_of(self.dataset, self.flags.global_seed)
 
     def latents_of(self, dataset: MediaDataset, seed: int) -> Latents:
@@ -81,7 +81,7 @@ class RunSpecification:
         return to_dict(self.flags)
 
     def info(self) -> dict[str, Any]:
-        """What this run's weights files say of themselves."""
+        """Return the metadata of this run's weights files."""
         return {
             "model": self.flags.model,
             "config": self.model_config.to_dict(),
@@ -111,6 +111,6 @@ def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
 
 
 def _path_or_name(value: str | None) -> str | None:
-    """What a checkpoint says of an encoder: a folder by its absolute path, a name as it is."""
+    """Return an encoder as checkpoints record it: a folder by its absolute path, a name unchanged."""
     folder = value is not None and value not in KNOWN and Path(value).expanduser()
     return str(folder.resolve()) if folder and folder.exists() else value

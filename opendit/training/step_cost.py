@@ -1,5 +1,5 @@
-"""How long a training step takes, by formula, before anything is built: computation by the terms of the model's plan,
-communication by what each strategy sends over which links, and how much of it computation hides.
+"""Estimate the time of a training step by formula, before anything is built: computation by the terms of the model's
+plan, communication by what each strategy sends over which links, and how much of it computation hides.
 
 Not counted: reading data, the VAE and the text encoder (latents and embeddings are taken to be there), saving, and
 ranks that wait for slower ones.
@@ -36,8 +36,8 @@ GATHERS_OF_A_PAIR = 5
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank receives of one kind of communication in a step: bytes, the seconds that it takes alone, and those
-    of them that computation does not hide."""
+    """The data that a rank receives by one kind of communication in a step: bytes, seconds if it ran alone, and the
+    seconds that computation does not hide."""
 
     bytes: float = 0
     seconds: float = 0
@@ -72,7 +72,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Span:
-    """Where the ranks of a group are: so many in all, ``here`` of them on one machine."""
+    """The places of a group's ranks: ``ranks`` in all, ``here`` of them on one machine."""
 
     ranks: int
     here: int
@@ -83,7 +83,7 @@ class Span:
 
 
 def span(ranks: int, stride: int, node: int) -> Span:
-    """Of a group whose members are ``stride`` ranks apart, on machines of ``node`` ranks each."""
+    """Place a group whose members are ``stride`` ranks apart, on machines of ``node`` ranks each."""
     return Span(ranks, max(1, min(ranks, node // stride)))
 
 
@@ -193,8 +193,9 @@ class _Step:
     # ----------------------------------------------------------------------------------------------- communication
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
-        """Of weights and gradients among the ranks that have the same part of every layer; ``work``: seconds of a
-        micro-batch's computation."""
+        """Yield the traffic of weights and gradients between ranks with the same part of every layer.
+
+        work: seconds of a micro-batch's computation."""
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
         trained = self.parameters if setup.trained is None else setup.trained
@@ -241,8 +242,8 @@ class _Step:
             yield "gradients of copies", beside(summed, backward) * 2
 
     def sequence(self, kind: str, types: tuple[str, ...]) -> tuple[Traffic, StrategyChoice | None]:
-        """Of attention by ranks that share a micro-batch's tokens, and how they do it. Raises ValueError if they
-        can't."""
+        """Return the traffic of attention between ranks that share a micro-batch's tokens, and their strategy. Raises
+        ValueError if they can't share them."""
         setup, config, ranks = self.setup, self.config, self.setup.sequence_parallel
         if ranks == 1:
             return Traffic(), None
@@ -268,8 +269,8 @@ class _Step:
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
-        """Of a micro-batch's tokens to the ranks of the experts that have chosen them and back, in both passes. What
-        goes to them travels beside the shared MLP."""
+        """Return the traffic of tokens to the ranks of the experts that chose them and back, in both passes. They
+        travel to the experts beside the shared MLP."""
         ranks, config, hardware = self.setup.expert_parallel, self.config, self.hardware
         if ranks == 1 or self.setup.tensor_parallel > 1:
             return Traffic()
@@ -284,7 +285,7 @@ class _Step:
         return (there + back) * ((2 + self.setup.grad_checkpoint) * config.depth)
 
     def tensor(self) -> Traffic:
-        """Of layers that ranks divide: gathers and sums of a micro-batch's tokens (docs/parallelism.md counts them)."""
+        """Return the traffic of divided layers: gathers and sums of a micro-batch's tokens (docs/parallelism.md)."""
         ranks, config = self.setup.tensor_parallel, self.config
         if ranks == 1:
             return Traffic()
@@ -296,8 +297,8 @@ class _Step:
 
 
 def received_by_attention(plan: StrategyChoice, ranks: int) -> float:
-    """What a rank receives in a layer by a sequence strategy, forward and backward, in units of N x D
-    (docs/sequence_parallel.md has the forward pass's)."""
+    """Count what a rank receives in a layer by a sequence strategy, forward and backward, in units of N x D
+    (docs/sequence_parallel.md has the forward pass)."""
     here, ring = ranks, 1
     if plan.kind == AXIAL:
         return 0
@@ -358,8 +359,8 @@ def step_cost(
 def _pipelined(
     slowest: StepCost, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int
 ) -> StepCost:
-    """Of the rank whose stages take longest, ``slowest`` without the others: with the time in which it waits for the
-    first micro-batch and for the last ones (Narayanan et al. 2021), and with the tokens that go from stage to stage."""
+    """Compute the cost of a pipeline from that of its slowest rank alone: add the time it waits for the first and the
+    last micro-batches (Narayanan et al. 2021), and the tokens that go from stage to stage."""
     ranks, chunks = setup.pipeline_parallel, chunks_of(setup.schedule)
     computing = slowest.total - slowest.work["update"]
     bubble = (ranks - 1) / chunks * computing / setup.micro_batches
@@ -374,7 +375,7 @@ def _pipelined(
 
 
 def tokens_per_second(config: DiTConfig, setup: Setup, batch: int, micro_batches: int, seconds: float) -> float:
-    """Of one rank."""
+    """Return the tokens that one rank processes in a second."""
     sharing = setup.sequence_parallel * setup.tensor_parallel * setup.pipeline_parallel
     if not math.isfinite(seconds) or seconds <= 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""What a run prints before its first step and after its last."""
+"""Print what a run shows before its first step and after its last."""
 
 import math
 import shlex
@@ -25,7 +25,7 @@ from opendit.training.specification import RunSpecification
 
 
 def announce_memory(spec: RunSpecification) -> None:
-    """What the step will need and, where the GPU has less, the cheapest mitigation: before building runs out of it."""
+    """Print the memory that a step needs and, if the GPU has less, the cheapest mitigation, before building."""
     if not spec.mesh.is_main:
         return
     config, batch = spec.model_config, spec.samples_at_once
@@ -89,7 +89,7 @@ def _unit(flags: BatchFlags) -> str:
 
 
 def summarise(spec: RunSpecification, monitor: Monitor, checkpoints: Checkpoints) -> None:
-    """What is there now, and what to do with it: no line for what is not."""
+    """Print the files that the run made, and what to do with them next."""
     folder, step, failures = spec.folder, monitor.last.get("step", spec.first_step), monitor.failures
     rows = {"checkpoint": str(checkpoints.newest or "none was saved")}
     if not spec.flags.save:
@@ -139,7 +139,7 @@ def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | N
 
 
 def quote(path: str | Path) -> str:
-    """As a shell takes it for one word."""
+    """Quote a path so that a shell reads it as one word."""
     return shlex.quote(str(path))
 
 

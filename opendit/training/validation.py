@@ -108,8 +108,8 @@ class Validation:
         return MicroBatch(x0, self._times[batch.numbers].to(device), noise, batch.condition.to(device), given)
 
     def after(self, step: int) -> dict[str, Any]:
-        """What ``step``'s line of the log says: the mean, the means by noise level, the levels, as sigma, and how many
-        seconds it took. Null for what is not finite. Collective."""
+        """Validate after ``step``. Return fields for its line of the log: the mean, the means by noise level, the
+        levels as sigma, and the seconds. Null for what is not finite. Collective."""
         began = time.perf_counter()
         trained = monitoring.allocated_gib()
         losses = self.losses().tolist()

@@ -1,4 +1,4 @@
-"""What the held-out loss is of: which samples, how many, at which times."""
+"""Choose the samples of the held-out loss, their number and their times."""
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ def steps_between(spec: RunSpecification) -> int:
 
 
 def number_of_losses(spec: RunSpecification) -> int:
-    """How many losses are averaged: --validate_samples, or as many as cost little beside the steps in between. Of a
-    pipeline's ranks all but one idle meanwhile."""
+    """Return the number of losses to average: --validate_samples, or as many as cost little beside the steps between.
+    All ranks of a pipeline but one idle meanwhile."""
     if spec.flags.validate_samples is not None:
         return spec.flags.validate_samples
     trained_on = steps_between(spec) * spec.schedule.global_batch
@@ -30,10 +30,10 @@ def number_of_losses(spec: RunSpecification) -> int:
 
 
 class FixedSamples:
-    """Which row of the data set each of ``count`` losses is of, at which time, and in which micro-batch.
+    """The row, the time and the micro-batch of each of ``count`` losses.
 
-    Loss i is of a row drawn for it once and for all, each row as often as any other, with the noise of (``SEED``, i),
-    at the quantile (k + 1/2) / count of training's times, each k once: a stratified sample of them.
+    The row of loss i is drawn once and for all, each row as often as any other. Its noise is keyed by
+    (``SEED``, i); its time is the quantile (k + 1/2) / count of training's times, each k once: a stratified sample.
 
     Attributes:
         quantiles: (count,) float64 in (0, 1), by the loss's number.
@@ -56,5 +56,5 @@ class FixedSamples:
             self.new += [min(size, len(numbers) - first) for first in range(0, len(numbers), size)]
 
     def keys(self, number: int) -> list[SampleKey]:
-        """What a micro-batch reads."""
+        """Return the keys of the samples that a micro-batch reads."""
         return [SampleKey(int(self.rows[i]), 0, i) for i in self.micro_batches[number]]

@@ -26,7 +26,7 @@ class LossHistory:
 
     @classmethod
     def read(cls, log: Path, noise: list[float]) -> "LossHistory":
-        """What log.jsonl has of these noise levels; lines that can't be read have nothing. Raises OSError."""
+        """Read the losses of these noise levels from log.jsonl, and skip unreadable lines. Raises OSError."""
         history = cls(noise)
         for line in log.read_bytes().splitlines() if log.is_file() else []:
             try:
@@ -84,7 +84,7 @@ def _colours(count: int) -> list[Any]:
 
 
 def _edges(steps: list[int]) -> list[float]:
-    """Where the columns of a heat map begin and end, one for each step, which it lies in."""
+    """Return the edges of a heat map's columns, one column around each step."""
     if len(steps) == 1:
         return [steps[0] - 0.5, steps[0] + 0.5]
     middle = [(a + b) / 2 for a, b in zip(steps, steps[1:], strict=False)]

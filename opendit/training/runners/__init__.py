@@ -1,4 +1,4 @@
-"""How a training step is run: prepare, model, loss and backward of its micro-batches, then the optimizer's step."""
+"""Run training steps: prepare, model, loss and backward of the micro-batches, then the optimizer's step."""
 
 from collections.abc import Callable
 

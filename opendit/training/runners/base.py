@@ -1,4 +1,4 @@
-"""What every runner offers to the loop."""
+"""The interface between the loop and every runner."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable

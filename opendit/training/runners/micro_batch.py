@@ -1,4 +1,4 @@
-"""What a runner gets of a micro-batch: samples of one size, or packs of samples of unequal size."""
+"""Micro-batches for runners: samples of one size, or packs of samples of unequal size."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -84,7 +84,7 @@ class PackedMicroBatch(NamedTuple):
         return (losses * self.shares).sum()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """As of :class:`MicroBatch`, of tensors by token or by segment."""
+        """Return the marked samples of tensors by token or by segment; see :class:`MicroBatch`."""
         count, tokens = len(self.segments.grids), self.segments.tokens
         if marked.dim() > 1 and marked.shape[:2] == (1, tokens):
             marked = marked[0]
